@@ -1,0 +1,45 @@
+# Where pip finds its packages is pip's own setting: with PIP_EXTRA_INDEX_URL set to PyTorch's CPU index
+# (or PIP_FIND_LINKS to a folder of wheels), Linux gets the small CPU build of torch instead of the CUDA one.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint fuzz bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## build .venv and install ringspan into it
+
+# The stamp comes last, so that a finished installation is never repeated and an interrupted one is.
+# torch comes first and pinned: left to the resolver, a newer build could bring gigabytes of CUDA packages.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "ringspan needs Python 3.11 or newer, '$(PYTHON)' is not: try 'make $(MAKECMDGOALS) PYTHON=python3.11'" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install torch==2.13.0 -c constraints.txt
+	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
+	@touch $@
+
+demo: $(STAMP) ## show exact ring attention at work on this machine
+	$(BIN)/ringspan demo $(ARGS)
+
+test: $(STAMP) ## run the tests (ARGS="-k ring -x" goes to pytest)
+	$(BIN)/pytest $(ARGS)
+
+lint: $(STAMP) ## check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+fuzz: $(STAMP) ## run the property tests with many more random examples
+	$(BIN)/pytest -m hypothesis --hypothesis-profile=fuzz --timeout=3600 $(ARGS)
+
+bench: $(STAMP) ## measure ring attention against one device (ARGS="--ranks 4 --json")
+	$(BIN)/ringspan bench attention $(ARGS)
+
+clean: ## remove caches and build outputs; .venv and runs/ stay
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,25 @@
+"""One class per kind of refusal. Each message names the value that is refused and what would work instead."""
+
+
+class RingspanError(ValueError):
+    """Base of everything ringspan refuses; the command line prints it as one line and exits with code 2."""
+
+
+class ConfigError(RingspanError):
+    """A configuration, a file or an argument of a command is not usable as given."""
+
+
+class LayoutError(RingspanError):
+    """A layout cannot hold the sequence, or two things that must share a layout do not."""
+
+
+class MaskError(RingspanError):
+    """A mask is malformed, or does not fit the sequence."""
+
+
+class UnsupportedError(RingspanError):
+    """A model, dtype, device or option asks for something that ringspan does not do (yet)."""
+
+
+class PeerMismatch(RingspanError):  # noqa: N818 - the name users know from the design
+    """The ranks of one ring were given different things; raised on every rank before any payload moves."""

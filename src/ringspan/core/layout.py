@@ -1,0 +1,96 @@
+"""Where position p lives: contiguous, striped and zigzag layouts, their padding and their inverse.
+
+S global tokens, N ranks, T = padded S / N tokens a rank. A position is an index into the global sequence.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.core.errors import LayoutError
+
+LayoutName = Literal["contiguous", "striped", "zigzag"]
+LAYOUT_NAMES: Final[tuple[str, ...]] = get_args(LayoutName)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An arithmetic run of positions: ``start, start + step, ..., start + (count - 1) * step``."""
+
+    start: int
+    count: int
+    step: int = 1
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        return self.start + self.step * np.arange(self.count, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which positions each rank of a ring holds.
+
+    ``contiguous``: rank r holds ``[r T, (r + 1) T)``. ``striped`` (Brandon et al. 2023): rank r holds ``r, r + N, ...``.
+    ``zigzag``: of 2N chunks, rank r holds chunks r and 2N - 1 - r. The last two balance causal work.
+    The sequence is padded at its end to ``padded_length``; no key position at or past ``length`` is ever attended to.
+
+    Raises:
+        LayoutError: unknown name, or a length or number of ranks below one.
+    """
+
+    name: LayoutName
+    length: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if self.name not in LAYOUT_NAMES:
+            raise LayoutError(f"unknown layout {self.name!r}; choose one of {', '.join(LAYOUT_NAMES)}")
+        if self.ranks < 1:
+            raise LayoutError(f"a layout needs at least one rank, got ranks={self.ranks}")
+        if self.length < 1:
+            raise LayoutError(f"a layout needs at least one token, got length={self.length}")
+
+    @property
+    def granularity(self) -> int:
+        """The padded length is a multiple of this: 2N for zigzag (two equal chunks a rank), else N."""
+        return 2 * self.ranks if self.name == "zigzag" else self.ranks
+
+    @property
+    def padded_length(self) -> int:
+        return -(-self.length // self.granularity) * self.granularity
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.padded_length // self.ranks
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The spans of one rank, in the order in which it stores them; adjacent ones are joined."""
+        if not 0 <= rank < self.ranks:
+            raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks")
+        tokens = self.tokens_per_rank
+        if self.name == "contiguous":
+            return (Span(rank * tokens, tokens),)
+        if self.name == "striped":
+            return (Span(rank, tokens, self.ranks),)
+        chunk = tokens // 2
+        mirrored = 2 * self.ranks - 1 - rank
+        if mirrored == rank + 1:
+            return (Span(rank * chunk, tokens),)
+        return (Span(rank * chunk, chunk), Span(mirrored * chunk, chunk))
+
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        """Global positions held by one rank, in storage order; those at or past ``length`` are padding. Shape (T,)."""
+        return np.concatenate([span.positions for span in self.spans(rank)])
+
+    @cached_property
+    def permutation(self) -> NDArray[np.int64]:
+        """``padded[permutation]`` is the ranks' shards one after the other. Shape (padded_length,)."""
+        return np.concatenate([self.positions(rank) for rank in range(self.ranks)])
+
+    @cached_property
+    def inverse(self) -> NDArray[np.int64]:
+        """``concatenated_shards[inverse]`` is the padded sequence in order. Shape (padded_length,)."""
+        return np.argsort(self.permutation)

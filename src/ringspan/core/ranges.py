@@ -1,0 +1,44 @@
+"""Sets of indices as sorted, disjoint, non-touching half-open ranges: what part of a block travels."""
+
+from collections.abc import Iterable
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def union(*sets: Iterable[tuple[int, int]]) -> Ranges:
+    """Every index in any of the sets; overlapping and touching ranges become one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(one for ranges in sets for one in ranges if one[0] < one[1]):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def minus(a: Ranges, b: Ranges) -> Ranges:
+    """Indices of ``a`` that are not in ``b``."""
+    rest: list[tuple[int, int]] = []
+    for start, stop in a:
+        for cut_start, cut_stop in b:
+            if cut_stop <= start or stop <= cut_start:
+                continue
+            rest.append((start, cut_start))
+            start = cut_stop
+        rest.append((start, stop))
+    return union(rest)
+
+
+def size(ranges: Ranges) -> int:
+    """How many indices."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def offset(ranges: Ranges, index: int) -> int:
+    """Where ``index`` is stored when the ranges are packed one behind the other."""
+    packed = 0
+    for start, stop in ranges:
+        if start <= index < stop:
+            return packed + index - start
+        packed += stop - start
+    raise AssertionError(f"index {index} is not in {ranges}")

@@ -1,0 +1,66 @@
+"""Dense float64 attention, forward and backward: the oracle of every back end.
+
+B batch, H query heads, G key/value heads (G divides H), Q queries, K keys, D head size, E value head size.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+class Gradients(NamedTuple):
+    dq: Array
+    dk: Array
+    dv: Array
+
+
+def attention(q: Array, k: Array, v: Array, allowed: NDArray[np.bool_], scale: float) -> tuple[Array, Array]:
+    """``softmax(scale q k^T where allowed) v`` and its log-sum-exp; a row that may see nothing gives 0 and -inf.
+
+    Shapes: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E), allowed (Q, K) -> out (B, H, Q, E), lse (B, H, Q).
+    """
+    scores = _scores(q, k, allowed, scale)
+    lse = _logsumexp(scores)
+    probabilities = _probabilities(scores, lse)
+    return probabilities @ _repeat(v, q), lse
+
+
+def backward(dout: Array, q: Array, k: Array, v: Array, allowed: NDArray[np.bool_], scale: float) -> Gradients:
+    """Gradients of ``sum(dout * attention(q, k, v))``; dk and dv are summed over the query heads that share them.
+
+    With ``p`` the probabilities and ``delta = sum(dout * out)`` over the head size: ``dv = p^T dout``,
+    ``ds = p (dout v^T - delta)``, ``dq = scale ds k``, ``dk = scale ds^T q`` (FlashAttention, appendix B.2).
+    """
+    k_heads, v_heads = _repeat(k, q), _repeat(v, q)
+    scores = _scores(q, k, allowed, scale)
+    p = _probabilities(scores, _logsumexp(scores))
+    dp = dout @ v_heads.swapaxes(-1, -2)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+    return Gradients(ds @ k_heads, _sum_groups(ds.swapaxes(-1, -2) @ q, k), _sum_groups(p.swapaxes(-1, -2) @ dout, v))
+
+
+def _repeat(kv: Array, q: Array) -> Array:
+    return np.repeat(kv, q.shape[1] // kv.shape[1], axis=1)
+
+
+def _sum_groups(per_head: Array, kv: Array) -> Array:
+    batch, groups, tokens, size = kv.shape
+    return per_head.reshape(batch, groups, -1, tokens, size).sum(2)
+
+
+def _scores(q: Array, k: Array, allowed: NDArray[np.bool_], scale: float) -> Array:
+    return np.where(allowed, scale * (q @ _repeat(k, q).swapaxes(-1, -2)), -np.inf)
+
+
+def _logsumexp(scores: Array) -> Array:
+    top = scores.max(-1, initial=-np.inf)
+    finite = np.where(np.isneginf(top), 0.0, top)
+    with np.errstate(divide="ignore"):
+        return np.log(np.exp(scores - finite[..., None]).sum(-1)) + finite
+
+
+def _probabilities(scores: Array, lse: Array) -> Array:
+    return np.exp(scores - np.where(np.isneginf(lse), 0.0, lse)[..., None])

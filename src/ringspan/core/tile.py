@@ -1,0 +1,175 @@
+"""Region x query span x key span -> tile, in local indices. The algebra is closed, so every mask on every layout is tiles.
+
+A query span (start a, step s) and a key span (start b, same step) meet a region ``lo <= q - k <= hi``. With ``q = a + s i``
+and ``k = b + s j`` the bound on ``s (i - j) + (a - b)`` becomes ``ceil((lo - (a - b)) / s) <= i - j <= floor((hi - (a - b)) / s)``.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.core.layout import Span
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Tile:
+    """Rows [q0, q1) of one rank's queries x columns [k0, k1) of one rank's keys, with a band.
+
+    Row i and column j, both counted from the tile's corner, are allowed when ``lo <= i - j <= hi``. Every row sees a key
+    and every key is seen; bounds that do not bind hold the value at which they just would not.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    lo: int
+    hi: int
+
+    @staticmethod
+    def full(q0: int, q1: int, k0: int, k1: int) -> "Tile":
+        return Tile(q0, q1, k0, k1, -(k1 - k0 - 1), q1 - q0 - 1)
+
+    @property
+    def num_rows(self) -> int:
+        return self.q1 - self.q0
+
+    @property
+    def num_keys(self) -> int:
+        return self.k1 - self.k0
+
+    @property
+    def has_lower(self) -> bool:
+        """Some key of the rectangle is too late for some row (the causal side of the band)."""
+        return self.lo > 1 - self.num_keys
+
+    @property
+    def has_upper(self) -> bool:
+        """Some key of the rectangle is too far back for some row (the window side of the band)."""
+        return self.hi < self.num_rows - 1
+
+    @property
+    def is_full(self) -> bool:
+        return not self.has_lower and not self.has_upper
+
+    @property
+    def is_causal(self) -> bool:
+        """Row i sees exactly columns ``j <= i``: the aligned triangle that flash kernels run."""
+        return self.lo == 0 and self.has_lower and not self.has_upper
+
+    @property
+    def num_pairs(self) -> int:
+        """Allowed (row, column) pairs; 4 D FLOPs each in forward."""
+        return self._pairs_from(self.lo) - self._pairs_from(self.hi + 1)
+
+    def _pairs_from(self, bound: int) -> int:
+        """Pairs of the rectangle with ``i - j >= bound``: row i has clip(i - bound + 1, 0, num_keys) of them."""
+        rows, keys = self.num_rows, self.num_keys
+        first = min(max(bound, 0), rows)  # rows before see nothing
+        saturated = min(max(bound + keys - 1, first), rows)  # rows from here see every key
+        ramp = saturated - first
+        return ramp * (first - bound + 1) + ramp * (ramp - 1) // 2 + (rows - saturated) * keys
+
+    def shift(self, rows: int, keys: int) -> "Tile":
+        return Tile(self.q0 + rows, self.q1 + rows, self.k0 + keys, self.k1 + keys, self.lo, self.hi)
+
+    def split(self) -> Iterator["Tile"]:
+        """The same pairs as tiles that local kernels run: FULL, aligned causal, or (with an upper bound) the band itself.
+
+        A tile without an upper bound is at most one FULL rectangle (the columns that its first row already sees, the
+        diagonal's own excepted) and one causal tile.
+        """
+        if self.is_full or self.is_causal or self.has_upper:
+            yield self
+            return
+        middle = self.k0 - self.lo
+        yield Tile.full(self.q0, self.q1, self.k0, middle)
+        yield Tile(self.q0, self.q1, middle, self.k1, 0, self.num_rows - 1)
+
+
+def meet(
+    q_start: NDArray[np.int64],
+    q_count: NDArray[np.int64],
+    k_start: NDArray[np.int64],
+    k_count: NDArray[np.int64],
+    step: int,
+    regions: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Where spans meet regions, all arguments broadcast together; ``regions`` has the columns of ``Mask.table`` last.
+
+    Returns columns i0, i1, j0, j1, lo, hi: span-local rows and columns with absolute bounds ``lo <= i - j <= hi``,
+    rows that see no key and keys that no row sees cut off. An empty meeting has ``i1 <= i0``.
+    """
+    q0, q1, k0, k1, low, high = np.moveaxis(regions, -1, 0)
+    offset = q_start - k_start
+    lo, hi = -((offset - low) // step), (high - offset) // step  # ceil and floor
+    i0, i1 = _clip_to_span(q0, q1, q_start, q_count, step)
+    j0, j1 = _clip_to_span(k0, k1, k_start, k_count, step)
+    empty = (i1 <= i0) | (j1 <= j0) | (lo > hi)
+    i0, i1 = np.maximum(i0, j0 + lo), np.minimum(i1, j1 + hi)
+    j0, j1 = np.maximum(j0, i0 - hi), np.minimum(j1, i1 - lo)
+    i1 = np.where(empty | (j1 <= j0), i0, i1)
+    return np.stack(np.broadcast_arrays(i0, i1, j0, j1, lo, hi), axis=-1)
+
+
+def _clip_to_span(
+    first: NDArray[np.int64], stop: NDArray[np.int64], start: NDArray[np.int64], count: NDArray[np.int64], step: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Span indices whose positions lie in [first, stop)."""
+    return np.maximum(-((start - first) // step), 0), np.minimum(-((start - stop) // step), count)
+
+
+def tiles_between(queries: tuple[Span, ...], keys: tuple[Span, ...], regions: NDArray[np.int64]) -> tuple[Tile, ...]:
+    """All tiles of one rank's queries against one rank's keys, in rank-local indices, joined where they touch."""
+    found: list[Tile] = []
+    row = 0
+    for query in queries:
+        column = 0
+        for key in keys:
+            assert query.step == key.step, "both sides of an attention share one layout, hence one step"
+            one = np.ones(1, dtype=np.int64)
+            met = meet(query.start * one, query.count * one, key.start * one, key.count * one, query.step, regions)
+            for i0, i1, j0, j1, lo, hi in met[met[:, 1] > met[:, 0]].tolist():
+                rows, columns = i1 - i0, j1 - j0
+                corner_lo, corner_hi = max(lo - i0 + j0, 1 - columns), min(hi - i0 + j0, rows - 1)
+                found.append(Tile(row + i0, row + i1, column + j0, column + j1, corner_lo, corner_hi))
+            column += key.count
+        row += query.count
+    return tuple(tile for joined in join(found) for tile in joined.split())
+
+
+def join(tiles: Iterable[Tile]) -> list[Tile]:
+    """Fewer, larger tiles with the same pairs: causal squares along a diagonal, and FULL rectangles side by side.
+
+    Zigzag stores two chunks behind each other, so its own block comes as two triangles and a rectangle: one causal tile.
+    """
+    return _join_full(_join_causal(sorted(tiles)))
+
+
+def _join_causal(tiles: list[Tile]) -> list[Tile]:
+    pool = {(tile.q0, tile.k0): tile for tile in tiles}
+    for corner in sorted(pool):
+        while (upper := pool.get(corner)) is not None and upper.is_causal and upper.num_rows == upper.num_keys:
+            lower, left = pool.get((upper.q1, upper.k1)), pool.get((upper.q1, upper.k0))
+            if lower is None or left is None or not lower.is_causal or not left.is_full:
+                break
+            if (left.q1, left.k1) != (lower.q1, upper.k1):
+                break
+            del pool[lower.q0, lower.k0], pool[left.q0, left.k0]
+            pool[corner] = Tile(upper.q0, lower.q1, upper.k0, lower.k1, 0, lower.q1 - upper.q0 - 1)
+    return list(pool.values())
+
+
+def _join_full(tiles: list[Tile]) -> list[Tile]:
+    rest = [tile for tile in tiles if not tile.is_full]
+    rows = {(tile.q0, tile.q1, tile.k0): tile for tile in tiles if tile.is_full}
+    for key in sorted(rows, key=lambda key: key[2]):
+        while (left := rows.get(key)) and (right := rows.pop((left.q0, left.q1, left.k1), None)):
+            rows[key] = Tile.full(left.q0, left.q1, left.k0, right.k1)
+    columns = {(tile.k0, tile.k1, tile.q0): tile for tile in rows.values()}
+    for key in sorted(columns, key=lambda key: key[2]):
+        while (upper := columns.get(key)) and (lower := columns.pop((upper.k0, upper.k1, upper.q1), None)):
+            columns[key] = Tile.full(upper.q0, lower.q1, upper.k0, upper.k1)
+    return sorted([*rest, *columns.values()])

@@ -1,0 +1,38 @@
+"""Local attention kernels behind one contract, a file each. The first one that serves a tile computes it."""
+
+from typing import Final, Protocol
+
+from torch import Tensor
+
+from ringspan.core.tile import Tile
+from ringspan.torch.kernels.cpu import CpuFlash
+from ringspan.torch.kernels.cuda import CudaFlash
+from ringspan.torch.kernels.reference import Blockwise
+
+
+class Kernel(Protocol):
+    """Attention of one tile's rows and keys.
+
+    q (B, H, rows, D), k (B, G, keys, D), v (B, G, keys, E), already cut to the tile; G divides H. ``lse`` is the natural
+    log-sum-exp in float32. ``backward`` takes the GLOBAL out and lse of the rows and gives this tile's share of dq, dk, dv.
+    """
+
+    name: str
+
+    def serves(self, q: Tensor, v: Tensor, tile: Tile) -> bool:
+        """Whether this kernel computes such a tile for such tensors (device, dtype, head sizes)."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+KERNELS: Final[tuple[Kernel, ...]] = (CpuFlash(), CudaFlash(), Blockwise())
+
+
+def choose(q: Tensor, v: Tensor, tile: Tile) -> Kernel:
+    """The kernel for a tile: the fastest that serves it; ``Blockwise`` serves everything."""
+    return next(kernel for kernel in KERNELS if kernel.serves(q, v, tile))

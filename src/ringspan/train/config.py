@@ -1,0 +1,425 @@
+"""The configuration of a training run: a TOML file and `key=value` overrides -> frozen, checked models.
+
+Every key, its unit and its default are documented where it is declared. Relative paths in the file (data.paths, and
+model.path, model.tokenizer and model.config where they are local) are taken from the current directory, not from the
+file's own folder.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, time
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.layout import LayoutName
+
+# A byte-level BPE has one token for each byte and <|endoftext|>.
+MIN_VOCAB_SIZE = 257
+
+
+class _Table(BaseModel):
+    """A TOML table: no unknown key, no conversion between types ("5" is not 5), no change after loading."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelConfig(_Table):
+    """[model]: which model, and where its weights and its tokenizer come from."""
+
+    path: str | None = None
+    """Local folder or Hub id of the model; needed where init is "pretrained"."""
+    init: Literal["pretrained", "scratch"] = "pretrained"
+    """"pretrained" loads the weights of path; "scratch" draws new ones for the architecture in config."""
+    config: str | dict[str, Any] | None = None
+    """For init = "scratch": a table of Hugging Face config values with model_type, or the path of a config.json."""
+    tokenizer: str | None = None
+    """Local folder or Hub id of the tokenizer; default: path. "train" trains a byte-level BPE on the data."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the parameters."""
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _refuse_float16(cls, value: object) -> object:
+        if value in ("float16", "fp16", "half"):
+            raise ConfigError(
+                f'model.dtype = "{value}": float16 overflows without loss scaling, which ringspan does not do; '
+                'use "bfloat16" or "float32"'
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> "ModelConfig":
+        if self.init == "pretrained":
+            if self.path is None:
+                raise ConfigError('model.path: missing; init = "pretrained" needs a local folder or a Hub id')
+            if self.config is not None:
+                raise ConfigError('model.config: only for init = "scratch"; remove it, or set model.init = "scratch"')
+            if self.tokenizer == "train":
+                raise ConfigError(
+                    'model.tokenizer = "train": a pretrained model needs the tokenizer it was trained with; '
+                    'remove the key, or set model.init = "scratch"'
+                )
+        else:
+            if self.config is None:
+                raise ConfigError(
+                    'model.config: missing; init = "scratch" needs a table such as { model_type = "llama", '
+                    "hidden_size = 64 } or the path of a config.json"
+                )
+            if self.tokenizer_source is None:
+                raise ConfigError(
+                    'model.tokenizer: missing; give a local folder or a Hub id, or "train" to train one on the data'
+                )
+        return self
+
+    @property
+    def tokenizer_source(self) -> str | None:
+        """Where the tokenizer comes from: a folder, a Hub id or "train". Never None in a loaded configuration."""
+        return self.tokenizer or self.path
+
+    def config_values(self) -> dict[str, Any]:
+        """The Hugging Face config values of a model from scratch, read from the file where config is a path.
+
+        Raises:
+            ConfigError: the file is missing or no JSON object, model_type is missing, or vocab_size is too small for
+                the tokenizer that is to be trained.
+        """
+        values = self.config
+        if isinstance(values, str):
+            values = _read_json(values)
+        if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+            raise ConfigError(
+                f'model.config = {_shown(self.config)}: has no model_type; add one, such as model_type = "llama"'
+            )
+        size = values.get("vocab_size", MIN_VOCAB_SIZE)
+        if self.tokenizer == "train" and (not isinstance(size, int) or size < MIN_VOCAB_SIZE):
+            raise ConfigError(
+                f"model.config.vocab_size = {size}: a trained byte-level tokenizer needs at least {MIN_VOCAB_SIZE} "
+                "tokens; raise it"
+            )
+        return dict(values)
+
+
+class DataConfig(_Table):
+    """[data]: which text, and how it becomes sequences of one length."""
+
+    paths: tuple[str, ...] = Field(strict=False, min_length=1)
+    """Files, folders (searched recursively, hidden entries left out) and "hub:<dataset id>[:<configuration>]"."""
+    text_field: str = "text"
+    """The field with the text in .json, .jsonl and .parquet files and in Hub datasets."""
+    hub_split: str = "train"
+    """Split of the Hub datasets; slices such as "train[:1%]" work."""
+    extensions: tuple[str, ...] = Field(
+        default=(".txt", ".md", ".rst", ".py", ".jsonl", ".json", ".parquet"), strict=False, min_length=1
+    )
+    """Endings of the files that are read in a folder. A file that paths names itself is always read."""
+    sequence_length_tokens: int = Field(ge=2)
+    """Tokens of one training sequence, over the whole ring."""
+    documents: Literal["pack", "cut"] = "pack"
+    """"pack" joins documents, each closed by the end-of-text token, into one stream of full sequences; "cut" cuts each
+    document on its own and pads its last sequence."""
+    eval_fraction: float = Field(default=0.02, ge=0, lt=1)
+    """Share of the documents, or of the text where these are few, held out for evaluation; 0: none."""
+
+    @field_validator("paths", mode="before")
+    @classmethod
+    def _one_path(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("extensions")
+    @classmethod
+    def _with_dots(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for extension in value:
+            if not extension.startswith("."):
+                raise ConfigError(f'data.extensions = "{extension}": has no dot; write ".{extension}"')
+        return value
+
+
+class MeshConfig(_Table):
+    """[mesh]: how the processes are arranged; ring times replicate is their number."""
+
+    ring: int | None = Field(default=None, ge=1)
+    """Processes that share one sequence; default: all of them divided by replicate."""
+    replicate: int = Field(default=1, ge=1)
+    """Rings that work on different sequences."""
+
+
+class AttentionConfig(_Table):
+    """[attention]: how the ring computes attention."""
+
+    layout: LayoutName = "zigzag"
+    """Which positions each process holds. "zigzag" and "striped" balance causal work; "contiguous" does not."""
+
+
+class MemoryConfig(_Table):
+    """[memory]: what is kept for the backward pass."""
+
+    checkpoint: Literal["none", "full", "attention"] = "attention"
+    """Activation checkpointing: "none" keeps all, "full" recomputes each layer, "attention" all of it but its
+    attention."""
+    loss_chunk_tokens: int = Field(default=1024, ge=1)
+    """Tokens for which logits exist at one time."""
+
+
+class OptimizerConfig(_Table):
+    """[optimizer]: AdamW with linear warm-up and cosine decay, and the size of a batch."""
+
+    learning_rate: float = Field(default=3e-4, gt=0)
+    """Highest learning rate, reached after the warm-up."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    """Decay of the first and the second moment, each in [0, 1)."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    warmup_steps: int = Field(default=10, ge=0)
+    """Steps over which the learning rate rises from 0."""
+    min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate of the last step, as a share of the highest."""
+    clip_grad_norm: float = Field(default=1.0, ge=0)
+    """Largest norm of the whole gradient; 0: no limit."""
+    batch_size: int = Field(default=1, ge=1)
+    """Sequences per replica and micro-step."""
+    accumulation_steps: int = Field(default=1, ge=1)
+    """Micro-steps per optimizer step."""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_below_one(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ConfigError(f"optimizer.betas = {list(value)}: each should be in [0, 1); the default is [0.9, 0.95]")
+        return value
+
+
+class EvaluationConfig(_Table):
+    """[evaluation]: the loss on the text that data.eval_fraction holds out."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0: only after the last step."""
+    num_sequences: int = Field(default=8, ge=1)
+    """Sequences per evaluation, at most."""
+
+
+class TrainConfig(_Table):
+    """A training run. Made by `load_config` or `parse_config`; built directly, pydantic's ValidationError is raised."""
+
+    run: str = Field(default="runs/finetune", min_length=1)
+    """Folder for metrics and checkpoints."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of new weights and of the order of the data."""
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps of the whole run."""
+    model: ModelConfig
+    """Which model, and where its weights and its tokenizer come from."""
+    data: DataConfig
+    """Which text, and how it becomes sequences."""
+    mesh: MeshConfig = MeshConfig()
+    """How the processes are arranged."""
+    attention: AttentionConfig = AttentionConfig()
+    """How the ring computes attention."""
+    memory: MemoryConfig = MemoryConfig()
+    """What is kept for the backward pass."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW, its schedule, and the size of a batch."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """The loss on held-out text."""
+
+    @model_validator(mode="after")
+    def _check_across_tables(self) -> "TrainConfig":
+        if self.optimizer.warmup_steps > self.steps:
+            raise ConfigError(
+                f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: is more than steps = {self.steps}; "
+                f"set it to at most {self.steps}"
+            )
+        if self.evaluation.every_steps and not self.data.eval_fraction:
+            raise ConfigError(
+                f"evaluation.every_steps = {self.evaluation.every_steps}: data.eval_fraction = 0 holds out no text to "
+                "evaluate on; raise it, or set evaluation.every_steps = 0"
+            )
+        return self
+
+    def resolve_mesh(self, world_size: int) -> tuple[int, int]:
+        """The mesh (replicate, ring) for this number of processes; the sequence is known to fill the ring.
+
+        Raises:
+            ConfigError: ring times replicate is not world_size, or the sequence has fewer tokens than the layout has
+                chunks (two a rank for zigzag, one for the others).
+        """
+        replicate = self.mesh.replicate
+        if self.mesh.ring is None and world_size % replicate:
+            divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            raise ConfigError(
+                f"mesh.replicate = {replicate}: does not divide the {world_size} processes; use one of {divisors}"
+            )
+        ring = world_size // replicate if self.mesh.ring is None else self.mesh.ring
+        if ring * replicate != world_size:
+            raise ConfigError(
+                f"mesh.ring = {ring}: times mesh.replicate = {replicate} needs {ring * replicate} processes, but there "
+                f"are {world_size}; start {ring * replicate}, or change the mesh"
+            )
+        length = self.data.sequence_length_tokens
+        needed = 2 * ring if self.attention.layout == "zigzag" else ring
+        if length < needed:
+            raise ConfigError(
+                f"data.sequence_length_tokens = {length}: a {self.attention.layout} ring of {ring} needs at least "
+                f"{needed}; lengthen the sequence or shrink the ring"
+            )
+        return replicate, ring
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a TOML file and apply overrides such as ``optimizer.learning_rate=1e-4``, the last one winning.
+
+    The value of an override is parsed as TOML; what is not TOML is taken as a string, so ``model.dtype=bfloat16`` needs
+    no quotes.
+
+    Raises:
+        ConfigError: one line that names the key, its value and the remedy.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not valid TOML: {_one_line(error)}; strings need quotes") from error
+    for override in overrides:
+        _apply_override(values, override)
+    config = parse_config(values)
+    if config.model.init == "scratch":
+        config.model.config_values()
+    return config
+
+
+def parse_config(values: Mapping[str, Any]) -> TrainConfig:
+    """Check the nested values of a configuration; reads no file.
+
+    Raises:
+        ConfigError: one line that names the key, its value and the remedy.
+    """
+    try:
+        return TrainConfig.model_validate(dict(values))
+    except ValidationError as error:
+        # A misspelt key often makes its right spelling "missing" as well: the misspelling is the one to show.
+        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ConfigError(_explain(problems[0]) + more) from error
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    *tables, name = (part.strip() for part in key.split("."))
+    if not equals or not name or not all(tables):
+        raise ConfigError(
+            f"{_shown(override)}: is not an override; write key=value, such as optimizer.learning_rate=1e-4"
+        )
+    table = values
+    for part in tables:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{_shown(override)}: {part} = {_shown(table)} is not a table, so it has no key {name}")
+    table[name] = _override_value(text)
+
+
+def _override_value(text: str) -> object:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+    # More than one key: the text held a line break and went on as TOML. No key is a date, but run=2026-01-31 is a name.
+    if parsed.keys() != {"value"} or isinstance(parsed["value"], date | time):
+        return text.strip()
+    return parsed["value"]
+
+
+def _explain(problem: ErrorDetails) -> str:
+    """One line about one of pydantic's problems: key, value, what is wrong, what would work."""
+    key, fields, field = _locate(problem["loc"])
+    kind, value = problem["type"], problem["input"]
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return str(cause)
+    if kind == "extra_forbidden":
+        return f"{key}: unknown key; {_nearest(key, fields)}"
+    description = (field.description or "" if field is not None else "").split(". ")[0].rstrip(".")
+    if kind == "missing":
+        return f"{key}: missing; it takes: {description}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{key} = {_shown(value)}: should be a table; write [{key}] and its keys below"
+    what = (
+        problem["msg"]
+        .replace("Input should be", "should be")
+        .replace("Tuple should", "should")
+        .replace(" after validation", "")
+    )
+    default = None if field is None or field.is_required() else field.default
+    remedy = f"it takes: {description}" if default is None else f"the default is {_shown(default)}"
+    return f"{key} = {_shown(value)}: {what}; {remedy}"
+
+
+def _locate(loc: tuple[int | str, ...]) -> tuple[str, dict[str, FieldInfo], FieldInfo | None]:
+    """(dotted key, fields of the innermost table, field) of a place, without what pydantic adds for unions."""
+    table: type[BaseModel] | None = TrainConfig
+    fields, field, key = dict(TrainConfig.model_fields), None, ""
+    for part in loc:
+        if isinstance(part, int):
+            key += f"[{part}]"
+        elif table is not None:
+            fields = dict(table.model_fields)
+            field = fields.get(part)
+            key += f".{part}" if key else part
+            table = _table_of(field)
+    return key, fields, field
+
+
+def _nearest(key: str, fields: Mapping[str, Any]) -> str:
+    """The most similar key of the same table, else of any table; else all keys of the table."""
+    name = key.split(".")[-1]
+    table = key.removesuffix(name)
+    elsewhere = {known.split(".")[-1]: known for known in _known_keys(TrainConfig)}
+    for known in ({field: table + field for field in fields}, elsewhere):
+        if near := difflib.get_close_matches(name, known, n=1):
+            return f"did you mean {known[near[0]]}?"
+    return f"known are {', '.join(table + field for field in fields)}"
+
+
+def _known_keys(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in table.model_fields.items():
+        yield prefix + name
+        if nested := _table_of(field):
+            yield from _known_keys(nested, f"{prefix}{name}.")
+
+
+def _table_of(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The model of a field that is a table, else None."""
+    kind: Any = None if field is None else field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, _Table) else None
+
+
+def _read_json(path: str) -> Any:
+    try:
+        return json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"model.config = {_shown(path)}: cannot be read ({error.strerror}); give a table or the path of a "
+            "config.json"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"model.config = {_shown(path)}: is not valid JSON: {_one_line(error)}; repair it") from error
+
+
+def _shown(value: object, limit: int = 80) -> str:
+    """A value as TOML writes it, more or less, and on one line."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

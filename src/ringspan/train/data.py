@@ -1,0 +1,639 @@
+"""Text -> documents -> token stream -> training sequences of one length, in an order that is a function of the seed.
+
+Documents and tokens live in Arrow files that are memory-mapped (Hugging Face `datasets`, its cache folder); in memory
+are only the bounds of the documents and one permutation of the sequences.
+
+S tokens of a sequence. A window is S + 1 neighbouring tokens: S inputs, and the S targets one position further on.
+The next window starts at the last token of this one, so each token but the first is a target exactly once.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, SupportsIndex
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from datasets import Dataset, Features, List, Value, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetGenerationError
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ringspan.core.errors import ConfigError
+from ringspan.train.config import MIN_VOCAB_SIZE, DataConfig, TrainConfig
+
+logger = logging.getLogger(__name__)
+
+END_OF_TEXT = "<|endoftext|>"
+# Where there is no target; the ignore_index of PyTorch and transformers.
+NO_TARGET = -100
+# With fewer documents than this, the last ones could be most of the text: the tail of the stream is held out instead.
+MIN_DOCUMENTS_TO_SPLIT = 20
+# Part of each cache key: raise it when the same files would give other documents or other tokens.
+_CACHE_VERSION = 1
+_BATCH_BYTES = 8 << 20
+# Offsets of Arrow strings are 32-bit.
+_MAX_TEXT_BYTES = (1 << 31) - 1
+
+
+# --- documents ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentScan:
+    """The documents that were found, and how many were not usable."""
+
+    documents: Dataset
+    """One column, "text"; one row a document."""
+    num_undecodable: int
+    """Files and .jsonl lines that are not UTF-8, and rows whose text is null."""
+    num_empty: int
+    """Files and rows with nothing but white space."""
+
+
+def load_documents(config: DataConfig) -> Dataset:
+    """The usable documents of `config.paths`: memory-mapped rows with the one column "text". See `scan_documents`."""
+    return scan_documents(config).documents
+
+
+def scan_documents(config: DataConfig) -> DocumentScan:
+    """Find and read the documents: local ones in the order of `config.paths` and of their names, then those of the Hub.
+
+    A .json or .jsonl object and a .parquet row are a document each, any other file is one document. A file that is
+    reached twice is read once. Files that are not UTF-8, null texts and empty texts are skipped and counted.
+
+    Raises:
+        ConfigError: a path does not exist, no file or no text is found, the text field is missing or no string, a file
+            is malformed, or a Hub dataset cannot be loaded. One line each.
+    """
+    local = [path for path in config.paths if not path.startswith("hub:")]
+    parts = [_load_files(_find_files(local, config.extensions), config.text_field)] if local else []
+    parts += [_load_hub(path, config) for path in config.paths if path.startswith("hub:")]
+    found = concatenate_datasets(parts)
+    documents = found.filter(_has_text, input_columns="text", batched=True, batch_size=_rows_per_batch(found))
+    num_undecodable = _column(found, "text").null_count
+    num_empty = len(found) - len(documents) - num_undecodable
+    if num_undecodable or num_empty:
+        logger.warning(
+            "skipped %d of %d documents: %d not UTF-8 or null, %d empty",
+            num_undecodable + num_empty,
+            len(found),
+            num_undecodable,
+            num_empty,
+        )
+    if not len(documents):
+        raise ConfigError(
+            f"data.paths = {_listed(config.paths)}: no text in {len(found)} documents ({num_undecodable} not UTF-8 or "
+            f"null, {num_empty} empty); add files with text"
+        )
+    return DocumentScan(documents=documents, num_undecodable=num_undecodable, num_empty=num_empty)
+
+
+def _find_files(paths: Sequence[str], extensions: tuple[str, ...]) -> list[Path]:
+    endings = tuple(extension.lower() for extension in extensions)
+    files: dict[Path, Path] = {}  # by resolved path, so that a file reached twice is one document
+    for name in paths:
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise ConfigError(
+                f'data.paths = "{name}": does not exist in {Path.cwd()}; correct it, or write "hub:{name}" for the Hub'
+            )
+        if path.is_dir():
+            found = [file for file in _walk(path) if file.name.lower().endswith(endings)]
+            if not found:
+                raise ConfigError(
+                    f'data.paths = "{name}": no file in it ends in {_listed(extensions)}; correct it or data.extensions'
+                )
+        else:
+            found = [path]
+        for file in found:
+            if file.stat().st_size > _MAX_TEXT_BYTES and file.suffix.lower() not in (".jsonl", ".parquet"):
+                raise ConfigError(f'data.paths = "{file}": is larger than 2 GiB; split it, or make it a .jsonl file')
+            files.setdefault(file.resolve(), file)
+    return list(files.values())
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Every file below a folder, sorted; hidden entries (.git, .venv) left out, linked folders not followed."""
+    files = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted((file for file in files if file.is_file()), key=Path.as_posix)
+
+
+def _load_files(files: Sequence[Path], text_field: str) -> Dataset:
+    # A changed file has another size or time, hence another cache key. A tuple: datasets splits lists into shards.
+    stamps = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    try:
+        return Dataset.from_generator(
+            _read_files,
+            features=Features({"text": Value("string")}),
+            gen_kwargs={"stamps": stamps, "text_field": text_field, "version": _CACHE_VERSION},
+            writer_batch_size=64,  # rows held in memory, each up to a whole file
+        )
+    except DatasetGenerationError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, ConfigError):
+            cause = cause.__cause__
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise ConfigError(f"data.paths: reading failed: {_one_line(cause)}; repair or remove the file") from error
+
+
+def _read_files(stamps: Sequence[tuple[str, int, int]], text_field: str, version: int) -> Iterator[dict[str, Any]]:
+    for name, _, _ in stamps:
+        path = Path(name)
+        read = _READERS.get(path.suffix.lower(), _read_text)
+        try:
+            for text in read(path, text_field):
+                yield {"text": text}
+        except (OSError, pa.ArrowException) as error:
+            raise ConfigError(
+                f'data.paths = "{path}": cannot be read: {_one_line(error)}; repair or remove it'
+            ) from error
+
+
+def _read_text(path: Path, text_field: str) -> Iterator[str | None]:
+    yield _decoded(path.read_bytes())
+
+
+def _read_jsonl(path: Path, text_field: str) -> Iterator[str | None]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            text = _decoded(line)
+            if text is None:
+                yield None
+            elif text.strip():
+                yield _field_of(_parsed(text, f"{path}:{number}"), text_field, f"{path}:{number}")
+
+
+def _read_json(path: Path, text_field: str) -> Iterator[str | None]:
+    """A list of objects, or one object; unlike .jsonl, read as a whole."""
+    text = _decoded(path.read_bytes())
+    if text is None or not text.strip():
+        yield text
+        return
+    rows = _parsed(text, str(path))
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
+        yield _field_of(row, text_field, f"{path}[{number}]")
+
+
+def _read_parquet(path: Path, text_field: str) -> Iterator[str | None]:
+    with pyarrow.parquet.ParquetFile(path) as file:
+        columns = file.schema_arrow.names
+        if text_field not in columns:
+            raise _no_field(str(path), text_field, columns)
+        kind = file.schema_arrow.field(text_field).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise ConfigError(
+                f'data.text_field = "{text_field}": is {kind}, not a string, in {path}; name another field'
+            )
+        for batch in file.iter_batches(batch_size=64, columns=[text_field]):
+            yield from batch.column(0).to_pylist()
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[str | None]]] = {
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+def _decoded(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8-sig")  # a byte order mark is no text
+    except UnicodeDecodeError:
+        return None
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f'data.paths = "{place}": is not valid JSON: {_one_line(error)}; repair or remove it'
+        ) from error
+
+
+def _field_of(row: Any, text_field: str, place: str) -> str | None:
+    if not isinstance(row, dict) or text_field not in row:
+        raise _no_field(place, text_field, list(row) if isinstance(row, dict) else [])
+    text = row[text_field]
+    if text is not None and not isinstance(text, str):
+        raise ConfigError(
+            f'data.text_field = "{text_field}": is {type(text).__name__}, not a string, in {place}; name another field'
+        )
+    return text
+
+
+def _no_field(place: str, text_field: str, fields: Sequence[str]) -> ConfigError:
+    known = f"its fields are {_listed(fields)}" if fields else "it has no fields"
+    return ConfigError(f'data.text_field = "{text_field}": is missing in {place}; {known}')
+
+
+def _load_hub(path: str, config: DataConfig) -> Dataset:
+    name, _, configuration = path.removeprefix("hub:").partition(":")
+    try:
+        dataset = load_dataset(name, configuration or None, split=config.hub_split)
+    except Exception as error:  # no common base: network, permission, missing split, malformed files
+        raise ConfigError(f'data.paths = "{path}": cannot be loaded: {_one_line(error)}; check its name') from error
+    field = config.text_field
+    if field not in dataset.column_names:
+        raise _no_field(path, field, dataset.column_names)
+    if dataset.features[field] not in (Value("string"), Value("large_string")):
+        raise ConfigError(
+            f'data.text_field = "{field}": is {dataset.features[field]}, not a string, in {path}; name another field'
+        )
+    dataset = dataset.select_columns([field])
+    if field != "text":
+        dataset = dataset.rename_column(field, "text")
+    return dataset.cast_column("text", Value("string"))
+
+
+def _has_text(texts: Sequence[str | None]) -> list[bool]:
+    return [text is not None and not text.isspace() and text != "" for text in texts]
+
+
+def _rows_per_batch(documents: Dataset) -> int:
+    """Rows of about 8 MiB of text: thousands of short ones at a time, books one by one."""
+    return max(1, min(1000, _BATCH_BYTES * len(documents.data) // max(1, documents.data.nbytes)))
+
+
+def _column(dataset: Dataset, name: str) -> pa.ChunkedArray:
+    """A column as it lies in the memory-mapped file."""
+    table: Any = dataset.with_format("arrow")[:]
+    return table.column(name)
+
+
+# --- tokens ---
+
+
+def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens; any text round-trips; training is deterministic.
+
+    `<|endoftext|>` (id 0) closes a document and pads. A short text yields fewer tokens than asked for.
+
+    Raises:
+        ConfigError: vocab_size is below 257, the bytes and `<|endoftext|>`.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(
+            f"model.config.vocab_size = {vocab_size}: a byte-level tokenizer needs at least {MIN_VOCAB_SIZE} tokens; "
+            "raise it"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    batches: Any = documents.iter(batch_size=_rows_per_batch(documents))
+    tokenizer.train_from_iterator((batch["text"] for batch in batches), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """The tokens of each document: memory-mapped rows with the one column "input_ids" (int32).
+
+    The tokenizer adds its own special tokens, as it does for inference (Llama: a begin-of-text token), and each
+    document ends with the end-of-text token where the tokenizer has one. Special tokens that are spelt out in the
+    text become these tokens. A document is tokenized as a whole, whatever the tokenizer's model_max_length.
+    """
+    rows = _rows_per_batch(documents)
+    return documents.map(
+        _Encoder(tokenizer),
+        batched=True,
+        batch_size=rows,
+        writer_batch_size=rows,
+        remove_columns=documents.column_names,
+        features=Features({"input_ids": List(Value("int32"))}),
+        desc="Tokenizing",
+    )
+
+
+class _Encoder:
+    """Texts -> token ids, for `Dataset.map`, which names its cache file after the pickle of this object.
+
+    Its pickle is only a digest of what the tokenizer does: a tokenizer's own pickle changes when it is first used, so
+    that a second process, or a second run, would miss the cache.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._digest = _digest(tokenizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"digest": self._digest, "version": _CACHE_VERSION}
+
+    def __call__(self, batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        encoded = self._tokenizer(
+            batch["text"],
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            truncation=False,
+            verbose=False,  # no warning about documents longer than model_max_length
+        )
+        end = self._tokenizer.eos_token_id
+        if end is not None:
+            for tokens in encoded["input_ids"]:
+                if not tokens or tokens[-1] != end:
+                    tokens.append(end)
+        return {"input_ids": encoded["input_ids"]}
+
+
+def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        # Truncation and padding are the state that a call leaves behind.
+        state = {**json.loads(tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
+    else:
+        state = {"name": tokenizer.name_or_path, "vocabulary": sorted(tokenizer.get_vocab().items())}
+    described = [type(tokenizer).__qualname__, tokenizer.eos_token_id, str(tokenizer.special_tokens_map), state]
+    return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class TokenStream:
+    """All documents' tokens one after the other: `read(start, stop)` at any position, without loading the rest."""
+
+    def __init__(self, tokens: Dataset) -> None:
+        """Wrap the result of `tokenize`."""
+        chunks = [chunk for chunk in _column(tokens, "input_ids").chunks if len(chunk)]
+        # Views of the memory-mapped file, not copies. An Arrow chunk is many documents back to back.
+        self._values = [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
+        self._chunk_starts = _starts([len(values) for values in self._values])
+        lengths = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
+        self.document_starts = _starts(np.concatenate(lengths) if lengths else [])
+        """First position of each document, then the length of the stream. int64, (num_documents + 1,)."""
+
+    def __len__(self) -> int:
+        return int(self._chunk_starts[-1])
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_starts) - 1
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The tokens at positions [start, stop). int64, (stop - start,)."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"[{start}, {stop}) is not within a stream of {len(self)} tokens")
+        out = np.empty(stop - start, np.int64)
+        chunk = int(np.searchsorted(self._chunk_starts, start, side="right")) - 1
+        position = start
+        while position < stop:
+            first = int(self._chunk_starts[chunk])
+            values = self._values[chunk][position - first : stop - first]
+            out[position - start : position - start + len(values)] = values
+            position += len(values)
+            chunk += 1
+        return out
+
+
+def _starts(lengths: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+# --- sequences ---
+
+
+class TokenSequences:
+    """The training sequences in a part of a stream, computed on access.
+
+    ``sequences[i]`` is ``{"input_ids": (S,), "shift_labels": (S,)}``, int64: shift_labels[j] is the token after
+    input_ids[j], or -100 where there is none (transformers' name for labels that are already shifted).
+
+    "pack": windows over the whole part; what does not fill a window is dropped. "cut": windows over each document; its
+    last window is shorter and padded on the right; a document of one token has no target and is dropped.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        start: int,
+        stop: int,
+        *,
+        sequence_length_tokens: int,
+        documents: Literal["pack", "cut"],
+        pad_token_id: int,
+    ) -> None:
+        """Sequences over positions [start, stop) of the stream; a document that crosses the bounds is cut there."""
+        self.sequence_length_tokens = sequence_length_tokens
+        self.num_tokens = stop - start
+        """Tokens in the part."""
+        self._stream = stream
+        self._pad_token_id = pad_token_id
+        inner = stream.document_starts
+        inner = inner[(inner > start) & (inner < stop)] if documents == "cut" else inner[:0]
+        bounds = np.concatenate([[start], inner, [stop]]).astype(np.int64)
+        self._piece_starts, self._piece_stops = bounds[:-1], bounds[1:]
+        num_targets = np.maximum(self._piece_stops - self._piece_starts - 1, 0)
+        whole, rest = np.divmod(num_targets, sequence_length_tokens)
+        keeps_rest = documents == "cut"
+        # _first_sequence[d] is the number of sequences before document d.
+        self._first_sequence = _starts(whole + (rest > 0) if keeps_rest else whole)
+        covered = num_targets if keeps_rest else whole * sequence_length_tokens
+        kept = np.where(covered > 0, covered + 1, 0)
+        self.num_dropped_tokens = int(self.num_tokens - kept.sum())
+        """Tokens that are in no sequence: the tail of a packed part, or documents of one token."""
+
+    def __len__(self) -> int:
+        return int(self._first_sequence[-1])
+
+    def __getitem__(self, index: SupportsIndex) -> dict[str, NDArray[np.int64]]:
+        i = operator.index(index)
+        i += len(self) if i < 0 else 0
+        if not 0 <= i < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        piece = int(np.searchsorted(self._first_sequence, i, side="right")) - 1
+        length = self.sequence_length_tokens
+        start = int(self._piece_starts[piece]) + (i - int(self._first_sequence[piece])) * length
+        window = self._stream.read(start, min(start + length + 1, int(self._piece_stops[piece])))
+        input_ids = np.full(length, self._pad_token_id, np.int64)
+        shift_labels = np.full(length, NO_TARGET, np.int64)
+        # A short window keeps its last token as an input too, as an unsplit document would have it.
+        input_ids[: len(window)] = window[:length]
+        shift_labels[: len(window) - 1] = window[1:]
+        return {"input_ids": input_ids, "shift_labels": shift_labels}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What a run trains and is evaluated on; the two share no token."""
+
+    train: TokenSequences
+    eval: TokenSequences | None
+    """None where data.eval_fraction is 0."""
+    num_documents: int
+    num_tokens: int
+    """Tokens of all documents, end-of-text tokens included."""
+    num_skipped_files: int
+    """Files and rows that are not UTF-8, null or empty."""
+    num_dropped_tokens: int
+    """Tokens that are in no sequence of train or eval."""
+
+
+def build_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """Documents, tokens and sequences of a run.
+
+    The first call fills the cache of `datasets`; later ones, in this or another process, only map its files. Of the
+    processes of a node, let one call first.
+
+    Raises:
+        ConfigError: as `scan_documents`, or fewer tokens than one sequence takes.
+    """
+    settings = config.data
+    scan = scan_documents(settings)
+    stream = TokenStream(tokenize(scan.documents, tokenizer))
+    position = _eval_start(stream, settings)
+    # What pads is never a target and never attended to by a target; any id does.
+    pad: Any = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
+
+    def sequences(start: int, stop: int) -> TokenSequences:
+        return TokenSequences(
+            stream,
+            start,
+            stop,
+            sequence_length_tokens=settings.sequence_length_tokens,
+            documents=settings.documents,
+            pad_token_id=pad,
+        )
+
+    train = sequences(0, position)
+    evaluation = sequences(position, len(stream)) if settings.eval_fraction else None
+    if not len(train) or (evaluation is not None and not len(evaluation)):
+        needed = f"{_min_tokens(settings)} tokens to train on"
+        if evaluation is not None:
+            needed += f" and {_min_tokens(settings)} to hold out (data.eval_fraction = {settings.eval_fraction})"
+        raise ConfigError(
+            f"data.sequence_length_tokens = {settings.sequence_length_tokens}: needs {needed}, but there are "
+            f"{len(stream)} in {stream.num_documents} documents; add text, shorten the sequence or hold out less"
+        )
+    data = Data(
+        train=train,
+        eval=evaluation,
+        num_documents=stream.num_documents,
+        num_tokens=len(stream),
+        num_skipped_files=scan.num_undecodable + scan.num_empty,
+        num_dropped_tokens=train.num_dropped_tokens + (evaluation.num_dropped_tokens if evaluation else 0),
+    )
+    logger.info(
+        "%d documents, %d tokens: %d sequences to train on, %d held out; %d tokens fill no sequence",
+        data.num_documents,
+        data.num_tokens,
+        len(train),
+        len(evaluation or ()),
+        data.num_dropped_tokens,
+    )
+    return data
+
+
+def _eval_start(stream: TokenStream, config: DataConfig) -> int:
+    """Position at which the held-out part starts; it reaches to the end of the stream.
+
+    It is the last ceil(fraction x documents) documents, more where these are too short for one sequence. Where there
+    are few documents it is the tail of the stream: ceil(fraction x sequences) sequences, or of "cut" that share of the
+    tokens.
+    """
+    num_tokens, fraction = len(stream), config.eval_fraction
+    if not fraction:
+        return num_tokens
+    if stream.num_documents >= MIN_DOCUMENTS_TO_SPLIT:
+        latest = num_tokens - _min_tokens(config)
+        starts = stream.document_starts
+        by_fraction = starts[stream.num_documents - math.ceil(fraction * stream.num_documents)]
+        by_length = starts[max(0, int(np.searchsorted(starts, latest, side="right")) - 1)]
+        return int(min(by_fraction, by_length))
+    if config.documents == "pack":
+        length = config.sequence_length_tokens
+        held_out = math.ceil(fraction * (num_tokens - 1) / length) * length + 1
+    else:
+        held_out = max(_min_tokens(config), math.ceil(fraction * num_tokens))
+    return max(0, num_tokens - held_out)
+
+
+def _min_tokens(config: DataConfig) -> int:
+    """Fewest tokens that give a sequence."""
+    return config.sequence_length_tokens + 1 if config.documents == "pack" else 2
+
+
+# --- order ---
+
+
+@dataclass(frozen=True)
+class BatchOrder:
+    """Which sequences each step, micro-step and replica takes: a function of the seed and the step alone.
+
+    The sequences, permuted anew in each epoch, form one endless row; step t (from 0) takes the next G of it, where
+    G = batch_size x accumulation_steps x replicate. How G is made up changes nothing in the row, so a run resumes
+    exactly, on another number of replicas too. A batch that is larger than the data repeats sequences.
+    """
+
+    num_sequences: int
+    seed: int
+    batch_size: int
+    accumulation_steps: int
+    replicate: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_sequences", "batch_size", "accumulation_steps", "replicate"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: an order of batches needs at least one")
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of a step, on all replicas and micro-steps."""
+        return self.batch_size * self.accumulation_steps * self.replicate
+
+    def step_indices(self, step: int) -> NDArray[np.int64]:
+        """The sequences of a step. int64, (accumulation_steps, replicate, batch_size)."""
+        if step < 0:
+            raise IndexError(f"step {step}: steps count from 0")
+        places = step * self.global_batch_size + np.arange(self.global_batch_size, dtype=np.int64)
+        epochs, offsets = np.divmod(places, self.num_sequences)
+        indices = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            indices[here] = _permutation(self.num_sequences, self.seed, int(epoch))[offsets[here]]
+        return indices.reshape(self.accumulation_steps, self.replicate, self.batch_size)
+
+    def indices(self, step: int, micro: int, replica: int) -> list[int]:
+        """The `batch_size` sequences of one replica in one micro-step; replicas take neighbouring slices of it."""
+        if not (0 <= micro < self.accumulation_steps and 0 <= replica < self.replicate):
+            raise IndexError(
+                f"micro-step {micro} of {self.accumulation_steps}, replica {replica} of {self.replicate}: from 0"
+            )
+        return self.step_indices(step)[micro, replica].tolist()
+
+
+@lru_cache(maxsize=2)  # a step touches one epoch, or two at the seam
+def _permutation(num_sequences: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    # Sorted raw bits, not Generator.permutation: NumPy keeps the bit streams stable between versions, its methods not.
+    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_sequences)
+    permutation = np.argsort(keys, kind="stable")
+    permutation.flags.writeable = False
+    return permutation
+
+
+def _listed(items: Sequence[str], limit: int = 8) -> str:
+    more = f", ... ({len(items)} in all)" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

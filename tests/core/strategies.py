@@ -1,0 +1,26 @@
+"""Random masks, layouts and sizes for the property tests: small, odd, and rarely a multiple of anything."""
+
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.core.layout import LAYOUT_NAMES
+
+lengths = st.integers(1, 41)
+ranks = st.integers(1, 5)
+layouts = st.builds(rs.Layout, st.sampled_from(LAYOUT_NAMES), lengths, ranks)
+
+simple_masks = st.one_of(
+    st.just(rs.causal()),
+    st.just(rs.full()),
+    st.builds(rs.sliding_window, st.integers(1, 20), global_tokens=st.integers(0, 6)),
+    st.builds(rs.prefix_lm, st.integers(0, 20)),
+    st.builds(rs.documents, st.lists(st.integers(1, 12), min_size=1, max_size=6)),
+    st.builds(rs.documents, st.lists(st.integers(1, 12), min_size=1, max_size=6), is_causal=st.just(False)),
+    st.builds(rs.documents, st.lists(st.integers(1, 12), min_size=1, max_size=6), window=st.integers(1, 9)),
+    st.builds(rs.chunked, st.integers(1, 15), length=st.integers(1, 50)),
+)
+masks = st.recursive(
+    simple_masks,
+    lambda inner: st.builds(lambda a, b, join: a & b if join else a | b, inner, inner, st.booleans()),
+    max_leaves=3,
+)

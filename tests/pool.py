@@ -1,0 +1,93 @@
+"""One long-lived pool of gloo ranks for all distributed tests: starting processes for each case is what makes suites slow."""
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+SIZE = 4
+TIMEOUT_SECONDS = 100
+
+
+class Pool:
+    """``SIZE`` processes, one thread each. ``run(f, ranks, ...)`` calls ``f(group, ...)`` on the first ``ranks`` of them."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._start()
+
+    def _start(self) -> None:
+        descriptor, self._store = tempfile.mkstemp(prefix="ringspan-store-")
+        os.close(descriptor)
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(SIZE):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, theirs, self._store), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def outcomes(self, function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+        """What each rank returned, or the exception that it raised."""
+        for pipe in self._pipes[:ranks]:
+            pipe.send((function, ranks, args))
+        results = []
+        for rank, pipe in enumerate(self._pipes[:ranks]):
+            if not pipe.poll(TIMEOUT_SECONDS):
+                self.restart()
+                raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT_SECONDS} s")
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                self.restart()
+                raise RuntimeError(f"rank {rank} died") from None
+        return results
+
+    def run(self, function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+        """What each rank returned; the first exception of any rank is raised here."""
+        results = self.outcomes(function, ranks, *args)
+        for result in results:
+            if isinstance(result, BaseException):
+                self.restart()  # the others may be in the middle of an exchange
+                raise result
+        return results
+
+    def restart(self) -> None:
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        with suppress(FileNotFoundError):
+            os.unlink(self._store)
+
+
+def _serve(rank: int, pipe: Connection, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)
+    )
+    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in range(1, SIZE + 1)}
+    while True:
+        try:
+            function, ranks, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result = function(groups[ranks], *args)
+        except BaseException as error:  # noqa: BLE001 - the parent decides
+            error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
+            result = error
+        pipe.send(result)

@@ -1,0 +1,208 @@
+"""The tree is the architecture: cli -> {train, infer, evals, plan} -> {torch, jax} -> core.
+
+Imports are read from the source, never executed, so a folder is checked whether or not its framework is installed.
+"""
+
+import ast
+import graphlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+PACKAGE = "ringspan"
+# The public surface: __init__.py, __main__.py and whatever else lies directly in the package's folder.
+FACADE = "the facade"
+
+BACKENDS = {"torch", "jax"}
+SERVICES = {"train", "infer", "evals", "plan"}
+# What a folder may import besides itself. The services may use each other, without a cycle.
+ALLOWED = {
+    "core": set[str](),
+    **{name: {"core"} for name in BACKENDS},
+    **{name: {"core"} | BACKENDS | SERVICES for name in SERVICES},
+    "cli": {"core", FACADE} | BACKENDS | SERVICES,
+    FACADE: {"core", "cli"} | BACKENDS | SERVICES,
+}
+# A back end does not reach for the other one's framework either.
+FOREIGN = {"torch": {"jax", "jaxlib", "flax", "optax", "orbax"}, "jax": {"torch"}}
+CORE_MAY_USE = sys.stdlib_module_names | {"numpy"}
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    """True for `TYPE_CHECKING` and `typing.TYPE_CHECKING`."""
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def is_import_call(node: ast.AST) -> bool:
+    """True for `import_module(...)`, `importlib.import_module(...)` and `__import__(...)`."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+    return name in {"import_module", "__import__"}
+
+
+def absolute(level: int, name: str, package: tuple[str, ...]) -> str:
+    """`name` after `level` leading dots, seen from `package`; ImportError where the dots leave the top package."""
+    if level == 0:
+        return name
+    if level > len(package):
+        raise ImportError(f"{'.' * level}{name} leaves the package")
+    return ".".join([*package[: len(package) - level + 1], *filter(None, [name])])
+
+
+def imports(node: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of every import under `node`, in functions too, but for TYPE_CHECKING blocks.
+
+    `from a import b` gives `a.b`, whether b is a module or a name in one.
+    """
+    if isinstance(node, ast.Import):
+        yield from ((node.lineno, alias.name) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = absolute(node.level, node.module or "", package)
+        yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+    elif isinstance(node, ast.Call) and is_import_call(node) and node.args:
+        match node.args[0]:
+            case ast.Constant(value=str(name)):
+                bare = name.lstrip(".")
+                yield node.lineno, absolute(len(name) - len(bare), bare, package)
+    guarded = isinstance(node, ast.If) and is_type_checking(node.test)
+    children = node.orelse if guarded else ast.iter_child_nodes(node)
+    for child in children:
+        yield from imports(child, package)
+
+
+def folder_of(module: str, folders: set[str]) -> str:
+    """The folder of our package in which `ringspan.x.y` lies."""
+    second = module.split(".")[1:2]
+    return second[0] if second and second[0] in folders else FACADE
+
+
+def violations(root: Path) -> list[str]:
+    """Every import under `root` (a folder named ringspan) that goes against the arrows, as `file:line: what`."""
+    folders = {path.name for path in root.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    found = [f"{name}/: not a folder of the design" for name in sorted(folders - set(ALLOWED))]
+    uses: dict[str, set[str]] = {name: set() for name in SERVICES}
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root.parent)
+        folder = folder_of(".".join(relative.parent.parts), folders)
+        if folder not in ALLOWED:
+            continue
+        for line, name in imports(ast.parse(path.read_text(encoding="utf-8")), relative.parent.parts):
+            top = name.split(".")[0]
+            target = folder_of(name, folders | set(ALLOWED)) if top == PACKAGE else None
+            if target is None:
+                foreign = (folder == "core" and top not in CORE_MAY_USE) or top in FOREIGN.get(folder, set())
+                if foreign:
+                    found.append(f"{relative.as_posix()}:{line}: {folder} imports {top}")
+            elif target != folder:
+                if target not in ALLOWED[folder]:
+                    found.append(f"{relative.as_posix()}:{line}: {folder} imports {target} ({name})")
+                if folder in SERVICES and target in SERVICES:
+                    uses[folder].add(target)
+    try:
+        graphlib.TopologicalSorter(uses).prepare()
+    except graphlib.CycleError as error:
+        found.append(f"cycle: {' -> '.join(reversed(error.args[1]))}")
+    return found
+
+
+def write_tree(parent: Path, files: dict[str, str]) -> Path:
+    root = parent / PACKAGE
+    for name in ("__init__.py", "core/__init__.py", "torch/__init__.py", "jax/__init__.py"):
+        files = {name: "", **files}
+    for name, source in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    return root
+
+
+def test_the_arrows_hold():
+    root = SOURCE / PACKAGE
+    assert list(root.rglob("*.py")), f"no source under {root}"
+    assert violations(root) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "reported"),
+    [
+        ("core/tile.py", "import torch\n", ":1: core imports torch"),
+        ("core/tile.py", "from transformers import AutoModel\n", ":1: core imports transformers"),
+        ("core/tile.py", "def f():\n    import jax.numpy as jnp\n", ":2: core imports jax"),
+        ("core/tile.py", "import ringspan.torch.ring\n", ":1: core imports torch (ringspan.torch.ring)"),
+        ("core/tile.py", "from ringspan import torch\n", ":1: core imports torch (ringspan.torch)"),
+        ("core/tile.py", "from .. import plan\n", ":1: core imports plan (ringspan.plan)"),
+        ("core/tile.py", "from ringspan import causal\n", ":1: core imports the facade (ringspan.causal)"),
+        ("core/__init__.py", "from ..torch import ring\n", ":1: core imports torch (ringspan.torch.ring)"),
+        ("torch/kernels/cpu.py", "from ...jax.ring import f\n", ":1: torch imports jax (ringspan.jax.ring.f)"),
+        ("torch/ring.py", "import jax\n", ":1: torch imports jax"),
+        ("jax/ring.py", "try:\n    import torch\nexcept ImportError:\n    pass\n", ":2: jax imports torch"),
+        ("jax/ring.py", "def f():\n    from ..torch import ring\n", ":2: jax imports torch (ringspan.torch.ring)"),
+        ("torch/mesh.py", "from ringspan.train.loop import f\n", ":1: torch imports train (ringspan.train.loop.f)"),
+        ("plan/cost.py", "from ..cli.main import main\n", ":1: plan imports cli (ringspan.cli.main.main)"),
+        ("core/tile.py", "import importlib\nimportlib.import_module('torch')\n", ":2: core imports torch"),
+        ("torch/ring.py", "m = __import__('ringspan.jax.ring')\n", ":1: torch imports jax (ringspan.jax.ring)"),
+        ("core/tile.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch\n", ":4: core imports torch"),
+    ],
+)
+def test_the_checker_reports_a_violation(tmp_path: Path, file: str, source: str, reported: str):
+    root = write_tree(tmp_path, {file: source})
+    assert violations(root) == [f"{PACKAGE}/{file}{reported}"]
+
+
+def test_the_checker_reports_a_cycle_and_an_unknown_folder(tmp_path: Path):
+    root = write_tree(
+        tmp_path,
+        {
+            "train/loop.py": "from ..plan import cost\n",
+            "plan/cost.py": "from ringspan.train import config\n",
+            "utils/misc.py": "",
+        },
+    )
+    unknown, cycle = violations(root)
+    assert unknown == "utils/: not a folder of the design"
+    assert cycle.startswith("cycle: ") and "plan" in cycle and "train" in cycle
+
+
+def test_the_checker_accepts_what_the_design_allows(tmp_path: Path):
+    root = write_tree(
+        tmp_path,
+        {
+            "__init__.py": "from .core import mask\ndef f():\n    from .torch import ring\n",
+            "__main__.py": "from ringspan.cli.main import main\n",
+            "core/tile.py": (
+                "import typing\nimport numpy as np\nfrom . import mask\nfrom ringspan.core.layout import Layout\n"
+                "if typing.TYPE_CHECKING:\n    import torch\n    from ..torch import ring\n"
+            ),
+            "torch/kernels/cpu.py": "import torch\nfrom ...core import tile\nfrom .. import exchange\n",
+            "jax/ring.py": "import jax\nfrom ..core import tile\n",
+            "train/loop.py": "from ..torch import ring\nfrom ..plan import cost\n",
+            "cli/main.py": "from .. import __version__\nfrom ..train import loop\nfrom ..core import mask\n",
+        },
+    )
+    assert violations(root) == []
+
+
+LOADED = """
+import sys
+import ringspan
+print(ringspan.__file__, *{"torch", "jax", "transformers"} & set(sys.modules), sep="\\n")
+"""
+
+
+def test_importing_ringspan_loads_no_framework():
+    run = subprocess.run(
+        [sys.executable, "-c", LOADED],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.splitlines() == [str(SOURCE / PACKAGE / "__init__.py")]

@@ -1,0 +1,83 @@
+"""A ring of threads in one process: every rank's real loop, with mailboxes for messages. For fuzzing many ranks quickly."""
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Mailboxes:
+    """Messages of one pass, by sender, receiver and number."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._boxes: dict[tuple[int, int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+
+    def box(self, sender: int, receiver: int, message: int) -> "queue.Queue[Tensor]":
+        with self._lock:
+            return self._boxes[sender, receiver, message]
+
+    def are_empty(self) -> bool:
+        return all(box.empty() for box in self._boxes.values())
+
+
+class VirtualExchange:
+    """Stands in for ``ringspan.torch.exchange.Exchange``: the same calls and counts."""
+
+    def __init__(self, rank: int, mailboxes: Mailboxes) -> None:
+        self._rank, self._mailboxes = rank, mailboxes
+        self.num_sends = 0
+        self.sent_bytes = 0
+        self.sends: list[tuple[int, int]] = []
+
+    def post(
+        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], message: int
+    ) -> "VirtualTransfer":
+        for peer, buffer in sends:
+            assert buffer.is_contiguous()
+            self._mailboxes.box(self._rank, peer, message).put(buffer.clone())
+            self.num_sends += 1
+            self.sent_bytes += buffer.nbytes
+            self.sends.append((message, peer))
+        return VirtualTransfer([(self._mailboxes.box(peer, self._rank, message), buffer) for peer, buffer in receives])
+
+
+class VirtualTransfer:
+    def __init__(self, receives: list[tuple["queue.Queue[Tensor]", Tensor]]) -> None:
+        self._receives = receives
+
+    def wait(self) -> None:
+        for box, buffer in self._receives:
+            arrived = box.get(timeout=30)
+            assert arrived.shape == buffer.shape and arrived.dtype == buffer.dtype, "a message of another size or type"
+            buffer.copy_(arrived)
+        self._receives = []
+
+
+def on_ranks(ranks: int, function: Callable[[int, VirtualExchange], Any]) -> tuple[list[Any], list[VirtualExchange]]:
+    """``function(rank, exchange)`` on every rank at once, and the exchanges; no message may be left over."""
+    mailboxes = Mailboxes()
+    exchanges = [VirtualExchange(rank, mailboxes) for rank in range(ranks)]
+    results: list[Any] = [None] * ranks
+
+    def call(rank: int) -> None:
+        try:
+            with torch.no_grad():
+                results[rank] = function(rank, exchanges[rank])
+        except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the test
+            results[rank] = error
+
+    threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    assert mailboxes.are_empty(), "a message was sent that nobody received"
+    return results, exchanges
