@@ -1,0 +1,37 @@
+"""What a result was measured on."""
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ringspan
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, device and versions, as a result file states them."""
+    cuda = torch.cuda.is_available()
+    return {
+        "processor": _processor(),
+        "cores": num_cores(),
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "cuda": torch.version.cuda if cuda else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "ringspan": ringspan.__version__,
+    }
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

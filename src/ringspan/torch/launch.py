@@ -1,0 +1,112 @@
+"""Ranks on one machine: start N processes through torch elastic and give back what each returned."""
+
+import json
+import os
+import tempfile
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ringspan.core import errors
+from ringspan.core.errors import ConfigError, RingspanError
+
+
+def launch(function: Callable[..., Any], num_ranks: int, *args: Any, threads: int | None = None) -> list[Any]:
+    """Run ``function(*args)`` on ``num_ranks`` local processes that form the default process group; results by rank.
+
+    The ranks meet through a file and talk over the loopback interface. Each uses ``threads`` CPU threads, an equal share
+    of the cores when None. CUDA ranks get a device each.
+
+    Raises:
+        ConfigError: fewer than one rank, or more ranks than CUDA devices when there are any.
+        RingspanError: what a rank refused, with its message.
+        RuntimeError: a rank failed in another way.
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"--nproc must be at least 1, got {num_ranks}")
+    if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
+        raise ConfigError(f"{num_ranks} ranks need as many CUDA devices; this machine has {torch.cuda.device_count()}")
+    # A new attempt must not read the addresses of the one before; torch's shared store would hand them out.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
+    with tempfile.TemporaryDirectory(prefix="ringspan-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(Path(folder, "rendezvous")),
+            rdzv_configs={"store_type": "file"},
+            start_method="spawn",
+            max_restarts=0,
+            monitor_interval=0.1,
+            local_addr="localhost",
+        )
+        try:
+            results = elastic_launch(config, _work)(function, folder, threads, args)
+        except ChildFailedError as failure:
+            raise _refusal(Path(folder)) or RuntimeError(_summary(failure)) from None
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def join(folder: str | None = None, *, local: bool = False) -> None:
+    """Join the default process group: the one torchrun describes, or that of ``launch`` when a folder is given."""
+    device = local_device()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if folder is None:
+        dist.init_process_group(backend)
+        return
+    if local:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder}/ranks-{attempt}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(minutes=10),
+    )
+
+
+def local_device() -> torch.device:
+    """This rank's device: its CUDA device, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(threads)
+    join(folder, local=True)
+    try:
+        return function(*args)
+    except RingspanError as error:
+        rank = os.environ["RANK"]
+        Path(folder, f"refusal-{rank}.json").write_text(json.dumps([type(error).__name__, str(error)]))
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _refusal(folder: Path) -> RingspanError | None:
+    """What the lowest refusing rank said."""
+    for path in sorted(folder.glob("refusal-*.json")):
+        name, message = json.loads(path.read_text())
+        return getattr(errors, name, RingspanError)(message)
+    return None
+
+
+def _summary(failure: ChildFailedError) -> str:
+    rank, first = failure.get_first_failure()
+    reason = first.message if isinstance(first.message, str) else first.message.get("message", "")
+    return f"rank {rank} failed (exit code {first.exitcode}): {reason.splitlines()[0] if reason else 'no message'}"
