@@ -1,9 +1,21 @@
-"""Settings that every test shares."""
+"""Settings and the pool of ranks that every test shares."""
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
+
+from tests.pool import Pool
 
 # `make test` draws the same examples each time, so that a red run is about the change; `make fuzz` draws new ones.
 # No deadline: the first call in a process pays for warming up.
 settings.register_profile("test", deadline=None, derandomize=True)
 settings.register_profile("fuzz", deadline=None, max_examples=5_000, print_blob=True)
 settings.load_profile("test")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    ranks = Pool()
+    yield ranks
+    ranks.close()

@@ -12,13 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
 
 SIZE = 4
 TIMEOUT_SECONDS = 100
 
 
 class Pool:
-    """``SIZE`` processes, one thread each. ``run(f, ranks, ...)`` calls ``f(group, ...)`` on the first ``ranks`` of them."""
+    """``SIZE`` processes, one thread each. ``run(f, ranks, ...)`` calls ``f(mesh, ...)`` on the first ``ranks`` of them.
+
+    ``mesh`` has the axes ``replicate`` and ``ring``; all are made at the start, since making one takes every process.
+    """
 
     def __init__(self) -> None:
         self._context = mp.get_context("spawn")
@@ -37,10 +41,10 @@ class Pool:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def outcomes(self, function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    def outcomes(self, function: Callable[..., Any], ranks: int, *args: Any, replicate: int = 1) -> list[Any]:
         """What each rank returned, or the exception that it raised."""
         for pipe in self._pipes[:ranks]:
-            pipe.send((function, ranks, args))
+            pipe.send((function, (ranks, replicate), args))
         results = []
         for rank, pipe in enumerate(self._pipes[:ranks]):
             if not pipe.poll(TIMEOUT_SECONDS):
@@ -53,9 +57,9 @@ class Pool:
                 raise RuntimeError(f"rank {rank} died") from None
         return results
 
-    def run(self, function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], ranks: int, *args: Any, replicate: int = 1) -> list[Any]:
         """What each rank returned; the first exception of any rank is raised here."""
-        results = self.outcomes(function, ranks, *args)
+        results = self.outcomes(function, ranks, *args, replicate=replicate)
         for result in results:
             if isinstance(result, BaseException):
                 self.restart()  # the others may be in the middle of an exchange
@@ -79,14 +83,21 @@ def _serve(rank: int, pipe: Connection, store: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)
     )
-    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in range(1, SIZE + 1)}
+    meshes = {
+        (ranks, replicate): DeviceMesh(
+            "cpu", torch.arange(ranks).view(replicate, -1), mesh_dim_names=("replicate", "ring")
+        )
+        for ranks in range(1, SIZE + 1)
+        for replicate in range(1, ranks + 1)
+        if ranks % replicate == 0
+    }
     while True:
         try:
-            function, ranks, args = pipe.recv()
+            function, shape, args = pipe.recv()
         except EOFError:
             return
         try:
-            result = function(groups[ranks], *args)
+            result = function(meshes[shape], *args)
         except BaseException as error:  # noqa: BLE001 - the parent decides
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
             result = error

@@ -23,7 +23,6 @@ from ringspan.torch.attention import check_tensors, ring_attention
 from ringspan.torch.exchange import Exchange
 from ringspan.torch.launch import launch, local_device
 
-
 KINDS: Final = {"forward": 1.0, "forward_backward": 3.5}  # FLOPs, in units of the forward pass
 
 

@@ -21,5 +21,5 @@ class UnsupportedError(RingspanError):
     """A model, dtype, device or option asks for something that ringspan does not do (yet)."""
 
 
-class PeerMismatch(RingspanError):  # noqa: N818 - the name users know from the design
+class PeerMismatch(RingspanError):
     """The ranks of one ring were given different things; raised on every rank before any payload moves."""

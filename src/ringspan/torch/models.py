@@ -1,0 +1,276 @@
+"""Hugging Face causal language models on the ring, through transformers' public attention and mask interfaces.
+
+B batch, S global tokens, T local tokens, V vocabulary.
+"""
+
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from ringspan.core.errors import LayoutError, PeerMismatch, UnsupportedError
+from ringspan.core.layout import Layout, LayoutName
+from ringspan.torch.attention import ring_attention
+from ringspan.torch.batch import IGNORED
+from ringspan.torch.exchange import agree
+from ringspan.torch.loss import GlobalSum, blockwise_cross_entropy
+from ringspan.torch.remat import CheckpointName, checkpoint_layers
+
+# Config fields that change attention or logits in a way that the ring does not compute yet.
+_UNSUPPORTED_FIELDS: Final = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "attention_chunk_size",
+    "attention_dropout",
+    "attn_pdrop",
+    "output_router_logits",
+)
+# RoPE types whose frequencies depend on the longest position that a rank happens to hold.
+_RANK_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
+
+
+def parallelize(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    *,
+    layout: LayoutName = "zigzag",
+    checkpoint: CheckpointName = "attention",
+    loss_chunk_tokens: int = 1024,
+    compute_dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """Put a decoder-only causal LM of transformers on the ring, in place; feed it what ``shard_batch`` returns.
+
+    Attention becomes ``ring_attention`` over ``mesh["ring"]``; parameters, gradients and optimizer state are sharded over
+    the ring and replicated over ``mesh["replicate"]`` (FSDP2); gradients are summed over all ranks, in float32.
+    ``model(**batch).loss`` is the loss of the whole batch on every rank: the sum over all valid targets over their count
+    (pass ``num_items_in_batch`` to count over several batches, for gradient accumulation). Without labels ``model(**batch)``
+    gives the local logits (B, T, V).
+
+    Args:
+        model: any model whose attention goes through transformers' AttentionInterface.
+        mesh: from ``init_mesh``.
+        layout: how sequences are split; ``shard_batch`` needs the same.
+        checkpoint: what layers keep for backward, see ``checkpoint_layers``.
+        loss_chunk_tokens: tokens whose logits exist at once.
+        compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
+
+    Raises:
+        UnsupportedError: the model or its config asks for something that would not be exact; by name.
+    """
+    refuse_unsupported(model)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    ring = mesh["ring"].get_group()
+    model.set_attn_implementation(_register(layout, ring))
+    model.config.use_cache = False
+    checkpoint_layers(model, checkpoint)
+    _become_ring_model(model, mesh, layout, loss_chunk_tokens)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    sharded = mesh if mesh["replicate"].size() > 1 else mesh["ring"]
+    for module in (*layers, model):
+        fully_shard(module, mesh=sharded, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is already divided by the global count, and gloo has no scaled sum.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+class RingCausalLM:
+    """What ``parallelize`` adds to a model's class: one loss for the whole batch, without whole logits."""
+
+    ring_mesh: DeviceMesh
+    ring_layout: LayoutName
+    ring_loss_chunk_tokens: int
+
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Local tokens (B, T) and their global positions -> the global loss, or local logits when there are no labels."""
+        for name in ("labels", "attention_mask"):
+            if kwargs.pop(name, None) is not None:
+                raise UnsupportedError(
+                    f"{name} of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
+                )
+        if input_ids is None or position_ids is None:
+            raise UnsupportedError("input_ids and position_ids are needed; make the batch with rs.shard_batch")
+        groups = [self.ring_mesh[axis].get_group() for axis in self.ring_mesh.mesh_dim_names]
+        ring = self.ring_mesh["ring"]
+        _check_positions(position_ids, Layout(self.ring_layout, ring.size() * input_ids.shape[1], ring.size()), ring)
+        agree(ring.get_group(), {"layout": self.ring_layout, "local batch": tuple(input_ids.shape)})
+        count = _count_targets(shift_labels, input_ids, groups, num_items_in_batch)
+        hidden = self.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs
+        ).last_hidden_state
+        head = self.get_output_embeddings()
+        if shift_labels is None:
+            return CausalLMOutputWithPast(logits=head(hidden))
+        total = blockwise_cross_entropy(
+            hidden.flatten(0, 1),
+            head.weight,
+            shift_labels.flatten(),
+            bias=head.bias,
+            chunk_tokens=self.ring_loss_chunk_tokens,
+        )
+        return CausalLMOutputWithPast(loss=GlobalSum.apply(total / count, groups))
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise an UnsupportedError that names what this model asks for and the ring does not compute exactly."""
+    name = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedError(f"{name} does not route its attention through transformers' AttentionInterface")
+    if model.get_output_embeddings() is None or model.base_model is model:
+        raise UnsupportedError(f"{name} is not a causal language model with a head; use an AutoModelForCausalLM")
+    refuse_config(model.config)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Conv1d):
+            raise UnsupportedError(f"{name} mixes tokens outside of attention ({path} is a convolution)")
+        if isinstance(getattr(module, "sinks", None), nn.Parameter):
+            raise UnsupportedError(f"{name} uses attention sinks ({path}.sinks), which are not supported yet")
+    _check_head(model)
+
+
+def refuse_config(config: PreTrainedConfig) -> None:
+    """Raise an UnsupportedError that names the config field which asks for more than causal attention."""
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise UnsupportedError(f"{kind} is an encoder-decoder model; only decoder-only causal models are supported")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True):
+        raise UnsupportedError(f"{kind}: sliding_window={window} is not supported yet; only full causal attention is")
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    if others:
+        raise UnsupportedError(f"{kind}: layer_types with {', '.join(others)} are not supported yet")
+    for field in _UNSUPPORTED_FIELDS:
+        value = getattr(config, field, None)
+        if value:
+            raise UnsupportedError(f"{kind}: {field}={value} is not supported yet; set it to None or 0")
+    if not getattr(config, "is_causal", True):
+        raise UnsupportedError(f"{kind}: is_causal=False is not supported yet")
+    for rope in _rope_types(config):
+        if rope in _RANK_DEPENDENT_ROPE:
+            raise UnsupportedError(
+                f"{kind}: rope_type={rope!r} chooses frequencies by the positions that a rank happens to hold; "
+                "use default, linear, llama3 or yarn"
+            )
+
+
+def _rope_types(config: PreTrainedConfig) -> list[str]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return [str(each.get("rope_type", "default")) for each in (rope, *nested)]
+
+
+def _check_head(model: PreTrainedModel) -> None:
+    """Refuse a model that does more with its hidden states than apply its head (scales or caps logits, say).
+
+    Runs the model's own forward on one made-up hidden state in place of the decoder and compares.
+    """
+    head = model.get_output_embeddings()
+    if head.weight.is_meta:
+        return
+    hidden = torch.randn(1, 1, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight)
+    base = model.base_model
+    setattr(model, model.base_model_prefix, _Decoder(hidden))
+    try:
+        with torch.no_grad():
+            tokens = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
+            same = torch.equal(model(input_ids=tokens).logits, head(hidden))
+    finally:
+        setattr(model, model.base_model_prefix, base)
+    if not same:
+        raise UnsupportedError(f"{type(model).__name__} changes its logits after the head, which is not supported yet")
+
+
+class _Decoder(nn.Module):
+    """Stands in for a decoder: always the same hidden state."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+def _become_ring_model(model: PreTrainedModel, mesh: DeviceMesh, layout: LayoutName, loss_chunk_tokens: int) -> None:
+    """Give the model a subclass of its own class with our forward, as FSDP2 does; saved configs keep the class's name."""
+    plain = type(model)
+    model.__class__ = type(plain.__name__, (RingCausalLM, plain), {"__module__": plain.__module__})
+    model.ring_mesh, model.ring_layout, model.ring_loss_chunk_tokens = mesh, layout, loss_chunk_tokens
+
+
+def _register(layout: LayoutName, ring: dist.ProcessGroup) -> str:
+    """Make this ring an attention implementation of transformers and return its name."""
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        asked = {"attention_mask": attention_mask, "dropout": dropout or None}
+        asked |= {name: kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux", "position_bias")}
+        for name, wanted in asked.items():
+            if wanted is not None:
+                raise UnsupportedError(f"{type(module).__name__} asks for {name}, which the ring does not support yet")
+        out = ring_attention(query, key, value, layout=layout, group=ring, scale=scaling)
+        return out.transpose(1, 2), None
+
+    name = f"ringspan_{layout}_{ring.group_name}"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, _no_mask)
+    return name
+
+
+def _no_mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
+    """No S x S mask is ever built: the schedule knows who sees whom."""
+    if attention_mask is not None:
+        raise UnsupportedError(
+            "attention_mask of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
+        )
+
+
+def _check_positions(positions: Tensor, layout: Layout, ring: DeviceMesh) -> None:
+    """The batch must have been split by the layout of the model: another one would be silently wrong."""
+    expected = torch.from_numpy(layout.positions(ring.get_local_rank())).to(positions.device)
+    if positions.shape[-1] != layout.tokens_per_rank or not bool((positions == expected).all()):
+        raise LayoutError(
+            f"position_ids are not those of rank {ring.get_local_rank()} in the layout {layout.name}; "
+            f"use rs.shard_batch(batch, mesh, layout={layout.name!r})"
+        )
+
+
+def _count_targets(
+    labels: Tensor | None, tokens: Tensor, groups: list[dist.ProcessGroup], given: int | Tensor | None
+) -> Tensor:
+    """Valid targets of the whole batch (at least 1), in a reduction that also notices ranks with unequal lengths."""
+    length = tokens.shape[1]
+    valid = 0 if labels is None else int((labels != IGNORED).sum())
+    counts = torch.tensor([valid, length, length * length, 1], dtype=torch.int64, device=tokens.device)
+    for group in groups:
+        dist.all_reduce(counts, group=group)
+    total, lengths, squares, ranks = counts.tolist()
+    if ranks * squares != lengths * lengths:
+        raise PeerMismatch(
+            f"the ranks were given unequal lengths: this one {length} tokens, {lengths / ranks} on average"
+        )
+    count = total if given is None else int(given)
+    return torch.tensor(float(max(count, 1)), device=tokens.device)

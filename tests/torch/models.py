@@ -1,0 +1,48 @@
+"""Tiny random Hugging Face models and the single-process truth about them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+
+_SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def config(kind: str, **changes: Any) -> PretrainedConfig:
+    match kind:
+        case "llama":
+            return LlamaConfig(**_SIZES | changes)
+        case "llama-tied":
+            return LlamaConfig(**_SIZES | {"tie_word_embeddings": True, "mlp_bias": True} | changes)
+        case "qwen3":
+            return Qwen3Config(**_SIZES | {"head_dim": 16} | changes)
+        case "mistral":
+            return MistralConfig(**_SIZES | {"sliding_window": None} | changes)
+    raise AssertionError(kind)
+
+
+def build(kind: str, seed: int = 0, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config(kind, **changes), attn_implementation="sdpa").float()
+
+
+def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def relative(x: Tensor, expected: Tensor) -> float:
+    """||x - expected|| / ||expected||, in float64."""
+    x, expected = x.detach().double(), expected.detach().double()
+    return float((x - expected).norm() / expected.norm().clamp_min(1e-30))

@@ -1,0 +1,94 @@
+"""Hugging Face models on the ring against themselves on one process: logits, loss and every gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import ringspan as rs
+from tests.torch.models import build, relative, tokens
+
+
+def whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def labelled(batch: int, length: int, labels: str) -> tuple[Tensor, Tensor]:
+    ids = tokens(batch, length)
+    targets = ids.clone()
+    if labels == "few":  # only the first tokens count: the last ranks of a contiguous layout have no target at all
+        targets[:, 5:] = -100
+    return ids, targets
+
+
+def ring_step(
+    mesh: DeviceMesh, kind: str, layout: str, length: int, batch: int, accumulate: int, options: Any
+) -> Any:
+    labels = options.pop("labels", "all")
+    replicate = mesh["replicate"].size()
+    model = rs.parallelize(build(kind), mesh, layout=layout, **options)
+    ids, targets = labelled(batch * replicate * accumulate, length, labels)
+    count = int((targets[:, 1:] != -100).sum())
+    rows = torch.arange(len(ids)).view(accumulate, replicate, batch)[:, mesh["replicate"].get_local_rank()]
+    split = rs.Layout(layout, length, mesh["ring"].size())
+    loss = torch.zeros(())
+    for step in range(accumulate):
+        whole_batch = {"input_ids": ids[rows[step]], "labels": targets[rows[step]]}
+        part = rs.shard_batch(whole_batch, mesh, layout=layout)
+        if accumulate > 1:
+            part["num_items_in_batch"] = count
+        loss_step = model(**part).loss
+        loss_step.backward()
+        loss = loss + loss_step.detach()
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+    with torch.no_grad():
+        inputs = {name: part[name] for name in ("input_ids", "position_ids")}
+        logits = rs.unshard(model(**inputs).logits, split, mesh["ring"].get_group(), 1)
+    return {"loss": loss, "logits": logits, "gradients": gradients, "rows": rows[-1]}
+
+
+def one_step(kind: str, length: int, batch: int, labels: str = "all") -> Any:
+    model = build(kind)
+    ids, targets = labelled(batch, length, labels)
+    out = model(input_ids=ids, labels=targets)
+    out.loss.backward()
+    return {
+        "loss": out.loss.detach(),
+        "logits": out.logits.detach(),
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+    }
+
+
+CASES = [
+    # kind, ranks, replicate, layout, length, batch, accumulate, options
+    ("llama", 1, 1, "zigzag", 37, 2, 1, {}),
+    ("llama", 2, 1, "zigzag", 37, 2, 1, {}),
+    ("llama", 3, 1, "zigzag", 50, 1, 1, {"checkpoint": "none"}),
+    ("llama", 4, 1, "zigzag", 41, 1, 1, {"checkpoint": "full", "loss_chunk_tokens": 5}),
+    ("llama", 4, 2, "zigzag", 37, 1, 2, {}),
+    ("llama", 2, 2, "striped", 23, 1, 1, {"labels": "few"}),
+    ("llama", 4, 1, "contiguous", 9, 2, 1, {"labels": "few"}),
+    ("llama", 3, 1, "striped", 43, 2, 3, {}),
+    ("llama", 4, 1, "zigzag", 3, 1, 1, {}),  # two ranks hold nothing but padding
+    ("llama-tied", 3, 1, "zigzag", 31, 1, 1, {}),
+    ("qwen3", 3, 1, "zigzag", 37, 1, 1, {}),
+    ("mistral", 2, 1, "striped", 37, 1, 1, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "replicate", "layout", "length", "batch", "accumulate", "options"), CASES)
+def test_a_model_on_the_ring_equals_itself_on_one_process(
+    pool, kind, ranks, replicate, layout, length, batch, accumulate, options
+):
+    expected = one_step(kind, length, batch * replicate * accumulate, options.get("labels", "all"))
+    for result in pool.run(
+        ring_step, ranks, kind, layout, length, batch, accumulate, options, replicate=replicate
+    ):
+        assert relative(result["loss"], expected["loss"]) < 1e-6
+        assert relative(result["logits"], expected["logits"][result["rows"]]) < 1e-5
+        assert result["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in expected["gradients"].items():
+            assert relative(result["gradients"][name], gradient) < 1e-5, name
