@@ -1,4 +1,6 @@
-"""One long-lived pool of gloo ranks for all distributed tests: starting processes for each case is what makes suites slow."""
+"""One long-lived pool of gloo ranks for all distributed tests: starting processes for each case is what makes suites
+slow.
+"""
 
 import os
 import tempfile
@@ -19,7 +21,8 @@ TIMEOUT_SECONDS = 100
 
 
 class Pool:
-    """``SIZE`` processes, one thread each. ``run(f, ranks, ...)`` calls ``f(mesh, ...)`` on the first ``ranks`` of them.
+    """``SIZE`` processes, one thread each. ``run(f, ranks, ...)`` calls ``f(mesh, ...)`` on the first ``ranks`` of
+    them.
 
     ``mesh`` has the axes ``replicate`` and ``ring``; all are made at the start, since making one takes every process.
     """
@@ -98,7 +101,7 @@ def _serve(rank: int, pipe: Connection, store: str) -> None:
             return
         try:
             result = function(meshes[shape], *args)
-        except BaseException as error:  # noqa: BLE001 - the parent decides
+        except BaseException as error:
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
             result = error
         pipe.send(result)

@@ -1,4 +1,6 @@
-"""Every mask on every layout becomes tiles that compute each allowed pair exactly once, and blocks that carry what is needed."""
+"""Every mask on every layout becomes tiles that compute each allowed pair exactly once, and blocks that carry what is
+needed.
+"""
 
 from math import ceil
 

@@ -24,9 +24,7 @@ def labelled(batch: int, length: int, labels: str) -> tuple[Tensor, Tensor]:
     return ids, targets
 
 
-def ring_step(
-    mesh: DeviceMesh, kind: str, layout: str, length: int, batch: int, accumulate: int, options: Any
-) -> Any:
+def ring_step(mesh: DeviceMesh, kind: str, layout: str, length: int, batch: int, accumulate: int, options: Any) -> Any:
     labels = options.pop("labels", "all")
     replicate = mesh["replicate"].size()
     model = rs.parallelize(build(kind), mesh, layout=layout, **options)
@@ -84,9 +82,7 @@ def test_a_model_on_the_ring_equals_itself_on_one_process(
     pool, kind, ranks, replicate, layout, length, batch, accumulate, options
 ):
     expected = one_step(kind, length, batch * replicate * accumulate, options.get("labels", "all"))
-    for result in pool.run(
-        ring_step, ranks, kind, layout, length, batch, accumulate, options, replicate=replicate
-    ):
+    for result in pool.run(ring_step, ranks, kind, layout, length, batch, accumulate, options, replicate=replicate):
         assert relative(result["loss"], expected["loss"]) < 1e-6
         assert relative(result["logits"], expected["logits"][result["rows"]]) < 1e-5
         assert result["gradients"].keys() == expected["gradients"].keys()

@@ -1,4 +1,6 @@
-"""A ring of threads in one process: every rank's real loop, with mailboxes for messages. For fuzzing many ranks quickly."""
+"""A ring of threads in one process: every rank's real loop, with mailboxes for messages. For fuzzing many ranks
+quickly.
+"""
 
 import queue
 import threading
@@ -68,7 +70,7 @@ def on_ranks(ranks: int, function: Callable[[int, VirtualExchange], Any]) -> tup
         try:
             with torch.no_grad():
                 results[rank] = function(rank, exchanges[rank])
-        except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the test
+        except BaseException as error:
             results[rank] = error
 
     threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(ranks)]

@@ -1,7 +1,5 @@
 """The ring's attention on N ranks of one thread against scaled_dot_product_attention on one process of N threads."""
 
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -14,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringspan.bench.machine import describe_machine
+from ringspan.bench.timing import timed
 from ringspan.core import reference
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask
@@ -46,8 +45,8 @@ class AttentionCase:
 def run(case: AttentionCase) -> dict[str, Any]:
     """Measure a case: medians of interleaved repeats, each repeat timed from a barrier to the slowest rank.
 
-    ``ring_seconds`` and ``baseline_seconds`` hold forward and forward+backward; the baseline runs on rank 0 with as many
-    threads as there are ranks, while the others sleep. ``exposed_comm_seconds`` is what the slowest rank waited.
+    ``ring_seconds`` and ``baseline_seconds`` hold forward and forward+backward; the baseline runs on rank 0 with as
+    many threads as there are ranks, while the others sleep. ``exposed_comm_seconds`` is what the slowest rank waited.
     """
     results = launch(_measure, case.ranks, case, threads=1)
     return {**results[0], "config": asdict(case), "machine": describe_machine()}
@@ -82,8 +81,8 @@ def _measure(case: AttentionCase) -> dict[str, Any]:
     for repeat in range(case.repeats + 1):
         for kind, backward in (("forward", False), ("forward_backward", True)):
             with torch.set_grad_enabled(backward):
-                ours = _timed(partial(on_ring, backward), threads=1)
-                theirs = _timed(partial(on_one, backward) if rank == 0 else None, threads=case.ranks)
+                ours = timed(partial(on_ring, backward), threads=1)
+                theirs = timed(partial(on_one, backward) if rank == 0 else None, threads=case.ranks)
             if repeat:  # the first round warms up
                 seconds.setdefault(f"ring {kind}", []).append(ours)
                 seconds.setdefault(f"one {kind}", []).append(theirs)
@@ -101,26 +100,6 @@ def _measure(case: AttentionCase) -> dict[str, Any]:
         "exposed_comm_seconds": _exposed(case, local, local_dout),
         "max_relative_error": _error(case, inputs, dout, on_ring(True)),
     }
-
-
-def _timed(function: Callable[[], Any] | None, *, threads: int) -> float:
-    """Seconds from a barrier until the slowest rank is done; a rank without a function sleeps."""
-    torch.set_num_threads(threads)
-    dist.barrier()
-    _synchronize()
-    started = time.perf_counter()
-    if function:
-        function()
-    _synchronize()
-    seconds = torch.tensor(time.perf_counter() - started if function else 0.0, device=local_device())
-    torch.set_num_threads(1)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _dense(mask: Mask, length: int, device: torch.device) -> Tensor:

@@ -33,8 +33,8 @@ class Span:
 class Layout:
     """Which positions each rank of a ring holds.
 
-    ``contiguous``: rank r holds ``[r T, (r + 1) T)``. ``striped`` (Brandon et al. 2023): rank r holds ``r, r + N, ...``.
-    ``zigzag``: of 2N chunks, rank r holds chunks r and 2N - 1 - r. The last two balance causal work.
+    ``contiguous``: rank r holds ``[r T, (r + 1) T)``. ``striped`` (Brandon et al. 2023): rank r holds ``r, r + N,
+    ...``. ``zigzag``: of 2N chunks, rank r holds chunks r and 2N - 1 - r. The last two balance causal work.
     The sequence is padded at its end to ``padded_length``; no key position at or past ``length`` is ever attended to.
 
     Raises:

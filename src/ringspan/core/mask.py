@@ -1,6 +1,7 @@
 """Which (query, key) pairs are allowed: lists of disjoint regions, closed under ``&`` and ``|``.
 
-A region allows query q and key k when ``q0 <= q < q1``, ``k0 <= k < k1`` and ``lo <= q - k <= hi``. Positions are global.
+A region allows query q and key k when ``q0 <= q < q1``, ``k0 <= k < k1`` and ``lo <= q - k <= hi``. Positions are
+global.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,7 +61,8 @@ def _subtract(a: Region, b: Region) -> Iterator[Region]:
 
 @dataclass(frozen=True)
 class Mask:
-    """The allowed pairs, as disjoint regions. Make one with ``causal()`` and its siblings; combine with ``&`` and ``|``.
+    """The allowed pairs, as disjoint regions. Make one with ``causal()`` and its siblings; combine with ``&`` and
+    ``|``.
 
     Equality and hash look at the regions alone; ``name`` is what a person calls the mask.
     """
@@ -85,7 +87,9 @@ class Mask:
 
     @property
     def spec(self) -> str:
-        """The mask as text that ``Mask.parse`` reads back: one region after the other, bounds that do not bind left out."""
+        """The mask as text that ``Mask.parse`` reads back: one region after the other, bounds that do not bind left
+        out.
+        """
         return "regions:" + ";".join(
             ",".join("" if abs(bound) >= UNBOUNDED else str(bound) for bound in region) for region in self.regions
         )
@@ -121,7 +125,9 @@ class Mask:
                 )
 
     def table(self, num_queries: int, num_keys: int) -> NDArray[np.int64]:
-        """The regions clipped to a problem of that size, empty ones dropped: columns q0, q1, k0, k1, lo, hi. Shape (R, 6)."""
+        """The regions clipped to a problem of that size, empty ones dropped: columns q0, q1, k0, k1, lo, hi. Shape (R,
+        6).
+        """
         rows = np.array(self.regions, dtype=np.int64).reshape(-1, 6).copy()
         rows[:, 1] = np.minimum(rows[:, 1], num_queries)
         rows[:, 3] = np.minimum(rows[:, 3], num_keys)
@@ -160,7 +166,8 @@ def causal() -> Mask:
 
 
 def sliding_window(window: int, *, global_tokens: int = 0) -> Mask:
-    """Query q sees the last ``window`` keys up to itself (``0 <= q - k < window``), and the first ``global_tokens`` keys.
+    """Query q sees the last ``window`` keys up to itself (``0 <= q - k < window``), and the first ``global_tokens``
+    keys.
 
     Raises:
         MaskError: a window below one, or a negative number of global tokens.
@@ -209,7 +216,8 @@ def documents(lengths: Sequence[int] | Iterable[int], *, window: int | None = No
 
 
 def chunked(size: int, *, length: int) -> Mask:
-    """Llama 4's chunked attention: causal inside consecutive chunks of ``size`` tokens of a sequence of ``length`` tokens.
+    """Llama 4's chunked attention: causal inside consecutive chunks of ``size`` tokens of a sequence of ``length``
+    tokens.
 
     Raises:
         MaskError: a size or length below one.

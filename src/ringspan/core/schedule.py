@@ -1,9 +1,9 @@
 """(layout, mask, rank, hop) -> the tiles to compute, what to send, to whom, and what to skip.
 
-The block of an owner visits the other ranks in ring order. It carries only the keys that some later visitor needs, so it
-thins out on the way and stops when nobody needs it: a window of w tokens over chunks of c reaches ceil((w - 1) / c)
-neighbours, and a causal zigzag block drops its late chunk on the way. Its gradient follows one hop behind; each part of it
-goes straight home from the last rank that adds to it.
+The block of an owner visits the other ranks in ring order. It carries only the keys that some later visitor needs, so
+it thins out on the way and stops when nobody needs it: a window of w tokens over chunks of c reaches ceil((w - 1) / c)
+neighbours, and a causal zigzag block drops its late chunk on the way. Its gradient follows one hop behind; each part of
+it goes straight home from the last rank that adds to it.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,8 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One rank's part in one attention: its hops in order; hop t computes with the block of the rank t steps up the ring.
+    """One rank's part in one attention: its hops in order; hop t computes with the block of the rank t steps up the
+    ring.
 
     ``direction`` +1 hands blocks to the next higher rank, -1 to the next lower one, whichever moves fewer tokens.
     ``returns[t]`` is which rank sends a part of this rank's own gradient home after hop t, and which part.
@@ -107,7 +108,7 @@ def plan(layout: Layout, mask: Mask, rank: int, key_layout: Layout | None = None
     keys = key_layout or layout
     if (keys.name, keys.ranks) != (layout.name, layout.ranks):
         raise LayoutError(
-            f"queries ({layout.name} over {layout.ranks} ranks) and keys ({keys.name} over {keys.ranks}) must share a layout"
+            f"queries are {layout.name} over {layout.ranks} ranks, keys {keys.name} over {keys.ranks}; they must be alike"
         )
     travel = _travel(layout, keys, mask)
     regions = mask.table(layout.length, keys.length)

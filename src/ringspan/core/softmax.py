@@ -1,7 +1,7 @@
 """The merge rule: two partials of the same queries over disjoint keys give the partial over both sets of keys, exactly.
 
-A partial is ``out = softmax(scores) v`` with ``lse = log sum exp(scores)`` (natural log). A row with no key has out 0 and
-lse -inf; merging two such rows gives 0 and -inf, never NaN. Back ends write this rule in their own arrays.
+A partial is ``out = softmax(scores) v`` with ``lse = log sum exp(scores)`` (natural log). A row with no key has out 0
+and lse -inf; merging two such rows gives 0 and -inf, never NaN. Back ends write this rule in their own arrays.
 """
 
 import numpy as np
@@ -13,7 +13,8 @@ Array = NDArray[np.float64]
 def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """``lse = log(e^lse_a + e^lse_b)`` and ``out = w out_b + (1 - w) out_a`` with ``w = sigmoid(lse_b - lse_a)``.
 
-    Shapes: out (..., T, D), lse (..., T). Source: Milakov & Gimelshein 2018; FlashAttention (Dao et al. 2022), section 3.
+    Shapes: out (..., T, D), lse (..., T). Source: Milakov & Gimelshein 2018; FlashAttention (Dao et al. 2022), section
+        3.
     """
     lse = np.logaddexp(lse_a, lse_b)
     both_empty = np.isneginf(lse)

@@ -1,7 +1,9 @@
-"""Region x query span x key span -> tile, in local indices. The algebra is closed, so every mask on every layout is tiles.
+"""Region x query span x key span -> tile, in local indices. The algebra is closed, so every mask on every layout is
+tiles.
 
-A query span (start a, step s) and a key span (start b, same step) meet a region ``lo <= q - k <= hi``. With ``q = a + s i``
-and ``k = b + s j`` the bound on ``s (i - j) + (a - b)`` becomes ``ceil((lo - (a - b)) / s) <= i - j <= floor((hi - (a - b)) / s)``.
+A query span (start a, step s) and a key span (start b, same step) meet a region ``lo <= q - k <= hi``. With ``q = a + s
+i`` and ``k = b + s j`` the bound on ``s (i - j) + (a - b)`` becomes ``ceil((lo - (a - b)) / s) <= i - j <= floor((hi -
+(a - b)) / s)``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,8 +19,8 @@ from ringspan.core.layout import Span
 class Tile:
     """Rows [q0, q1) of one rank's queries x columns [k0, k1) of one rank's keys, with a band.
 
-    Row i and column j, both counted from the tile's corner, are allowed when ``lo <= i - j <= hi``. Every row sees a key
-    and every key is seen; bounds that do not bind hold the value at which they just would not.
+    Row i and column j, both counted from the tile's corner, are allowed when ``lo <= i - j <= hi``. Every row sees a
+    key and every key is seen; bounds that do not bind hold the value at which they just would not.
     """
 
     q0: int
@@ -76,7 +78,8 @@ class Tile:
         return Tile(self.q0 + rows, self.q1 + rows, self.k0 + keys, self.k1 + keys, self.lo, self.hi)
 
     def split(self) -> Iterator["Tile"]:
-        """The same pairs as tiles that local kernels run: FULL, aligned causal, or (with an upper bound) the band itself.
+        """The same pairs as tiles that local kernels run: FULL, aligned causal, or (with an upper bound) the band
+        itself.
 
         A tile without an upper bound is at most one FULL rectangle (the columns that its first row already sees, the
         diagonal's own excepted) and one causal tile.
@@ -143,7 +146,8 @@ def tiles_between(queries: tuple[Span, ...], keys: tuple[Span, ...], regions: ND
 def join(tiles: Iterable[Tile]) -> list[Tile]:
     """Fewer, larger tiles with the same pairs: causal squares along a diagonal, and FULL rectangles side by side.
 
-    Zigzag stores two chunks behind each other, so its own block comes as two triangles and a rectangle: one causal tile.
+    Zigzag stores two chunks behind each other, so its own block comes as two triangles and a rectangle: one causal
+    tile.
     """
     return _join_full(_join_causal(sorted(tiles)))
 

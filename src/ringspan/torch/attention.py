@@ -32,10 +32,12 @@ def ring_attention(
     scale: float | None = None,
     route: str = "ring",
 ) -> Tensor:
-    """Exact attention of the local queries to the keys of all ranks; differentiable. Every rank of the group calls it alike.
+    """Exact attention of the local queries to the keys of all ranks; differentiable. Every rank of the group calls it
+    alike.
 
     On the gathered tensors it equals, for GQA too,
-    ``scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)``; a query that may see nothing gives 0.
+    ``scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)``; a query that may see
+    nothing gives 0.
 
     Args:
         q: local queries (B, H, T, D), in the order of the layout. float32, float64 or bfloat16; float16 on CUDA.
@@ -98,7 +100,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
         raise UnsupportedError(
-            f"shapes do not fit together: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; batch must agree, "
+            f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; batch must agree, "
             "q and k in head_dim, k and v in heads and tokens"
         )
     if q.shape[1] % k.shape[1]:
@@ -194,7 +196,8 @@ def _prepare(
     group: str,
 ) -> tuple[Schedule, Exchange]:
     """This rank's schedule, and an exchange on which all ranks agree."""
-    # The operator's arguments are plain values, so a group is a name; torch's own functional collectives look it up alike.
+    # The operator's arguments are plain values, so a group is a name; torch's own functional collectives look it up
+    # alike.
     ring_group = c10d._resolve_process_group(group) if group else None
     ranks, rank = (dist.get_world_size(ring_group), dist.get_rank(ring_group)) if ring_group is not None else (1, 0)
     facts = {

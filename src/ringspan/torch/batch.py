@@ -59,13 +59,13 @@ def shard_batch(
 ) -> dict[str, Tensor]:
     """This rank's part of a Hugging Face batch, ready for a model that ``parallelize`` prepared.
 
-    Every rank of one ring passes the same whole batch; replicas pass different ones. Labels are shifted here, before the
-    permutation, so that each token knows its true successor; padding gets the label -100 and comes last, where no real
-    token sees it.
+    Every rank of one ring passes the same whole batch; replicas pass different ones. Labels are shifted here, before
+    the permutation, so that each token knows its true successor; padding gets the label -100 and comes last, where no
+    real token sees it.
 
     Args:
-        batch: ``input_ids`` (B, S) and optionally ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry i
-            is the target of token i; an ``attention_mask`` that only marks padding on the right; consecutive
+        batch: ``input_ids`` (B, S) and optionally ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry
+            i is the target of token i; an ``attention_mask`` that only marks padding on the right; consecutive
             ``position_ids``.
         mesh: the mesh of the model.
         layout: the layout that the model was parallelized with.

@@ -1,4 +1,5 @@
-"""What travels: keys and values of one owner (or their gradients), packed into one buffer, so that a hop is one message.
+"""What travels: keys and values of one owner (or their gradients), packed into one buffer, so that a hop is one
+message.
 
 B batch, G key/value heads, D head size, E value head size, n packed tokens.
 """
@@ -61,9 +62,11 @@ class Block:
 
 
 class RunningSum:
-    """A sum of row ranges of a (B, heads, n, size) tensor. The first contribution is taken, not added to zeros, when it can.
+    """A sum of row ranges of a (B, heads, n, size) tensor. The first contribution is taken, not added to zeros, when it
+    can.
 
-    Written into ``into`` when given (part of a packed block); otherwise a first contribution that covers all rows is adopted.
+    Written into ``into`` when given (part of a packed block); otherwise a first contribution that covers all rows is
+    adopted.
     """
 
     def __init__(

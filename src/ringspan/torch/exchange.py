@@ -1,4 +1,6 @@
-"""The only point-to-point calls: what one rank of a ring sends to and receives from the others, and what they agree on first."""
+"""The only point-to-point calls: what one rank of a ring sends to and receives from the others, and what they agree on
+first.
+"""
 
 import hashlib
 import time
@@ -33,8 +35,8 @@ class Transfer:
 class Exchange:
     """Point-to-point messages within one group during one pass over the ring.
 
-    Peers are group ranks. ``signature`` names the pass; with the message number it makes the tag, so that a rank that is
-    ahead, or in another pass, never has its blocks mistaken. Counts what was sent and how long ``wait`` blocked.
+    Peers are group ranks. ``signature`` names the pass; with the message number it makes the tag, so that a rank that
+    is ahead, or in another pass, never has its blocks mistaken. Counts what was sent and how long ``wait`` blocked.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, signature: str) -> None:
@@ -48,7 +50,8 @@ class Exchange:
     def post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], message: int
     ) -> Transfer:
-        """Start all sends (to, buffer) and receives (from, buffer) of one moment together, so that no order of ranks blocks.
+        """Start all sends (to, buffer) and receives (from, buffer) of one moment together, so that no order of ranks
+        blocks.
 
         Between one pair of ranks the order of sends is the order of receives. Buffers are contiguous.
         """

@@ -21,8 +21,8 @@ from ringspan.core.errors import ConfigError, RingspanError
 def launch(function: Callable[..., Any], num_ranks: int, *args: Any, threads: int | None = None) -> list[Any]:
     """Run ``function(*args)`` on ``num_ranks`` local processes that form the default process group; results by rank.
 
-    The ranks meet through a file and talk over the loopback interface. Each uses ``threads`` CPU threads, an equal share
-    of the cores when None. CUDA ranks get a device each.
+    The ranks meet through a file and talk over the loopback interface. Each uses ``threads`` CPU threads, an equal
+    share of the cores when None. CUDA ranks get a device each.
 
     Raises:
         ConfigError: fewer than one rank, or more ranks than CUDA devices when there are any.

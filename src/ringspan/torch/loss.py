@@ -19,8 +19,9 @@ def blockwise_cross_entropy(
 ) -> Tensor:
     """Summed cross-entropy of ``hidden @ weight.T + bias`` in float32, computed ``chunk_tokens`` tokens at a time.
 
-    Equals ``cross_entropy(hidden @ weight.T + bias, targets, ignore_index=-100, reduction="sum")`` and its gradients, which
-    are computed with the loss, so that no logits are kept or recomputed. The weight's gradient adds up in float32.
+    Equals ``cross_entropy(hidden @ weight.T + bias, targets, ignore_index=-100, reduction="sum")`` and its gradients,
+    which are computed with the loss, so that no logits are kept or recomputed. The weight's gradient adds up in
+    float32.
 
     Args:
         hidden: (T, C); weight (V, C); targets (T,) int64, -100 for none; bias (V,).
@@ -87,7 +88,8 @@ class _BlockwiseCrossEntropy(torch.autograd.Function):
 class GlobalSum(torch.autograd.Function):
     """The sum over ranks of a value to which each rank contributes; its gradient is each rank's own part.
 
-    Every rank sees the whole loss, and since gradients are summed over ranks too, each differentiates only what is its own.
+    Every rank sees the whole loss, and since gradients are summed over ranks too, each differentiates only what is its
+    own.
     """
 
     @staticmethod

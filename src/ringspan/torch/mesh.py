@@ -13,7 +13,8 @@ def init_mesh(*, ring: int | None = None, replicate: int = 1) -> DeviceMesh:
     """A mesh with the axes ``replicate`` and ``ring``; neighbours of a ring are neighbouring ranks.
 
     Joins the process group that torchrun describes when none exists, or makes one of a single process.
-    Replicas take different examples; the ranks of a ring share one. ``ring=None`` takes all ranks that ``replicate`` leaves.
+    Replicas take different examples; the ranks of a ring share one. ``ring=None`` takes all ranks that ``replicate``
+    leaves.
 
     Raises:
         ConfigError: the two numbers do not multiply to the world size.

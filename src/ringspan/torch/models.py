@@ -46,11 +46,11 @@ def parallelize(
 ) -> PreTrainedModel:
     """Put a decoder-only causal LM of transformers on the ring, in place; feed it what ``shard_batch`` returns.
 
-    Attention becomes ``ring_attention`` over ``mesh["ring"]``; parameters, gradients and optimizer state are sharded over
-    the ring and replicated over ``mesh["replicate"]`` (FSDP2); gradients are summed over all ranks, in float32.
-    ``model(**batch).loss`` is the loss of the whole batch on every rank: the sum over all valid targets over their count
-    (pass ``num_items_in_batch`` to count over several batches, for gradient accumulation). Without labels ``model(**batch)``
-    gives the local logits (B, T, V).
+    Attention becomes ``ring_attention`` over ``mesh["ring"]``; parameters, gradients and optimizer state are sharded
+    over the ring and replicated over ``mesh["replicate"]`` (FSDP2); gradients are summed over all ranks, in float32.
+    ``model(**batch).loss`` is the loss of the whole batch on every rank: the sum over all valid targets over their
+    count (pass ``num_items_in_batch`` to count over several batches, for gradient accumulation). Without labels
+    ``model(**batch)`` gives the local logits (B, T, V).
 
     Args:
         model: any model whose attention goes through transformers' AttentionInterface.
@@ -97,7 +97,9 @@ class RingCausalLM:
         num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Local tokens (B, T) and their global positions -> the global loss, or local logits when there are no labels."""
+        """Local tokens (B, T) and their global positions -> the global loss, or local logits when there are no
+        labels.
+        """
         for name in ("labels", "attention_mask"):
             if kwargs.pop(name, None) is not None:
                 raise UnsupportedError(
@@ -206,7 +208,9 @@ class _Decoder(nn.Module):
 
 
 def _become_ring_model(model: PreTrainedModel, mesh: DeviceMesh, layout: LayoutName, loss_chunk_tokens: int) -> None:
-    """Give the model a subclass of its own class with our forward, as FSDP2 does; saved configs keep the class's name."""
+    """Give the model a subclass of its own class with our forward, as FSDP2 does; saved configs keep the class's
+    name.
+    """
     plain = type(model)
     model.__class__ = type(plain.__name__, (RingCausalLM, plain), {"__module__": plain.__module__})
     model.ring_mesh, model.ring_layout, model.ring_loss_chunk_tokens = mesh, layout, loss_chunk_tokens

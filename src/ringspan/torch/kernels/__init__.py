@@ -13,8 +13,9 @@ from ringspan.torch.kernels.reference import Blockwise
 class Kernel(Protocol):
     """Attention of one tile's rows and keys.
 
-    q (B, H, rows, D), k (B, G, keys, D), v (B, G, keys, E), already cut to the tile; G divides H. ``lse`` is the natural
-    log-sum-exp in float32. ``backward`` takes the GLOBAL out and lse of the rows and gives this tile's share of dq, dk, dv.
+    q (B, H, rows, D), k (B, G, keys, D), v (B, G, keys, E), already cut to the tile; G divides H. ``lse`` is the
+    natural log-sum-exp in float32. ``backward`` takes the GLOBAL out and lse of the rows and gives this tile's share of
+    dq, dk, dv.
     """
 
     name: str

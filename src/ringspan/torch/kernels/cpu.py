@@ -9,7 +9,8 @@ _ops = torch.ops.aten
 
 
 class CpuFlash:
-    """``aten::_scaled_dot_product_flash_attention_for_cpu``, the operator that returns the log-sum-exp, and its backward.
+    """``aten::_scaled_dot_product_flash_attention_for_cpu``, the operator that returns the log-sum-exp, and its
+    backward.
 
     Its causal triangle starts at the top left corner, also when there are more rows than keys.
     """

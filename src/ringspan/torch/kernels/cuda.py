@@ -12,8 +12,8 @@ class CudaFlash:
     """``aten::_scaled_dot_product_flash_attention``, which returns the log-sum-exp, and its backward.
 
     Only square causal tiles: for others the operator's triangle has changed its corner between releases. Head sizes are
-    multiples of 8 up to 256; key/value heads are repeated for one tile at a time, since the operator's backward does not
-    sum them over a group.
+    multiples of 8 up to 256; key/value heads are repeated for one tile at a time, since the operator's backward does
+    not sum them over a group.
     """
 
     name = "cuda-flash"

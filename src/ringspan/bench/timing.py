@@ -1,0 +1,30 @@
+"""Fair timing among ranks: from a common start to the slowest rank's end."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringspan.torch.launch import local_device
+
+
+def timed(function: Callable[[], Any] | None, *, threads: int) -> float:
+    """Seconds from a barrier until the slowest rank is done; a rank without a function sleeps."""
+    torch.set_num_threads(threads)
+    dist.barrier()
+    _synchronize()
+    started = time.perf_counter()
+    if function:
+        function()
+    _synchronize()
+    seconds = torch.tensor(time.perf_counter() - started if function else 0.0, device=local_device())
+    torch.set_num_threads(1)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,85 @@
+"""``ringspan train``: from a TOML file to a fine-tuned Hugging Face folder."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ringspan.train.config import TrainConfig
+    from ringspan.train.loop import TrainResult
+
+_EPILOG = (
+    "Example: ringspan train examples/finetune.toml --nproc 4 steps=10. "
+    "On a cluster: torchrun --nnodes 2 --nproc-per-node 8 -m ringspan train examples/finetune.toml"
+)
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="TOML file of the run.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings as key=value, such as optimizer.learning_rate=1e-4.")
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes to start on this machine; default: one a CUDA device, else one. Not under torchrun."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Fine-tune (or train from scratch) a causal language model on long sequences over a ring of processes."""
+    from ringspan.train.config import load_config
+
+    settings = load_config(config, overrides or [])
+    result = run(settings, nproc)
+    if result is None:
+        return
+    if as_json:
+        print(json.dumps(asdict(result)))
+        return
+    print(f"loss {result.loss:.4f} after {result.steps} steps", end="")
+    print(f", {result.eval_loss:.4f} on held-out text" if result.eval_loss is not None else "")
+    print(f"metrics  {result.run}/metrics.jsonl\nmodel    {result.model}")
+
+
+def run(settings: "TrainConfig", nproc: int | None) -> "TrainResult | None":
+    """Train in the ranks that torchrun started, or in new local ones; the result on rank 0."""
+    import torch
+
+    from ringspan.core.errors import ConfigError
+    from ringspan.torch.launch import join, launch
+    from ringspan.train.model import load_model_config
+
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if nproc is not None:
+            raise ConfigError(f"--nproc {nproc} under torchrun, which has started the processes; leave it out")
+        join()
+        try:
+            return train_rank(settings)
+        finally:
+            torch.distributed.destroy_process_group()
+    nproc = nproc if nproc is not None else max(1, torch.cuda.device_count())
+    if nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: at least one process is needed")
+    settings.resolve_mesh(nproc)  # refuse here what every rank would
+    load_model_config(settings)
+    return launch(train_rank, nproc, settings)[0]
+
+
+def train_rank(settings: "TrainConfig") -> "TrainResult | None":
+    """One rank's part of the run, with a progress bar on rank 0; its result there."""
+    import torch.distributed as dist
+
+    from ringspan.cli.progress import quiet, watched
+    from ringspan.train.loop import train
+
+    if dist.get_rank() != 0:
+        quiet()
+        train(settings)
+        return None
+    with watched(settings.steps) as observer:
+        return train(settings, observer)

@@ -1,0 +1,271 @@
+"""The training loop, as every rank runs it inside its process group."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from ringspan.core.errors import ConfigError, RingspanError
+from ringspan.torch.batch import IGNORED, shard_batch
+from ringspan.torch.launch import local_device
+from ringspan.torch.mesh import init_mesh
+from ringspan.torch.models import parallelize, refuse_unsupported
+from ringspan.train.checkpoint import save_model
+from ringspan.train.config import OptimizerConfig, TrainConfig
+from ringspan.train.data import BatchOrder, TokenSequences, build_data
+from ringspan.train.metrics import MetricsWriter, StepMetrics, measure_flops, peak_bytes
+from ringspan.train.model import build_model, flops_per_token, load_model_config, load_tokenizer, num_matmul_parameters
+
+
+class Diverged(RingspanError):
+    """The loss or the gradient is not finite; the weights are those of the step before."""
+
+
+@dataclass
+class Observer:
+    """Who is told how a run goes, on rank 0: a progress bar, or nobody."""
+
+    started: Callable[[dict[str, Any]], None] = lambda facts: None
+    stepped: Callable[[StepMetrics], None] = lambda metrics: None
+    evaluated: Callable[[int, float], None] = lambda step, loss: None
+
+
+@dataclass
+class TrainResult:
+    """What a finished run leaves: its folder, the last losses and what it was made of."""
+
+    run: str
+    model: str
+    steps: int
+    loss: float
+    eval_loss: float | None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def train(config: TrainConfig, observer: Observer | None = None) -> TrainResult:
+    """Train as configured and save the model to ``<run>/model``; every rank of the process group calls it.
+
+    The loss of a step is the sum over all its valid targets, on all ranks, replicas and micro-steps, over their count.
+
+    Raises:
+        RingspanError: anything in the config, data or model that is refused; before the run's folder is made.
+        Diverged: a loss or gradient that is not finite; no rank has applied it.
+    """
+    observer = observer or Observer()
+    replicate, ring = config.resolve_mesh(dist.get_world_size())
+    run = Path(config.run)
+    if dist.get_rank() == 0 and (run / "metrics.jsonl").exists():
+        raise ConfigError(f"{run} already holds a run; choose another with run=..., or remove it")
+    device, dtype = local_device(), getattr(torch, config.model.dtype)
+    model_config = load_model_config(config)
+    with _first_rank_first():
+        tokenizer = load_tokenizer(config, model_config)
+        data = build_data(config, tokenizer)
+    model = build_model(config, model_config)
+    refuse_unsupported(model)
+    num_parameters, num_weights = model.num_parameters(), num_matmul_parameters(model)
+    mesh = init_mesh(ring=ring, replicate=replicate)
+    model = parallelize(
+        model.to(device),
+        mesh,
+        layout=config.attention.layout,
+        checkpoint=config.memory.checkpoint,
+        loss_chunk_tokens=config.memory.loss_chunk_tokens,
+        compute_dtype=dtype,
+    )
+    optimizer = torch.optim.AdamW(
+        _decayed(model, config.optimizer), betas=config.optimizer.betas, eps=config.optimizer.eps
+    )
+    batches = Batches(config, mesh, data.train, device)
+    length = config.data.sequence_length_tokens
+    step_flops = flops_per_token(model_config, num_weights, length) * batches.num_tokens
+    peak_flops = _sum_over_ranks(measure_flops(device, dtype), device)
+    facts = {
+        "parameters": num_parameters,
+        "ranks": dist.get_world_size(),
+        "replicate": replicate,
+        "ring": ring,
+        "sequence_length_tokens": length,
+        "tokens_per_step": batches.num_tokens,
+        "documents": data.num_documents,
+        "tokens": data.num_tokens,
+        "skipped_files": data.num_skipped_files,
+        "train_sequences": len(data.train),
+        "eval_sequences": len(data.eval or ()),
+        "peak_flops": peak_flops,
+    }
+    writer = None
+    if dist.get_rank() == 0:
+        run.mkdir(parents=True, exist_ok=True)
+        writer = MetricsWriter(run)
+        observer.started(facts)
+
+    loss, eval_loss = math.nan, None
+    model.train()
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        rate = learning_rate(step, config.steps, config.optimizer)
+        loss, norm = _step(model, optimizer, batches, step, rate, config.optimizer.clip_grad_norm)
+        seconds = time.perf_counter() - started
+        peak = _max_over_ranks(peak_bytes(device), device)
+        if writer:
+            metrics = StepMetrics(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                lr=rate,
+                tokens_per_second=batches.num_tokens / seconds,
+                mfu=step_flops / seconds / peak_flops,
+                peak_bytes=peak,
+                seconds=seconds,
+            )
+            writer.step(metrics)
+            observer.stepped(metrics)
+        every = config.evaluation.every_steps
+        if data.eval is not None and (step == config.steps or (every and step % every == 0)):
+            eval_loss = evaluate(model, mesh, data.eval, config, device)
+            if writer:
+                writer.evaluation(step, eval_loss)
+                observer.evaluated(step, eval_loss)
+    save_model(model, tokenizer, run / "model", dtype)
+    if writer:
+        writer.close()
+    return TrainResult(str(run), str(run / "model"), config.steps, loss, eval_loss, facts)
+
+
+class Batches:
+    """The parts of each step that this rank works on: its replica's examples, its ring's share of each."""
+
+    def __init__(self, config: TrainConfig, mesh: DeviceMesh, sequences: TokenSequences, device: torch.device) -> None:
+        self._sequences, self._mesh, self._device = sequences, mesh, device
+        self._layout = config.attention.layout
+        settings, replicate = config.optimizer, mesh["replicate"].size()
+        self._micro_steps = settings.accumulation_steps
+        self._order = BatchOrder(
+            len(sequences), config.seed, settings.batch_size, settings.accumulation_steps, replicate
+        )
+        self.num_tokens = self._order.global_batch_size * config.data.sequence_length_tokens
+
+    def step(self, step: int) -> tuple[int, Iterator[dict[str, Tensor]]]:
+        """Valid targets of a whole step (from 1), and this rank's part of each of its micro-steps."""
+        replica = self._mesh["replicate"].get_local_rank()
+        whole = [
+            collate(self._sequences, self._order.indices(step - 1, micro, replica))
+            for micro in range(self._micro_steps)
+        ]
+        valid = torch.tensor(sum(int((b["shift_labels"] != IGNORED).sum()) for b in whole), device=self._device)
+        dist.all_reduce(valid, group=self._mesh["replicate"].get_group())
+        parts = (shard_batch(b, self._mesh, layout=self._layout, device=self._device) for b in whole)
+        return int(valid), parts
+
+
+def collate(sequences: TokenSequences, indices: list[int]) -> dict[str, Tensor]:
+    """Some sequences as one whole batch (B, S)."""
+    rows = [sequences[index] for index in indices]
+    return {name: torch.stack([torch.from_numpy(row[name]) for row in rows]) for name in rows[0]}
+
+
+def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
+    """Rate of a step (from 1): linear warm-up to the highest, then half a cosine down to the smallest at the last
+    step.
+    """
+    if step <= settings.warmup_steps:
+        return settings.learning_rate * step / settings.warmup_steps
+    progress = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
+    low = settings.min_learning_rate_ratio
+    return settings.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@torch.no_grad()
+def evaluate(
+    model: Any, mesh: DeviceMesh, sequences: TokenSequences, config: TrainConfig, device: torch.device
+) -> float:
+    """Loss over the first held-out sequences: the sum over their valid targets over their count.
+
+    Replicas share the work; where it does not come out even, some run an example without targets, so that all ranks
+    take part in every exchange.
+    """
+    model.eval()
+    replicate, replica = mesh["replicate"].size(), mesh["replicate"].get_local_rank()
+    count = min(len(sequences), config.evaluation.num_sequences)
+    total, num_targets = 0.0, 0
+    for first in range(0, count, replicate):
+        whole = collate(sequences, [min(first + replica, count - 1)])
+        if first + replica >= count:
+            whole["shift_labels"].fill_(IGNORED)
+        valid = (whole["shift_labels"] != IGNORED).sum().to(device)
+        dist.all_reduce(valid, group=mesh["replicate"].get_group())
+        part = shard_batch(whole, mesh, layout=config.attention.layout, device=device)
+        total += float(model(**part, num_items_in_batch=1).loss)
+        num_targets += int(valid)
+    model.reshard()  # the root's parameters stay whole after a forward pass without a backward
+    model.train()
+    return total / max(1, num_targets)
+
+
+def _step(
+    model: Any, optimizer: torch.optim.Optimizer, batches: Batches, step: int, rate: float, clip: float
+) -> tuple[float, float]:
+    """One optimizer step: (loss of the whole batch, norm of its gradient before clipping)."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    num_targets, parts = batches.step(step)
+    loss = 0.0
+    for part in parts:
+        micro = model(**part, num_items_in_batch=num_targets).loss
+        micro.backward()
+        loss += float(micro.detach())
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        raise Diverged(
+            f"step {step}: loss {loss}, gradient norm {norm}; lower optimizer.learning_rate or clip_grad_norm"
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+def _decayed(model: PreTrainedModel, settings: OptimizerConfig) -> list[dict[str, Any]]:
+    """Matrices decay, vectors (norms, biases) do not."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+@contextmanager
+def _first_rank_first() -> Iterator[None]:
+    """The first rank of each node goes through the block before the others, who then find its caches."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not is_first:
+        dist.barrier()
+    yield
+    if is_first:
+        dist.barrier()
+
+
+def _sum_over_ranks(value: float, device: torch.device) -> float:
+    total = torch.tensor(value, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def _max_over_ranks(value: int, device: torch.device) -> int:
+    largest = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)

@@ -1,0 +1,77 @@
+"""What a run reports: a line a step in metrics.jsonl and TensorBoard, and what the machine could do at most."""
+
+import json
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step of the whole run. ``peak_bytes`` is the largest of any rank, ``mfu`` a share of the measured
+    peak.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_second: float
+    mfu: float
+    peak_bytes: int
+    seconds: float
+
+
+class MetricsWriter:
+    """Appends to ``metrics.jsonl`` in the run's folder, flushed a line at a time, and to TensorBoard event files beside
+    it.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._file = (run / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(run / "tensorboard"))
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._write(metrics.step, asdict(metrics))
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self._write(step, {"step": step, "eval_loss": loss})
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            if name != "step":
+                self._board.add_scalar(name, value, step)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory this process has held: allocated on its CUDA device, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def measure_flops(device: torch.device, dtype: torch.dtype, *, size: int | None = None) -> float:
+    """FLOP/s of a square matrix product on this rank, the best of a few: what MFU is a share of."""
+    size = size or (4096 if device.type == "cuda" else 1024)
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(6):
+        started = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best

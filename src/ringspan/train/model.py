@@ -1,0 +1,93 @@
+"""The model and the tokenizer of a run: from a local folder, from the Hub, or new."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from ringspan.core.errors import ConfigError
+from ringspan.torch.models import refuse_config
+from ringspan.train.config import TrainConfig
+from ringspan.train.data import load_documents, train_tokenizer
+
+
+def load_model_config(config: TrainConfig) -> PreTrainedConfig:
+    """The Hugging Face config of the run's model; refused here, before anything is read or sent, if it cannot be exact.
+
+    Raises:
+        ConfigError: no config can be had, or its values do not make a model.
+        UnsupportedError: the config asks for something the ring does not compute exactly.
+    """
+    settings = config.model
+    try:
+        if settings.init == "scratch":
+            values = settings.config_values()
+            model_config = AutoConfig.for_model(**values)
+        else:
+            assert settings.path is not None, "checked by ModelConfig"
+            model_config = AutoConfig.from_pretrained(settings.path)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        # huggingface_hub's and strict dataclasses' errors are many; all of them are about what the user named.
+        raise ConfigError(f"model: {_first_line(error)}") from error
+    refuse_config(model_config)
+    limit = getattr(model_config, "max_position_embeddings", None)
+    if settings.init == "scratch" and limit is not None and limit < config.data.sequence_length_tokens:
+        raise ConfigError(
+            f"model.config.max_position_embeddings = {limit}: is less than data.sequence_length_tokens = "
+            f"{config.data.sequence_length_tokens}; raise it"
+        )
+    return model_config
+
+
+def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> Tokenizer:
+    """The run's tokenizer, trained on its data when the config says so.
+
+    Raises:
+        ConfigError: no tokenizer can be had, or it has more tokens than the model.
+    """
+    source = config.model.tokenizer_source
+    if source == "train":
+        tokenizer: Tokenizer = train_tokenizer(load_documents(config.data), model_config.vocab_size)
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"model.tokenizer = {source!r}: {_first_line(error)}") from error
+    if len(tokenizer) > model_config.vocab_size:
+        raise ConfigError(
+            f"model.tokenizer has {len(tokenizer)} tokens, the model only {model_config.vocab_size}; "
+            "use the tokenizer that belongs to the model"
+        )
+    return tokenizer
+
+
+def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
+    """The whole model in float32 on the CPU, the same on every rank; the optimizer works on these float32 weights."""
+    if config.model.init == "scratch":
+        torch.manual_seed(config.seed)
+        return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(config.model.path, config=model_config, dtype=torch.float32)
+
+
+def num_matmul_parameters(model: PreTrainedModel) -> int:
+    """Weights that every token is multiplied with: those of linear layers, the head included."""
+    return sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+
+
+def flops_per_token(model_config: Any, num_weights: int, length_tokens: int) -> float:
+    """Model FLOPs of a training step per token: ``6 weights + 6 S x layers x heads x head size``, causal, no
+    recomputation.
+
+    Each weight is multiplied once in forward and twice in backward, 2 FLOPs each; a query meets S / 2 keys on average,
+    for 2 x 2 x head size FLOPs a head, three times over.
+    """
+    heads = model_config.num_attention_heads
+    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
+    return 6.0 * num_weights + 6.0 * length_tokens * model_config.num_hidden_layers * heads * head_dim
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
