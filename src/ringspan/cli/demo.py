@@ -1,8 +1,126 @@
-"""``ringspan demo``."""
+"""``ringspan demo``: the main job in a few minutes, and its report."""
+
+import json
+import shutil
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-def command() -> None:
-    """Train, prove and picture."""
-    raise typer.Exit(1)
+
+def command(
+    run: Annotated[str, typer.Option(help="Folder of the results; an earlier demo in it is replaced.")] = "runs/demo",
+    ranks: Annotated[int, typer.Option(min=1, help="Processes of the ring; on CUDA at most one a device.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 24,
+    length: Annotated[int, typer.Option(min=16, help="Tokens of a sequence.")] = 8192,
+    layout: Annotated[str, typer.Option(help="zigzag, striped or contiguous.")] = "zigzag",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Train a 5M-parameter Llama on Python's own source over a ring, prove it equal to one process, measure memory."""
+    from rich.console import Console
+
+    from ringspan.bench.demo import DemoOptions, measure_memory, prove, training_config
+    from ringspan.bench.machine import describe_machine
+    from ringspan.bench.report import write_report
+    from ringspan.cli.train import train_rank
+    from ringspan.core.layout import Layout
+    from ringspan.torch.launch import launch
+
+    console = Console(stderr=True, highlight=False)
+    options = DemoOptions(run=run, ranks=ranks, steps=steps, length=length, layout=Layout(layout, length, ranks).name)  # type: ignore[arg-type]
+    config = training_config(options)
+    config.resolve_mesh(ranks)
+    folder = _clear(Path(run))
+    seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(name: str, title: str) -> "Iterator[None]":
+        console.rule(title, align="left")
+        started = time.perf_counter()
+        yield
+        seconds[name] = time.perf_counter() - started
+
+    with part("train", f"1  Train: {length:,} tokens a sequence over a ring of {ranks}"):
+        trained = launch(train_rank, ranks, config)[0]
+    with part("proof", "2  Prove: the same batch on one process and on the ring"):
+        proof = launch(prove, ranks, trained.model, length, options.layout, threads=1)[0]
+    with part("memory", "3  Measure: activations a rank holds on rings of 1, 2 and 4"):
+        held = measure_memory(options)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    settings = config.model.config_values()
+    result: dict[str, Any] = {
+        "command": "ringspan demo",
+        "machine": describe_machine(),
+        "model": {
+            "type": settings["model_type"],
+            "parameters": trained.facts["parameters"],
+            "layers": settings["num_hidden_layers"],
+            "hidden_size": settings["hidden_size"],
+            "heads": settings["num_attention_heads"],
+            "kv_heads": settings["num_key_value_heads"],
+            "vocabulary": settings["vocab_size"],
+        },
+        "data": {
+            "documents": trained.facts["documents"],
+            "tokens": trained.facts["tokens"],
+            "description": "source and documentation of the running Python",
+        },
+        "ranks": ranks,
+        "sequence_length_tokens": length,
+        "layout": options.layout,
+        "dtype": config.model.dtype,
+        "metrics": [line for line in lines if "loss" in line],
+        "evaluation": [line for line in lines if "eval_loss" in line],
+        "proof": proof,
+        "memory": held,
+        "seconds": seconds,
+    }
+    (folder / "result.json").write_text(json.dumps(result, indent=1))
+    write_report(result, folder / "report.html")
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _summary(result, folder)
+
+
+def _clear(folder: Path) -> Path:
+    """Remove what an earlier demo left, and nothing else."""
+    if not (folder / "metrics.jsonl").exists():
+        return folder
+    for name in ("model", "tensorboard"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("metrics.jsonl", "result.json", "report.html"):
+        (folder / name).unlink(missing_ok=True)
+    return folder
+
+
+def _summary(result: dict[str, Any], folder: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    first, last, proof = result["metrics"][0], result["metrics"][-1], result["proof"]
+    worst = max(result["proof"]["gradients"], key=lambda row: row["relative_difference"])
+    table = Table(title="ringspan demo", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row("loss", f"{first['loss']:.3f} -> {last['loss']:.3f} in {last['step']} steps")
+    for line in result["evaluation"][-1:]:
+        table.add_row("held-out loss", f"{line['eval_loss']:.3f}")
+    table.add_row("speed", f"{last['tokens_per_second']:,.0f} tokens/s, MFU {last['mfu']:.0%}")
+    table.add_row("loss, one process", f"{proof['loss_one_process']:.7f}")
+    table.add_row(f"loss, ring of {proof['ranks']}", f"{proof['loss_ring']:.7f}")
+    table.add_row("difference", f"{proof['loss_relative_difference']:.1e} relative")
+    table.add_row("worst gradient", f"{worst['relative_difference']:.1e} relative ({worst['name']})")
+    for row in result["memory"]:
+        table.add_row(
+            f"activations, ring {row['ring']}",
+            f"{row['activation_bytes'] / 2**20:.1f} MiB a rank, {row['tokens_per_rank']:,} tokens each",
+        )
+    table.add_row("time", ", ".join(f"{name} {value:.0f} s" for name, value in result["seconds"].items()))
+    table.add_row("report", str(folder / "report.html"))
+    Console(highlight=False).print(table)

@@ -2,11 +2,13 @@
 
 import sys
 
-import click
 import typer
 
 from ringspan.cli import bench, demo, train
 from ringspan.core.errors import RingspanError
+
+# typer carries its own click, or uses the installed one, by version.
+_ClickException = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 app = typer.Typer(
     name="ringspan",
@@ -27,11 +29,11 @@ def main() -> None:
         code = app(standalone_mode=False)
     except RingspanError as error:
         _exit(2, str(error))
-    except click.exceptions.NoArgsIsHelpError as error:
+    except _ClickException as error:
+        if not error.format_message():  # a command without arguments has shown its help
+            sys.exit(2)
         _exit(2, error.format_message())
-    except click.ClickException as error:
-        _exit(2, error.format_message())
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         _exit(130, "interrupted")
     except RuntimeError as error:
         _exit(1, str(error))

@@ -162,12 +162,12 @@ def _backward(
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:-1], dtype=ring.accumulation_dtype(q.dtype))
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
+    return ring.empty_like(q, v.shape[-1]), lse
 
 
 @_backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -23,6 +23,19 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def empty_like(x: Tensor, size: int) -> Tensor:
+    """An uninitialised tensor with x's dtype and, when it has x's head size too, x's strides; the operator's outputs."""
+    return torch.empty_like(x) if size == x.shape[-1] else x.new_empty((*x.shape[:-1], size))
+
+
+def stored_like(result: Tensor, x: Tensor) -> Tensor:
+    """A result as ``empty_like(x, its head size)`` stores it; itself when it is so already."""
+    wanted = empty_like(x.to("meta"), result.shape[-1])
+    if result.dtype == x.dtype and result.stride() == wanted.stride():
+        return result
+    return empty_like(x, result.shape[-1]).copy_(result)
+
+
 def visits(schedule: Schedule, k: Tensor, v: Tensor, exchange: Exchange) -> Iterator[tuple[Hop, Block]]:
     """Each hop with the block that is here for it; while the caller computes, the next block is on its way."""
     block = Block(((0, k.shape[2]),), k, v)
@@ -48,7 +61,8 @@ def forward(
         for tile in hop.tiles:
             rows = q[:, :, tile.q0 : tile.q1]
             partial.merge(tile, *kernels.choose(q, v, tile).forward(rows, *block.tile(tile), tile, scale))
-    return partial.finish(q.dtype)
+    out, lse = partial.finish()
+    return stored_like(out, q), lse
 
 
 def backward(
@@ -97,7 +111,7 @@ def backward(
     _collect(behind, home)
     _collect(returning, home)
     gradients = home.finish()
-    return dq.finish().to(q.dtype), gradients.k.to(k.dtype), gradients.v.to(v.dtype)
+    return stored_like(dq.finish(), q), stored_like(gradients.k, k), stored_like(gradients.v, v)
 
 
 def _collect(transfers: list[tuple[Transfer, Block]], total: GradientBlock) -> None:

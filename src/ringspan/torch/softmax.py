@@ -33,12 +33,12 @@ class Partial:
         mine.lerp_(out.to(self._dtype), weight.unsqueeze(-1))
         torch.logaddexp(mine_lse, lse.to(self._dtype), out=mine_lse)
 
-    def finish(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """out in ``dtype`` and lse; a row that saw nothing has out 0 and lse -inf."""
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """The float32 (out, lse); a row that saw nothing has out 0 and lse -inf."""
         if self._out is None or self._lse is None:
             self._start()
         assert self._out is not None and self._lse is not None
-        return self._out.to(dtype), self._lse
+        return self._out, self._lse.contiguous()
 
     def _start(self) -> None:
         self._out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)

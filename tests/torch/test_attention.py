@@ -1,0 +1,191 @@
+"""The public operator on real process groups, and the transformations that it must survive."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import ringspan as rs
+from tests.torch.models import relative
+
+
+def tensors(length, *, heads=4, groups=2, size=16, batch=2, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randn(batch, n, length, size, generator=generator).to(dtype) for n in (heads, groups, groups, heads)]
+
+
+def attend_on_ring(mesh, name, length, mask):
+    """out, dq, dk and dv of the whole sequence, gathered from real ranks through the public function."""
+    group = mesh["ring"].get_group()
+    layout = rs.Layout(name, length, dist.get_world_size(group))
+    *inputs, dout = (rs.shard(x, layout, dist.get_rank(group), 2) for x in tensors(length))
+    local = [x.requires_grad_() for x in inputs]
+    out = rs.ring_attention(*local, mask=mask, layout=layout, group=group)
+    gradients = torch.autograd.grad(out, local, dout)
+    return [rs.unshard(x, layout, group, 2) for x in (out, *gradients)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_real_ranks_agree_with_sdpa(pool, ranks, layout):
+    *inputs, dout = tensors(45)
+    inputs = [x.double().requires_grad_() for x in inputs]
+    expected = scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    expected = [expected, *torch.autograd.grad(expected, inputs, dout.double())]
+    for result in pool.run(attend_on_ring, ranks, layout, 45, "causal"):
+        assert max(map(relative, result, expected)) < 3e-6
+
+
+def test_real_ranks_run_a_window(pool):
+    whole = pool.run(attend_on_ring, 4, "contiguous", 61, "window:7")[3]
+    alone = pool.run(attend_on_ring, 1, "contiguous", 61, "window:7")[0]
+    assert max(map(relative, whole, alone)) < 3e-6
+
+
+def unequal(mesh, what):
+    group = mesh["ring"].get_group()
+    rank = dist.get_rank(group)
+    length = 8 + 4 * rank if what == "queries" else 8
+    dtype = torch.bfloat16 if what == "dtype" and rank == 1 else torch.float32
+    q, k, v, _ = tensors(length, dtype=dtype)
+    mask = "full" if what == "mask" and rank == 1 else "causal"
+    layout = "striped" if what == "layout" and rank == 1 else "zigzag"
+    rs.ring_attention(q, k, v, mask=mask, layout=layout, group=group)
+
+
+@pytest.mark.parametrize("what", ["queries", "dtype", "mask", "layout"])
+def test_unequal_arguments_are_refused_on_every_rank_before_anything_moves(pool, what):
+    for outcome in pool.outcomes(unequal, 3, what):
+        assert isinstance(outcome, rs.PeerMismatch)
+        assert what in str(outcome) and "rank 1" in str(outcome)
+    # nothing is left in the air: the same ranks go on working
+    assert len(pool.run(attend_on_ring, 3, "zigzag", 12, "causal")) == 3
+
+
+def two_groups(mesh):
+    """A ring over all ranks and rings over halves, interleaved in one process."""
+    everyone, halves = mesh["ring"].get_group(), mesh["replicate"].get_group()
+    q, k, v, _ = tensors(8)
+    first = [rs.ring_attention(q, k, v, group=group) for group in (everyone, halves, everyone, halves)]
+    return bool(torch.equal(first[0], first[2]) and torch.equal(first[1], first[3]))
+
+
+def test_several_rings_in_one_process_do_not_mix(pool):
+    assert pool.run(two_groups, 4, replicate=2) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": (2, 4, 8)}, "q must be"),
+        ({"q": (2, 3, 8, 16)}, "2 key/value heads do not divide 3"),
+        ({"k": (2, 2, 8, 12)}, "shapes do not fit"),
+        ({"v": (1, 2, 8, 16)}, "shapes do not fit"),
+        ({"q": (2, 4, 0, 16), "k": (2, 2, 0, 16), "v": (2, 2, 0, 16)}, "empty"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(change, message):
+    shapes = {"q": (2, 4, 8, 16), "k": (2, 2, 8, 16), "v": (2, 2, 8, 16)} | change
+    with pytest.raises(rs.UnsupportedError, match=message):
+        rs.ring_attention(*(torch.zeros(shape) for shape in shapes.values()))
+
+
+def test_other_bad_arguments_are_refused_by_name():
+    q, k, v, _ = tensors(8)
+    with pytest.raises(rs.UnsupportedError, match="float16 on CPU"):
+        rs.ring_attention(q.half(), k.half(), v.half())
+    with pytest.raises(rs.UnsupportedError, match="int32"):
+        rs.ring_attention(q.int(), k.int(), v.int())
+    with pytest.raises(rs.UnsupportedError, match="make them alike"):
+        rs.ring_attention(q, k.double(), v)
+    with pytest.raises(rs.LayoutError, match="unknown layout 'spiral'"):
+        rs.ring_attention(q, k, v, layout="spiral")
+    with pytest.raises(rs.LayoutError, match="for 2 ranks, the ring has 1"):
+        rs.ring_attention(q, k, v, layout=rs.Layout("zigzag", 16, 2))
+    with pytest.raises(rs.LayoutError, match="8 local tokens"):
+        rs.ring_attention(q, k, v, layout=rs.Layout("zigzag", 9, 1))
+    with pytest.raises(rs.UnsupportedError, match="unknown route 'teleport'"):
+        rs.ring_attention(q, k, v, route="teleport")
+    with pytest.raises(rs.MaskError, match="unknown mask"):
+        rs.ring_attention(q, k, v, mask="casual")
+
+
+def test_an_odd_local_length_for_zigzag_says_what_to_do():
+    q, k, v, _ = tensors(7)
+    with pytest.raises(rs.LayoutError, match="even number of local tokens"):
+        rs.ring_attention(q, k, v)
+
+
+def test_the_operator_passes_torchs_own_checks():
+    q, k, v, _ = (x.requires_grad_() for x in tensors(8))
+    arguments = (q, k, v, 0.25, rs.causal().spec, "zigzag", 8, 8, "ring", "")
+    torch.library.opcheck(torch.ops.ringspan.ring_attention, arguments)
+
+
+def test_it_runs_under_fake_tensors_without_a_peer():
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, heads, 1 << 20, 64, requires_grad=True) for heads in (8, 2, 2))
+        layout = rs.Layout("zigzag", 1 << 20, 1)
+        out = rs.ring_attention(q, k, v, layout=layout)
+        out.sum().backward()
+    assert out.shape == q.shape and k.grad.shape == k.shape
+
+
+def test_it_compiles_with_its_gradient():
+    q, k, v, dout = (x.requires_grad_() for x in tensors(16))
+    compiled = torch.compile(lambda q, k, v: rs.ring_attention(q * 2, k, v) + 1, fullgraph=True, backend="aot_eager")
+    out = compiled(q, k, v)
+    expected = rs.ring_attention(q * 2, k, v) + 1
+    assert torch.equal(out, expected)
+    ours, theirs = (torch.autograd.grad(x, (q, k, v), dout.detach()) for x in (out, expected))
+    assert max(map(relative, ours, theirs)) < 1e-6
+
+
+def test_checkpointing_can_keep_its_result(monkeypatch):
+    """With the policy that saves the operator, the ring forward runs once; without it, twice."""
+    from ringspan.torch import ring
+
+    calls = []
+    forward = ring.forward
+    monkeypatch.setattr(ring, "forward", lambda *a, **o: calls.append(1) or forward(*a, **o))
+
+    def keep(ctx, operator, *args, **kwargs):
+        if operator == torch.ops.ringspan.ring_attention.default:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def gradients(**options):
+        calls.clear()
+        q, k, v, _ = (x.requires_grad_() for x in tensors(16))
+        out = checkpoint(
+            lambda q, k, v: rs.ring_attention(q.sin(), k, v).cos(), q, k, v, use_reentrant=False, **options
+        )
+        return torch.autograd.grad(out.sum(), (q, k, v)), len(calls)
+
+    kept, runs = gradients(context_fn=partial(create_selective_checkpoint_contexts, keep))
+    again, runs_without = gradients()
+    assert (runs, runs_without) == (1, 2)
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def trace_as_rank_of_eight():
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    q, k, v, dout = (x.requires_grad_() for x in tensors(16))
+    out = rs.ring_attention(q, k, v, layout="zigzag")
+    gradients = torch.autograd.grad(out, (q, k, v), dout.detach())
+    print([tuple(x.shape) for x in (out, *gradients)])
+
+
+def test_it_runs_on_the_fake_backend():
+    """Real tensors and kernels, nobody to talk to: what a rehearsal of one rank of eight does."""
+    import subprocess
+    import sys
+
+    code = "from tests.torch.test_attention import trace_as_rank_of_eight as f; f()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == str([(2, 4, 16, 16), (2, 4, 16, 16), (2, 2, 16, 16), (2, 2, 16, 16)])

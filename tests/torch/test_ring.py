@@ -1,0 +1,189 @@
+"""The ring loop against the float64 oracle: every mask, layout, number of ranks, grouping and dtype."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.core import reference
+from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.core.schedule import plan
+from ringspan.torch import ring
+from tests.core.strategies import masks
+from tests.torch.virtual import on_ranks
+
+FLOAT32_LIMIT = 3e-6  # the design's Numbers: float32, relative, for out, dq, dk and dv alike
+
+
+def relative(x: np.ndarray, expected: np.ndarray, terms: np.ndarray) -> float:
+    """||x - expected|| / ||expected||; where a gradient nearly cancels, against a tenth of the terms that cancelled.
+
+    Rounding is proportional to the terms: the dq of a row with one key is the difference of two equal numbers.
+    """
+    return float(np.linalg.norm(x - expected) / max(np.linalg.norm(expected), np.linalg.norm(terms) / 10))
+
+
+def cancelling_terms(dout, q, k, v, allowed, scale):
+    """Sums of the absolute values of what out, dq, dk and dv are sums of."""
+    out, lse = reference.attention(q, k, v, allowed, scale)
+    heads = q.shape[1] // k.shape[1]
+    k_heads, v_heads = np.repeat(k, heads, 1), np.repeat(v, heads, 1)
+    base = np.where(np.isneginf(lse), 0.0, lse)[..., None]
+    p = np.exp(np.where(allowed, scale * (q @ k_heads.swapaxes(-1, -2)), -np.inf) - base)
+    ds = scale * p * (np.abs(dout @ v_heads.swapaxes(-1, -2)) + np.abs((dout * out).sum(-1, keepdims=True)))
+    summed = [(ds.swapaxes(-1, -2) @ np.abs(q)), (p.swapaxes(-1, -2) @ np.abs(dout))]
+    summed = [x.reshape(*k.shape[:2], heads, *x.shape[2:]).sum(2) for x in summed]
+    return [out, ds @ np.abs(k_heads), *summed]
+
+
+class Problem:
+    """Random tensors for one sequence, its dense truth, and what a virtual ring makes of it."""
+
+    def __init__(
+        self, length, mask, *, batch=1, heads=2, groups=2, size=16, value_size=None, dtype=torch.float32, keys=None
+    ):
+        self.length, self.mask, self.scale, self.keys = length, mask, size**-0.5, keys or length
+        self.dtype, self.is_cross = dtype, keys is not None
+        generator = torch.Generator().manual_seed(length * 7 + heads)
+        value_size = value_size or size
+        shapes = (
+            (batch, heads, length, size),
+            (batch, groups, self.keys, size),
+            (batch, groups, self.keys, value_size),
+            (batch, heads, length, value_size),
+        )
+        self.q, self.k, self.v, self.dout = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
+        q, k, v, dout = (x.double().numpy() for x in (self.q, self.k, self.v, self.dout))
+        allowed = mask.dense(np.arange(length), np.arange(self.keys))
+        self.out, self.lse = reference.attention(q, k, v, allowed, self.scale)
+        self.gradients = reference.backward(dout, q, k, v, allowed, self.scale)
+        self.terms = cancelling_terms(dout, q, k, v, allowed, self.scale)
+
+    def on_ring(self, name, ranks):
+        """out, lse, dq, dk, dv in order, and the exchanges of forward and backward."""
+        layout = rs.Layout(name, self.length, ranks)
+        keys = rs.Layout(name, self.keys, ranks) if self.is_cross else layout
+
+        def local(rank):
+            q, dout = (rs.shard(x, layout, rank, 2) for x in (self.q, self.dout))
+            k, v = (rs.shard(x, keys, rank, 2) for x in (self.k, self.v))
+            return q, k, v, dout
+
+        def forward(rank, exchange):
+            q, k, v, _ = local(rank)
+            schedule = plan(layout, self.mask, rank, keys)
+            return ring.forward(q, k, v, schedule=schedule, exchange=exchange, scale=self.scale)
+
+        partials, sent = on_ranks(ranks, forward)
+
+        def backward(rank, exchange):
+            q, k, v, dout = local(rank)
+            schedule = plan(layout, self.mask, rank, keys)
+            saved = partials[rank]
+            return ring.backward(dout, q, k, v, *saved, schedule=schedule, exchange=exchange, scale=self.scale)
+
+        gradients, sent_back = on_ranks(ranks, backward)
+        whole = [gathered([p[i] for p in partials], layout) for i in range(2)]
+        whole += [gathered([g[i] for g in gradients], layout if i == 0 else keys) for i in range(3)]
+        return whole, sent, sent_back
+
+    def errors(self, name, ranks):
+        """Relative errors of out, dq, dk and dv; lse is compared exactly where it is -inf."""
+        (out, lse, *gradients), _, _ = self.on_ring(name, ranks)
+        assert np.array_equal(np.isneginf(lse), np.isneginf(self.lse))
+        seen = ~np.isneginf(lse)
+        np.testing.assert_allclose(
+            lse[seen], self.lse[seen], rtol=0, atol=2e-2 if self.dtype == torch.bfloat16 else 1e-5
+        )
+        return list(map(relative, (out, *gradients), (self.out, *self.gradients), self.terms))
+
+
+def gathered(parts: list[Tensor], layout: rs.Layout) -> np.ndarray:
+    order = torch.from_numpy(layout.inverse[: layout.length])
+    return torch.cat(parts, 2).index_select(2, order).double().numpy()
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("mask", [rs.causal(), rs.full()], ids=str)
+@pytest.mark.parametrize(("batch", "heads", "groups", "size"), [(1, 8, 2, 64), (2, 2, 2, 80), (1, 2, 1, 128)])
+def test_out_and_gradients_are_those_of_dense_attention(layout, ranks, mask, batch, heads, groups, size):
+    problem = Problem(131, mask, batch=batch, heads=heads, groups=groups, size=size)
+    assert max(problem.errors(layout, ranks)) < FLOAT32_LIMIT
+
+
+@given(
+    length=st.integers(1, 70),
+    mask=masks,
+    layout=st.sampled_from(LAYOUT_NAMES),
+    ranks=st.sampled_from([1, 2, 3, 4, 5, 8]),
+    grouping=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    sizes=st.sampled_from([(8, 8), (12, 8), (5, 7)]),
+    batch=st.integers(1, 2),
+)
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+def test_any_mask_on_any_layout(length, mask, layout, ranks, grouping, sizes, batch):
+    heads, groups = grouping
+    problem = Problem(length, mask, batch=batch, heads=heads, groups=groups, size=sizes[0], value_size=sizes[1])
+    assert max(problem.errors(layout, ranks)) < FLOAT32_LIMIT
+
+
+@given(
+    length=st.integers(1, 40), keys=st.integers(1, 40), layout=st.sampled_from(LAYOUT_NAMES), ranks=st.integers(1, 4)
+)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+def test_cross_attention(length, keys, layout, ranks):
+    assert max(Problem(length, rs.full(), keys=keys).errors(layout, ranks)) < FLOAT32_LIMIT
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_the_error_does_not_grow_with_the_number_of_ranks(layout):
+    problem = Problem(256, rs.causal(), heads=2, groups=1, size=32)
+    for ranks in (1, 2, 4, 8, 16):
+        assert max(problem.errors(layout, ranks)) < FLOAT32_LIMIT
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_bfloat16_is_as_good_as_on_one_device(layout):
+    problem = Problem(256, rs.causal(), heads=4, groups=2, size=64, dtype=torch.bfloat16)
+    inputs = [x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    alone = [out, *torch.autograd.grad(out, inputs, problem.dout)]
+    expected = (problem.out, *problem.gradients)
+    limits = [
+        1.4 * relative(x.detach().double().numpy(), *e) for x, *e in zip(alone, expected, problem.terms, strict=True)
+    ]
+    for ranks in (2, 4, 8, 16):
+        for error, limit in zip(problem.errors(layout, ranks), limits, strict=True):
+            assert error < limit
+
+
+def test_float64_stays_float64():
+    assert max(Problem(60, rs.causal(), dtype=torch.float64).errors("zigzag", 3)) < 1e-7
+
+
+def test_a_rank_whose_queries_see_nothing_gives_zeros():
+    mask = rs.documents([3])  # positions from 3 on see nothing and are seen by nobody
+    (out, lse, *gradients), _, _ = Problem(12, mask).on_ring("contiguous", 4)
+    assert (out[:, :, 3:] == 0).all() and np.isneginf(lse[:, :, 3:]).all()
+    assert all((g[:, :, 3:] == 0).all() and np.isfinite(g).all() for g in gradients)
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+@pytest.mark.parametrize("mask", [rs.causal(), rs.full(), rs.sliding_window(9)], ids=str)
+def test_exactly_the_scheduled_messages_are_sent(layout, mask):
+    ranks = 4
+    problem = Problem(64, mask)
+    _, sent, sent_back = problem.on_ring(layout, ranks)
+    for rank in range(ranks):
+        schedule = plan(rs.Layout(layout, 64, ranks), mask, rank)
+        keys_values = sum(bool(hop.passed_on) for hop in schedule.hops)
+        returned = sum(bool(hop.gradient_on) + bool(hop.gradient_home) for hop in schedule.hops)
+        assert sent[rank].num_sends == keys_values <= ranks - 1
+        assert sent_back[rank].num_sends == keys_values + returned
+        bytes_per_token = 2 * 2 * 16 * 4  # k and v, two heads of 16 float32
+        assert sent[rank].sent_bytes == schedule.sent_tokens * bytes_per_token
+        assert sent_back[rank].sent_bytes == (schedule.sent_tokens + schedule.sent_gradient_tokens) * bytes_per_token
