@@ -4,7 +4,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 _SIZES = {
     "vocab_size": 97,
@@ -30,12 +38,14 @@ def config(kind: str, **changes: Any) -> PretrainedConfig:
             return Qwen3Config(**_SIZES | {"head_dim": 16} | changes)
         case "mistral":
             return MistralConfig(**_SIZES | {"sliding_window": None} | changes)
-    raise AssertionError(kind)
+    return AutoConfig.for_model(kind, **_SIZES | changes)
 
 
 def build(kind: str, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config(kind, **changes), attn_implementation="sdpa").float()
+    auto = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    attention = "eager" if kind in ("gpt_oss", "gemma2", "t5") else "sdpa"
+    return auto.from_config(config(kind, **changes), attn_implementation=attention).float()
 
 
 def tokens(batch: int, length: int, seed: int = 1) -> Tensor:

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import ringspan as rs
+from ringspan.torch.models import refuse_unsupported
 from tests.torch.models import build, relative, tokens
 
 
@@ -88,3 +89,77 @@ def test_a_model_on_the_ring_equals_itself_on_one_process(
         assert result["gradients"].keys() == expected["gradients"].keys()
         for name, gradient in expected["gradients"].items():
             assert relative(result["gradients"][name], gradient) < 1e-5, name
+
+
+def bfloat16_step(mesh: DeviceMesh) -> Any:
+    model = rs.parallelize(build("llama"), mesh, compute_dtype=torch.bfloat16)
+    ids = tokens(1, 64)
+    loss = model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
+    loss.backward()
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), "gradients": gradients}
+
+
+def test_computing_in_bfloat16_keeps_float32_weights_and_gradients(pool):
+    expected = one_step("llama", 64, 1)
+    for result in pool.run(bfloat16_step, 2):
+        assert relative(result["loss"], expected["loss"]) < 5e-3
+        for name, gradient in result["gradients"].items():
+            assert gradient.dtype == torch.float32
+            assert relative(gradient, expected["gradients"][name]) < 5e-2, name
+
+
+def unequal_lengths(mesh: DeviceMesh) -> None:
+    model = rs.parallelize(build("llama"), mesh)
+    for lengths in ((16, 16), (24, 24), (16, 24)):  # the last: both known to the ring, but not the same
+        ids = tokens(1, lengths[mesh["ring"].get_local_rank() % 2])
+        model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh))
+
+
+def test_ranks_given_different_lengths_are_refused_on_every_rank(pool):
+    for outcome in pool.outcomes(unequal_lengths, 4):
+        assert isinstance(outcome, rs.PeerMismatch)
+        assert "length" in str(outcome)
+
+
+def misuse(mesh: DeviceMesh, how: str) -> None:
+    model = rs.parallelize(build("llama"), mesh, layout="striped")
+    ids = tokens(1, 16)
+    whole_batch = {"input_ids": ids, "labels": ids}
+    match how:
+        case "other layout":
+            model(**rs.shard_batch(whole_batch, mesh, layout="zigzag"))
+        case "whole batch":
+            model(**whole_batch)
+        case "no positions":
+            model(input_ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("other layout", rs.LayoutError, "layout='striped'"),
+        ("whole batch", rs.UnsupportedError, "rs.shard_batch"),
+        ("no positions", rs.UnsupportedError, "rs.shard_batch"),
+    ],
+)
+def test_batches_that_were_not_split_for_this_model_are_refused(pool, how, error, message):
+    for outcome in pool.outcomes(misuse, 2, how):
+        assert isinstance(outcome, error) and message in str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": 16}, "sliding_window=16"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ("gemma2", {}, "sliding_window"),
+        ("gpt_oss", {}, "sliding_window"),
+        ("cohere", {}, "changes its logits"),
+        ("t5", {}, "AttentionInterface"),
+    ],
+)
+def test_models_that_would_not_be_exact_are_refused_by_name(kind, changes, message):
+    with pytest.raises(rs.UnsupportedError, match=message):
+        refuse_unsupported(build(kind, **changes))

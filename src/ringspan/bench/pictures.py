@@ -74,9 +74,7 @@ def ring_picture(layout: Layout, mask: Mask) -> str:
         _rectangle(left, top, side, side, class_="ground"),
         element("g", *tiles, transform=f"translate({left} {top}) scale({scale!r})"),
         *labels,
-        _text(
-            left, top + side + 20, "colour: the rank that computes; number: the hop, fainter when later", "soft small"
-        ),
+        _text(4, top + side + 20, "colour: the rank that computes; number: its hop, later is fainter", "soft small"),
         *legend,
     )
 
@@ -101,7 +99,7 @@ def travel_picture(layout: Layout, mask: Mask) -> str:
     moved = sum(schedule.sent_tokens for schedule in plans)
     everything = layout.ranks * (layout.ranks - 1) * layout.tokens_per_rank
     if everything:
-        total = f"{moved:,} tokens sent in all, {100 * moved / everything:.0f} % of every block to every rank"
+        total = f"{moved:,} tokens sent; whole blocks to every rank would be {everything:,}"
     else:
         total = "one rank: nothing travels"
     bottom = top + layout.ranks * height + 18
@@ -144,21 +142,23 @@ def loss_picture(metrics: Sequence[dict[str, Any]], evaluation: Sequence[dict[st
     return _svg(500, _BOTTOM + 54, f"Loss by step. Last: {spoken}.", *parts)
 
 
-_LEFT, _TOP, _RIGHT, _BOTTOM = 52.0, 16.0, 398.0, 226.0  # the loss chart's plot area
+_LEFT, _TOP, _RIGHT, _BOTTOM = 66.0, 16.0, 390.0, 226.0  # the loss chart's plot area
 
 
 def _axes(points: Sequence[Point]) -> tuple[Callable[[Point], Point], list[str]]:
     """Where (step, loss) lies in the view box, and the grid with its labels."""
     x_ticks = [tick for tick in _ticks(*_extent(x for x, _ in points)) if tick == round(tick)]
-    y_ticks = _ticks(*_extent(y for _, y in points))
     x_low, x_high = _extent([*(x for x, _ in points), *x_ticks])
-    y_low, y_high = _extent([*(y for _, y in points), *y_ticks])
+    y_low, y_high = _extent(y for _, y in points)
+    room = (y_high - y_low) / 16  # the last point of a good run is the lowest: keep its marker off the axis
+    y_low, y_high = y_low - room, y_high + room
+    y_ticks = _ticks(y_low, y_high)
 
     def place(point: Point) -> Point:
         along, up = (point[0] - x_low) / (x_high - x_low), (point[1] - y_low) / (y_high - y_low)
         return _LEFT + along * (_RIGHT - _LEFT), _BOTTOM - up * (_BOTTOM - _TOP)
 
-    parts: list[str] = []
+    parts = [_line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, class_="grid")]
     for tick in y_ticks:
         y = place((x_low, tick))[1]
         parts += [_line(_LEFT, y, _RIGHT, y, class_="grid"), _text(_LEFT - 8, y + 4, f"{tick:,g}", "soft", "end")]
@@ -185,7 +185,7 @@ def memory_picture(memory: Sequence[dict[str, Any]]) -> str:
     if not rows:
         return ""
     alone = next((measured for ring, measured, _ in rows if ring == 1), None)
-    left, width, row_height, top = 64.0, 266.0, 46.0, 8.0
+    left, width, row_height, top = 64.0, 266.0, 54.0, 8.0
     longest = max(measured for _, measured, _ in rows)
     parts: list[str] = []
     for index, (ring, measured, tokens) in enumerate(rows):
@@ -193,11 +193,10 @@ def memory_picture(memory: Sequence[dict[str, Any]]) -> str:
         beside = [f"{tokens:,.0f} tokens a rank"] if tokens else []
         parts.append(_text(4, y + 17, f"ring {ring:,.0f}"))
         parts.append(_rectangle(left, y, measured / longest * width, 26, fill=RANK_COLOURS[0], class_="bar"))
-        if alone:
+        if alone and ring > 1:
             at = left + alone / ring / longest * width
-            parts.append(_line(at, y - 3, at, y + 29, class_="edge", stroke_width=6))
             parts.append(_line(at, y - 3, at, y + 29, class_="ink ideal", stroke_width=2))
-            beside += [f"ideal {megabytes(alone / ring)}"] if ring > 1 else []
+            beside.append(f"ideal {megabytes(alone / ring)}")
         for line, (content, look) in enumerate([(megabytes(measured), "strong"), *((b, "soft small") for b in beside)]):
             parts.append(_text(left + width + 14, y + 6 + 15 * line, content, look))
     bottom = top + len(rows) * row_height

@@ -12,6 +12,8 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+EPILOG = "Example: ringspan demo --steps 10 --length 4096"
+
 
 def command(
     run: Annotated[str, typer.Option(help="Folder of the results; an earlier demo in it is replaced.")] = "runs/demo",

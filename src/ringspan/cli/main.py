@@ -18,8 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("train")(train.command)
-app.command("demo")(demo.command)
+app.command("train", epilog=train.EPILOG)(train.command)
+app.command("demo", epilog=demo.EPILOG)(demo.command)
 app.add_typer(bench.app, name="bench")
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ringspan.train.config import TrainConfig
     from ringspan.train.loop import TrainResult
 
-_EPILOG = (
+EPILOG = (
     "Example: ringspan train examples/finetune.toml --nproc 4 steps=10. "
     "On a cluster: torchrun --nnodes 2 --nproc-per-node 8 -m ringspan train examples/finetune.toml"
 )

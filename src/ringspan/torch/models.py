@@ -149,6 +149,9 @@ def refuse_config(config: PreTrainedConfig) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedError(f"{kind} is an encoder-decoder model; only decoder-only causal models are supported")
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if kv_heads and heads % kv_heads:
+        raise UnsupportedError(f"{kind}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "use_sliding_window", True):
         raise UnsupportedError(f"{kind}: sliding_window={window} is not supported yet; only full causal attention is")

@@ -23,17 +23,19 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_like(x: Tensor, size: int) -> Tensor:
-    """An uninitialised tensor with x's dtype and, when it has x's head size too, x's strides; the operator's outputs."""
-    return torch.empty_like(x) if size == x.shape[-1] else x.new_empty((*x.shape[:-1], size))
+def empty_like(x: Tensor, size: int, device: str | None = None) -> Tensor:
+    """How the operator stores a result for ``x``: with its dtype and, where it has its head size too, its strides."""
+    if size == x.shape[-1]:
+        return torch.empty_like(x, device=device)
+    return x.new_empty((*x.shape[:-1], size), device=device)
 
 
 def stored_like(result: Tensor, x: Tensor) -> Tensor:
-    """A result as ``empty_like(x, its head size)`` stores it; itself when it is so already."""
-    wanted = empty_like(x.to("meta"), result.shape[-1])
-    if result.dtype == x.dtype and result.stride() == wanted.stride():
+    """A result as ``empty_like`` stores it; itself when it is so already."""
+    size = result.shape[-1]
+    if result.dtype == x.dtype and result.stride() == empty_like(x, size, "meta").stride():
         return result
-    return empty_like(x, result.shape[-1]).copy_(result)
+    return empty_like(x, size).copy_(result)
 
 
 def visits(schedule: Schedule, k: Tensor, v: Tensor, exchange: Exchange) -> Iterator[tuple[Hop, Block]]:

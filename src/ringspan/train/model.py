@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -29,9 +30,8 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
             model_config = AutoConfig.from_pretrained(settings.path)
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        # huggingface_hub's and strict dataclasses' errors are many; all of them are about what the user named.
-        raise ConfigError(f"model: {_first_line(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(f"model: {_one_line(error)}") from error
     refuse_config(model_config)
     limit = getattr(model_config, "max_position_embeddings", None)
     if settings.init == "scratch" and limit is not None and limit < config.data.sequence_length_tokens:
@@ -55,7 +55,7 @@ def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> Token
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"model.tokenizer = {source!r}: {_first_line(error)}") from error
+            raise ConfigError(f"model.tokenizer = {source!r}: {_one_line(error)}") from error
     if len(tokenizer) > model_config.vocab_size:
         raise ConfigError(
             f"model.tokenizer has {len(tokenizer)} tokens, the model only {model_config.vocab_size}; "
@@ -89,5 +89,5 @@ def flops_per_token(model_config: Any, num_weights: int, length_tokens: int) -> 
     return 6.0 * num_weights + 6.0 * length_tokens * model_config.num_hidden_layers * heads * head_dim
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

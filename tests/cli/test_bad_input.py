@@ -1,0 +1,131 @@
+"""Bad input: one clear line, exit code 2, and nothing written."""
+
+import sys
+
+import pytest
+
+from ringspan.cli.main import main
+
+CONFIG = """
+run = "{folder}/run"
+steps = 1
+[model]
+init = "scratch"
+tokenizer = "train"
+[model.config]
+model_type = "llama"
+vocab_size = 300
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 1
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 4096
+[data]
+paths = ["{folder}/text"]
+sequence_length_tokens = 64
+[optimizer]
+warmup_steps = 1
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
+    return tmp_path
+
+
+def refusal(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["ringspan", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    printed = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert printed.out == ""
+    lines = printed.err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("ringspan: "), printed.err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["optimizer.lerning_rate=1"], "optimizer.lerning_rate: unknown key; did you mean optimizer.learning_rate?"),
+        (["nonsense"], "write key=value"),
+        (["model.dtype=float16"], "float16"),
+        (["data.sequence_length_tokens=7", "--nproc", "4"], "a zigzag ring of 4 needs at least 8"),
+        (["mesh.ring=3", "--nproc", "4"], "needs 3 processes, but there are 4"),
+        (["mesh.replicate=3", "--nproc", "4"], "does not divide the 4 processes"),
+        (["model.config.num_key_value_heads=3"], "num_key_value_heads=3 does not divide num_attention_heads=4"),
+        (["model.config.num_hidden_layers=many"], "num_hidden_layers"),
+        (["model.config.max_position_embeddings=16"], "max_position_embeddings = 16"),
+        (["model.config.model_type=mistral", "model.config.sliding_window=8"], "sliding_window=8 is not supported"),
+        (["model.config.attention_dropout=0.5"], "attention_dropout=0.5 is not supported"),
+        (["model.config.model_type=nosuch"], "nosuch"),
+        (['model.config.rope_parameters={rope_type="dynamic",rope_theta=1e4,factor=2.0}'], "dynamic"),
+        (["data.paths=nowhere"], "nowhere"),
+        (["data.extensions=.xyz"], ".xyz"),
+        (["--nproc", "0"], "0"),
+        (["--nproc", "two"], "--nproc"),
+        (["--frobnicate"], "frobnicate"),
+    ],
+)
+def test_train_refuses(monkeypatch, capsys, workplace, arguments, message):
+    assert message in refusal(monkeypatch, capsys, "train", workplace / "config.toml", *arguments)
+    assert sorted(path.name for path in workplace.iterdir()) == ["config.toml", "text"]
+
+
+def test_train_refuses_a_missing_file(monkeypatch, capsys, tmp_path):
+    assert "no.toml" in refusal(monkeypatch, capsys, "train", tmp_path / "no.toml")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_only_a_rank_can_see_is_refused_too(monkeypatch, capsys, workplace):
+    (workplace / "text" / "a.txt").write_text("too short")
+    assert "needs 65 tokens" in refusal(monkeypatch, capsys, "train", workplace / "config.toml", "--nproc", "2")
+    assert not (workplace / "run").exists()
+
+
+def test_a_run_is_never_overwritten(monkeypatch, capsys, workplace):
+    (workplace / "run").mkdir()
+    (workplace / "run" / "metrics.jsonl").write_text("precious")
+    assert "already holds a run" in refusal(monkeypatch, capsys, "train", workplace / "config.toml")
+    assert (workplace / "run" / "metrics.jsonl").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["attention", "--dtype", "float16"], "float16"),
+        (["attention", "--dtype", "int7"], "int7"),
+        (["attention", "--mask", "casual"], "unknown mask 'casual'"),
+        (["attention", "--layout", "spiral"], "unknown layout 'spiral'"),
+        (["attention", "--route", "teleport"], "unknown route 'teleport'"),
+        (["attention", "--heads", "3", "--kv-heads", "2"], "2 key/value heads do not divide 3"),
+        (["attention", "--ranks", "0"], "--ranks"),
+        (["step", "--checkpoint", "sometimes"], "sometimes"),
+        (["memory", "--rings", "1,x"], "1,x"),
+    ],
+)
+def test_bench_refuses(monkeypatch, capsys, arguments, message):
+    assert message in refusal(monkeypatch, capsys, "bench", *arguments)
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["demo"], ["bench"], ["bench", "attention"], ["bench", "step"], ["bench", "memory"]]
+)
+def test_help_is_there_with_an_example(monkeypatch, capsys, command):
+    monkeypatch.setattr(sys, "argv", ["ringspan", *command, "--help"])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 0
+    printed = capsys.readouterr().out
+    assert "Usage" in printed
+    assert "Example" in printed or command in ([], ["bench"])
+
+
+@pytest.mark.parametrize("command", [["nosuch"], ["bench", "nosuch"]])
+def test_an_unknown_command_is_refused(monkeypatch, capsys, command):
+    assert "nosuch" in refusal(monkeypatch, capsys, *command)

@@ -1,0 +1,87 @@
+"""Splitting batches: every token keeps its own successor, and what cannot be honoured is refused by name."""
+
+import pytest
+import torch
+from hypothesis import given
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringspan as rs
+from tests.core.strategies import layouts
+from tests.torch.models import tokens
+
+
+class Ring:
+    """Stands in for a mesh: one rank of a ring that needs no process group."""
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        self.ranks, self.rank = ranks, rank
+
+    def __getitem__(self, axis: str) -> "Ring":
+        return self
+
+    def size(self) -> int:
+        return self.ranks
+
+    def get_local_rank(self) -> int:
+        return self.rank
+
+
+def parts(batch, ranks, **options):
+    meshes: list[DeviceMesh] = [Ring(ranks, rank) for rank in range(ranks)]  # type: ignore[list-item]
+    return [rs.shard_batch(batch, mesh, **options) for mesh in meshes]
+
+
+@given(layouts)
+def test_labels_are_shifted_before_the_permutation(layout):
+    ids = torch.arange(2 * layout.length).view(2, layout.length)
+    seen = {}
+    for part in parts({"input_ids": ids, "labels": ids}, layout.ranks, layout=layout.name):
+        assert part["input_ids"].shape == part["position_ids"].shape == part["shift_labels"].shape
+        for row in range(2):
+            for token, position, target in zip(*(part[name][row].tolist() for name in part), strict=True):
+                if position < layout.length:
+                    seen[row, position] = (token, target)
+                else:
+                    assert (token, target) == (0, -100)
+    last = layout.length - 1
+    for (row, position), (token, target) in seen.items():
+        assert token == ids[row, position]
+        assert target == (-100 if position == last else ids[row, position + 1])
+    assert len(seen) == 2 * layout.length
+
+
+def test_padding_on_the_right_has_no_targets():
+    ids = tokens(1, 6)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    [part] = parts({"input_ids": ids, "labels": ids, "attention_mask": mask}, 1)
+    assert part["shift_labels"].tolist() == [[*ids[0, 1:4].tolist(), -100, -100, -100]]
+
+
+def test_shifted_labels_are_taken_as_they_are():
+    ids = tokens(1, 6)
+    [part] = parts({"input_ids": ids, "shift_labels": ids + 1}, 1)
+    assert torch.equal(part["shift_labels"], ids + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "padding on the right"),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "padding on the right"),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "packed documents"),
+        ({"token_type_ids": torch.zeros(1, 4)}, "token_type_ids"),
+        ({"labels": torch.zeros(1, 3)}, "labels has shape"),
+        ({"input_ids": torch.zeros(4)}, "input_ids must be"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(change, message):
+    with pytest.raises(rs.UnsupportedError, match=message):
+        parts({"input_ids": tokens(1, 4)} | change, 2)
+
+
+@given(layouts)
+def test_shards_of_a_wrong_length_are_refused(layout):
+    with pytest.raises(rs.LayoutError, match="entries"):
+        rs.shard(torch.zeros(layout.length + 1), layout, 0, 0)
+    with pytest.raises(rs.LayoutError, match="entries"):
+        rs.unshard(torch.zeros(layout.tokens_per_rank + 1), layout, None, 0)

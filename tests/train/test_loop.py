@@ -1,0 +1,148 @@
+"""Training end to end: the same losses however the work is split, and a folder that transformers opens."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ringspan.cli.main import main
+from ringspan.train.config import OptimizerConfig, TrainConfig, parse_config
+from ringspan.train.loop import learning_rate, train
+
+
+def settings(folder: Path, name: str, **changes: object) -> TrainConfig:
+    return parse_config(
+        {
+            "run": str(folder / name),
+            "steps": 3,
+            "model": {
+                "init": "scratch",
+                "tokenizer": "train",
+                "config": {
+                    "model_type": "llama",
+                    "vocab_size": 300,
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 2,
+                    "max_position_embeddings": 64,
+                    "tie_word_embeddings": True,
+                },
+            },
+            "data": {"paths": str(folder / "text"), "sequence_length_tokens": 45, "eval_fraction": 0.1},
+            "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2},
+            "evaluation": {"every_steps": 2, "num_sequences": 3},
+            **changes,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "text").mkdir()
+    for number in range(30):
+        words = (f"chapter {number} line {line} says {line * number % 17}\n" for line in range(40))
+        (folder / "text" / f"{number}.txt").write_text("".join(words))
+    return folder
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line.get("loss", line.get("eval_loss")) for line in lines]
+
+
+def train_on(mesh, config):
+    return train(config)
+
+
+@pytest.fixture(scope="module")
+def alone(text):
+    """One process through the command itself: four examples a step, in four micro-steps."""
+    folder = text / "alone.toml"
+    config = settings(text, "alone", optimizer={"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 4})
+    values = json.loads(config.model_dump_json(exclude_none=True))
+    folder.write_text(as_toml(values))
+    argv, sys.argv = sys.argv, ["ringspan", "train", str(folder), "--nproc", "1"]
+    try:
+        with pytest.raises(SystemExit) as exit_:
+            main()
+    finally:
+        sys.argv = argv
+    assert exit_.value.code == 0
+    return text / "alone"
+
+
+def as_toml(values: dict, prefix: str = "") -> str:
+    plain = {name: value for name, value in values.items() if not isinstance(value, dict)}
+    tables = {name: value for name, value in values.items() if isinstance(value, dict)}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in plain.items()]
+    for name, value in tables.items():
+        lines += [f"[{prefix}{name}]", as_toml(value, f"{prefix}{name}.")]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("ring of 4", {"optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 4}}),
+        (
+            "2 x 2",
+            {
+                "mesh": {"replicate": 2},
+                "attention": {"layout": "striped"},
+                "memory": {"checkpoint": "full", "loss_chunk_tokens": 7},
+                "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 1, "batch_size": 2},
+            },
+        ),
+    ],
+)
+def test_losses_do_not_depend_on_how_the_work_is_split(pool, text, alone, name, changes):
+    pool.run(train_on, 4, settings(text, name, **changes))
+    expected = losses(alone)
+    assert len(expected) == 3 + 2
+    assert losses(text / name) == pytest.approx(expected, rel=2e-6)
+    first, last = load(text / name / "model"), load(alone / "model")
+    for weight, other in zip(first.parameters(), last.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-4)
+
+
+def load(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_the_result_is_an_ordinary_hugging_face_folder(alone):
+    model, tokenizer = load(alone / "model"), AutoTokenizer.from_pretrained(alone / "model")
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    assert model.config.use_cache
+    prompt = tokenizer("chapter 3 line", return_tensors="pt")
+    assert model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 3
+    assert not list(alone.glob("*.tmp-*"))
+
+
+def test_metrics_say_what_the_readme_says(alone):
+    first = json.loads((alone / "metrics.jsonl").read_text().splitlines()[0])
+    assert set(first) == {"step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_bytes", "seconds"}
+    assert first["loss"] == pytest.approx(math.log(300), rel=0.05)
+    assert first["peak_bytes"] > 1 << 20
+    assert list((alone / "tensorboard").iterdir())
+
+
+def test_a_run_can_start_from_its_result(pool, text, alone):
+    again = settings(text, "again", model={"path": str(alone / "model")}, optimizer={"warmup_steps": 1})
+    pool.run(train_on, 4, again)
+    assert losses(text / "again")[0] < losses(alone)[0]
+
+
+def test_learning_rate_warms_up_and_decays_to_its_minimum():
+    schedule = OptimizerConfig(learning_rate=1.0, warmup_steps=4, min_learning_rate_ratio=0.1)
+    rates = [learning_rate(step, 20, schedule) for step in range(1, 21)]
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in zip(rates[3:], rates[4:], strict=False))
+    assert learning_rate(1, 1, OptimizerConfig(warmup_steps=0, learning_rate=1.0)) == pytest.approx(0.1)
