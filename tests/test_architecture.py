@@ -19,7 +19,7 @@ PACKAGE = "ringspan"
 FACADE = "the facade"
 
 BACKENDS = {"torch", "jax"}
-SERVICES = {"train", "infer", "evals", "plan"}
+SERVICES = {"train", "infer", "evals", "plan", "bench"}
 # What a folder may import besides itself. The services may use each other, without a cycle.
 ALLOWED = {
     "core": set[str](),

@@ -30,7 +30,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(chunk_tokens, with_bias, i
     pairs = zip(torch.autograd.grad(ours * 0.3, inputs), torch.autograd.grad(theirs * 0.3, inputs), strict=True)
     for x, expected in pairs:
         assert x.dtype == expected.dtype
-        assert relative(x, expected) < 1e-6 or not expected.any() and not x.any()
+        assert relative(x, expected) < 1e-6 or (not expected.any() and not x.any())
 
 
 def test_bfloat16_is_close_to_the_float32_truth():

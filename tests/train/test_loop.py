@@ -1,5 +1,6 @@
 """Training end to end: the same losses however the work is split, and a folder that transformers opens."""
 
+import itertools
 import json
 import math
 import sys
@@ -144,5 +145,5 @@ def test_learning_rate_warms_up_and_decays_to_its_minimum():
     rates = [learning_rate(step, 20, schedule) for step in range(1, 21)]
     assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert rates[-1] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(rates[3:], rates[4:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[3:]))
     assert learning_rate(1, 1, OptimizerConfig(warmup_steps=0, learning_rate=1.0)) == pytest.approx(0.1)

@@ -117,9 +117,10 @@ def _exposed(case: AttentionCase, local: list[Tensor], dout: Tensor) -> dict[str
     options = {"schedule": schedule, "scale": case.head_dim**-0.5}
     with torch.no_grad():
         dist.barrier()
-        out, lse = ring.forward(*local, exchange=exchanges["forward"], **options)
+        q, k, v = local
+        out, lse = ring.forward(q, k, v, exchange=exchanges["forward"], **options)
         dist.barrier()
-        ring.backward(dout, *local, out, lse, exchange=exchanges["backward"], **options)
+        ring.backward(dout, q, k, v, out, lse, exchange=exchanges["backward"], **options)
     for name, exchange in exchanges.items():
         slowest = torch.tensor(exchange.exposed_seconds, device=local_device())
         dist.all_reduce(slowest, dist.ReduceOp.MAX)

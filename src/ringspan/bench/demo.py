@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from ringspan.bench import memory
 from ringspan.core.layout import LayoutName
@@ -22,7 +22,17 @@ from ringspan.torch.models import parallelize
 from ringspan.train.config import TrainConfig, parse_config
 
 # Folders of the standard library that are tests, generated tables or other people's packages.
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "ensurepip", "turtledemo"}
+_LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "ensurepip",
+    "turtledemo",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +49,9 @@ class DemoOptions:
 def python_text() -> list[str]:
     """Source and documentation of the running Python: real, long text that every machine has."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    names = sorted(path for path in library.iterdir() if path.name not in _LEFT_OUT and not path.name.startswith(("_", ".")))
+    names = sorted(
+        path for path in library.iterdir() if path.name not in _LEFT_OUT and not path.name.startswith(("_", "."))
+    )
     return [str(path) for path in names if path.suffix == ".py" or (path.is_dir() and any(path.glob("*.py")))]
 
 
@@ -118,8 +130,9 @@ def prove(folder: str, length: int, layout: LayoutName) -> dict[str, Any]:
     }
 
 
-def _load(folder: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(local_device()).train()
+def _load(folder: str) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.to(local_device()).train()
 
 
 def _whole(gradient: torch.Tensor) -> torch.Tensor:
@@ -131,7 +144,11 @@ def measure_memory(options: DemoOptions) -> list[dict[str, Any]]:
     rings = tuple(n for n in (1, 2, 4) if not torch.cuda.is_available() or n <= torch.cuda.device_count())
     case = memory.MemoryCase(rings=rings, length=options.length, checkpoints=("attention",), layout=options.layout)
     return [
-        {"ring": row["ring"], "tokens_per_rank": row["tokens_per_rank"], "activation_bytes": row["bytes"]["activations"]}
+        {
+            "ring": row["ring"],
+            "tokens_per_rank": row["tokens_per_rank"],
+            "activation_bytes": row["bytes"]["activations"],
+        }
         for row in memory.run(case)["rows"]
         if row["length"] == options.length
     ]

@@ -2,12 +2,11 @@
 
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-
-import ringspan
 
 
 def describe_machine() -> dict[str, Any]:
@@ -20,7 +19,7 @@ def describe_machine() -> dict[str, Any]:
         "cuda": torch.version.cuda if cuda else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "ringspan": ringspan.__version__,
+        "ringspan": version("ringspan"),
     }
 
 

@@ -392,11 +392,19 @@ def _position_ticks(length: int, left: float, top: float, scale: float) -> Itera
 def _owner_strips(layout: Layout, left: float, top: float, scale: float) -> Iterator[str]:
     """Beside the square: who holds these queries; above it: who holds these keys."""
     for rank in range(layout.ranks):
-        for start, stop in union([(p, p + 1) for p in layout.positions(rank).tolist() if p < layout.length]):
+        held = [run for span in layout.spans(rank) for run in _runs(span, layout.length)]
+        for start, stop in union(held):
             title = element("title", f"positions {start:,} to {stop - 1:,}: rank {rank}")
             first, extent, look = start * scale, (stop - start) * scale, {"fill": RANK_COLOURS[rank]}
             yield element("rect", title, x=left + first, y=top - 12, width=extent, height=8.0, **look)
             yield element("rect", title, x=left - 12, y=top + first, width=8.0, height=extent, **look)
+
+
+def _runs(span: Span, length: int) -> Iterator[tuple[int, int]]:
+    """The positions of a span below ``length``, as ranges."""
+    starts = [span.start] if span.step == 1 else range(span.start, length, span.step)
+    size_of_run = span.count if span.step == 1 else 1
+    yield from ((start, min(start + size_of_run, length)) for start in starts if start < length)
 
 
 def _work_legend(shares: list[float], top: float) -> tuple[list[str], float]:

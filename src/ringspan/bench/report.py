@@ -3,12 +3,12 @@
 import os
 from collections.abc import Iterable, Sequence
 from html import escape
+from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 from ringspan.bench.pictures import (
-    MAX_STRIPED_LENGTH,
     RANK_COLOURS,
     element,
     loss_picture,
@@ -18,9 +18,9 @@ from ringspan.bench.pictures import (
     ring_picture,
     travel_picture,
 )
-from ringspan.core.errors import LayoutError
 from ringspan.core.layout import LAYOUT_NAMES, Layout
 from ringspan.core.mask import causal
+from ringspan.core.schedule import plan
 
 MAX_ROWS: Final = 400  # of the long tables; the file stays small enough to send
 MAX_CHARACTERS: Final = 300  # of one text
@@ -55,11 +55,13 @@ table { border-collapse: collapse; margin: 12px 0; font-variant-numeric: tabular
 caption { text-align: left; padding-bottom: 4px }
 th, td { text-align: left; padding: 5px 18px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top }
 th { font-weight: 600 }
-.numbers td, .numbers thead th:not(:first-child) { text-align: right }
+.numbers td, .numbers thead th:not(:first-child) { text-align: right; white-space: nowrap }
+th:last-child, td:last-child { padding-right: 0 }
 tbody th { font-weight: 400; min-width: 8em; overflow-wrap: anywhere }
 td { overflow-wrap: anywhere }
 .long { font-size: .85rem; max-height: 28rem; overflow: auto }
-.long th, .long td { padding: 3px 14px 3px 0; min-width: 0; overflow-wrap: normal }
+.long th, .long td { padding: 3px 14px 3px 0; min-width: 3em }
+.long p { position: sticky; left: 0 }
 summary { cursor: pointer; padding: 4px 0 }
 pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 12px; overflow-x: auto }
 """
@@ -76,8 +78,7 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        # A lone surrogate cannot be written as UTF-8; the report is worth more than that letter.
-        unfinished.write_bytes(_page(result).encode("utf-8", "replace"))
+        unfinished.write_text(_page(result), encoding="utf-8")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -120,14 +121,29 @@ def _headline(result: dict[str, Any]) -> str:
     if (difference := number(proof.get("loss_relative_difference"))) is not None:
         came.append(f"the loss of one batch differs from that of a single process by {difference:.1e} (relative)")
     if gradients := _gradients(result):
-        came.append(f"no gradient by more than {gradients[0][2]:.1e}")
+        worst = gradients[0][2]
+        came.append(f"no gradient by more than {worst:.1e}" if isfinite(worst) else "some gradients are not numbers")
     held = {number(row.get("ring")): number(row.get("activation_bytes")) for row in _rows(result, "memory")}
     alone, most = held.get(1), max((ring for ring, measured in held.items() if ring and measured), default=1)
     if alone and most > 1:
         came.append(
             f"activations take {megabytes(held[most] or 0)} a rank on a ring of {most:.0f}, {megabytes(alone)} on one"
         )
+    if not (losses or length or came):
+        return "Nothing was measured."
     return f"{subject} was {done}{': ' if came else ''}{'; '.join(came)}."
+
+
+_STEP_COLUMNS: Final = (
+    ("step", "step", ""),
+    ("loss", "loss", ".4f"),
+    ("grad_norm", "gradient norm", ".3f"),
+    ("lr", "learning rate", ".2e"),
+    ("tokens_per_second", "tokens/s", ",.0f"),
+    ("mfu", "MFU", ".1%"),
+    ("peak_bytes", "peak bytes", ",.0f"),
+    ("seconds", "seconds", ",.2f"),
+)
 
 
 def _loss(result: dict[str, Any]) -> str:
@@ -135,10 +151,9 @@ def _loss(result: dict[str, Any]) -> str:
     picture = loss_picture(metrics, evaluation)
     if not picture:
         return _missing()
-    names = ("step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_bytes", "seconds")
-    table = [[_number(row.get(name)) for name in names] for row in metrics]
-    heads = ("step", "loss", "gradient norm", "learning rate", "tokens/s", "MFU", "peak bytes", "seconds")
-    points = [[_number(row.get("step")), _number(row.get("eval_loss"))] for row in evaluation]
+    table = [[_number(row.get(name), form) for name, _, form in _STEP_COLUMNS] for row in metrics]
+    heads = [title for _, title, _ in _STEP_COLUMNS]
+    points = [[_number(row.get("step")), _number(row.get("eval_loss"), ".4f")] for row in evaluation]
     return (
         element("figure", picture, element("figcaption", "Point at the line for the value of a step."))
         + (_details("Every step", _long_table(heads, table)) if table else "")
@@ -161,7 +176,7 @@ def _proof(result: dict[str, Any]) -> str:
         worst_name, _, worst = gradients[0]
         rows += [
             (f"worst gradient: {_text(worst_name)}", f"{worst:.1e}"),
-            (f"median gradient of {len(gradients):,}", f"{median(row[2] for row in gradients):.1e}"),
+            (f"median gradient of {len(gradients):,}", f"{gradients[len(gradients) // 2][2]:.1e}"),
         ]
         table = [[_text(name), _number(norm, ".3e"), f"{difference:.1e}"] for name, norm, difference in gradients]
         heads = ("parameter", "norm", "relative difference")
@@ -193,21 +208,21 @@ def _ring(result: dict[str, Any]) -> str:
     if name not in LAYOUT_NAMES or not length or not ranks or min(length, ranks) < 1:
         return _missing()
     drawn_ranks = min(int(ranks), len(RANK_COLOURS))
-    layout = Layout(name, int(length), drawn_ranks)
-    if name == "striped" and drawn_ranks > 1:
-        layout = Layout(name, min(int(length), 8 * drawn_ranks, MAX_STRIPED_LENGTH), drawn_ranks)
+    layout = drawn = Layout(name, int(length), drawn_ranks)
     notes = ["A row is a query, a column a key; causal attention computes the coloured part."]
     if drawn_ranks < ranks:
         notes.append(f"Drawn for {drawn_ranks} ranks, run on {ranks:,.0f}.")
-    if layout.length < length:
-        notes.append(f"Drawn for {layout.length} positions, run on {length:,.0f}; the pattern repeats.")
-    try:
-        pictures = [ring_picture(layout, causal())]
-        if drawn_ranks > 1 and name != "contiguous":
-            pictures.append(ring_picture(Layout("contiguous", int(length), drawn_ranks), causal()))
-        pictures.append(travel_picture(layout, causal()))
-    except LayoutError as error:
-        return element("p", f"Not drawn: {_text(error)}.")
+    if name == "striped" and drawn_ranks > 1 and length > 8 * drawn_ranks:
+        drawn = Layout(name, 8 * drawn_ranks, drawn_ranks)
+        pairs = [plan(layout, causal(), rank).num_pairs for rank in range(drawn_ranks)]
+        shares = ", ".join(f"{100 * count / sum(pairs):.1f} %" for count in pairs)
+        notes.append(
+            f"Stripes drawn for {drawn.length} positions; on all {length:,.0f} the ranks do {shares} of the work."
+        )
+    pictures = [ring_picture(drawn, causal())]
+    if drawn_ranks > 1 and name != "contiguous":
+        pictures.append(ring_picture(Layout("contiguous", int(length), drawn_ranks), causal()))
+    pictures.append(travel_picture(layout, causal()))
     figures = "".join(element("figure", picture) for picture in pictures)
     return element("p", " ".join(notes)) + element("div", figures, class_="side")
 
@@ -225,11 +240,11 @@ def _speed(result: dict[str, Any]) -> str:
         values = [value for row in metrics if (value := number(row.get(name))) is not None]
         rows.append((title, format(median(values), form) if values else NOT_MEASURED))
     peaks = [value for row in metrics if (value := number(row.get("peak_bytes"))) is not None]
-    rows.append(("peak memory of a process", megabytes(max(peaks)) if peaks else NOT_MEASURED))
-    stages = [(_text(name), _number(value, ",.1f")) for name, value in list(seconds.items())[:MAX_ROWS]]
+    rows.append(("highest memory of a process", megabytes(max(peaks)) if peaks else NOT_MEASURED))
+    stages = [(_text(name), _number(value, ",.1f")) for name, value in _given(seconds)]
     total = sum(value for value in map(number, seconds.values()) if value is not None)
     stages += [("total", f"{total:,.1f}")] if stages else []
-    tables = _table(rows, f"Training, median of {len(metrics):,} steps", class_="numbers")
+    tables = _table(rows, f"Training, median of {len(metrics):,} steps" if metrics else "Training", class_="numbers")
     return element("div", tables, _table(stages, "Seconds by part", class_="numbers") if stages else "", class_="side")
 
 
@@ -248,7 +263,7 @@ def _setting(result: dict[str, Any]) -> str:
     }
     tables = []
     for title, part in parts.items():
-        rows = [(_text(str(key).replace("_", " ")), _number(value)) for key, value in list(part.items())[:MAX_ROWS]]
+        rows = [(_text(str(key).replace("_", " ")), _number(value)) for key, value in _given(part)]
         tables.append(_table(rows or [("all", NOT_MEASURED)], title))
     return element("div", *tables, class_="side")
 
@@ -256,6 +271,10 @@ def _setting(result: dict[str, Any]) -> str:
 def _part(result: dict[str, Any], name: str) -> dict[str, Any]:
     value = result.get(name)
     return value if isinstance(value, dict) else {}
+
+
+def _given(part: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in part.items() if value is not None][:MAX_ROWS]
 
 
 def _rows(holder: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -271,12 +290,12 @@ def _gradients(result: dict[str, Any]) -> list[tuple[object, object, float]]:
     """Name, norm and relative difference of each gradient, the worst first; one that is not a number is the worst."""
     rows = _rows(_part(result, "proof"), "gradients")
     read = [(row.get("name"), row.get("norm"), row.get("relative_difference")) for row in rows]
-    known = [(name, norm, float(difference)) for name, norm, difference in read if isinstance(difference, (int, float))]
-    return sorted(known, key=lambda row: -row[2] if row[2] == row[2] else -float("inf"))
+    known = [(name, norm, float(value) if isinstance(value, (int, float)) else nan) for name, norm, value in read]
+    return sorted(known, key=lambda row: -inf if isnan(row[2]) else -row[2])
 
 
 def _text(value: object, limit: int = MAX_CHARACTERS) -> str:
-    """Any value as escaped text of bounded length; control characters, which HTML forbids, become a mark."""
+    """Any value as escaped text of bounded length; what cannot be printed or encoded becomes a mark."""
     if value is None:
         return NOT_MEASURED
     text = str(value)

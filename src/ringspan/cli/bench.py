@@ -37,12 +37,12 @@ def attention(
 ) -> None:
     """Ring attention on N ranks of one thread against scaled_dot_product_attention on one process of N threads."""
     from ringspan.bench.attention import AttentionCase, run
-    from ringspan.core.layout import Layout
+    from ringspan.core.layout import Layout, layout_name
     from ringspan.core.mask import Mask
     from ringspan.core.schedule import plan
 
     _check_dtype(dtype)
-    plan(Layout(layout, length, ranks), Mask.parse(mask), 0, None, route)  # type: ignore[arg-type]  # refuses bad names
+    plan(Layout(layout_name(layout), length, ranks), Mask.parse(mask), 0, None, route)  # refuse here, not in each rank
     result = run(
         AttentionCase(
             ranks=ranks,
@@ -53,7 +53,7 @@ def attention(
             head_dim=head_dim,
             dtype=dtype,
             mask=mask,
-            layout=layout,  # type: ignore[arg-type]
+            layout=layout_name(layout),
             route=route,
             repeats=repeats,
         )
@@ -89,18 +89,20 @@ def step(
 ) -> None:
     """A whole training step of a small Llama on the ring against transformers' sdpa on one process of N threads."""
     from ringspan.bench.step import StepCase, run
+    from ringspan.core.layout import layout_name
+    from ringspan.torch.remat import checkpoint_name
 
     _check_dtype(dtype)
-    _check_names(layout, checkpoint)
-    case = StepCase(
-        ranks=ranks,
-        length=length,
-        dtype=dtype,
-        layout=layout,  # type: ignore[arg-type]
-        checkpoint=checkpoint,  # type: ignore[arg-type]
-        repeats=repeats,
+    result = run(
+        StepCase(
+            ranks=ranks,
+            length=length,
+            dtype=dtype,
+            layout=layout_name(layout),
+            checkpoint=checkpoint_name(checkpoint),
+            repeats=repeats,
+        )
     )
-    result = run(case)
     if as_json:
         print(json.dumps(result))
         return
@@ -120,14 +122,14 @@ def memory(
     """Bytes of activations that each rank holds, at a fixed length and at fixed tokens a rank."""
     from ringspan.bench.memory import MemoryCase, run
     from ringspan.core.errors import ConfigError
+    from ringspan.core.layout import layout_name
 
     _check_dtype(dtype)
-    _check_names(layout, "none")
     try:
         sizes = tuple(int(size) for size in rings.split(","))
     except ValueError:
         raise ConfigError(f"--rings {rings!r}: write numbers with commas, such as 1,2,4") from None
-    result = run(MemoryCase(rings=sizes, length=length, layout=layout, dtype=dtype))  # type: ignore[arg-type]
+    result = run(MemoryCase(rings=sizes, length=length, layout=layout_name(layout), dtype=dtype))
     if as_json:
         print(json.dumps(result))
         return
@@ -153,16 +155,6 @@ def _check_dtype(dtype: str) -> None:
         raise UnsupportedError(f"--dtype {dtype!r} is not supported; use float32 or bfloat16")
     if dtype == "float16" and not torch.cuda.is_available():
         raise UnsupportedError("--dtype float16 on CPU is not supported; use float32 or bfloat16")
-
-
-def _check_names(layout: str, checkpoint: str) -> None:
-    from ringspan.core.errors import ConfigError
-    from ringspan.core.layout import Layout
-    from ringspan.torch.remat import CHECKPOINT_NAMES
-
-    Layout(layout, 1, 1)  # type: ignore[arg-type]
-    if checkpoint not in CHECKPOINT_NAMES:
-        raise ConfigError(f"--checkpoint {checkpoint!r}: choose one of {', '.join(CHECKPOINT_NAMES)}")
 
 
 def _table(title: str, headers: list[str], rows: list[list[Any]]) -> None:

@@ -30,11 +30,11 @@ def command(
     from ringspan.bench.machine import describe_machine
     from ringspan.bench.report import write_report
     from ringspan.cli.train import train_rank
-    from ringspan.core.layout import Layout
+    from ringspan.core.layout import layout_name
     from ringspan.torch.launch import launch
 
     console = Console(stderr=True, highlight=False)
-    options = DemoOptions(run=run, ranks=ranks, steps=steps, length=length, layout=Layout(layout, length, ranks).name)  # type: ignore[arg-type]
+    options = DemoOptions(run=run, ranks=ranks, steps=steps, length=length, layout=layout_name(layout))
     config = training_config(options)
     config.resolve_mesh(ranks)
     folder = _clear(Path(run))

@@ -1,6 +1,7 @@
 """The ``ringspan`` command: one line and exit code 2 for whatever is refused."""
 
 import sys
+from typing import Any
 
 import typer
 
@@ -8,7 +9,7 @@ from ringspan.cli import bench, demo, train
 from ringspan.core.errors import RingspanError
 
 # typer carries its own click, or uses the installed one, by version.
-_ClickException = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 app = typer.Typer(
     name="ringspan",
@@ -25,21 +26,17 @@ app.add_typer(bench.app, name="bench")
 
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    code, message = 0, ""
     try:
         code = app(standalone_mode=False)
     except RingspanError as error:
-        _exit(2, str(error))
+        code, message = 2, str(error)
     except _ClickException as error:
-        if not error.format_message():  # a command without arguments has shown its help
-            sys.exit(2)
-        _exit(2, error.format_message())
+        code, message = 2, error.format_message()  # empty where a command without arguments has shown its help
     except (KeyboardInterrupt, typer.Abort):
-        _exit(130, "interrupted")
+        code, message = 130, "interrupted"
     except RuntimeError as error:
-        _exit(1, str(error))
+        code, message = 1, str(error)
+    if message:
+        print(f"ringspan: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _exit(code: int, message: str) -> None:
-    print(f"ringspan: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(code)

@@ -5,7 +5,7 @@ S global tokens, N ranks, T = padded S / N tokens a rank. A position is an index
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal, get_args
+from typing import Final, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,17 @@ from ringspan.core.errors import LayoutError
 
 LayoutName = Literal["contiguous", "striped", "zigzag"]
 LAYOUT_NAMES: Final[tuple[str, ...]] = get_args(LayoutName)
+
+
+def layout_name(name: str) -> LayoutName:
+    """``name`` as the name of a layout.
+
+    Raises:
+        LayoutError: there is no such layout.
+    """
+    if name not in LAYOUT_NAMES:
+        raise LayoutError(f"unknown layout {name!r}; choose one of {', '.join(LAYOUT_NAMES)}")
+    return cast(LayoutName, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +57,7 @@ class Layout:
     ranks: int
 
     def __post_init__(self) -> None:
-        if self.name not in LAYOUT_NAMES:
-            raise LayoutError(f"unknown layout {self.name!r}; choose one of {', '.join(LAYOUT_NAMES)}")
+        layout_name(self.name)
         if self.ranks < 1:
             raise LayoutError(f"a layout needs at least one rank, got ranks={self.ranks}")
         if self.length < 1:

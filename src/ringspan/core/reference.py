@@ -56,7 +56,7 @@ def _scores(q: Array, k: Array, allowed: NDArray[np.bool_], scale: float) -> Arr
 
 
 def _logsumexp(scores: Array) -> Array:
-    top = scores.max(-1, initial=-np.inf)
+    top: Array = scores.max(-1, initial=-np.inf)
     finite = np.where(np.isneginf(top), 0.0, top)
     with np.errstate(divide="ignore"):
         return np.log(np.exp(scores - finite[..., None]).sum(-1)) + finite

@@ -108,7 +108,7 @@ def plan(layout: Layout, mask: Mask, rank: int, key_layout: Layout | None = None
     keys = key_layout or layout
     if (keys.name, keys.ranks) != (layout.name, layout.ranks):
         raise LayoutError(
-            f"queries are {layout.name} over {layout.ranks} ranks, keys {keys.name} over {keys.ranks}; they must be alike"
+            f"queries are {layout.name} over {layout.ranks} ranks, keys {keys.name} over {keys.ranks}; make them alike"
         )
     travel = _travel(layout, keys, mask)
     regions = mask.table(layout.length, keys.length)
@@ -185,7 +185,7 @@ def _needed(layout: Layout, keys: Layout, mask: Mask) -> IntArray:
 def _keys_seen(queries: IntArray, span: Span, regions: IntArray) -> IntArray:
     """Hull of the indices of a key span that each visitor's query spans (visitor, span, start and count) see."""
     starts, counts = queries[..., 0, None], queries[..., 1, None]
-    met = meet(starts, counts, np.int64(span.start), np.int64(span.count), span.step, regions)
+    met = meet(starts, counts, np.array(span.start), np.array(span.count), span.step, regions)
     seen = met[..., 1] > met[..., 0]
     first = np.where(seen, met[..., 2], _NOTHING[0]).min((1, 2), initial=_NOTHING[0])
     stop = np.where(seen, met[..., 3], _NOTHING[1]).max((1, 2), initial=_NOTHING[1])

@@ -198,7 +198,7 @@ def _prepare(
     """This rank's schedule, and an exchange on which all ranks agree."""
     # The operator's arguments are plain values, so a group is a name; torch's own functional collectives look it up
     # alike.
-    ring_group = c10d._resolve_process_group(group) if group else None
+    ring_group = c10d._resolve_process_group(group) if group else None  # pyright: ignore
     ranks, rank = (dist.get_world_size(ring_group), dist.get_rank(ring_group)) if ring_group is not None else (1, 0)
     facts = {
         "queries": tuple(q.shape),

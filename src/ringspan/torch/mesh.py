@@ -3,6 +3,7 @@
 import os
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringspan.core.errors import ConfigError
@@ -23,7 +24,7 @@ def init_mesh(*, ring: int | None = None, replicate: int = 1) -> DeviceMesh:
         if "RANK" in os.environ:
             join()
         else:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     replicate, ring = split_world(dist.get_world_size(), ring, replicate)
     return init_device_mesh(local_device().type, (replicate, ring), mesh_dim_names=("replicate", "ring"))
 

@@ -183,7 +183,7 @@ def _check_head(model: PreTrainedModel) -> None:
 
     Runs the model's own forward on one made-up hidden state in place of the decoder and compares.
     """
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     if head.weight.is_meta:
         return
     hidden = torch.randn(1, 1, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight)
@@ -215,8 +215,8 @@ def _become_ring_model(model: PreTrainedModel, mesh: DeviceMesh, layout: LayoutN
     name.
     """
     plain = type(model)
-    model.__class__ = type(plain.__name__, (RingCausalLM, plain), {"__module__": plain.__module__})
-    model.ring_mesh, model.ring_layout, model.ring_loss_chunk_tokens = mesh, layout, loss_chunk_tokens
+    settings = {"ring_mesh": mesh, "ring_layout": layout, "ring_loss_chunk_tokens": loss_chunk_tokens}
+    model.__class__ = type(plain.__name__, (RingCausalLM, plain), {"__module__": plain.__module__, **settings})
 
 
 def _register(layout: LayoutName, ring: dist.ProcessGroup) -> str:

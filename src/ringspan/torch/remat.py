@@ -1,7 +1,7 @@
 """Activation checkpointing: what a layer keeps for its backward pass and what it computes again."""
 
 from functools import partial
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -13,6 +13,17 @@ CheckpointName = Literal["none", "full", "attention"]
 CHECKPOINT_NAMES: Final[tuple[str, ...]] = get_args(CheckpointName)
 
 
+def checkpoint_name(name: str) -> CheckpointName:
+    """``name`` as the name of a policy.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    if name not in CHECKPOINT_NAMES:
+        raise ConfigError(f"unknown checkpoint policy {name!r}; choose one of {', '.join(CHECKPOINT_NAMES)}")
+    return cast(CheckpointName, name)
+
+
 def checkpoint_layers(model: PreTrainedModel, policy: CheckpointName) -> None:
     """Checkpoint every decoder layer of a Hugging Face model.
 
@@ -22,9 +33,7 @@ def checkpoint_layers(model: PreTrainedModel, policy: CheckpointName) -> None:
     Raises:
         ConfigError: an unknown policy, or a model without checkpointing.
     """
-    if policy not in CHECKPOINT_NAMES:
-        raise ConfigError(f"unknown checkpoint policy {policy!r}; choose one of {', '.join(CHECKPOINT_NAMES)}")
-    if policy == "none":
+    if checkpoint_name(policy) == "none":
         return
     if not model.supports_gradient_checkpointing:
         raise ConfigError(f"{type(model).__name__} has no activation checkpointing; use checkpoint='none'")

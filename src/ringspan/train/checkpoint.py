@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     replaced.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
         config = type(model.config).from_dict(model.config.to_dict())
         config.dtype = dtype

@@ -14,16 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ringspan.core.errors import ConfigError, RingspanError
+from ringspan.core.layout import LayoutName
 from ringspan.torch.batch import IGNORED, shard_batch
 from ringspan.torch.launch import local_device
 from ringspan.torch.mesh import init_mesh
-from ringspan.torch.models import parallelize, refuse_unsupported
+from ringspan.torch.models import parallelize
 from ringspan.train.checkpoint import save_model
 from ringspan.train.config import OptimizerConfig, TrainConfig
-from ringspan.train.data import BatchOrder, TokenSequences, build_data
+from ringspan.train.data import BatchOrder, Data, TokenSequences, build_data
 from ringspan.train.metrics import MetricsWriter, StepMetrics, measure_flops, peak_bytes
 from ringspan.train.model import build_model, flops_per_token, load_model_config, load_tokenizer, num_matmul_parameters
 
@@ -63,34 +64,106 @@ def train(config: TrainConfig, observer: Observer | None = None) -> TrainResult:
         Diverged: a loss or gradient that is not finite; no rank has applied it.
     """
     observer = observer or Observer()
+    job = _prepare(config)
+    run, writer = Path(config.run), None
+    if dist.get_rank() == 0:
+        run.mkdir(parents=True, exist_ok=True)
+        writer = MetricsWriter(run)
+        observer.started(job.facts)
+    loss, eval_loss = math.nan, None
+    for step in range(1, config.steps + 1):
+        metrics = job.step(step)
+        loss = metrics.loss
+        if writer:
+            writer.step(metrics)
+            observer.stepped(metrics)
+        every = config.evaluation.every_steps
+        if job.data.eval is not None and (step == config.steps or (every and step % every == 0)):
+            eval_loss = evaluate(job.model, job.mesh, job.data.eval, config, job.device)
+            if writer:
+                writer.evaluation(step, eval_loss)
+                observer.evaluated(step, eval_loss)
+    save_model(job.model, job.tokenizer, run / "model", getattr(torch, config.model.dtype))
+    if writer:
+        writer.close()
+    return TrainResult(str(run), str(run / "model"), config.steps, loss, eval_loss, job.facts)
+
+
+@dataclass(kw_only=True)
+class _Job:
+    """One rank's model, data and optimizer, ready to step."""
+
+    config: TrainConfig
+    device: torch.device
+    mesh: DeviceMesh
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    data: Data
+    batches: "Batches"
+    optimizer: torch.optim.Optimizer
+    facts: dict[str, Any]
+    step_flops: float
+
+    def step(self, step: int) -> StepMetrics:
+        """One optimizer step over the whole batch (steps count from 1).
+
+        Raises:
+            Diverged: the loss or the gradient is not finite, on every rank alike; the weights are untouched.
+        """
+        started = time.perf_counter()
+        settings = self.config.optimizer
+        rate = learning_rate(step, self.config.steps, settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        num_targets, parts = self.batches.step(step)
+        loss = 0.0
+        for part in parts:
+            micro = self.model(**part, num_items_in_batch=num_targets).loss
+            micro.backward()
+            loss += float(micro.detach())
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_grad_norm or math.inf)
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise Diverged(f"step {step}: loss {loss}, gradient norm {norm}; lower optimizer.learning_rate")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        seconds = time.perf_counter() - started
+        return StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            lr=rate,
+            tokens_per_second=self.batches.num_tokens / seconds,
+            mfu=self.step_flops / seconds / self.facts["peak_flops"],
+            peak_bytes=_max_over_ranks(peak_bytes(self.device), self.device),
+            seconds=seconds,
+        )
+
+
+def _prepare(config: TrainConfig) -> _Job:
+    """Everything that can be refused is refused here, before anything is written."""
     replicate, ring = config.resolve_mesh(dist.get_world_size())
-    run = Path(config.run)
-    if dist.get_rank() == 0 and (run / "metrics.jsonl").exists():
-        raise ConfigError(f"{run} already holds a run; choose another with run=..., or remove it")
+    if dist.get_rank() == 0 and Path(config.run, "metrics.jsonl").exists():
+        raise ConfigError(f"{config.run} already holds a run; choose another with run=..., or remove it")
     device, dtype = local_device(), getattr(torch, config.model.dtype)
     model_config = load_model_config(config)
     with _first_rank_first():
         tokenizer = load_tokenizer(config, model_config)
         data = build_data(config, tokenizer)
-    model = build_model(config, model_config)
-    refuse_unsupported(model)
+    model: Any = build_model(config, model_config)
     num_parameters, num_weights = model.num_parameters(), num_matmul_parameters(model)
     mesh = init_mesh(ring=ring, replicate=replicate)
     model = parallelize(
-        model.to(device),
+        model.to(device).train(),
         mesh,
         layout=config.attention.layout,
         checkpoint=config.memory.checkpoint,
         loss_chunk_tokens=config.memory.loss_chunk_tokens,
         compute_dtype=dtype,
     )
-    optimizer = torch.optim.AdamW(
-        _decayed(model, config.optimizer), betas=config.optimizer.betas, eps=config.optimizer.eps
-    )
+    settings, length = config.optimizer, config.data.sequence_length_tokens
+    optimizer = torch.optim.AdamW(_decayed(model, settings), betas=settings.betas, eps=settings.eps)
     batches = Batches(config, mesh, data.train, device)
-    length = config.data.sequence_length_tokens
-    step_flops = flops_per_token(model_config, num_weights, length) * batches.num_tokens
-    peak_flops = _sum_over_ranks(measure_flops(device, dtype), device)
     facts = {
         "parameters": num_parameters,
         "ranks": dist.get_world_size(),
@@ -103,45 +176,20 @@ def train(config: TrainConfig, observer: Observer | None = None) -> TrainResult:
         "skipped_files": data.num_skipped_files,
         "train_sequences": len(data.train),
         "eval_sequences": len(data.eval or ()),
-        "peak_flops": peak_flops,
+        "peak_flops": _sum_over_ranks(measure_flops(device, dtype), device),
     }
-    writer = None
-    if dist.get_rank() == 0:
-        run.mkdir(parents=True, exist_ok=True)
-        writer = MetricsWriter(run)
-        observer.started(facts)
-
-    loss, eval_loss = math.nan, None
-    model.train()
-    for step in range(1, config.steps + 1):
-        started = time.perf_counter()
-        rate = learning_rate(step, config.steps, config.optimizer)
-        loss, norm = _step(model, optimizer, batches, step, rate, config.optimizer.clip_grad_norm)
-        seconds = time.perf_counter() - started
-        peak = _max_over_ranks(peak_bytes(device), device)
-        if writer:
-            metrics = StepMetrics(
-                step=step,
-                loss=loss,
-                grad_norm=norm,
-                lr=rate,
-                tokens_per_second=batches.num_tokens / seconds,
-                mfu=step_flops / seconds / peak_flops,
-                peak_bytes=peak,
-                seconds=seconds,
-            )
-            writer.step(metrics)
-            observer.stepped(metrics)
-        every = config.evaluation.every_steps
-        if data.eval is not None and (step == config.steps or (every and step % every == 0)):
-            eval_loss = evaluate(model, mesh, data.eval, config, device)
-            if writer:
-                writer.evaluation(step, eval_loss)
-                observer.evaluated(step, eval_loss)
-    save_model(model, tokenizer, run / "model", dtype)
-    if writer:
-        writer.close()
-    return TrainResult(str(run), str(run / "model"), config.steps, loss, eval_loss, facts)
+    return _Job(
+        config=config,
+        device=device,
+        mesh=mesh,
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        batches=batches,
+        optimizer=optimizer,
+        facts=facts,
+        step_flops=flops_per_token(model_config, num_weights, length) * batches.num_tokens,
+    )
 
 
 class Batches:
@@ -149,7 +197,7 @@ class Batches:
 
     def __init__(self, config: TrainConfig, mesh: DeviceMesh, sequences: TokenSequences, device: torch.device) -> None:
         self._sequences, self._mesh, self._device = sequences, mesh, device
-        self._layout = config.attention.layout
+        self._layout: LayoutName = config.attention.layout
         settings, replicate = config.optimizer, mesh["replicate"].size()
         self._micro_steps = settings.accumulation_steps
         self._order = BatchOrder(
@@ -212,29 +260,6 @@ def evaluate(
     model.reshard()  # the root's parameters stay whole after a forward pass without a backward
     model.train()
     return total / max(1, num_targets)
-
-
-def _step(
-    model: Any, optimizer: torch.optim.Optimizer, batches: Batches, step: int, rate: float, clip: float
-) -> tuple[float, float]:
-    """One optimizer step: (loss of the whole batch, norm of its gradient before clipping)."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    num_targets, parts = batches.step(step)
-    loss = 0.0
-    for part in parts:
-        micro = model(**part, num_items_in_batch=num_targets).loss
-        micro.backward()
-        loss += float(micro.detach())
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
-    norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if not math.isfinite(loss) or not math.isfinite(norm):
-        raise Diverged(
-            f"step {step}: loss {loss}, gradient norm {norm}; lower optimizer.learning_rate or clip_grad_norm"
-        )
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss, norm
 
 
 def _decayed(model: PreTrainedModel, settings: OptimizerConfig) -> list[dict[str, Any]]:

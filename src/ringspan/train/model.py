@@ -69,6 +69,7 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
     if config.model.init == "scratch":
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    assert config.model.path is not None, "checked by ModelConfig"
     return AutoModelForCausalLM.from_pretrained(config.model.path, config=model_config, dtype=torch.float32)
 
 
