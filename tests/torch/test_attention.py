@@ -148,11 +148,11 @@ def test_it_compiles_with_its_gradient():
 
 def test_checkpointing_can_keep_its_result(monkeypatch):
     """With the policy that saves the operator, the ring forward runs once; without it, twice."""
-    from ringspan.torch import ring
+    from ringspan.torch import attention
 
     calls = []
-    forward = ring.forward
-    monkeypatch.setattr(ring, "forward", lambda *a, **o: calls.append(1) or forward(*a, **o))
+    forward = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda *a, **o: calls.append(1) or forward(*a, **o))
 
     def keep(ctx, operator, *args, **kwargs):
         if operator == torch.ops.ringspan.ring_attention.default:

@@ -46,7 +46,7 @@ class Problem:
         self, length, mask, *, batch=1, heads=2, groups=2, size=16, value_size=None, dtype=torch.float32, keys=None
     ):
         self.length, self.mask, self.scale, self.keys = length, mask, size**-0.5, keys or length
-        self.dtype, self.is_cross = dtype, keys is not None
+        self.dtype, self.is_cross, self.head_groups = dtype, keys is not None, groups
         generator = torch.Generator().manual_seed(length * 7 + heads)
         value_size = value_size or size
         shapes = (
@@ -75,7 +75,7 @@ class Problem:
         def forward(rank, exchange):
             q, k, v, _ = local(rank)
             schedule = plan(layout, self.mask, rank, keys)
-            return ring.forward(q, k, v, schedule=schedule, exchange=exchange, scale=self.scale)
+            return ring.forward(ring.Ring(schedule, exchange, self.scale, self.head_groups), q, k, v)
 
         partials, sent = on_ranks(ranks, forward)
 
@@ -83,7 +83,7 @@ class Problem:
             q, k, v, dout = local(rank)
             schedule = plan(layout, self.mask, rank, keys)
             saved = partials[rank]
-            return ring.backward(dout, q, k, v, *saved, schedule=schedule, exchange=exchange, scale=self.scale)
+            return ring.backward(ring.Ring(schedule, exchange, self.scale, self.head_groups), dout, q, k, v, *saved)
 
         gradients, sent_back = on_ranks(ranks, backward)
         whole = [gathered([p[i] for p in partials], layout) for i in range(2)]
@@ -182,8 +182,8 @@ def test_exactly_the_scheduled_messages_are_sent(layout, mask):
         schedule = plan(rs.Layout(layout, 64, ranks), mask, rank)
         keys_values = sum(bool(hop.passed_on) for hop in schedule.hops)
         returned = sum(bool(hop.gradient_on) + bool(hop.gradient_home) for hop in schedule.hops)
-        assert sent[rank].num_sends == keys_values <= ranks - 1
-        assert sent_back[rank].num_sends == keys_values + returned
+        assert sent[rank].num_sends == keys_values * problem.head_groups <= (ranks - 1) * problem.head_groups
+        assert sent_back[rank].num_sends == (keys_values + returned) * problem.head_groups
         bytes_per_token = 2 * 2 * 16 * 4  # k and v, two heads of 16 float32
         assert sent[rank].sent_bytes == schedule.sent_tokens * bytes_per_token
         assert sent_back[rank].sent_bytes == (schedule.sent_tokens + schedule.sent_gradient_tokens) * bytes_per_token

@@ -46,7 +46,8 @@ def run(case: AttentionCase) -> dict[str, Any]:
     """Measure a case: medians of interleaved repeats, each repeat timed from a barrier to the slowest rank.
 
     ``ring_seconds`` and ``baseline_seconds`` hold forward and forward+backward; the baseline runs on rank 0 with as
-    many threads as there are ranks, while the others sleep. ``exposed_comm_seconds`` is what the slowest rank waited.
+    many threads as there are ranks, while the others sleep. Tensors are stored (B, T, H, D), as a model's projections
+    make them. ``exposed_comm_seconds`` is what the slowest rank waited.
     """
     results = launch(_measure, case.ranks, case, threads=1)
     return {**results[0], "config": asdict(case), "machine": describe_machine()}
@@ -58,14 +59,15 @@ def _measure(case: AttentionCase) -> dict[str, Any]:
     layout = Layout(case.layout, case.length, case.ranks)
     generator = torch.Generator().manual_seed(0)
     *inputs, dout = (
-        torch.randn(case.batch, heads, layout.padded_length, case.head_dim, generator=generator).to(device, dtype)
+        torch.randn(case.batch, layout.padded_length, heads, case.head_dim, generator=generator).to(device, dtype)
         for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
     )
     check_tensors(*inputs)
     mine = torch.from_numpy(layout.positions(rank)).to(device)
-    local = [x[:, :, mine].requires_grad_() for x in inputs]
-    whole = [x[:, :, : case.length].contiguous().requires_grad_() for x in inputs]
-    local_dout, whole_dout = dout[:, :, mine], dout[:, :, : case.length].contiguous()
+    local = [x[:, mine].transpose(1, 2).requires_grad_() for x in inputs]
+    whole = [x[:, : case.length].transpose(1, 2).requires_grad_() for x in inputs]
+    local_dout, whole_dout = dout[:, mine].transpose(1, 2), dout[:, : case.length].transpose(1, 2)
+    inputs, dout = [x.transpose(1, 2) for x in inputs], dout.transpose(1, 2)
     dense = _dense(mask, case.length, device) if case.mask not in ("causal", "full") else None
 
     def on_ring(backward: bool) -> list[Tensor]:
@@ -114,13 +116,16 @@ def _exposed(case: AttentionCase, local: list[Tensor], dout: Tensor) -> dict[str
     )
     waits: dict[str, float] = {}
     exchanges = {name: Exchange(dist.group.WORLD, name) for name in ("forward", "backward")}
-    options = {"schedule": schedule, "scale": case.head_dim**-0.5}
+    q, k, v = local
+    forward, backward = (
+        ring.Ring(schedule, exchange, case.head_dim**-0.5, ring.num_head_groups(q, k))
+        for exchange in exchanges.values()
+    )
     with torch.no_grad():
         dist.barrier()
-        q, k, v = local
-        out, lse = ring.forward(q, k, v, exchange=exchanges["forward"], **options)
+        out, lse = ring.forward(forward, q, k, v)
         dist.barrier()
-        ring.backward(dout, q, k, v, out, lse, exchange=exchanges["backward"], **options)
+        ring.backward(backward, dout, q, k, v, out, lse)
     for name, exchange in exchanges.items():
         slowest = torch.tensor(exchange.exposed_seconds, device=local_device())
         dist.all_reduce(slowest, dist.ReduceOp.MAX)

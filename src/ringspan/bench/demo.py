@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ringspan.bench import memory
 from ringspan.core.layout import LayoutName
@@ -19,6 +19,7 @@ from ringspan.torch.batch import shard_batch
 from ringspan.torch.launch import local_device
 from ringspan.torch.mesh import init_mesh
 from ringspan.torch.models import parallelize
+from ringspan.torch.remat import checkpoint_layers
 from ringspan.train.config import TrainConfig, parse_config
 
 # Folders of the standard library that are tests, generated tables or other people's packages.
@@ -41,7 +42,7 @@ class DemoOptions:
 
     run: str = "runs/demo"
     ranks: int = 2
-    steps: int = 24
+    steps: int = 26
     length: int = 8192
     layout: LayoutName = "zigzag"
 
@@ -67,14 +68,15 @@ def training_config(options: DemoOptions) -> TrainConfig:
                 "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
                 "config": {
                     "model_type": "llama",
-                    "vocab_size": 4096,
-                    "hidden_size": 256,
-                    "intermediate_size": 704,
-                    "num_hidden_layers": 5,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 2,
+                    "vocab_size": 2048,
+                    "hidden_size": 320,
+                    "intermediate_size": 880,
+                    "num_hidden_layers": 4,
+                    "num_attention_heads": 5,
+                    "num_key_value_heads": 1,
                     "max_position_embeddings": options.length,
                     "tie_word_embeddings": True,
+                    "initializer_range": 0.06,  # 1 / sqrt(hidden size): a small model must learn in a few steps
                 },
             },
             "data": {
@@ -84,31 +86,29 @@ def training_config(options: DemoOptions) -> TrainConfig:
                 "eval_fraction": 0.02,
             },
             "attention": {"layout": options.layout},
-            "optimizer": {"learning_rate": 2e-3, "warmup_steps": min(4, options.steps)},
+            "optimizer": {"learning_rate": 4e-3, "warmup_steps": min(4, options.steps)},
             "evaluation": {"num_sequences": 2},
         }
     )
 
 
-def prove(folder: str, length: int, layout: LayoutName) -> dict[str, Any]:
+def prove(folder: str, options: DemoOptions) -> dict[str, Any]:
     """The loss and every gradient of one batch, on this ring and on rank 0 alone with transformers' own attention.
 
     Every rank calls it. Relative differences are ``||ring - one|| / ||one||``.
     """
-    device = local_device()
-    vocabulary = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
-    tokens = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+    tokens = _text_tokens(folder, options.length).to(local_device())
     batch = {"input_ids": tokens, "labels": tokens}
     mesh = init_mesh()
-    model = parallelize(_load(folder), mesh, layout=layout)
-    loss = model(**shard_batch(batch, mesh, layout=layout)).loss
+    model = parallelize(_load(folder), mesh, layout=options.layout)
+    loss = model(**shard_batch(batch, mesh, layout=options.layout)).loss
     loss.backward()
     gradients = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     if dist.get_rank() != 0:
         return {}
     torch.set_num_threads(os.cpu_count() or 1)
     plain = _load(folder)
-    plain.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(plain, "full")
     expected = plain(**batch).loss
     expected.backward()
     rows = [
@@ -125,9 +125,15 @@ def prove(folder: str, length: int, layout: LayoutName) -> dict[str, Any]:
         "loss_ring": float(loss.detach()),
         "loss_relative_difference": abs(float((loss - expected).detach() / expected.detach())),
         "ranks": mesh["ring"].size(),
-        "length": length,
+        "length": tokens.shape[1],
         "gradients": rows,
     }
+
+
+def _text_tokens(folder: str, length: int) -> torch.Tensor:
+    """The start of one long file of the standard library, as the trained tokenizer reads it. Shape (1, length)."""
+    text = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_text(encoding="utf-8")
+    return AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"][:, :length]
 
 
 def _load(folder: str) -> Any:

@@ -12,13 +12,15 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ringspan.bench.demo import DemoOptions
+
 EPILOG = "Example: ringspan demo --steps 10 --length 4096"
 
 
 def command(
     run: Annotated[str, typer.Option(help="Folder of the results; an earlier demo in it is replaced.")] = "runs/demo",
     ranks: Annotated[int, typer.Option(min=1, help="Processes of the ring; on CUDA at most one a device.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 24,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 26,
     length: Annotated[int, typer.Option(min=16, help="Tokens of a sequence.")] = 8192,
     layout: Annotated[str, typer.Option(help="zigzag, striped or contiguous.")] = "zigzag",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
@@ -26,7 +28,7 @@ def command(
     """Train a 5M-parameter Llama on Python's own source over a ring, prove it equal to one process, measure memory."""
     from rich.console import Console
 
-    from ringspan.bench.demo import DemoOptions, measure_memory, prove, training_config
+    from ringspan.bench.demo import DemoOptions, measure_memory, training_config
     from ringspan.bench.machine import describe_machine
     from ringspan.bench.report import write_report
     from ringspan.cli.train import train_rank
@@ -50,7 +52,7 @@ def command(
     with part("train", f"1  Train: {length:,} tokens a sequence over a ring of {ranks}"):
         trained = launch(train_rank, ranks, config)[0]
     with part("proof", "2  Prove: the same batch on one process and on the ring"):
-        proof = launch(prove, ranks, trained.model, length, options.layout, threads=1)[0]
+        proof = launch(_prove_rank, ranks, trained.model, options, threads=1)[0]
     with part("memory", "3  Measure: activations a rank holds on rings of 1, 2 and 4"):
         held = measure_memory(options)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -88,6 +90,14 @@ def command(
         print(json.dumps(result))
     else:
         _summary(result, folder)
+
+
+def _prove_rank(folder: str, options: "DemoOptions") -> dict[str, Any]:
+    from ringspan.bench.demo import prove
+    from ringspan.cli.progress import quiet
+
+    quiet()
+    return prove(folder, options)
 
 
 def _clear(folder: Path) -> Path:

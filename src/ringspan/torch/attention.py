@@ -16,8 +16,8 @@ from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal
 from ringspan.core.schedule import Schedule, plan
-from ringspan.torch import ring
 from ringspan.torch.exchange import Exchange, agree
+from ringspan.torch.ring import Ring, accumulation_dtype, backward, empty_like, forward, num_head_groups
 
 
 def ring_attention(
@@ -135,8 +135,7 @@ def _forward(
     route: str,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    schedule, exchange = _prepare("forward", q, k, v, mask, layout, length, key_length, route, group)
-    return ring.forward(q, k, v, schedule=schedule, exchange=exchange, scale=scale)
+    return forward(_prepare("forward", q, k, v, scale, mask, layout, length, key_length, route, group), q, k, v)
 
 
 @torch.library.custom_op("ringspan::ring_attention_backward", mutates_args=())
@@ -155,14 +154,14 @@ def _backward(
     route: str,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    schedule, exchange = _prepare("backward", q, k, v, mask, layout, length, key_length, route, group)
-    return ring.backward(dout, q, k, v, out, lse, schedule=schedule, exchange=exchange, scale=scale)
+    ring = _prepare("backward", q, k, v, scale, mask, layout, length, key_length, route, group)
+    return backward(ring, dout, q, k, v, out, lse)
 
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:-1], dtype=ring.accumulation_dtype(q.dtype))
-    return ring.empty_like(q, v.shape[-1]), lse
+    lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+    return empty_like(q, v.shape[-1]), lse
 
 
 @_backward.register_fake
@@ -188,14 +187,15 @@ def _prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    scale: float,
     mask: str,
     layout: str,
     length: int,
     key_length: int,
     route: str,
     group: str,
-) -> tuple[Schedule, Exchange]:
-    """This rank's schedule, and an exchange on which all ranks agree."""
+) -> Ring:
+    """This rank's part in a pass on which all ranks agree."""
     # The operator's arguments are plain values, so a group is a name; torch's own functional collectives look it up
     # alike.
     ring_group = c10d._resolve_process_group(group) if group else None  # pyright: ignore
@@ -211,7 +211,7 @@ def _prepare(
     }
     agree(ring_group, facts)
     schedule = _schedule(layout, length, key_length, ranks, mask, rank, route)
-    return schedule, Exchange(ring_group, f"{what} {facts}")
+    return Ring(schedule, Exchange(ring_group, f"{what} {facts}"), scale, num_head_groups(q, k))
 
 
 @lru_cache(maxsize=64)
