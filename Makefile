@@ -37,8 +37,8 @@ lint: $(STAMP) ## check style, formatting and types
 fuzz: $(STAMP) ## run the property tests with many more random examples
 	$(BIN)/pytest -m hypothesis --hypothesis-profile=fuzz --timeout=3600 $(ARGS)
 
-bench: $(STAMP) ## measure ring attention against one device (ARGS="--ranks 4 --json")
-	$(BIN)/ringspan bench attention $(ARGS)
+bench: $(STAMP) ## measure what docs/performance.md quotes (ARGS="attention"); leave the machine alone meanwhile
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean: ## remove caches and build outputs; .venv and runs/ stay
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,43 @@
+"""Run the benchmarks that the documentation quotes and keep their results: ``make bench``, alone on the machine.
+
+Each command's JSON lands in ``benchmarks/results/<name>.json`` as a list of {"command", "result"}; the result names the
+machine and the versions. Pass names (attention, step, memory) to run only some.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+ATTENTION = (
+    "ringspan bench attention --ranks 2 --length {length} --dtype {dtype} --kv-heads {kv_heads} --repeats 7 --json"
+)
+COMMANDS = {
+    "attention": [
+        ATTENTION.format(length=length, dtype=dtype, kv_heads=kv_heads)
+        for length in (8192, 16384)
+        for dtype in ("float32", "bfloat16")
+        for kv_heads in (8, 2)
+    ],
+    "step": [f"ringspan bench step --length 8192 --dtype {dtype} --json" for dtype in ("float32", "bfloat16")],
+    "memory": ["ringspan bench memory --length 8192 --rings 1,2,4 --json"],
+}
+
+
+def main() -> None:
+    """Run the named groups of commands, or all."""
+    RESULTS.mkdir(exist_ok=True)
+    for name in sys.argv[1:] or COMMANDS:
+        rows = []
+        for command in COMMANDS[name]:
+            print(command, file=sys.stderr, flush=True)
+            arguments = [sys.executable, "-m", *shlex.split(command)]
+            done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True)
+            rows.append({"command": command, "result": json.loads(done.stdout)})
+        (RESULTS / f"{name}-cpu.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
