@@ -54,7 +54,7 @@ class VirtualTransfer:
 
     def wait(self) -> None:
         for box, buffer in self._receives:
-            arrived = box.get(timeout=30)
+            arrived = box.get(timeout=10)
             assert arrived.shape == buffer.shape and arrived.dtype == buffer.dtype, "a message of another size or type"
             buffer.copy_(arrived)
         self._receives = []

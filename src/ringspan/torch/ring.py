@@ -48,13 +48,11 @@ class Ring:
         it.
         """
         for number in range(self.head_groups):
-            yield (
-                number,
-                *(
-                    slice(x.shape[1] * number // self.head_groups, x.shape[1] * (number + 1) // self.head_groups)
-                    for x in (q, k)
-                ),
+            heads, kv_heads = (
+                slice(x.shape[1] * number // self.head_groups, x.shape[1] * (number + 1) // self.head_groups)
+                for x in (q, k)
             )
+            yield number, heads, kv_heads
 
 
 def num_head_groups(q: Tensor, k: Tensor) -> int:

@@ -1,0 +1,196 @@
+"""Seeded ring bugs: what is changed in which file, and the test that must notice.
+
+Each is a bug that a ring has had somewhere. ``old`` must occur exactly once, so that a mutant never goes stale in
+silence.
+"""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str  # below src/ringspan
+    old: str
+    new: str
+    test: str  # below tests, as pytest names it
+
+
+RING = "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-causal-3-zigzag]"
+RING_FULL = "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-full-3-contiguous]"
+SHIFT = "torch/test_batch.py::test_labels_are_shifted_before_the_permutation"
+COUNTS = "torch/test_ring.py::test_exactly_the_scheduled_messages_are_sent[causal-contiguous]"
+EXACTLY_ONCE = "core/test_schedule.py::test_each_allowed_pair_is_computed_exactly_once"
+CARRIED = "core/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_come_home_once"
+
+MUTANTS = [
+    Mutant(
+        "merge by plain mean",
+        "torch/softmax.py",
+        "weight = torch.sigmoid(lse - mine_lse)",
+        "weight = torch.full_like(lse, 0.5)",
+        RING_FULL,
+    ),
+    Mutant(
+        "lse not updated by the merge",
+        "torch/softmax.py",
+        "torch.logaddexp(mine_lse, lse.to(self._dtype), out=mine_lse)",
+        "mine_lse.copy_(mine_lse)",
+        RING_FULL,
+    ),
+    Mutant(
+        "merge weight the wrong way round",
+        "torch/softmax.py",
+        "torch.sigmoid(lse - mine_lse)",
+        "torch.sigmoid(mine_lse - lse)",
+        RING_FULL,
+    ),
+    Mutant(
+        "local lse in backward",
+        "torch/ring.py",
+        "ours = dout[:, :, rows], q[:, :, rows], *block.tile(tile), out[:, :, rows], lse[:, :, rows]",
+        "k_, v_ = block.tile(tile); ours = (dout[:, :, rows], q[:, :, rows], k_, v_, out[:, :, rows], "
+        "kernels.choose(q, v, tile).forward(q[:, :, rows], k_, v_, tile, ring.scale)[1])",
+        RING_FULL,
+    ),
+    Mutant(
+        "local out in backward (delta of the block)",
+        "torch/ring.py",
+        "ours = dout[:, :, rows], q[:, :, rows], *block.tile(tile), out[:, :, rows], lse[:, :, rows]",
+        "k_, v_ = block.tile(tile); ours = (dout[:, :, rows], q[:, :, rows], k_, v_, "
+        "kernels.choose(q, v, tile).forward(q[:, :, rows], k_, v_, tile, ring.scale)[0], lse[:, :, rows])",
+        RING_FULL,
+    ),
+    Mutant(
+        "own block used at every hop (stale keys and values)",
+        "torch/ring.py",
+        "        block = coming\n",
+        "        block = Block(coming.ranges, *(x[:, :, : coming.k.shape[2]] for x in (k, v)), coming.buffer)\n",
+        RING_FULL,
+    ),
+    Mutant(
+        "transfer not awaited",
+        "torch/ring.py",
+        "        yield hop, block\n        transfer.wait()\n",
+        "        yield hop, block\n",
+        RING_FULL,
+    ),
+    Mutant(
+        "last hop skipped",
+        "core/schedule.py",
+        "tiles = tiles_between(layout.spans(rank), keys.spans(owner), regions)",
+        "tiles = tiles_between(layout.spans(rank), keys.spans(owner), regions) if index < layout.ranks - 1 else ()",
+        EXACTLY_ONCE,
+    ),
+    Mutant(
+        "gradients of earlier visitors dropped",
+        "torch/ring.py",
+        "        _collect(behind, total)\n",
+        "        behind.clear()\n",
+        RING_FULL,
+    ),
+    Mutant(
+        "gradients that came home dropped",
+        "torch/ring.py",
+        "        _collect(returning, home)\n",
+        "        returning.clear()\n",
+        RING_FULL,
+    ),
+    Mutant(
+        "gradient sent home to the neighbour",
+        "torch/ring.py",
+        "_message(hop.owner, total.finish().pack(hop.gradient_home))",
+        "_message(schedule.next_rank, total.finish().pack(hop.gradient_home))",
+        "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-causal-4-zigzag]",
+    ),
+    Mutant(
+        "diagonal shifted into the future",
+        "core/mask.py",
+        'return Mask((Region(lo=0),), "causal")',
+        'return Mask((Region(lo=-1),), "causal")',
+        "core/test_mask.py::test_masks_are_what_their_docstrings_say[causal]",
+    ),
+    Mutant(
+        "band rounded the wrong way on strided spans",
+        "core/tile.py",
+        "lo, hi = -((offset - low) // step), (high - offset) // step",
+        "lo, hi = (low - offset) // step, (high - offset) // step",
+        EXACTLY_ONCE,
+    ),
+    Mutant(
+        "window passed on unchanged to each block",
+        "core/tile.py",
+        "max(lo - i0 + j0, 1 - columns), min(hi - i0 + j0, rows - 1)",
+        "max(lo - i0 + j0, 1 - columns), min(hi, rows - 1)",
+        EXACTLY_ONCE,
+    ),
+    Mutant(
+        "causal kernel for every band",
+        "torch/kernels/cpu.py",
+        "and (tile.is_full or tile.is_causal)",
+        "and True",
+        "torch/test_ring.py::test_any_mask_on_any_layout",
+    ),
+    Mutant(
+        "mask dropped",
+        "torch/kernels/cpu.py",
+        "_ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, tile.is_causal, scale=scale)",
+        "_ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)",
+        RING,
+    ),
+    Mutant(
+        "scale forgotten in backward",
+        "torch/kernels/cpu.py",
+        "dout, q, k, v, out, lse, 0.0, tile.is_causal, scale=scale",
+        "dout, q, k, v, out, lse, 0.0, tile.is_causal, scale=1.0",
+        RING,
+    ),
+    Mutant(
+        "block packed from the wrong tokens",
+        "core/ranges.py",
+        "return packed + index - start",
+        "return packed",
+        "torch/test_ring.py::test_any_mask_on_any_layout",
+    ),
+    Mutant(
+        "block thinned one hop too early",
+        "core/schedule.py",
+        "carried[:, hop] = _hull(carried[:, hop], carried[:, hop + 1])",
+        "carried[:, hop] = carried[:, hop]",
+        CARRIED,
+    ),
+    Mutant(
+        "whole blocks sent where a part would do",
+        "torch/ring.py",
+        "sends = _message(schedule.next_rank, block.pack(hop.passed_on))",
+        "sends = _message(schedule.next_rank, block.pack(hop.passed_on)) * 2",
+        COUNTS,
+    ),
+    Mutant(
+        "labels shifted after the permutation",
+        "torch/batch.py",
+        'targets = _shift(batch["labels"], IGNORED)',
+        'targets = batch["labels"]',
+        SHIFT,
+    ),
+    Mutant(
+        "padding has targets",
+        "torch/batch.py",
+        "shard(targets, split, rank, 1, value=IGNORED)",
+        "shard(targets, split, rank, 1, value=0)",
+        SHIFT,
+    ),
+    Mutant(
+        "ignored labels counted in the gradient",
+        "torch/loss.py",
+        "expand_as(target)).mul_(valid)",
+        "expand_as(target))",
+        "torch/test_loss.py::test_loss_and_gradients_are_those_of_whole_logits[some-False-7]",
+    ),
+    Mutant(
+        "last chunk of the loss left out",
+        "torch/loss.py",
+        "for start in range(0, len(hidden), chunk_tokens):",
+        "for start in range(0, len(hidden) - chunk_tokens + 1, chunk_tokens):",
+        "torch/test_loss.py::test_loss_and_gradients_are_those_of_whole_logits[some-False-7]",
+    ),
+]

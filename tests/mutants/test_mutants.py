@@ -1,0 +1,37 @@
+"""Every seeded bug is caught by the test that is named for it: the tests bite."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.mutants import MUTANTS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory):
+    """Run all mutants in one process that imports torch once and forks for each: name -> pytest's exit code."""
+    work = tmp_path_factory.mktemp("mutants")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.mutants.run", str(work)], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    yield json.loads((work / "verdicts.json").read_text())
+    shutil.rmtree(work)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_a_seeded_bug_is_caught(verdicts, mutant):
+    sound, mutated = verdicts[mutant.name]
+    assert sound == 0, f"{mutant.test} does not pass on the sound code"
+    assert mutated == 1, f"{mutant.test} did not notice: {mutant.name}"
+
+
+def test_mutants_are_distinct():
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
