@@ -1,7 +1,9 @@
 """The ring's attention on N ranks of one thread against scaled_dot_product_attention on one process of N threads."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from statistics import median
 from typing import Any, Final
 
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 
 from ringspan.bench.machine import describe_machine
 from ringspan.bench.timing import timed
@@ -100,6 +103,10 @@ def _measure(case: AttentionCase) -> dict[str, Any]:
         "baseline_seconds": {kind: median(seconds[f"one {kind}"]) for kind in KINDS},
         "gflops": {kind: flops * passes / ring_seconds[kind] / 1e9 for kind, passes in KINDS.items()},
         "exposed_comm_seconds": _exposed(case, local, local_dout),
+        "peak_bytes_per_token": {
+            "ring": _peak_bytes(partial(on_ring, True)) / layout.tokens_per_rank,
+            "baseline": _peak_bytes(partial(on_one, True) if rank == 0 else None) / case.length,
+        },
         "max_relative_error": _error(case, inputs, dout, on_ring(True)),
     }
 
@@ -131,6 +138,27 @@ def _exposed(case: AttentionCase, local: list[Tensor], dout: Tensor) -> dict[str
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         waits[name] = float(slowest)
     return waits
+
+
+def _peak_bytes(function: Callable[[], Any] | None) -> float:
+    """Most bytes that forward and backward hold beside their inputs, kernels' and messages' buffers included, on any
+    rank.
+    """
+    peak = 0
+    if function and torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        function()
+        peak = torch.cuda.max_memory_allocated() - before
+    elif function:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            function()
+        events = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")  # pyright: ignore[reportAttributeAccessIssue]
+        peak = max(accumulate(change for _, change in changes))
+    most = torch.tensor(float(peak), device=local_device())
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(most)
 
 
 def _error(case: AttentionCase, inputs: list[Tensor], dout: Tensor, ours: list[Tensor]) -> float:

@@ -4,7 +4,6 @@ message.
 B batch, G key/value heads, D head size, E value head size, n packed tokens.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,53 +61,54 @@ class Block:
 
 
 class RunningSum:
-    """A sum of row ranges of a (B, heads, n, size) tensor. The first contribution is taken, not added to zeros, when it
-    can.
+    """A sum of row ranges of a (B, heads, n, size) tensor; the first contribution is written, not added to zeros."""
 
-    Written into ``into`` when given (part of a packed block); otherwise a first contribution that covers all rows is
-    adopted.
-    """
-
-    def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, into: Tensor | None = None
-    ) -> None:
-        self._shape, self._dtype, self._device = tuple(shape), dtype, device
+    def __init__(self, into: Tensor) -> None:
         self._into = into
-        self._sum: Tensor | None = None
+        self._started = False
+
+    @staticmethod
+    def to_be(result: Tensor, dtype: torch.dtype) -> "RunningSum":
+        """A sum in ``dtype`` that is to end in ``result``: added up right there when it has that dtype."""
+        return RunningSum(result if result.dtype == dtype else torch.empty_like(result, dtype=dtype))
 
     def add(self, rows: slice, value: Tensor) -> None:
         """Add ``value`` to the given rows."""
-        if self._sum is not None:
-            self._sum[:, :, rows].add_(value)
-        elif value.shape[2] == self._shape[2]:
-            self._sum = value.to(self._dtype) if self._into is None else self._into.copy_(value)
-        else:
-            self.finish()[:, :, rows].copy_(value)
+        if self._started:
+            self._into[:, :, rows].add_(value)
+            return
+        if value.shape[2] != self._into.shape[2]:
+            self._into.zero_()
+        self._into[:, :, rows].copy_(value)
+        self._started = True
 
     def finish(self) -> Tensor:
         """The sum; zeros where nothing was added."""
-        if self._sum is None:
-            blank = self._into
-            if blank is None:
-                blank = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-            self._sum = blank.zero_()
-        return self._sum
+        if not self._started:
+            self._into.zero_()
+            self._started = True
+        return self._into
 
 
 class GradientBlock:
     """The running sums of dk and dv for some ranges of an owner's tokens, in float32.
 
-    One that travels is packed like the block it belongs to; the one at home is two tensors of its own.
+    One that travels is packed like the block it belongs to; the one at home adds up in the rank's own dk and dv.
     """
 
-    def __init__(self, ranges: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype, *, travels: bool) -> None:
-        packed = Block.empty(ranges, k, v, dtype) if travels else None
-        self._packed, self._ranges = packed, ranges
-        tokens = size(ranges)
-        self._dk, self._dv = (
-            RunningSum((*one.shape[:2], tokens, one.shape[3]), dtype, one.device, into)
-            for one, into in ((k, packed and packed.k), (v, packed and packed.v))
-        )
+    def __init__(self, ranges: Ranges, dk: RunningSum, dv: RunningSum, buffer: Tensor | None = None) -> None:
+        self._ranges, self._dk, self._dv, self._buffer = ranges, dk, dv, buffer
+
+    @staticmethod
+    def at_home(dk: Tensor, dv: Tensor, dtype: torch.dtype) -> "GradientBlock":
+        """The sums that become a rank's own dk and dv; kept there when they have the right dtype."""
+        return GradientBlock(((0, dk.shape[2]),), RunningSum.to_be(dk, dtype), RunningSum.to_be(dv, dtype))
+
+    @staticmethod
+    def travelling(ranges: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype) -> "GradientBlock":
+        """The sums for some ranges of another rank's block, ready to be sent."""
+        packed = Block.empty(ranges, k, v, dtype)
+        return GradientBlock(ranges, RunningSum(packed.k), RunningSum(packed.v), packed.buffer)
 
     def add(self, start: int, stop: int, dk: Tensor, dv: Tensor) -> None:
         """Add the gradients of the owner's tokens [start, stop)."""
@@ -125,4 +125,4 @@ class GradientBlock:
 
     def finish(self) -> Block:
         """The sums as a block; zeros where nothing was added."""
-        return Block(self._ranges, self._dk.finish(), self._dv.finish(), self._packed and self._packed.buffer)
+        return Block(self._ranges, self._dk.finish(), self._dv.finish(), self._buffer)

@@ -108,31 +108,35 @@ def backward(
     A block's dk and dv follow it one hop behind; each part goes home from the last rank that adds to it.
     """
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    finish: Callable[[], Block] | None = None
-    done = slice(0, 0)
+    finish: Callable[[], None] | None = None
     for number, heads, kv_heads in ring.heads(q, k):
         queries = dout[:, heads], q[:, heads], out[:, heads], lse[:, heads]
-        dq[:, heads], following = _backward_of_heads(ring, number, queries, k[:, kv_heads], v[:, kv_heads])
+        gradients = dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]
+        following = _backward_of_heads(ring, number, queries, k[:, kv_heads], v[:, kv_heads], gradients)
         if finish:
-            _store(finish(), dk[:, done], dv[:, done])
-        finish, done = following, kv_heads
+            finish()
+        finish = following
     assert finish is not None, "there is at least one group of heads"
-    _store(finish(), dk[:, done], dv[:, done])
+    finish()
     return dq, dk, dv
 
 
 def _backward_of_heads(
-    ring: Ring, number: int, queries: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor
-) -> tuple[Tensor, Callable[[], Block]]:
-    """dq of some heads, and a call that waits for what other ranks send home and gives dk and dv."""
+    ring: Ring,
+    number: int,
+    queries: tuple[Tensor, Tensor, Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> Callable[[], None]:
+    """Fill dq of some heads, and return a call that waits for what other ranks send home and fills dk and dv."""
     dout, q, out, lse = queries
     schedule, dtype = ring.schedule, accumulation_dtype(q.dtype)
-    dq = RunningSum(q.shape, dtype, q.device)
-    home = GradientBlock(((0, k.shape[2]),), k, v, dtype, travels=False)
+    dq, home = RunningSum.to_be(gradients[0], dtype), GradientBlock.at_home(*gradients[1:], dtype)
     behind: list[tuple[Transfer, Block]] = []  # the sum of earlier visitors of the next hop's block
     returning: list[tuple[Transfer, Block]] = []  # parts of this rank's own gradient
     for hop, block in visits(ring, number, k, v):
-        total = home if hop.index == 0 else GradientBlock(hop.gradient, k, v, dtype, travels=True)
+        total = home if hop.index == 0 else GradientBlock.travelling(hop.gradient, k, v, dtype)
         for tile in hop.tiles:
             rows = slice(tile.q0, tile.q1)
             ours = dout[:, :, rows], q[:, :, rows], *block.tile(tile), out[:, :, rows], lse[:, :, rows]
@@ -154,11 +158,15 @@ def _backward_of_heads(
         behind.append((transfer, coming))
         returning.append((transfer, coming_home))
 
-    def finish() -> Block:
-        _collect(returning, home)
-        return home.finish()
+    _store(dq.finish(), gradients[0])
 
-    return dq.finish(), finish
+    def finish() -> None:
+        _collect(returning, home)
+        total = home.finish()
+        _store(total.k, gradients[1])
+        _store(total.v, gradients[2])
+
+    return finish
 
 
 def _collect(transfers: list[tuple[Transfer, Block]], total: GradientBlock) -> None:
@@ -169,9 +177,9 @@ def _collect(transfers: list[tuple[Transfer, Block]], total: GradientBlock) -> N
     transfers.clear()
 
 
-def _store(gradients: Block, dk: Tensor, dv: Tensor) -> None:
-    dk.copy_(gradients.k)
-    dv.copy_(gradients.v)
+def _store(total: Tensor, gradient: Tensor) -> None:
+    if total is not gradient:
+        gradient.copy_(total)
 
 
 def _message(peer: int, block: Block) -> list[tuple[int, Tensor]]:
