@@ -128,6 +128,8 @@ def _summary(result: dict[str, Any], folder: Path) -> None:
     table.add_row(f"loss, ring of {proof['ranks']}", f"{proof['loss_ring']:.7f}")
     table.add_row("difference", f"{proof['loss_relative_difference']:.1e} relative")
     table.add_row("worst gradient", f"{worst['relative_difference']:.1e} relative ({worst['name']})")
+    errors = proof["worst_error"]
+    table.add_row("against float64", f"ring {errors['ring']:.1e}, one process {errors['one_process']:.1e} at worst")
     for row in result["memory"]:
         table.add_row(
             f"activations, ring {row['ring']}",
