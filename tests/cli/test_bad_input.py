@@ -61,7 +61,7 @@ def refusal(monkeypatch, capsys, *arguments):
         (["model.config.num_key_value_heads=3"], "num_key_value_heads=3 does not divide num_attention_heads=4"),
         (["model.config.num_hidden_layers=many"], "num_hidden_layers"),
         (["model.config.max_position_embeddings=16"], "max_position_embeddings = 16"),
-        (["model.config.model_type=mistral", "model.config.sliding_window=8"], "sliding_window=8 is not supported"),
+        (["model.config.model_type=gemma2", "model.config.head_dim=8"], "attn_logit_softcapping=50.0 is not supported"),
         (["model.config.attention_dropout=0.5"], "attention_dropout=0.5 is not supported"),
         (["model.config.model_type=nosuch"], "nosuch"),
         (['model.config.rope_parameters={rope_type="dynamic",rope_theta=1e4,factor=2.0}'], "dynamic"),

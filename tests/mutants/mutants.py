@@ -119,15 +119,15 @@ MUTANTS = [
     Mutant(
         "window passed on unchanged to each block",
         "core/tile.py",
-        "max(lo - i0 + j0, 1 - columns), min(hi - i0 + j0, rows - 1)",
-        "max(lo - i0 + j0, 1 - columns), min(hi, rows - 1)",
+        "max(lo - q0 + k0, 1 - columns), min(hi - q0 + k0, rows - 1)",
+        "max(lo - q0 + k0, 1 - columns), min(hi, rows - 1)",
         EXACTLY_ONCE,
     ),
     Mutant(
-        "causal kernel for every band",
+        "anticausal tile not mirrored",
         "torch/kernels/cpu.py",
-        "and (tile.is_full or tile.is_causal)",
-        "and True",
+        "self.forward(q.flip(2), k.flip(2), v.flip(2), mirrored, scale)",
+        "self.forward(q, k, v, mirrored, scale)",
         "torch/test_ring.py::test_any_mask_on_any_layout",
     ),
     Mutant(

@@ -38,6 +38,14 @@ def config(kind: str, **changes: Any) -> PretrainedConfig:
             return Qwen3Config(**_SIZES | {"head_dim": 16} | changes)
         case "mistral":
             return MistralConfig(**_SIZES | {"sliding_window": None} | changes)
+        case "mistral-window":
+            return MistralConfig(**_SIZES | {"sliding_window": 9} | changes)
+        case "qwen3-window":
+            options = {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+            return Qwen3Config(**_SIZES | options | changes)
+        case "gemma3_text":
+            options = {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+            return AutoConfig.for_model(kind, **_SIZES | options | changes)
     return AutoConfig.for_model(kind, **_SIZES | changes)
 
 

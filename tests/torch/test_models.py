@@ -75,6 +75,10 @@ CASES = [
     ("llama-tied", 3, 1, "zigzag", 31, 1, 1, {}),
     ("qwen3", 3, 1, "zigzag", 37, 1, 1, {}),
     ("mistral", 2, 1, "striped", 37, 1, 1, {}),
+    ("mistral-window", 3, 1, "zigzag", 53, 1, 1, {}),
+    ("mistral-window", 4, 1, "contiguous", 61, 1, 1, {"checkpoint": "full"}),
+    ("qwen3-window", 2, 1, "zigzag", 37, 1, 1, {}),
+    ("gemma3_text", 3, 1, "zigzag", 45, 1, 1, {}),
 ]
 
 
@@ -151,11 +155,11 @@ def test_batches_that_were_not_split_for_this_model_are_refused(pool, how, error
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("mistral", {"sliding_window": 16}, "sliding_window=16"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
-        ("gemma2", {}, "sliding_window"),
-        ("gpt_oss", {}, "sliding_window"),
+        ("gemma2", {}, "softcapping"),
+        ("gpt_oss", {"attention_dropout": 0.0}, "sinks"),
+        ("mistral", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ("cohere", {}, "changes its logits"),
         ("t5", {}, "AttentionInterface"),
     ],

@@ -74,22 +74,71 @@ class Tile:
         ramp = saturated - first
         return ramp * (first - bound + 1) + ramp * (ramp - 1) // 2 + (rows - saturated) * keys
 
-    def shift(self, rows: int, keys: int) -> "Tile":
+    @property
+    def is_anticausal(self) -> bool:
+        """The mirror image of a causal tile: the last row sees only the last column, each row before it one more."""
+        return self.mirrored(self.num_rows, self.num_keys).is_causal
+
+    def shifted(self, rows: int, keys: int) -> "Tile":
         return Tile(self.q0 + rows, self.q1 + rows, self.k0 + keys, self.k1 + keys, self.lo, self.hi)
 
-    def split(self) -> Iterator["Tile"]:
-        """The same pairs as tiles that local kernels run: FULL, aligned causal, or (with an upper bound) the band
-        itself.
+    def mirrored(self, num_rows: int, num_keys: int) -> "Tile":
+        """The tile when rows and columns of a ``num_rows x num_keys`` rectangle are counted from their ends."""
+        corner = self.num_rows - self.num_keys
+        return Tile(
+            num_rows - self.q1,
+            num_rows - self.q0,
+            num_keys - self.k1,
+            num_keys - self.k0,
+            corner - self.hi,
+            corner - self.lo,
+        )
 
-        A tile without an upper bound is at most one FULL rectangle (the columns that its first row already sees, the
-        diagonal's own excepted) and one causal tile.
+    def split(self) -> Iterator["Tile"]:
+        """The same pairs as tiles that flash kernels run: FULL, causal, or anticausal (causal when mirrored).
+
+        With a lower bound alone: at most one FULL rectangle (what the first row already sees, its diagonal excepted)
+        and one causal tile. With an upper bound alone: the mirror image. With both, a band of width w: for every w rows
+        one tile of either kind.
         """
-        if self.is_full or self.is_causal or self.has_upper:
+        if self.is_full or self.is_causal or self.is_anticausal:
             yield self
-            return
-        middle = self.k0 - self.lo
-        yield Tile.full(self.q0, self.q1, self.k0, middle)
-        yield Tile(self.q0, self.q1, middle, self.k1, 0, self.num_rows - 1)
+        elif not self.has_upper:
+            middle = self.k0 - self.lo
+            yield Tile.full(self.q0, self.q1, self.k0, middle)
+            yield Tile(self.q0, self.q1, middle, self.k1, 0, self.num_rows - 1)
+        elif not self.has_lower:
+            here = self.shifted(-self.q0, -self.k0)
+            for piece in here.mirrored(self.num_rows, self.num_keys).split():
+                yield piece.mirrored(self.num_rows, self.num_keys).shifted(self.q0, self.k0)
+        else:
+            for piece in self._split_band():
+                yield from piece.shifted(self.q0, self.k0).split()
+
+    def _split_band(self) -> Iterator["Tile"]:
+        """Pieces, counted from the corner, in which only one of the two bounds binds."""
+        width = self.hi - self.lo + 1
+        for first in range(0, self.num_rows, width):
+            rows = first, min(first + width, self.num_rows)
+            keys = (
+                first - self.hi
+            )  # the first one that row ``first`` sees; before keys + width no row sees too far ahead
+            for k0, k1 in ((keys, keys + width), (keys + width, rows[1] - self.lo)):
+                piece = cut(*rows, max(k0, 0), min(k1, self.num_keys), self.lo, self.hi)
+                if piece is not None:
+                    yield piece
+
+
+def cut(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None:
+    """The part of a rectangle with ``lo <= i - j <= hi`` (i, j counted as the rectangle is), trimmed; None when
+    empty.
+    """
+    q0, q1 = max(q0, k0 + lo), min(q1, k1 + hi)
+    k0, k1 = max(k0, q0 - hi), min(k1, q1 - lo)
+    if q0 >= q1 or k0 >= k1:
+        return None
+    rows, columns = q1 - q0, k1 - k0
+    return Tile(q0, q1, k0, k1, max(lo - q0 + k0, 1 - columns), min(hi - q0 + k0, rows - 1))
 
 
 def meet(
@@ -134,10 +183,10 @@ def tiles_between(queries: tuple[Span, ...], keys: tuple[Span, ...], regions: ND
             assert query.step == key.step, "both sides of an attention share one layout, hence one step"
             one = np.ones(1, dtype=np.int64)
             met = meet(query.start * one, query.count * one, key.start * one, key.count * one, query.step, regions)
-            for i0, i1, j0, j1, lo, hi in met[met[:, 1] > met[:, 0]].tolist():
-                rows, columns = i1 - i0, j1 - j0
-                corner_lo, corner_hi = max(lo - i0 + j0, 1 - columns), min(hi - i0 + j0, rows - 1)
-                found.append(Tile(row + i0, row + i1, column + j0, column + j1, corner_lo, corner_hi))
+            for bounds in met[met[:, 1] > met[:, 0]].tolist():
+                tile = cut(*bounds)
+                assert tile is not None, "meet gives an empty meeting no rows"
+                found.append(tile.shifted(row, column))
             column += key.count
         row += query.count
     return tuple(tile for joined in join(found) for tile in joined.split())

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from ringspan.core.errors import LayoutError, PeerMismatch, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.mask import causal, sliding_window
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.batch import IGNORED
 from ringspan.torch.exchange import agree
@@ -66,7 +67,7 @@ def parallelize(
     refuse_unsupported(model)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     ring = mesh["ring"].get_group()
-    model.set_attn_implementation(_register(layout, ring))
+    model.set_attn_implementation(_register(layout, ring, layer_windows(model.config)))
     model.config.use_cache = False
     checkpoint_layers(model, checkpoint)
     _become_ring_model(model, mesh, layout, loss_chunk_tokens)
@@ -152,24 +153,28 @@ def refuse_config(config: PreTrainedConfig) -> None:
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if kv_heads and heads % kv_heads:
         raise UnsupportedError(f"{kind}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True):
-        raise UnsupportedError(f"{kind}: sliding_window={window} is not supported yet; only full causal attention is")
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if others:
         raise UnsupportedError(f"{kind}: layer_types with {', '.join(others)} are not supported yet")
     for field in _UNSUPPORTED_FIELDS:
         value = getattr(config, field, None)
         if value:
             raise UnsupportedError(f"{kind}: {field}={value} is not supported yet; set it to None or 0")
-    if not getattr(config, "is_causal", True):
-        raise UnsupportedError(f"{kind}: is_causal=False is not supported yet")
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedError(f"{kind}: bidirectional attention is not supported yet")
     for rope in _rope_types(config):
         if rope in _RANK_DEPENDENT_ROPE:
             raise UnsupportedError(
                 f"{kind}: rope_type={rope!r} chooses frequencies by the positions that a rank happens to hold; "
                 "use default, linear, llama3 or yarn"
             )
+
+
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
+    """The sliding window of each layer, None where it sees everything before it."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _rope_types(config: PreTrainedConfig) -> list[str]:
@@ -219,8 +224,11 @@ def _become_ring_model(model: PreTrainedModel, mesh: DeviceMesh, layout: LayoutN
     model.__class__ = type(plain.__name__, (RingCausalLM, plain), {"__module__": plain.__module__, **settings})
 
 
-def _register(layout: LayoutName, ring: dist.ProcessGroup) -> str:
-    """Make this ring an attention implementation of transformers and return its name."""
+def _register(layout: LayoutName, ring: dist.ProcessGroup, windows: list[int | None]) -> str:
+    """Make this ring an attention implementation of transformers and return its name.
+
+    ``windows`` is what the config says of each layer; a layer that asks for another one is refused.
+    """
 
     def attend(
         module: nn.Module,
@@ -234,14 +242,20 @@ def _register(layout: LayoutName, ring: dist.ProcessGroup) -> str:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         asked = {"attention_mask": attention_mask, "dropout": dropout or None}
-        asked |= {name: kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux", "position_bias")}
+        asked |= {name: kwargs.get(name) for name in ("softcap", "s_aux", "position_bias")}
         for name, wanted in asked.items():
             if wanted is not None:
                 raise UnsupportedError(f"{type(module).__name__} asks for {name}, which the ring does not support yet")
-        out = ring_attention(query, key, value, layout=layout, group=ring, scale=scaling)
+        window, layer = kwargs.get("sliding_window"), getattr(module, "layer_idx", 0)
+        if window != windows[layer]:
+            raise UnsupportedError(
+                f"{type(module).__name__} {layer} asks for sliding_window={window}, its config for {windows[layer]}"
+            )
+        mask = causal() if window is None else sliding_window(window)
+        out = ring_attention(query, key, value, mask=mask, layout=layout, group=ring, scale=scaling)
         return out.transpose(1, 2), None
 
-    name = f"ringspan_{layout}_{ring.group_name}"
+    name = f"ringspan_{layout}_{ring.group_name}_{'_'.join(str(window) for window in windows)}"
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, _no_mask)
     return name
