@@ -34,9 +34,11 @@ def main() -> None:
     except _ClickException as error:
         code, message = 2, error.format_message()  # empty where a command without arguments has shown its help
     except (KeyboardInterrupt, typer.Abort):
-        code, message = 130, "interrupted"
+        code = 130
     except RuntimeError as error:
         code, message = 1, str(error)
+    if code == 130:  # typer turns an interrupt into this code by itself
+        message = "interrupted"
     if message:
         print(f"ringspan: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)

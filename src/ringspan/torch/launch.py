@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -28,6 +30,7 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any, threads: in
         ConfigError: fewer than one rank, or more ranks than CUDA devices when there are any.
         RingspanError: what a rank refused, with its message.
         RuntimeError: a rank failed in another way.
+        KeyboardInterrupt: the launcher was told to stop; the ranks are gone.
     """
     if num_ranks < 1:
         raise ConfigError(f"--nproc must be at least 1, got {num_ranks}")
@@ -52,6 +55,8 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any, threads: in
         )
         try:
             results = elastic_launch(config, _work)(function, folder, threads, args)
+        except SignalException as signalled:
+            raise KeyboardInterrupt from signalled
         except ChildFailedError as failure:
             raise _refusal(Path(folder)) or RuntimeError(_summary(failure)) from None
     return [results[rank] for rank in range(num_ranks)]
@@ -86,6 +91,7 @@ def local_device() -> torch.device:
 
 
 def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[Any, ...]) -> Any:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # without a traceback a rank; the launcher says it once
     torch.set_num_threads(threads)
     join(folder, local=True)
     try:

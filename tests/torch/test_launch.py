@@ -1,0 +1,82 @@
+"""Starting ranks: results in order, refusals and failures as one exception, and an end when told to stop."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+import ringspan as rs
+from ringspan.torch.launch import launch
+
+
+def rank_times(factor):
+    return dist.get_rank() * factor
+
+
+def refuse_on_the_last():
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise rs.ConfigError("this value will not do")
+    dist.barrier()
+
+
+def fail_on_the_first():
+    if dist.get_rank() == 0:
+        raise ZeroDivisionError
+    dist.barrier()
+
+
+def test_results_come_by_rank():
+    assert launch(rank_times, 2, 5) == [0, 5]
+
+
+def test_what_one_rank_refuses_is_raised_with_its_own_type():
+    with pytest.raises(rs.ConfigError, match="this value will not do"):
+        launch(refuse_on_the_last, 2)
+
+
+def test_another_failure_names_the_rank():
+    with pytest.raises(RuntimeError, match="rank 0 failed"):
+        launch(fail_on_the_first, 2)
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(rs.ConfigError, match="got 0"):
+        launch(rank_times, 0, 5)
+
+
+def sleep_long():
+    print("asleep", flush=True)
+    time.sleep(60)
+
+
+def test_an_interrupt_ends_all_ranks_in_one_line():
+    code = (
+        "from tests.torch.test_launch import launch, sleep_long\n"
+        "if __name__ == '__main__':\n"
+        "    try: launch(sleep_long, 2)\n"
+        "    except KeyboardInterrupt: print('interrupted')\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == process.stdout.readline() == "asleep\n"
+    os.killpg(process.pid, signal.SIGINT)
+    out, errors = process.communicate(timeout=20)
+    assert out == "interrupted\n" and "Traceback" not in errors
+    assert all_gone(process.pid, within_seconds=10)
+
+
+def all_gone(process_group: int, within_seconds: float) -> bool:
+    deadline = time.monotonic() + within_seconds
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process_group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
