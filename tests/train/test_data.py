@@ -27,11 +27,10 @@ from ringspan.train.data import (
     TokenSequences,
     TokenStream,
     build_data,
-    load_documents,
-    scan_documents,
     tokenize,
     train_tokenizer,
 )
+from ringspan.train.documents import load_documents, scan_documents
 
 PAD = 9_999
 TEXT = "The ring passes keys and values on. Größe: 3 µm, naïve 😀\r\n\tdef f(x): return x\n"
@@ -156,7 +155,7 @@ def test_a_hub_dataset_is_reduced_to_its_text(tmp_path: Path, monkeypatch: pytes
         calls.append((args, kwargs))
         return Dataset.from_dict({"id": [1, 2], "body": ["h0", "h1"]}, Features({"id": Value("int64"), "body": kind}))
 
-    monkeypatch.setattr("ringspan.train.data.load_dataset", load)
+    monkeypatch.setattr("ringspan.train.documents.load_dataset", load)
     write(tmp_path / "a.jsonl", '{"body": "local"}')
     config = data_config("hub:who/what:en", tmp_path, text_field="body", hub_split="train[:2]")
     assert texts(config) == ["local", "h0", "h1"]
@@ -201,7 +200,7 @@ def test_a_missing_path_a_parquet_without_text_and_an_unreachable_hub_are_refuse
         load_documents(data_config(tmp_path))
     with pytest.raises(ConfigError, match=r'"id": is int64, not a string, in .*c\.parquet; name another field'):
         load_documents(data_config(tmp_path, text_field="id"))
-    monkeypatch.setattr("ringspan.train.data.load_dataset", refuse_hub)
+    monkeypatch.setattr("ringspan.train.documents.load_dataset", refuse_hub)
     with pytest.raises(
         ConfigError, match=r'data.paths = "hub:a/b": cannot be loaded: no route to host; check its name'
     ):
@@ -444,7 +443,8 @@ def test_building_twice_gives_the_same_files_and_the_same_sequences(tmp_path: Pa
 SECOND_PROCESS = """
 import sys
 from ringspan.train.config import parse_config
-from ringspan.train.data import build_data, load_documents, train_tokenizer
+from ringspan.train.data import build_data, train_tokenizer
+from ringspan.train.documents import load_documents
 
 config = parse_config({"model": {"path": "unused"}, "data": {"paths": sys.argv[1], "sequence_length_tokens": 8}})
 data = build_data(config, train_tokenizer(load_documents(config.data), 270))

@@ -12,24 +12,20 @@ import json
 import logging
 import math
 import operator
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
-from datasets import Dataset, Features, List, Value, concatenate_datasets, load_dataset
-from datasets.exceptions import DatasetGenerationError
+from datasets import Dataset, Features, List, Value
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ringspan.core.errors import ConfigError
 from ringspan.train.config import MIN_VOCAB_SIZE, DataConfig, TrainConfig
+from ringspan.train.documents import column_of, rows_per_batch, scan_documents
 
 logger = logging.getLogger(__name__)
 
@@ -38,247 +34,8 @@ END_OF_TEXT = "<|endoftext|>"
 NO_TARGET = -100
 # With fewer documents than this, the last ones could be most of the text: the tail of the stream is held out instead.
 MIN_DOCUMENTS_TO_SPLIT = 20
-# Part of each cache key: raise it when the same files would give other documents or other tokens.
+# Part of each cache key: raise it when the same documents would give other tokens.
 _CACHE_VERSION = 1
-_BATCH_BYTES = 8 << 20
-# Offsets of Arrow strings are 32-bit.
-_MAX_TEXT_BYTES = (1 << 31) - 1
-
-
-# --- documents ---
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentScan:
-    """The documents that were found, and how many were not usable."""
-
-    documents: Dataset
-    """One column, "text"; one row a document."""
-    num_undecodable: int
-    """Files and .jsonl lines that are not UTF-8, and rows whose text is null."""
-    num_empty: int
-    """Files and rows with nothing but white space."""
-
-
-def load_documents(config: DataConfig) -> Dataset:
-    """The usable documents of `config.paths`: memory-mapped rows with the one column "text". See `scan_documents`."""
-    return scan_documents(config).documents
-
-
-def scan_documents(config: DataConfig) -> DocumentScan:
-    """Find and read the documents: local ones in the order of `config.paths` and of their names, then those of the Hub.
-
-    A .json or .jsonl object and a .parquet row are a document each, any other file is one document. A file that is
-    reached twice is read once. Files that are not UTF-8, null texts and empty texts are skipped and counted.
-
-    Raises:
-        ConfigError: a path does not exist, no file or no text is found, the text field is missing or no string, a file
-            is malformed, or a Hub dataset cannot be loaded. One line each.
-    """
-    local = [path for path in config.paths if not path.startswith("hub:")]
-    parts = [_load_files(_find_files(local, config.extensions), config.text_field)] if local else []
-    parts += [_load_hub(path, config) for path in config.paths if path.startswith("hub:")]
-    found = concatenate_datasets(parts)
-    documents = found.filter(_has_text, input_columns="text", batched=True, batch_size=_rows_per_batch(found))
-    num_undecodable = _column(found, "text").null_count
-    num_empty = len(found) - len(documents) - num_undecodable
-    if num_undecodable or num_empty:
-        logger.warning(
-            "skipped %d of %d documents: %d not UTF-8 or null, %d empty",
-            num_undecodable + num_empty,
-            len(found),
-            num_undecodable,
-            num_empty,
-        )
-    if not len(documents):
-        raise ConfigError(
-            f"data.paths = {_listed(config.paths)}: no text in {len(found)} documents ({num_undecodable} not UTF-8 or "
-            f"null, {num_empty} empty); add files with text"
-        )
-    return DocumentScan(documents=documents, num_undecodable=num_undecodable, num_empty=num_empty)
-
-
-def _find_files(paths: Sequence[str], extensions: tuple[str, ...]) -> list[Path]:
-    endings = tuple(extension.lower() for extension in extensions)
-    files: dict[Path, Path] = {}  # by resolved path, so that a file reached twice is one document
-    for name in paths:
-        path = Path(name).expanduser()
-        if not path.exists():
-            raise ConfigError(
-                f'data.paths = "{name}": does not exist in {Path.cwd()}; correct it, or write "hub:{name}" for the Hub'
-            )
-        if path.is_dir():
-            found = [file for file in _walk(path) if file.name.lower().endswith(endings)]
-            if not found:
-                raise ConfigError(
-                    f'data.paths = "{name}": no file in it ends in {_listed(extensions)}; correct it or data.extensions'
-                )
-        else:
-            found = [path]
-        for file in found:
-            if file.stat().st_size > _MAX_TEXT_BYTES and file.suffix.lower() not in (".jsonl", ".parquet"):
-                raise ConfigError(f'data.paths = "{file}": is larger than 2 GiB; split it, or make it a .jsonl file')
-            files.setdefault(file.resolve(), file)
-    return list(files.values())
-
-
-def _walk(folder: Path) -> list[Path]:
-    """Every file below a folder, sorted; hidden entries (.git, .venv) left out, linked folders not followed."""
-    files = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        files += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted((file for file in files if file.is_file()), key=Path.as_posix)
-
-
-def _load_files(files: Sequence[Path], text_field: str) -> Dataset:
-    # A changed file has another size or time, hence another cache key. A tuple: datasets splits lists into shards.
-    stamps = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    try:
-        return Dataset.from_generator(
-            _read_files,
-            features=Features({"text": Value("string")}),
-            gen_kwargs={"stamps": stamps, "text_field": text_field, "version": _CACHE_VERSION},
-            writer_batch_size=64,  # rows held in memory, each up to a whole file
-        )
-    except DatasetGenerationError as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None and not isinstance(cause, ConfigError):
-            cause = cause.__cause__
-        if isinstance(cause, ConfigError):
-            raise cause from None
-        raise ConfigError(f"data.paths: reading failed: {_one_line(cause)}; repair or remove the file") from error
-
-
-def _read_files(stamps: Sequence[tuple[str, int, int]], text_field: str, version: int) -> Iterator[dict[str, Any]]:
-    for name, _, _ in stamps:
-        path = Path(name)
-        read = _READERS.get(path.suffix.lower(), _read_text)
-        try:
-            num_rows = 0
-            for text in read(path, text_field):
-                num_rows += 1
-                yield {"text": text}
-            if not num_rows:
-                yield {"text": ""}  # so that a file without rows is counted as empty
-        except (OSError, pa.ArrowException) as error:
-            raise ConfigError(
-                f'data.paths = "{path}": cannot be read: {_one_line(error)}; repair or remove it'
-            ) from error
-
-
-def _read_text(path: Path, text_field: str) -> Iterator[str | None]:
-    yield _decoded(path.read_bytes())
-
-
-def _read_jsonl(path: Path, text_field: str) -> Iterator[str | None]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            text = _decoded(line)
-            if text is None:
-                yield None
-            elif text.strip():
-                yield _field_of(_parsed(text, f"{path}:{number}"), text_field, f"{path}:{number}")
-
-
-def _read_json(path: Path, text_field: str) -> Iterator[str | None]:
-    """A list of objects, or one object; unlike .jsonl, read as a whole."""
-    text = _decoded(path.read_bytes())
-    if text is None or not text.strip():
-        yield text
-        return
-    rows = _parsed(text, str(path))
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
-        yield _field_of(row, text_field, f"{path}[{number}]")
-
-
-def _read_parquet(path: Path, text_field: str) -> Iterator[str | None]:
-    with pyarrow.parquet.ParquetFile(path) as file:
-        columns = file.schema_arrow.names
-        if text_field not in columns:
-            raise _no_field(str(path), text_field, columns)
-        kind = file.schema_arrow.field(text_field).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise ConfigError(
-                f'data.text_field = "{text_field}": is {kind}, not a string, in {path}; name another field'
-            )
-        for batch in file.iter_batches(batch_size=64, columns=[text_field]):
-            yield from batch.column(0).to_pylist()
-
-
-_READERS: dict[str, Callable[[Path, str], Iterator[str | None]]] = {
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
-
-
-def _decoded(data: bytes) -> str | None:
-    try:
-        return data.decode("utf-8-sig")  # a byte order mark is no text
-    except UnicodeDecodeError:
-        return None
-
-
-def _parsed(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f'data.paths = "{place}": is not valid JSON: {_one_line(error)}; repair or remove it'
-        ) from error
-
-
-def _field_of(row: Any, text_field: str, place: str) -> str | None:
-    if not isinstance(row, dict) or text_field not in row:
-        raise _no_field(place, text_field, list(row) if isinstance(row, dict) else [])
-    text = row[text_field]
-    if text is not None and not isinstance(text, str):
-        raise ConfigError(
-            f'data.text_field = "{text_field}": is {type(text).__name__}, not a string, in {place}; name another field'
-        )
-    return text
-
-
-def _no_field(place: str, text_field: str, fields: Sequence[str]) -> ConfigError:
-    known = f"its fields are {_listed(fields)}" if fields else "it has no fields"
-    return ConfigError(f'data.text_field = "{text_field}": is missing in {place}; {known}')
-
-
-def _load_hub(path: str, config: DataConfig) -> Dataset:
-    name, _, configuration = path.removeprefix("hub:").partition(":")
-    try:
-        dataset = load_dataset(name, configuration or None, split=config.hub_split)
-    except Exception as error:  # no common base: network, permission, missing split, malformed files
-        raise ConfigError(f'data.paths = "{path}": cannot be loaded: {_one_line(error)}; check its name') from error
-    field = config.text_field
-    if field not in dataset.column_names:
-        raise _no_field(path, field, dataset.column_names)
-    if dataset.features[field] not in (Value("string"), Value("large_string")):
-        raise ConfigError(
-            f'data.text_field = "{field}": is {dataset.features[field]}, not a string, in {path}; name another field'
-        )
-    dataset = dataset.select_columns([field])
-    if field != "text":
-        dataset = dataset.rename_column(field, "text")
-    # A cast writes all rows anew, so only where concatenation needs it.
-    return dataset if dataset.features["text"] == Value("string") else dataset.cast_column("text", Value("string"))
-
-
-def _has_text(texts: Sequence[str | None]) -> list[bool]:
-    return [text is not None and not text.isspace() and text != "" for text in texts]
-
-
-def _rows_per_batch(documents: Dataset) -> int:
-    """Rows of about 8 MiB of text: thousands of short ones at a time, books one by one."""
-    return max(1, min(1000, _BATCH_BYTES * len(documents.data) // max(1, documents.data.nbytes)))
-
-
-def _column(dataset: Dataset, name: str) -> pa.ChunkedArray:
-    """A column as it lies in the memory-mapped file."""
-    table: Any = dataset.with_format("arrow")[:]
-    return table.column(name)
-
 
 # --- tokens ---
 
@@ -305,7 +62,7 @@ def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerF
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    batches: Any = documents.iter(batch_size=_rows_per_batch(documents))
+    batches: Any = documents.iter(batch_size=rows_per_batch(documents))
     tokenizer.train_from_iterator((batch["text"] for batch in batches), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -322,7 +79,7 @@ def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     text become these tokens. A document is tokenized as a whole, whatever the tokenizer's model_max_length; that
     takes about 150 bytes of memory a byte of text, for the longest document or for 8 MiB of shorter ones.
     """
-    rows = _rows_per_batch(documents)
+    rows = rows_per_batch(documents)
     return documents.map(
         _Encoder(tokenizer),
         batched=True,
@@ -379,7 +136,7 @@ class TokenStream:
 
     def __init__(self, tokens: Dataset) -> None:
         """Wrap the result of `tokenize`."""
-        chunks = [chunk for chunk in _column(tokens, "input_ids").chunks if len(chunk)]
+        chunks = [chunk for chunk in column_of(tokens, "input_ids").chunks if len(chunk)]
         # Views of the memory-mapped file, not copies. An Arrow chunk is many documents back to back.
         self._values = [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
         self._chunk_starts = _starts([len(values) for values in self._values])
@@ -633,12 +390,3 @@ def _permutation(num_sequences: int, seed: int, epoch: int) -> NDArray[np.int64]
     permutation = np.argsort(keys, kind="stable")
     permutation.flags.writeable = False
     return permutation
-
-
-def _listed(items: Sequence[str], limit: int = 8) -> str:
-    more = f", ... ({len(items)} in all)" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

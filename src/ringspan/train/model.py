@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ringspan.core.errors import ConfigError
 from ringspan.torch.models import refuse_config
 from ringspan.train.config import TrainConfig
-from ringspan.train.data import load_documents, train_tokenizer
+from ringspan.train.data import train_tokenizer
+from ringspan.train.documents import load_documents
 
 
 def load_model_config(config: TrainConfig) -> PreTrainedConfig:
