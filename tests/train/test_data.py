@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from ringspan.core.errors import ConfigError
+from ringspan.torch.batch import IGNORED
 from ringspan.train.config import DataConfig, TrainConfig, parse_config
 from ringspan.train.data import (
-    NO_TARGET,
     BatchOrder,
     TokenSequences,
     TokenStream,
@@ -332,8 +332,8 @@ def test_cut_windows_stay_in_their_document_and_pad_its_end(lengths: list[int], 
         assert tokens.dtype == labels.dtype == np.int64
         kept = tokens != PAD
         assert not np.any(np.diff(kept.astype(int)) > 0), "padding is on the right only"
-        assert np.all(labels[~kept] == NO_TARGET)
-        valid = labels != NO_TARGET
+        assert np.all(labels[~kept] == IGNORED)
+        valid = labels != IGNORED
         assert valid.any()
         assert np.array_equal(labels[valid], tokens[valid] + 1)
         assert len(set(document[tokens[kept]]) | set(document[labels[valid]])) == 1
@@ -350,8 +350,8 @@ def test_the_padding_rule_by_hand():
     assert [sequence["input_ids"].tolist() for sequence in found] == [[0, 1, 2, 3], [4, 5, PAD, PAD], [7, 8, 9, PAD]]
     assert [sequence["shift_labels"].tolist() for sequence in found] == [
         [1, 2, 3, 4],
-        [5, NO_TARGET, NO_TARGET, NO_TARGET],
-        [8, 9, NO_TARGET, NO_TARGET],
+        [5, IGNORED, IGNORED, IGNORED],
+        [8, 9, IGNORED, IGNORED],
     ]
     assert found.num_dropped_tokens == 1
 
@@ -442,6 +442,7 @@ def test_building_twice_gives_the_same_files_and_the_same_sequences(tmp_path: Pa
 
 SECOND_PROCESS = """
 import sys
+from ringspan.torch.batch import IGNORED
 from ringspan.train.config import parse_config
 from ringspan.train.data import build_data, train_tokenizer
 from ringspan.train.documents import load_documents

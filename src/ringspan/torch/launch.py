@@ -62,7 +62,7 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any, threads: in
     return [results[rank] for rank in range(num_ranks)]
 
 
-def join(folder: str | None = None, *, local: bool = False) -> None:
+def join(folder: str | None = None) -> None:
     """Join the default process group: the one torchrun describes, or that of ``launch`` when a folder is given."""
     device = local_device()
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -71,8 +71,7 @@ def join(folder: str | None = None, *, local: bool = False) -> None:
     if folder is None:
         dist.init_process_group(backend)
         return
-    if local:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         backend,
@@ -93,7 +92,7 @@ def local_device() -> torch.device:
 def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[Any, ...]) -> Any:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # without a traceback a rank; the launcher says it once
     torch.set_num_threads(threads)
-    join(folder, local=True)
+    join(folder)
     try:
         return function(*args)
     except RingspanError as error:

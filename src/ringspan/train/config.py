@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.layout import LayoutName
+from ringspan.core.layout import Layout, LayoutName
 
 # A byte-level BPE has one token for each byte and <|endoftext|>.
 MIN_VOCAB_SIZE = 257
@@ -266,7 +266,7 @@ class TrainConfig(_Table):
                 f"are {world_size}; start {ring * replicate}, or change the mesh"
             )
         length = self.data.sequence_length_tokens
-        needed = 2 * ring if self.attention.layout == "zigzag" else ring
+        needed = Layout(self.attention.layout, length, ring).granularity
         if length < needed:
             raise ConfigError(
                 f"data.sequence_length_tokens = {length}: a {self.attention.layout} ring of {ring} needs at least "

@@ -24,14 +24,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ringspan.core.errors import ConfigError
+from ringspan.torch.batch import IGNORED
 from ringspan.train.config import MIN_VOCAB_SIZE, DataConfig, TrainConfig
 from ringspan.train.documents import column_of, rows_per_batch, scan_documents
 
 logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
-# Where there is no target; the ignore_index of PyTorch and transformers.
-NO_TARGET = -100
 # With fewer documents than this, the last ones could be most of the text: the tail of the stream is held out instead.
 MIN_DOCUMENTS_TO_SPLIT = 20
 # Part of each cache key: raise it when the same documents would give other tokens.
@@ -227,7 +226,7 @@ class TokenSequences:
         start = int(self._piece_starts[piece]) + (i - int(self._first_sequence[piece])) * length
         window = self._stream.read(start, min(start + length + 1, int(self._piece_stops[piece])))
         input_ids = np.full(length, self._pad_token_id, np.int64)
-        shift_labels = np.full(length, NO_TARGET, np.int64)
+        shift_labels = np.full(length, IGNORED, np.int64)
         # A short window keeps its last token as an input too, as an unsplit document would have it.
         input_ids[: len(window)] = window[:length]
         shift_labels[: len(window) - 1] = window[1:]

@@ -26,7 +26,7 @@ class CpuFlash:
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
-        if tile.is_anticausal and not tile.is_full:
+        if tile.is_anticausal:
             mirrored = tile.mirrored(tile.q1, tile.k1)
             out, lse = self.forward(q.flip(2), k.flip(2), v.flip(2), mirrored, scale)
             return out.flip(2), lse.flip(2)
@@ -36,7 +36,7 @@ class CpuFlash:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if tile.is_anticausal and not tile.is_full:
+        if tile.is_anticausal:
             mirrored = tile.mirrored(tile.q1, tile.k1)
             dout, q, k, v, out, lse = (x.flip(2) for x in (dout, q, k, v, out, lse))
             dq, dk, dv = self.backward(dout, q, k, v, out, lse, mirrored, scale)
