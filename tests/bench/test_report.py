@@ -361,7 +361,7 @@ def test_the_travel_picture_fills_what_arrives(name: Any, mask: Mask):
     for rank in range(layout.ranks):
         for hop in plan(layout, mask, rank).hops:
             here = bars[rank, hop.index]
-            expected = size(hop.carried) / layout.tokens_per_rank if hop.index else 1.0
+            expected = size(hop.arrives.ranges) / layout.tokens_per_rank if hop.index else 1.0
             assert sum(float(bar.attrib["width"]) for bar in here) / whole == pytest.approx(expected, abs=1e-3)
             assert {bar.attrib["fill"] for bar in here} <= {RANK_COLOURS[hop.owner]}
     words = "".join(picture.itertext())

@@ -18,7 +18,8 @@ class Mutant(NamedTuple):
 RING = "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-causal-3-zigzag]"
 RING_FULL = "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-full-3-contiguous]"
 SHIFT = "torch/test_batch.py::test_labels_are_shifted_before_the_permutation"
-COUNTS = "torch/test_ring.py::test_exactly_the_scheduled_messages_are_sent[causal-contiguous]"
+COUNTS = "torch/test_ring.py::test_exactly_the_scheduled_messages_are_sent[ring-causal-contiguous]"
+ANY = "torch/test_ring.py::test_any_mask_on_any_layout"
 EXACTLY_ONCE = "core/test_schedule.py::test_each_allowed_pair_is_computed_exactly_once"
 CARRIED = "core/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_come_home_once"
 
@@ -49,43 +50,43 @@ MUTANTS = [
         "torch/ring.py",
         "ours = dout[:, :, rows], q[:, :, rows], *block.tile(tile), out[:, :, rows], lse[:, :, rows]",
         "k_, v_ = block.tile(tile); ours = (dout[:, :, rows], q[:, :, rows], k_, v_, out[:, :, rows], "
-        "kernels.choose(q, v, tile).forward(q[:, :, rows], k_, v_, tile, ring.scale)[1])",
+        "kernels.choose(q, v, tile, ring.scores).forward(q[:, :, rows], k_, v_, tile, ring.scores)[1])",
         RING_FULL,
     ),
     Mutant(
         "local out in backward (delta of the block)",
         "torch/ring.py",
         "ours = dout[:, :, rows], q[:, :, rows], *block.tile(tile), out[:, :, rows], lse[:, :, rows]",
-        "k_, v_ = block.tile(tile); ours = (dout[:, :, rows], q[:, :, rows], k_, v_, "
-        "kernels.choose(q, v, tile).forward(q[:, :, rows], k_, v_, tile, ring.scale)[0], lse[:, :, rows])",
+        "k_, v_ = block.tile(tile); ours = (dout[:, :, rows], q[:, :, rows], k_, v_, kernels.choose(q, v, tile, "
+        "ring.scores).forward(q[:, :, rows], k_, v_, tile, ring.scores)[0], lse[:, :, rows])",
         RING_FULL,
     ),
     Mutant(
         "own block used at every hop (stale keys and values)",
         "torch/ring.py",
-        "        block = coming\n",
-        "        block = Block(coming.ranges, *(x[:, :, : coming.k.shape[2]] for x in (k, v)), coming.buffer)\n",
+        "            block = decode(travelling, k.dtype)\n",
+        "            block = Block(travelling.ranges, *(x[:, :, : travelling.k.shape[2]] for x in (k, v)))\n",
         RING_FULL,
     ),
     Mutant(
         "transfer not awaited",
         "torch/ring.py",
-        "        yield hop, block\n        transfer.wait()\n",
-        "        yield hop, block\n",
+        "            transfer, travelling = under_way.pop(hop.index)\n            transfer.wait()\n",
+        "            transfer, travelling = under_way.pop(hop.index)\n",
         RING_FULL,
     ),
     Mutant(
         "last hop skipped",
         "core/schedule.py",
-        "tiles = tiles_between(layout.spans(rank), keys.spans(owner), regions)",
-        "tiles = tiles_between(layout.spans(rank), keys.spans(owner), regions) if index < layout.ranks - 1 else ()",
+        "for index, owner in enumerate(way.owner[:, rank].tolist()):",
+        "for index, owner in enumerate(way.owner[: max(1, len(way.owner) - 1), rank].tolist()):",
         EXACTLY_ONCE,
     ),
     Mutant(
         "gradients of earlier visitors dropped",
         "torch/ring.py",
-        "        _collect(behind, total)\n",
-        "        behind.clear()\n",
+        "            _collect([behind.pop(hop.index)], total)\n",
+        "            behind.pop(hop.index)\n",
         RING_FULL,
     ),
     Mutant(
@@ -98,8 +99,8 @@ MUTANTS = [
     Mutant(
         "gradient sent home to the neighbour",
         "torch/ring.py",
-        "_message(hop.owner, total.finish().pack(hop.gradient_home))",
-        "_message(schedule.next_rank, total.finish().pack(hop.gradient_home))",
+        "Parcel(hop.owner, hop.gradient_home)",
+        "Parcel((hop.owner + 1) % ring.schedule.ranks, hop.gradient_home)",
         "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-causal-4-zigzag]",
     ),
     Mutant(
@@ -126,21 +127,21 @@ MUTANTS = [
     Mutant(
         "anticausal tile not mirrored",
         "torch/kernels/cpu.py",
-        "self.forward(q.flip(2), k.flip(2), v.flip(2), mirrored, scale)",
-        "self.forward(q, k, v, mirrored, scale)",
-        "torch/test_ring.py::test_any_mask_on_any_layout",
+        "self.forward(q.flip(2), k.flip(2), v.flip(2), mirrored, scores)",
+        "self.forward(q, k, v, mirrored, scores)",
+        ANY,
     ),
     Mutant(
         "mask dropped",
         "torch/kernels/cpu.py",
-        "_ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, tile.is_causal, scale=scale)",
-        "_ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)",
+        "_ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, tile.is_causal, scale=scores.scale)",
+        "_ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scores.scale)",
         RING,
     ),
     Mutant(
         "scale forgotten in backward",
         "torch/kernels/cpu.py",
-        "dout, q, k, v, out, lse, 0.0, tile.is_causal, scale=scale",
+        "dout, q, k, v, out, lse, 0.0, tile.is_causal, scale=scores.scale",
         "dout, q, k, v, out, lse, 0.0, tile.is_causal, scale=1.0",
         RING,
     ),
@@ -149,21 +150,84 @@ MUTANTS = [
         "core/ranges.py",
         "return packed + index - start",
         "return packed",
-        "torch/test_ring.py::test_any_mask_on_any_layout",
+        ANY,
     ),
     Mutant(
         "block thinned one hop too early",
         "core/schedule.py",
-        "carried[:, hop] = _hull(carried[:, hop], carried[:, hop + 1])",
-        "carried[:, hop] = carried[:, hop]",
+        "carried[:, earlier] = _hull(carried[:, earlier], carried[:, hop])",
+        "carried[:, earlier] = carried[:, earlier]",
         CARRIED,
     ),
     Mutant(
         "whole blocks sent where a part would do",
         "torch/ring.py",
-        "sends = _message(schedule.next_rank, block.pack(hop.passed_on))",
-        "sends = _message(schedule.next_rank, block.pack(hop.passed_on)) * 2",
+        "ring.exchange.post(_message(peer, packed[ranges]), _message(source, coming), message)",
+        "ring.exchange.post(_message(peer, packed[ranges]) * 2, _message(source, coming), message)",
         COUNTS,
+    ),
+    Mutant(
+        "the same half goes either way",
+        "core/route.py",
+        "max(hop - 2, 0), 1 - hop % 2)",
+        "max(hop - 2, 0), 0)",
+        EXACTLY_ONCE,
+    ),
+    Mutant(
+        "inner ring leaves its node",
+        "core/route.py",
+        "neighbour = node * inner + (place - 1) % inner",
+        "neighbour = (node * inner + place - 1) % ranks",
+        "core/test_schedule.py::test_a_double_ring_crosses_nodes_as_rarely_as_it_can",
+    ),
+    Mutant(
+        "gradient of one node overwrites that of another",
+        "torch/ring.py",
+        "        returning.append((transfer, coming_home))",
+        "        returning[:] = [(transfer, coming_home)]",
+        ANY,
+    ),
+    Mutant(
+        "traded heads put in the wrong order",
+        "core/layout.py",
+        "slice(whole - (member + 1) * chunk, whole - member * chunk)",
+        "slice(whole // 2 + member * chunk, whole // 2 + (member + 1) * chunk)",
+        "core/test_schedule.py::test_a_group_of_ranks_holds_what_its_members_hold[4-2-zigzag]",
+    ),
+    Mutant(
+        "shared key/value head keeps one member's gradient",
+        "torch/ulysses.py",
+        "sharing[0] if len(sharing) == 1 else torch.stack(sharing).sum(0)",
+        "sharing[0]",
+        "torch/test_ring.py::test_members_share_key_value_heads_when_these_are_few[4-ulysses-zigzag]",
+    ),
+    Mutant(
+        "sinks left out of the log-sum-exp",
+        "torch/softmax.py",
+        "out, lse = out.mul_((lse - total).exp_().unsqueeze(-1)), total",
+        "out = out.mul_((lse - total).exp_().unsqueeze(-1))",
+        ANY,
+    ),
+    Mutant(
+        "soft cap without its derivative",
+        "torch/kernels/reference.py",
+        "            if slope is not None:\n                ds *= slope\n",
+        "",
+        ANY,
+    ),
+    Mutant(
+        "ALiBi by local positions",
+        "torch/attention.py",
+        "return torch.from_numpy(layout.positions(rank))",
+        "return torch.arange(layout.tokens_per_rank)",
+        ANY,
+    ),
+    Mutant(
+        "scales of another head on the wire",
+        "torch/wire.py",
+        "x.abs().amax((2, 3), keepdim=True)",
+        "x.abs().amax((2, 3), keepdim=True).flip(1)",
+        "torch/test_ring.py::test_a_coded_wire_costs_the_same_error_on_any_number_of_ranks[int8-0.012]",
     ),
     Mutant(
         "labels shifted after the permutation",

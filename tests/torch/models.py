@@ -46,14 +46,56 @@ def config(kind: str, **changes: Any) -> PretrainedConfig:
         case "gemma3_text":
             options = {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
             return AutoConfig.for_model(kind, **_SIZES | options | changes)
+        case "gemma2":
+            options = {
+                "head_dim": 16,
+                "sliding_window": 8,
+                "attn_logit_softcapping": 2.0,
+                "final_logit_softcapping": None,
+            }
+            return AutoConfig.for_model(kind, **_SIZES | options | changes)
+        case "gpt_oss":
+            options = {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+            return AutoConfig.for_model(kind, **_SIZES | options | changes)
+        case "llama4_text":
+            options = {
+                "head_dim": 16,
+                "attention_chunk_size": 9,
+                "no_rope_layers": [1, 0],
+                "floor_scale": 8,
+                "intermediate_size_mlp": 96,
+                "num_local_experts": 2,
+                "pad_token_id": 2,
+            }
+            return AutoConfig.for_model(kind, **_SIZES | options | changes)
+        case "deepseek_v3":
+            options = {
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 16,
+                "kv_lora_rank": 24,
+                "q_lora_rank": None,
+                "num_key_value_heads": 4,
+                "first_k_dense_replace": 1,
+                "n_routed_experts": 4,
+                "n_group": 1,
+                "topk_group": 1,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+            }
+            return AutoConfig.for_model(kind, **_SIZES | options | changes)
     return AutoConfig.for_model(kind, **_SIZES | changes)
 
 
 def build(kind: str, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     auto = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
-    attention = "eager" if kind in ("gpt_oss", "gemma2", "t5") else "sdpa"
-    return auto.from_config(config(kind, **changes), attn_implementation=attention).float()
+    attention = "eager" if kind in ("gpt_oss", "gemma2", "deepseek_v3", "llama4_text", "t5") else "sdpa"
+    model = auto.from_config(config(kind, **changes), attn_implementation=attention).float()
+    if kind == "llama4_text":  # its experts are left uninitialised
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
 
 
 def tokens(batch: int, length: int, seed: int = 1) -> Tensor:

@@ -19,13 +19,13 @@ def tensors(length, *, heads=4, groups=2, size=16, batch=2, dtype=torch.float32)
     return [torch.randn(batch, n, length, size, generator=generator).to(dtype) for n in (heads, groups, groups, heads)]
 
 
-def attend_on_ring(mesh, name, length, mask):
+def attend_on_ring(mesh, name, length, mask, route="ring"):
     """out, dq, dk and dv of the whole sequence, gathered from real ranks through the public function."""
     group = mesh["ring"].get_group()
     layout = rs.Layout(name, length, dist.get_world_size(group))
     *inputs, dout = (rs.shard(x, layout, dist.get_rank(group), 2) for x in tensors(length))
     local = [x.requires_grad_() for x in inputs]
-    out = rs.ring_attention(*local, mask=mask, layout=layout, group=group)
+    out = rs.ring_attention(*local, mask=mask, layout=layout, group=group, route=route)
     gradients = torch.autograd.grad(out, local, dout)
     return [rs.unshard(x, layout, group, 2) for x in (out, *gradients)]
 
@@ -47,6 +47,13 @@ def test_real_ranks_run_a_window(pool):
     assert max(map(relative, whole, alone)) < 3e-6
 
 
+@pytest.mark.parametrize("route", ["bidirectional", "double-ring:2", "all-gather", "ulysses", "ulysses:2"])
+def test_real_ranks_take_every_route(pool, route):
+    whole = pool.run(attend_on_ring, 4, "zigzag", 61, "causal", route)[2]
+    alone = pool.run(attend_on_ring, 1, "zigzag", 61, "causal")[0]
+    assert max(map(relative, whole, alone)) < 3e-6
+
+
 def unequal(mesh, what):
     group = mesh["ring"].get_group()
     rank = dist.get_rank(group)
@@ -55,10 +62,13 @@ def unequal(mesh, what):
     q, k, v, _ = tensors(length, dtype=dtype)
     mask = "full" if what == "mask" and rank == 1 else "causal"
     layout = "striped" if what == "layout" and rank == 1 else "zigzag"
-    rs.ring_attention(q, k, v, mask=mask, layout=layout, group=group)
+    route = "all-gather" if what == "route" and rank == 1 else "ring"
+    wire = "int8" if what == "wire" and rank == 1 else "exact"
+    softcap = 3.0 if what == "scores" and rank == 1 else None
+    rs.ring_attention(q, k, v, mask=mask, layout=layout, group=group, route=route, wire=wire, softcap=softcap)
 
 
-@pytest.mark.parametrize("what", ["queries", "dtype", "mask", "layout"])
+@pytest.mark.parametrize("what", ["queries", "dtype", "mask", "layout", "route", "wire", "scores"])
 def test_unequal_arguments_are_refused_on_every_rank_before_anything_moves(pool, what):
     for outcome in pool.outcomes(unequal, 3, what):
         assert isinstance(outcome, rs.PeerMismatch)
@@ -111,6 +121,16 @@ def test_other_bad_arguments_are_refused_by_name():
         rs.ring_attention(q, k, v, layout=rs.Layout("zigzag", 9, 1))
     with pytest.raises(rs.UnsupportedError, match="unknown route 'teleport'"):
         rs.ring_attention(q, k, v, route="teleport")
+    with pytest.raises(rs.UnsupportedError, match="unknown wire 'morse'"):
+        rs.ring_attention(q, k, v, wire="morse")
+    with pytest.raises(rs.UnsupportedError, match="gradient_wire 'int8'"):
+        rs.ring_attention(q, k, v, gradient_wire="int8")
+    with pytest.raises(rs.UnsupportedError, match="softcap must be positive"):
+        rs.ring_attention(q, k, v, softcap=-1.0)
+    with pytest.raises(rs.UnsupportedError, match="sinks must be one number for each of the 4 query heads"):
+        rs.ring_attention(q, k, v, sinks=torch.zeros(2))
+    with pytest.raises(rs.UnsupportedError, match="slopes are constants"):
+        rs.ring_attention(q, k, v, slopes=torch.ones(4, requires_grad=True))
     with pytest.raises(rs.MaskError, match="unknown mask"):
         rs.ring_attention(q, k, v, mask="casual")
 
@@ -123,7 +143,7 @@ def test_an_odd_local_length_for_zigzag_says_what_to_do():
 
 def test_the_operator_passes_torchs_own_checks():
     q, k, v, _ = (x.requires_grad_() for x in tensors(8))
-    arguments = (q, k, v, 0.25, rs.causal().spec, "zigzag", 8, 8, "ring", "")
+    arguments = (q, k, v, None, None, 0.25, 0.0, rs.causal().spec, "zigzag", 8, 8, "ring", "exact", "exact", "")
     torch.library.opcheck(torch.ops.ringspan.ring_attention, arguments)
 
 

@@ -68,7 +68,9 @@ def test_shifted_labels_are_taken_as_they_are():
     [
         ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "padding on the right"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "padding on the right"),
-        ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "packed documents"),
+        ({"position_ids": torch.tensor([[0, 1, 3, 4]])}, "count up by one"),
+        ({"position_ids": torch.tensor([[1, 2, 3, 4]])}, "from 0 at the start"),
+        ({"position_ids": torch.tensor([[0, 1]])}, "position_ids has shape"),
         ({"token_type_ids": torch.zeros(1, 4)}, "token_type_ids"),
         ({"labels": torch.zeros(1, 3)}, "labels has shape"),
         ({"input_ids": torch.zeros(4)}, "input_ids must be"),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 
 import ringspan as rs
 from ringspan.torch.models import refuse_unsupported
@@ -26,7 +27,7 @@ def labelled(batch: int, length: int, labels: str) -> tuple[Tensor, Tensor]:
 
 
 def ring_step(mesh: DeviceMesh, kind: str, layout: str, length: int, batch: int, accumulate: int, options: Any) -> Any:
-    labels = options.pop("labels", "all")
+    labels, documents = options.pop("labels", "all"), options.pop("documents", None)
     replicate = mesh["replicate"].size()
     model = rs.parallelize(build(kind), mesh, layout=layout, **options)
     ids, targets = labelled(batch * replicate * accumulate, length, labels)
@@ -36,6 +37,8 @@ def ring_step(mesh: DeviceMesh, kind: str, layout: str, length: int, batch: int,
     loss = torch.zeros(())
     for step in range(accumulate):
         whole_batch = {"input_ids": ids[rows[step]], "labels": targets[rows[step]]}
+        if documents:
+            whole_batch["position_ids"] = restarting(documents)[rows[step]]
         part = rs.shard_batch(whole_batch, mesh, layout=layout)
         if accumulate > 1:
             part["num_items_in_batch"] = count
@@ -44,19 +47,30 @@ def ring_step(mesh: DeviceMesh, kind: str, layout: str, length: int, batch: int,
         loss = loss + loss_step.detach()
     gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
     with torch.no_grad():
-        inputs = {name: part[name] for name in ("input_ids", "position_ids")}
+        inputs = {name: part[name] for name in ("input_ids", "position_ids", "document_lengths") if name in part}
         logits = rs.unshard(model(**inputs).logits, split, mesh["ring"].get_group(), 1)
     return {"loss": loss, "logits": logits, "gradients": gradients, "rows": rows[-1]}
 
 
-def one_step(kind: str, length: int, batch: int, labels: str = "all") -> Any:
+def restarting(documents: list[list[int]]) -> Tensor:
+    """Position ids that start from 0 for each document."""
+    return torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in documents])
+
+
+def one_step(kind: str, length: int, batch: int, labels: str = "all", documents: Any = None) -> Any:
     model = build(kind)
     ids, targets = labelled(batch, length, labels)
-    out = model(input_ids=ids, labels=targets)
-    out.loss.backward()
+    if documents:  # each alone: not every model of transformers tells its masks of packed positions
+        parts = [row.split(lengths) for row, lengths in zip(ids, documents, strict=True)]
+        logits = torch.stack([torch.cat([model(input_ids=part[None]).logits[0] for part in row]) for row in parts])
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+    else:
+        out = model(input_ids=ids, labels=targets)
+        logits, loss = out.logits, out.loss
+    loss.backward()
     return {
-        "loss": out.loss.detach(),
-        "logits": out.logits.detach(),
+        "loss": loss.detach(),
+        "logits": logits.detach(),
         "gradients": {name: p.grad for name, p in model.named_parameters()},
     }
 
@@ -79,6 +93,18 @@ CASES = [
     ("mistral-window", 4, 1, "contiguous", 61, 1, 1, {"checkpoint": "full"}),
     ("qwen3-window", 2, 1, "zigzag", 37, 1, 1, {}),
     ("gemma3_text", 3, 1, "zigzag", 45, 1, 1, {}),
+    ("gemma2", 3, 1, "striped", 33, 1, 1, {}),
+    ("gpt_oss", 3, 1, "zigzag", 41, 2, 1, {}),
+    ("llama4_text", 3, 1, "zigzag", 47, 1, 1, {}),
+    ("deepseek_v3", 2, 1, "zigzag", 37, 1, 1, {}),
+    ("llama", 3, 1, "zigzag", 37, 1, 1, {"documents": [[5, 20, 1, 11]]}),
+    ("llama", 2, 2, "striped", 30, 2, 1, {"documents": [[9, 21], [30], [3, 3, 24], [3, 3, 24]]}),
+    ("mistral-window", 4, 1, "contiguous", 40, 2, 1, {"documents": [[25, 15], [25, 15]]}),
+    ("gpt_oss", 2, 1, "zigzag", 37, 1, 1, {"documents": [[17, 20]]}),
+    ("llama4_text", 4, 1, "zigzag", 39, 1, 1, {"documents": [[19, 20]]}),
+    ("llama", 4, 1, "zigzag", 37, 1, 1, {"route": "all-gather"}),
+    ("gpt_oss", 4, 1, "zigzag", 41, 1, 1, {"route": "ulysses:2"}),
+    ("llama", 4, 1, "striped", 37, 1, 1, {"route": "ulysses", "documents": [[16, 21]]}),
 ]
 
 
@@ -86,13 +112,43 @@ CASES = [
 def test_a_model_on_the_ring_equals_itself_on_one_process(
     pool, kind, ranks, replicate, layout, length, batch, accumulate, options
 ):
-    expected = one_step(kind, length, batch * replicate * accumulate, options.get("labels", "all"))
+    truth = options.get("labels", "all"), options.get("documents")
+    expected = one_step(kind, length, batch * replicate * accumulate, *truth)
     for result in pool.run(ring_step, ranks, kind, layout, length, batch, accumulate, options, replicate=replicate):
         assert relative(result["loss"], expected["loss"]) < 1e-6
         assert relative(result["logits"], expected["logits"][result["rows"]]) < 1e-5
         assert result["gradients"].keys() == expected["gradients"].keys()
         for name, gradient in expected["gradients"].items():
             assert relative(result["gradients"][name], gradient) < 1e-5, name
+
+
+def test_packed_documents_change_the_result():
+    """What the packed cases are compared with does keep documents apart."""
+    apart, together = one_step("llama", 37, 1, "all", [[5, 20, 1, 11]]), one_step("llama", 37, 1)
+    assert relative(apart["loss"], together["loss"]) > 1e-4
+
+
+class Forgetful(torch.nn.Module):
+    """A decoder that hands no keyword arguments on."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
+        return self.decoder(input_ids=input_ids, position_ids=position_ids)
+
+
+def packed_into_a_forgetful_model(mesh: DeviceMesh) -> None:
+    model = rs.parallelize(build("llama"), mesh)
+    model.model = Forgetful(model.model)
+    ids = tokens(1, 16)
+    model(**rs.shard_batch({"input_ids": ids, "position_ids": restarting([[7, 9]])}, mesh))
+
+
+def test_documents_that_do_not_reach_attention_are_refused(pool):
+    for outcome in pool.outcomes(packed_into_a_forgetful_model, 2):
+        assert isinstance(outcome, rs.UnsupportedError) and "would see each other" in str(outcome)
 
 
 def bfloat16_step(mesh: DeviceMesh) -> Any:
@@ -157,9 +213,8 @@ def test_batches_that_were_not_split_for_this_model_are_refused(pool, how, error
     [
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
-        ("gemma2", {}, "softcapping"),
-        ("gpt_oss", {"attention_dropout": 0.0}, "sinks"),
-        ("mistral", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ("gemma2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("mistral", {"layer_types": ["full_attention", "compressed_sparse_attention"]}, "compressed_sparse_attention"),
         ("cohere", {}, "changes its logits"),
         ("t5", {}, "AttentionInterface"),
     ],

@@ -18,27 +18,41 @@ class Mailboxes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._boxes: dict[tuple[int, int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        self._parts: dict[str, Mailboxes] = {}
+
+    def of(self, name: str) -> "Mailboxes":
+        """The mailboxes of one kind of message of this pass."""
+        with self._lock:
+            return self._parts.setdefault(name, Mailboxes())
 
     def box(self, sender: int, receiver: int, message: int) -> "queue.Queue[Tensor]":
         with self._lock:
             return self._boxes[sender, receiver, message]
 
     def are_empty(self) -> bool:
-        return all(box.empty() for box in self._boxes.values())
+        return all(box.empty() for box in self._boxes.values()) and all(p.are_empty() for p in self._parts.values())
 
 
 class VirtualExchange:
     """Stands in for ``ringspan.torch.exchange.Exchange``: the same calls and counts."""
 
-    def __init__(self, rank: int, mailboxes: Mailboxes) -> None:
-        self._rank, self._mailboxes = rank, mailboxes
+    def __init__(self, rank: int, mailboxes: Mailboxes, ranks: tuple[int, ...] | None = None) -> None:
+        self._rank, self._mailboxes, self._ranks = rank, mailboxes, ranks
+        self._others: dict[str, VirtualExchange] = {}
         self.num_sends = 0
         self.sent_bytes = 0
         self.sends: list[tuple[int, int]] = []
 
+    def among(self, ranks: tuple[int, ...], name: str) -> "VirtualExchange":
+        inner = VirtualExchange(self._rank, self._mailboxes.of(name), ranks)
+        self._others[name] = inner
+        return inner
+
     def post(
         self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], message: int
     ) -> "VirtualTransfer":
+        if self._ranks is not None:
+            sends, receives = ([(self._ranks[peer], x) for peer, x in messages] for messages in (sends, receives))
         for peer, buffer in sends:
             assert buffer.is_contiguous()
             self._mailboxes.box(self._rank, peer, message).put(buffer.clone())

@@ -20,9 +20,8 @@ from ringspan.core import reference
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask
 from ringspan.core.schedule import plan
-from ringspan.torch import ring
 from ringspan.torch.attention import check_tensors, ring_attention
-from ringspan.torch.exchange import Exchange
+from ringspan.torch.exchange import TOTALS
 from ringspan.torch.launch import launch, local_device
 
 KINDS: Final = {"forward": 1.0, "forward_backward": 3.5}  # FLOPs, in units of the forward pass
@@ -91,7 +90,7 @@ def _measure(case: AttentionCase) -> dict[str, Any]:
             if repeat:  # the first round warms up
                 seconds.setdefault(f"ring {kind}", []).append(ours)
                 seconds.setdefault(f"one {kind}", []).append(theirs)
-    pairs = sum(plan(layout, mask, r, None, case.route).num_pairs for r in range(case.ranks))
+    pairs = sum(plan(layout, mask, r).num_pairs for r in range(case.ranks))
     flops = 4 * pairs * case.batch * case.heads * case.head_dim
     ring_seconds = {kind: median(seconds[f"ring {kind}"]) for kind in KINDS}
     result = {
@@ -102,7 +101,7 @@ def _measure(case: AttentionCase) -> dict[str, Any]:
         "ring_seconds": ring_seconds,
         "baseline_seconds": {kind: median(seconds[f"one {kind}"]) for kind in KINDS},
         "gflops": {kind: flops * passes / ring_seconds[kind] / 1e9 for kind, passes in KINDS.items()},
-        "exposed_comm_seconds": _exposed(case, local, local_dout),
+        "exposed_comm_seconds": _exposed(on_ring),
         "peak_bytes_per_token": {
             "ring": _peak_bytes(partial(on_ring, True)) / layout.tokens_per_rank,
             "baseline": _peak_bytes(partial(on_one, True) if rank == 0 else None) / case.length,
@@ -116,27 +115,16 @@ def _dense(mask: Mask, length: int, device: torch.device) -> Tensor:
     return torch.from_numpy(mask.dense(positions, positions)).to(device)
 
 
-def _exposed(case: AttentionCase, local: list[Tensor], dout: Tensor) -> dict[str, float]:
-    """Seconds that the slowest rank waited for others, in one more forward and backward."""
-    schedule = plan(
-        Layout(case.layout, case.length, case.ranks), Mask.parse(case.mask), dist.get_rank(), None, case.route
-    )
+def _exposed(on_ring: Callable[[bool], list[Tensor]]) -> dict[str, float]:
+    """Seconds that the slowest rank waited for others, in one more forward and one more forward and backward."""
     waits: dict[str, float] = {}
-    exchanges = {name: Exchange(dist.group.WORLD, name) for name in ("forward", "backward")}
-    q, k, v = local
-    forward, backward = (
-        ring.Ring(schedule, exchange, case.head_dim**-0.5, ring.num_head_groups(q, k))
-        for exchange in exchanges.values()
-    )
-    with torch.no_grad():
+    for kind, is_backward in (("forward", False), ("forward_backward", True)):
         dist.barrier()
-        out, lse = ring.forward(forward, q, k, v)
-        dist.barrier()
-        ring.backward(backward, dout, q, k, v, out, lse)
-    for name, exchange in exchanges.items():
-        slowest = torch.tensor(exchange.exposed_seconds, device=local_device())
+        before = TOTALS.exposed_seconds
+        on_ring(is_backward)
+        slowest = torch.tensor(TOTALS.exposed_seconds - before, device=local_device())
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        waits[name] = float(slowest)
+        waits[kind] = float(slowest)
     return waits
 
 

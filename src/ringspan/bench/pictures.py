@@ -434,7 +434,7 @@ def _work_legend(shares: list[float], top: float) -> tuple[list[str], float]:
 def _block(layout: Layout, rank: int, hop: Hop, x: float, y: float, width: float) -> Iterator[str]:
     """One cell of the travel table: the owner's block, filled where it is present."""
     tokens = layout.tokens_per_rank
-    present: Ranges = hop.carried if hop.index else ((0, tokens),)
+    present: Ranges = hop.arrives.ranges if hop.index else ((0, tokens),)
     share = f"{100 * size(present) / tokens:.0f} %"
     verb = "computes with" if hop.num_pairs else "only passes on"
     title = f"hop {hop.index}: rank {rank} {verb} {size(present):,} of {tokens:,} tokens of rank {hop.owner}"

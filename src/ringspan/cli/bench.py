@@ -73,7 +73,8 @@ def attention(
     ]
     _table(f"{length:,} tokens, {mask}, {dtype}", ["", "ring s", "one process s", "ratio", "GFLOP/s"], rows)
     waited = result["exposed_comm_seconds"]
-    print(f"exposed communication {waited['forward']:.4f} s forward, {waited['backward']:.4f} s backward")
+    both = waited["forward_backward"]
+    print(f"exposed communication {waited['forward']:.4f} s forward, {both:.4f} s forward and backward")
     held = result["peak_bytes_per_token"]
     print(f"peak memory beside the inputs {held['ring']:,.0f} bytes a token, one process {held['baseline']:,.0f}")
     print(f"largest relative error against float64 {result['max_relative_error']:.1e}")

@@ -47,6 +47,7 @@ class Layout:
     ``contiguous``: rank r holds ``[r T, (r + 1) T)``. ``striped`` (Brandon et al. 2023): rank r holds ``r, r + N,
     ...``. ``zigzag``: of 2N chunks, rank r holds chunks r and 2N - 1 - r. The last two balance causal work.
     The sequence is padded at its end to ``padded_length``; no key position at or past ``length`` is ever attended to.
+    With ``members`` above one a part belongs to a Ulysses group of so many devices, which ``ranks`` counts as one.
 
     Raises:
         LayoutError: unknown name, or a length or number of ranks below one.
@@ -55,6 +56,7 @@ class Layout:
     name: LayoutName
     length: int
     ranks: int
+    members: int = 1
 
     def __post_init__(self) -> None:
         layout_name(self.name)
@@ -65,8 +67,8 @@ class Layout:
 
     @property
     def granularity(self) -> int:
-        """The padded length is a multiple of this: 2N for zigzag (two equal chunks a rank), else N."""
-        return 2 * self.ranks if self.name == "zigzag" else self.ranks
+        """The padded length is a multiple of this: 2N for zigzag (two equal chunks a device), else N."""
+        return self.ranks * self.members * (2 if self.name == "zigzag" else 1)
 
     @property
     def padded_length(self) -> int:
@@ -90,6 +92,37 @@ class Layout:
         if mirrored == rank + 1:
             return (Span(rank * chunk, tokens),)
         return (Span(rank * chunk, chunk), Span(mirrored * chunk, chunk))
+
+    def grouped(self, members: int) -> "Layout":
+        """The same positions, held by groups of ``members`` ranks: every layout over N ranks is one over N / members
+        groups.
+
+        Striped groups hold every (N / members)-th rank, the others consecutive ranks; see ``group_ranks``.
+        """
+        return Layout(self.name, self.length, self.ranks // members, members)
+
+    def group_ranks(self, group: int) -> tuple[int, ...]:
+        """The ranks of a group of this grouped layout, in the order of ``places``."""
+        if self.name == "striped":
+            return tuple(range(group, self.ranks * self.members, self.ranks))
+        return tuple(range(group * self.members, (group + 1) * self.members))
+
+    def places(self, member: int) -> tuple[slice, ...]:
+        """Where a member's tokens are in its group's storage, in the order in which the member stores them.
+
+        Slices of equal length: one, or for zigzag one for either chunk.
+        """
+        whole = self.tokens_per_rank
+        each = whole // self.members
+        if self.name == "striped":
+            return (slice(member, whole, self.members),)
+        if self.name == "contiguous":
+            return (slice(member * each, (member + 1) * each),)
+        chunk = each // 2
+        return (
+            slice(member * chunk, (member + 1) * chunk),
+            slice(whole - (member + 1) * chunk, whole - member * chunk),
+        )
 
     def positions(self, rank: int) -> NDArray[np.int64]:
         """Global positions held by one rank, in storage order; those at or past ``length`` are padding. Shape (T,)."""

@@ -17,29 +17,61 @@ class Gradients(NamedTuple):
     dv: Array
 
 
-def attention(q: Array, k: Array, v: Array, allowed: NDArray[np.bool_], scale: float) -> tuple[Array, Array]:
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    allowed: NDArray[np.bool_],
+    scale: float,
+    *,
+    softcap: float = 0.0,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+) -> tuple[Array, Array]:
     """``softmax(scale q k^T where allowed) v`` and its log-sum-exp; a row that may see nothing gives 0 and -inf.
 
-    Shapes: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E), allowed (Q, K) -> out (B, H, Q, E), lse (B, H, Q).
+    ``softcap`` c makes a score s ``c tanh(s / c)``; ``bias`` is then added. ``sinks`` are logits that take their share
+    of the softmax and have the value 0.
+
+    Shapes: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E), allowed (Q, K), bias (H, Q, K), sinks (H,) -> out (B, H, Q,
+    E), lse (B, H, Q).
     """
-    scores = _scores(q, k, allowed, scale)
-    lse = _logsumexp(scores)
+    scores = _scores(q, k, allowed, scale, softcap, bias)
+    lse = _logsumexp(scores, sinks)
     probabilities = _probabilities(scores, lse)
     return probabilities @ _repeat(v, q), lse
 
 
-def backward(dout: Array, q: Array, k: Array, v: Array, allowed: NDArray[np.bool_], scale: float) -> Gradients:
+def backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    allowed: NDArray[np.bool_],
+    scale: float,
+    *,
+    softcap: float = 0.0,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+) -> Gradients:
     """Gradients of ``sum(dout * attention(q, k, v))``; dk and dv are summed over the query heads that share them.
 
     With ``p`` the probabilities and ``delta = sum(dout * out)`` over the head size: ``dv = p^T dout``,
     ``ds = p (dout v^T - delta)``, ``dq = scale ds k``, ``dk = scale ds^T q`` (FlashAttention, appendix B.2).
     """
     k_heads, v_heads = _repeat(k, q), _repeat(v, q)
-    scores = _scores(q, k, allowed, scale)
-    p = _probabilities(scores, _logsumexp(scores))
+    scores = _scores(q, k, allowed, scale, softcap, bias)
+    p = _probabilities(scores, _logsumexp(scores, sinks))
     dp = dout @ v_heads.swapaxes(-1, -2)
     ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+    if softcap:
+        ds *= 1 - np.tanh(scale * (q @ k_heads.swapaxes(-1, -2)) / softcap) ** 2
     return Gradients(ds @ k_heads, _sum_groups(ds.swapaxes(-1, -2) @ q, k), _sum_groups(p.swapaxes(-1, -2) @ dout, v))
+
+
+def sink_gradient(dout: Array, out: Array, lse: Array, sinks: Array) -> Array:
+    """Gradient of ``sum(dout * out)`` by the sinks (H,): a sink has the share ``exp(sink - lse)`` and the value 0."""
+    return -(np.exp(sinks[:, None] - lse) * (dout * out).sum(-1)).sum((0, 2))
 
 
 def _repeat(kv: Array, q: Array) -> Array:
@@ -51,11 +83,19 @@ def _sum_groups(per_head: Array, kv: Array) -> Array:
     return per_head.reshape(batch, groups, -1, tokens, size).sum(2)
 
 
-def _scores(q: Array, k: Array, allowed: NDArray[np.bool_], scale: float) -> Array:
-    return np.where(allowed, scale * (q @ _repeat(k, q).swapaxes(-1, -2)), -np.inf)
+def _scores(q: Array, k: Array, allowed: NDArray[np.bool_], scale: float, softcap: float, bias: Array | None) -> Array:
+    scores = scale * (q @ _repeat(k, q).swapaxes(-1, -2))
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    return np.where(allowed, scores, -np.inf)
 
 
-def _logsumexp(scores: Array) -> Array:
+def _logsumexp(scores: Array, sinks: Array | None) -> Array:
+    if sinks is not None:
+        column = np.broadcast_to(sinks[None, :, None, None], (*scores.shape[:-1], 1))
+        scores = np.concatenate((scores, column), axis=-1)
     top: Array = scores.max(-1, initial=-np.inf)
     finite = np.where(np.isneginf(top), 0.0, top)
     with np.errstate(divide="ignore"):

@@ -1,30 +1,32 @@
-"""(layout, mask, rank, hop) -> the tiles to compute, what to send, to whom, and what to skip.
+"""(layout, mask, route, rank, hop) -> the tiles to compute, what to send, to whom, and what to skip.
 
-The block of an owner visits the other ranks in ring order. It carries only the keys that some later visitor needs, so
-it thins out on the way and stops when nobody needs it: a window of w tokens over chunks of c reaches ceil((w - 1) / c)
-neighbours, and a causal zigzag block drops its late chunk on the way. Its gradient follows one hop behind; each part of
-it goes straight home from the last rank that adds to it.
+The block of an owner visits the other ranks in the order of the route. It carries only the keys that some later visitor
+needs, so it thins out on the way and stops when nobody needs it: a window of w tokens over chunks of c reaches ceil((w
+- 1) / c) neighbours, and a causal zigzag block drops its late chunk on the way. Its gradient follows one hop behind;
+each part of it goes straight home from the last rank that adds to it.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal, get_args
+from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, Span
 from ringspan.core.mask import UNBOUNDED, Mask
 from ringspan.core.ranges import Ranges, minus, size, union
+from ringspan.core.route import IntArray, Itinerary, Route
 from ringspan.core.tile import Tile, meet, tiles_between
 
-RouteName = Literal["ring"]
-ROUTE_NAMES: Final[tuple[str, ...]] = get_args(RouteName)
-
-IntArray = NDArray[np.int64]
-
 _MAX_MEETINGS: Final = 1 << 20  # spans x spans x regions met in one numpy call: bounds the schedule's own memory
+
+
+class Parcel(NamedTuple):
+    """Some of an owner's tokens, by their indices in its storage, and the rank they go to or come from."""
+
+    peer: int
+    ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,14 @@ class Hop:
     index: int
     owner: int
     tiles: tuple[Tile, ...]
-    carried: Ranges  # keys and values that arrived
-    passed_on: Ranges  # what of them the next rank gets
-    gradient_in: Ranges  # dk and dv that earlier visitors added up and sent here
-    gradient: Ranges  # those and what this rank adds
-    gradient_on: Ranges  # what of it the next rank gets
+    arrives: Parcel  # keys and values, and who sent them
+    sends: tuple[tuple[int, Parcel], ...]  # what of this block goes out, and for which hop of whoever gets it
+    gradient: Ranges  # dk and dv held after this hop: what earlier visitors added up and what this rank adds
+    gradient_in: Parcel  # what of it earlier visitors sent here
+    gradient_on: Parcel  # what of it a later visitor gets, for its hop ``gradient_next``
+    gradient_next: int
     gradient_home: Ranges  # what of it nobody adds to any more: straight to the owner
+    comes_home: Parcel  # the part of this rank's own gradient that its visitor of this hop sends home
 
     @property
     def num_pairs(self) -> int:
@@ -51,26 +55,11 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One rank's part in one attention: its hops in order; hop t computes with the block of the rank t steps up the
-    ring.
-
-    ``direction`` +1 hands blocks to the next higher rank, -1 to the next lower one, whichever moves fewer tokens.
-    ``returns[t]`` is which rank sends a part of this rank's own gradient home after hop t, and which part.
-    """
+    """One rank's part in one attention: its hops in order."""
 
     rank: int
     ranks: int
-    direction: int
     hops: tuple[Hop, ...]
-    returns: tuple[tuple[int, Ranges], ...]
-
-    @property
-    def next_rank(self) -> int:
-        return (self.rank + self.direction) % self.ranks
-
-    @property
-    def previous_rank(self) -> int:
-        return (self.rank - self.direction) % self.ranks
 
     @property
     def num_pairs(self) -> int:
@@ -80,16 +69,18 @@ class Schedule:
     @property
     def sent_tokens(self) -> int:
         """Tokens of keys and values that this rank sends in forward."""
-        return sum(size(hop.passed_on) for hop in self.hops)
+        return sum(size(parcel.ranges) for hop in self.hops for _, parcel in hop.sends)
 
     @property
     def sent_gradient_tokens(self) -> int:
         """Tokens of dk and dv that this rank sends in backward."""
-        return sum(size(hop.gradient_on) + size(hop.gradient_home) for hop in self.hops)
+        return sum(size(hop.gradient_on.ranges) + size(hop.gradient_home) for hop in self.hops)
 
 
 @lru_cache(maxsize=256)
-def plan(layout: Layout, mask: Mask, rank: int, key_layout: Layout | None = None, route: str = "ring") -> Schedule:
+def plan(
+    layout: Layout, mask: Mask, rank: int, key_layout: Layout | None = None, route: str | Route = "ring"
+) -> Schedule:
     """The schedule of one rank; pure, so that every rank knows every other rank's part.
 
     Args:
@@ -97,70 +88,116 @@ def plan(layout: Layout, mask: Mask, rank: int, key_layout: Layout | None = None
         mask: which pairs are allowed; positions at or past a layout's length see nothing and nobody sees them.
         rank: whose schedule.
         key_layout: where the keys live, for cross-attention; ``layout`` when None.
-        route: the order in which blocks visit ranks.
+        route: the order in which blocks visit ranks, one without Ulysses groups: these trade tokens for heads first,
+            and the layout here is that of the groups (``Layout.grouped``).
 
     Raises:
         UnsupportedError: an unknown route.
         LayoutError: two layouts of different name or number of ranks, or a rank outside of them.
     """
-    if route not in ROUTE_NAMES:
-        raise UnsupportedError(f"unknown route {route!r}; choose one of {', '.join(ROUTE_NAMES)}")
     keys = key_layout or layout
     if (keys.name, keys.ranks) != (layout.name, layout.ranks):
         raise LayoutError(
             f"queries are {layout.name} over {layout.ranks} ranks, keys {keys.name} over {keys.ranks}; make them alike"
         )
-    travel = _travel(layout, keys, mask)
+    route = Route.parse(route, layout.ranks) if isinstance(route, str) else route
+    if route.ulysses > 1:
+        raise UnsupportedError(f"{route} has Ulysses groups; plan the route between them on the layout of the groups")
+    queries = layout.spans(rank)
+    travel = _travel(layout, keys, mask, route)
+    way = travel.itinerary
     regions = mask.table(layout.length, keys.length)
     hops: list[Hop] = []
-    for index in range(layout.ranks):
-        owner = (rank - travel.direction * index) % layout.ranks
-        tiles = tiles_between(layout.spans(rank), keys.spans(owner), regions)
-        hops.append(Hop(index, owner, tiles, *travel.leg(owner, index)))
-    senders = ((rank + travel.direction * index) % layout.ranks for index in range(layout.ranks))
-    returns = tuple((sender, travel.leg(rank, index)[-1]) for index, sender in enumerate(senders))
-    return Schedule(rank, layout.ranks, travel.direction, tuple(hops), returns)
+    for index, owner in enumerate(way.owner[:, rank].tolist()):
+        start, stop = _part(int(way.half[index]), keys.tokens_per_rank)
+        tiles = tuple(
+            tile.shifted(0, start) for tile in tiles_between(queries, _cut(keys.spans(owner), start, stop), regions)
+        )
+        sends = tuple(
+            (later, Parcel(int(travel.visitor[later, owner]), _ranges(travel.carried[owner, later])))
+            for later in np.flatnonzero(way.posted == index).tolist()
+            if later
+        )
+        following = way.following(index)
+        hops.append(
+            Hop(
+                index=index,
+                owner=owner,
+                tiles=tiles,
+                arrives=Parcel(int(way.source[index, rank]), _ranges(travel.carried[owner, index])),
+                sends=sends,
+                gradient=_ranges(travel.gradient[owner, index]),
+                gradient_in=Parcel(int(travel.visitor[way.behind[index], owner]), travel.handed_on(owner, index)),
+                gradient_on=Parcel(int(travel.visitor[following, owner]), travel.handed_on(owner, following)),
+                gradient_next=following,
+                gradient_home=travel.sent_home(owner, index),
+                comes_home=Parcel(int(travel.visitor[index, rank]), travel.sent_home(rank, index)),
+            )
+        )
+    return Schedule(rank, layout.ranks, tuple(hops))
+
+
+def _part(half: int, tokens: int) -> tuple[int, int]:
+    """The storage indices that a hop's block is about: all, or either half."""
+    middle = tokens // 2
+    return {-1: (0, tokens), 0: (0, middle), 1: (middle, tokens)}[half]
+
+
+def _cut(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
+    """The spans of storage indices [start, stop)."""
+    kept: list[Span] = []
+    stored = 0
+    for span in spans:
+        first, last = max(start - stored, 0), min(stop - stored, span.count)
+        if first < last:
+            kept.append(Span(span.start + span.step * first, last - first, span.step))
+        stored += span.count
+    return tuple(kept)
 
 
 @dataclass(frozen=True)
 class _Travel:
     """Where every owner's block goes: per (owner, hop, span) the first and past-the-last index, in storage indices."""
 
-    direction: int
+    itinerary: Itinerary
+    visitor: IntArray
     carried: IntArray
     gradient: IntArray
 
-    def leg(self, owner: int, index: int) -> tuple[Ranges, Ranges, Ranges, Ranges, Ranges, Ranges]:
-        """carried, passed_on, gradient_in, gradient, gradient_on, gradient_home of an owner's block at one hop."""
-        carried, gradient = _ranges(self.carried[owner, index]), _ranges(self.gradient[owner, index])
-        onward, gradient_on = (), ()
-        if index + 1 < self.carried.shape[1]:
-            onward = _ranges(self.carried[owner, index + 1])
-            gradient_on = _ranges(_overlap(self.gradient[owner, index], self.carried[owner, index + 1]))
-        gradient_in = _ranges(_overlap(self.gradient[owner, index - 1], self.carried[owner, index])) if index else ()
-        return carried, onward, gradient_in, gradient, gradient_on, minus(gradient, gradient_on)
+    def handed_on(self, owner: int, index: int) -> Ranges:
+        """The part of an owner's gradient that the visitor before hands to the visitor of this hop."""
+        behind = self.itinerary.behind[index]
+        return _ranges(_overlap(self.gradient[owner, behind], self.carried[owner, index])) if behind else ()
+
+    def sent_home(self, owner: int, index: int) -> Ranges:
+        """The part of an owner's gradient that the visitor of this hop sends home."""
+        return minus(_ranges(self.gradient[owner, index]), self.handed_on(owner, self.itinerary.following(index)))
 
 
 @lru_cache(maxsize=64)
-def _travel(layout: Layout, keys: Layout, mask: Mask) -> _Travel:
+def _travel(layout: Layout, keys: Layout, mask: Mask, route: Route) -> _Travel:
     needed = _needed(layout, keys, mask)
-    return min((_journey(needed, direction) for direction in (1, -1)), key=lambda travel: _sizes(travel.carried))
+    journeys = (_journey(needed, way, keys.tokens_per_rank) for way in route.itineraries(layout.ranks))
+    return min(journeys, key=lambda travel: _sizes(travel.carried))
 
 
-def _journey(needed: IntArray, direction: int) -> _Travel:
+def _journey(needed: IntArray, way: Itinerary, tokens: int) -> _Travel:
     """Order the needs (owner, visitor, span, bound) by hop; a block carries the hull of what is still needed."""
-    ranks = len(needed)
-    owner, index = np.arange(ranks)[:, None], np.arange(ranks)[None, :]
-    by_hop = needed[owner, (owner + direction * index) % ranks]
+    visitor = way.visitor
+    parts = np.array([_part(int(half), tokens) for half in way.half])
+    by_hop = needed[np.arange(len(needed))[:, None], visitor.T]
+    by_hop = _overlap(by_hop, parts[None, :, None, :])
     carried = by_hop.copy()
-    for hop in reversed(range(ranks - 1)):
-        carried[:, hop] = _hull(carried[:, hop], carried[:, hop + 1])
+    for hop in reversed(range(1, len(visitor))):
+        earlier = way.posted[hop]
+        carried[:, earlier] = _hull(carried[:, earlier], carried[:, hop])
     carried[:, 0] = _NOTHING
     gradient = by_hop.copy()
     gradient[:, 0] = _NOTHING
-    for hop in range(1, ranks):
-        gradient[:, hop] = _hull(_overlap(gradient[:, hop - 1], carried[:, hop]), gradient[:, hop])
-    return _Travel(direction, carried, gradient)
+    for hop in range(1, len(visitor)):
+        if way.behind[hop]:
+            gradient[:, hop] = _hull(_overlap(gradient[:, way.behind[hop]], carried[:, hop]), gradient[:, hop])
+    return _Travel(way, visitor, carried, gradient)
 
 
 def _needed(layout: Layout, keys: Layout, mask: Mask) -> IntArray:

@@ -4,8 +4,9 @@ Being an operator, it traces under FakeTensor and torch.compile without communic
 name it to keep its result. B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
 """
 
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,21 @@ from torch.distributed import distributed_c10d as c10d
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal
+from ringspan.core.route import Route
 from ringspan.core.schedule import Schedule, plan
 from ringspan.torch.exchange import Exchange, agree
-from ringspan.torch.ring import Ring, accumulation_dtype, backward, empty_like, forward, num_head_groups
+from ringspan.torch.ring import (
+    Ring,
+    accumulation_dtype,
+    backward,
+    empty_like,
+    forward,
+    num_head_groups,
+    sink_gradient,
+)
+from ringspan.torch.scores import Scores
+from ringspan.torch.ulysses import Ulysses, member_heads
+from ringspan.torch.wire import check_wire
 
 
 def ring_attention(
@@ -30,7 +43,12 @@ def ring_attention(
     key_layout: Layout | None = None,
     group: dist.ProcessGroup | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     route: str = "ring",
+    wire: str = "exact",
+    gradient_wire: str = "exact",
 ) -> Tensor:
     """Exact attention of the local queries to the keys of all ranks; differentiable. Every rank of the group calls it
     alike.
@@ -49,7 +67,15 @@ def ring_attention(
         key_layout: where the keys live when they are another sequence (cross-attention); default: as the queries.
         group: the ring; the default group when None, a single rank when torch.distributed is not initialised.
         scale: factor on the scores; ``D ** -0.5`` when None.
-        route: the order in which blocks visit ranks.
+        softcap: c > 0 turns a scaled score s into ``c tanh(s / c)`` (Gemma 2).
+        slopes: ALiBi, one a query head (H,), float32: ``slope_h |p - p'|`` of the global positions is subtracted from
+            a score (Press et al. 2022). Not differentiated.
+        sinks: one logit a query head (H,) that takes its share of every row's softmax and has no value (gpt-oss).
+            Its gradient is that of the local rows; sum it over the ranks as for any parameter.
+        route: how blocks get to other ranks, see ``ringspan.core.route``: ring, bidirectional, double-ring:I,
+            all-gather, ulysses, ulysses:U; the result is the same.
+        wire: how keys and values travel, see ``ringspan.torch.wire``: exact, bfloat16, float8 or int8.
+        gradient_wire: how dk and dv travel: exact (float32) or bfloat16.
 
     Returns:
         The local part of the result (B, H, T, E), in q's dtype.
@@ -62,6 +88,8 @@ def ring_attention(
     Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
     """
     check_tensors(q, k, v)
+    check_wire(wire, gradient_wire)
+    softcap = _check_scores(q, softcap, slopes, sinks)
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     ranks = dist.get_world_size(group) if group is not None else 1
@@ -69,21 +97,16 @@ def ring_attention(
         layout = Layout(layout, ranks * q.shape[2], ranks)
         if key_layout is None and k.shape[2] != q.shape[2]:
             key_layout = Layout(layout.name, ranks * k.shape[2], ranks)
+    key_layout = key_layout or layout
     _check_layout("queries", layout, ranks, q.shape[2])
-    _check_layout("keys", key_layout or layout, ranks, k.shape[2])
+    _check_layout("keys", key_layout, ranks, k.shape[2])
+    members = Route.parse(route, ranks).ulysses
+    member_heads(q.shape[1], k.shape[1], members)
     mask = causal() if mask is None else Mask.parse(mask) if isinstance(mask, str) else mask
-    out, _ = _forward(
-        q,
-        k,
-        v,
-        q.shape[-1] ** -0.5 if scale is None else float(scale),
-        mask.spec,
-        layout.name,
-        layout.length,
-        (key_layout or layout).length,
-        route,
-        group.group_name if group is not None else "",
-    )
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    lengths = layout.name, layout.length, key_layout.length
+    name = group.group_name if group is not None else ""
+    out, _ = _forward(q, k, v, sinks, slopes, scale, softcap, mask.spec, *lengths, route, wire, gradient_wire, name)
     return out
 
 
@@ -111,6 +134,21 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise UnsupportedError("float16 on CPU is not supported; use float32 or bfloat16")
 
 
+def _check_scores(q: Tensor, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None) -> float:
+    """The soft cap, 0 for none; refuses what does not fit the heads."""
+    for name, per_head in (("slopes", slopes), ("sinks", sinks)):
+        if per_head is not None and (per_head.shape != q.shape[1:2] or per_head.device != q.device):
+            raise UnsupportedError(
+                f"{name} must be one number for each of the {q.shape[1]} query heads on {q.device}, got shape "
+                f"{tuple(per_head.shape)} on {per_head.device}"
+            )
+    if slopes is not None and slopes.requires_grad:
+        raise UnsupportedError("slopes are constants of ALiBi and get no gradient; pass slopes.detach()")
+    if softcap is not None and not softcap > 0:
+        raise UnsupportedError(f"softcap must be positive, or None for none, got {softcap}")
+    return float(softcap or 0.0)
+
+
 def _check_layout(what: str, layout: Layout, ranks: int, tokens: int) -> None:
     if layout.ranks != ranks:
         raise LayoutError(f"the layout of the {what} is for {layout.ranks} ranks, the ring has {ranks}")
@@ -127,15 +165,22 @@ def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
     scale: float,
+    softcap: float,
     mask: str,
     layout: str,
     length: int,
     key_length: int,
     route: str,
+    wire: str,
+    gradient_wire: str,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    return forward(_prepare("forward", q, k, v, scale, mask, layout, length, key_length, route, group), q, k, v)
+    options = _Options(scale, softcap, mask, layout, length, key_length, route, wire, gradient_wire, group)
+    ring, ulysses = _prepare("forward", q, k, v, sinks, slopes, options)
+    return ulysses.forward(ring, q, k, v, sinks) if ulysses else forward(ring, q, k, v, sinks)
 
 
 @torch.library.custom_op("ringspan::ring_attention_backward", mutates_args=())
@@ -144,18 +189,26 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
+    softcap: float,
     mask: str,
     layout: str,
     length: int,
     key_length: int,
     route: str,
+    wire: str,
+    gradient_wire: str,
     group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    ring = _prepare("backward", q, k, v, scale, mask, layout, length, key_length, route, group)
-    return backward(ring, dout, q, k, v, out, lse)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = _Options(scale, softcap, mask, layout, length, key_length, route, wire, gradient_wire, group)
+    ring, ulysses = _prepare("backward", q, k, v, sinks, slopes, options)
+    dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
+    inputs = dout, q, k, v, out, lse
+    return *(ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)), dsinks
 
 
 @_forward.register_fake
@@ -165,56 +218,102 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @_backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, sinks, slopes, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, sinks, slopes, *output)
 
 
 def _differentiate(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    gradients = _backward(dout, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, *(None for _ in ctx.options))
+    dq, dk, dv, dsinks = _backward(dout, *ctx.saved_tensors, *ctx.options)
+    return dq, dk, dv, dsinks if ctx.needs_input_grad[3] else None, None, *(None for _ in ctx.options)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
+class _Options(NamedTuple):
+    """The operator's arguments that are not tensors, under their names."""
+
+    scale: float
+    softcap: float
+    mask: str
+    layout: str
+    length: int
+    key_length: int
+    route: str
+    wire: str
+    gradient_wire: str
+    group: str
+
+
 def _prepare(
-    what: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    mask: str,
-    layout: str,
-    length: int,
-    key_length: int,
-    route: str,
-    group: str,
-) -> Ring:
+    what: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, options: _Options
+) -> tuple[Ring, Ulysses | None]:
     """This rank's part in a pass on which all ranks agree."""
     # The operator's arguments are plain values, so a group is a name; torch's own functional collectives look it up
     # alike.
-    ring_group = c10d._resolve_process_group(group) if group else None  # pyright: ignore
-    ranks, rank = (dist.get_world_size(ring_group), dist.get_rank(ring_group)) if ring_group is not None else (1, 0)
+    group = c10d._resolve_process_group(options.group) if options.group else None  # pyright: ignore
+    ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     facts = {
         "queries": tuple(q.shape),
         "keys": tuple(k.shape),
         "values": tuple(v.shape),
         "dtype": str(q.dtype),
-        "layout": f"{layout} over {ranks} ranks for {length} tokens and {key_length} keys",
-        "mask": mask,
-        "route": route,
+        "layout": f"{options.layout} over {ranks} ranks for {options.length} tokens and {options.key_length} keys",
+        "mask": options.mask,
+        "route": options.route,
+        "wire": f"{options.wire}, gradients {options.gradient_wire}",
+        "scores": f"softcap {options.softcap}, slopes {slopes is not None}, sinks {sinks is not None}",
     }
-    agree(ring_group, facts)
-    schedule = _schedule(layout, length, key_length, ranks, mask, rank, route)
-    return Ring(schedule, Exchange(ring_group, f"{what} {facts}"), scale, num_head_groups(q, k))
+    agree(group, facts)
+    exchange = Exchange(group, f"{what} {facts}")
+    return assemble(rank, ranks, exchange, q, k, slopes, options)
+
+
+def assemble(
+    rank: int, ranks: int, exchange: Exchange, q: Tensor, k: Tensor, slopes: Tensor | None, options: _Options
+) -> tuple[Ring, Ulysses | None]:
+    """The ring of one rank and, when the route has groups, its trade within them."""
+    route = Route.parse(options.route, ranks)
+    layout, keys = (Layout(options.layout, n, ranks) for n in (options.length, options.key_length))  # pyright: ignore[reportArgumentType]
+    ulysses = None
+    if route.ulysses > 1:
+        layout, keys = layout.grouped(route.ulysses), keys.grouped(route.ulysses)
+        groups = [layout.group_ranks(number) for number in range(layout.ranks)]
+        number = next(number for number, members in enumerate(groups) if rank in members)
+        member = groups[number].index(rank)
+        shares = member_heads(q.shape[1], k.shape[1], route.ulysses)
+        ulysses = Ulysses(member, shares, layout, keys, exchange.among(groups[number], "trade"))
+        exchange = exchange.among([members[member] for members in groups], "ring")
+        rank, slopes = number, None if slopes is None else slopes[ulysses.mine.queries]
+        q, k = q[:, ulysses.mine.queries], k[:, ulysses.mine.keys]
+    positions = None
+    if slopes is not None:
+        positions = _positions(layout, rank).to(q.device), lambda owner: _positions(keys, owner).to(k.device)
+    ring = Ring(
+        _schedule(layout, keys, options.mask, rank, replace(route, ulysses=1)),
+        exchange,
+        Scores(options.scale, options.softcap, slopes),
+        num_head_groups(q, k, layout.ranks if route.name == "all-gather" else 2),
+        positions,
+        options.wire,
+        options.gradient_wire,
+    )
+    return ring, ulysses
 
 
 @lru_cache(maxsize=64)
-def _schedule(layout: Any, length: int, key_length: int, ranks: int, mask: str, rank: int, route: str) -> Schedule:
-    queries, keys = Layout(layout, length, ranks), Layout(layout, key_length, ranks)
-    return plan(queries, Mask.parse(mask), rank, keys, route)
+def _schedule(layout: Layout, keys: Layout, mask: str, rank: int, route: Route) -> Schedule:
+    return plan(layout, Mask.parse(mask), rank, keys, route)
+
+
+@lru_cache(maxsize=64)
+def _positions(layout: Layout, rank: int) -> Tensor:
+    return torch.from_numpy(layout.positions(rank))

@@ -6,7 +6,6 @@ B batch, S global tokens, N ranks, T tokens a rank.
 from collections.abc import Mapping
 from typing import Final
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -65,14 +64,15 @@ def shard_batch(
 
     Args:
         batch: ``input_ids`` (B, S) and optionally ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry
-            i is the target of token i; an ``attention_mask`` that only marks padding on the right; consecutive
-            ``position_ids``.
+            i is the target of token i; an ``attention_mask`` that only marks padding on the right; ``position_ids``
+            (B, S) or (S,) that count up, from 0 anew for each packed document.
         mesh: the mesh of the model.
         layout: the layout that the model was parallelized with.
         device: where the result goes; where ``input_ids`` are when None.
 
     Returns:
-        ``input_ids``, ``position_ids`` and, when there were labels, ``shift_labels``; each (B, T).
+        ``input_ids``, ``position_ids`` and, when there were labels, ``shift_labels``; each (B, T). For packed documents
+        also ``document_lengths`` (B, most documents), 0 behind the last one: no document will see another one.
 
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
@@ -84,16 +84,16 @@ def shard_batch(
     if tokens.ndim != 2 or tokens.shape[1] < 1:
         raise UnsupportedError(f"input_ids must be (batch, tokens), got shape {tuple(tokens.shape)}")
     targets = _targets(batch)
-    positions = batch.get("position_ids")
-    if positions is not None and not _counts_up(positions):
-        raise UnsupportedError("position_ids that restart (packed documents) are not supported; leave them out")
+    lengths = _document_lengths(batch["position_ids"], tokens) if "position_ids" in batch else None
     ring = mesh["ring"]
     split = Layout(layout, tokens.shape[1], ring.size())
     rank = ring.get_local_rank()
-    local = {
-        "input_ids": shard(tokens, split, rank, 1),
-        "position_ids": torch.from_numpy(split.positions(rank)).expand(len(tokens), -1),
-    }
+    positions = torch.from_numpy(split.positions(rank)).expand(len(tokens), -1)
+    if lengths is not None:
+        positions = document_positions(lengths, split.padded_length)[:, split.positions(rank)]
+    local = {"input_ids": shard(tokens, split, rank, 1), "position_ids": positions}
+    if lengths is not None:
+        local["document_lengths"] = lengths
     if targets is not None:
         local["shift_labels"] = shard(targets, split, rank, 1, value=IGNORED)
     return {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
@@ -121,6 +121,26 @@ def _shift(x: Tensor, last: int) -> Tensor:
     return torch.cat((x[:, 1:], x.new_full((len(x), 1), last)), 1)
 
 
-def _counts_up(positions: Tensor) -> bool:
-    expected = torch.from_numpy(np.arange(positions.shape[-1])).to(positions.device)
-    return bool((positions == expected).all())
+def document_positions(lengths: Tensor, length: int) -> Tensor:
+    """The position of each token within its document; padding behind the last one counts on. Shape (B, length)."""
+    everywhere = torch.arange(length, device=lengths.device)
+    ends = lengths.cumsum(1)
+    starts = torch.cat((torch.zeros_like(ends[:, :1]), ends), 1)
+    last = (lengths > 0).sum(1, keepdim=True) - 1
+    document = torch.searchsorted(ends, everywhere.expand(len(lengths), -1).contiguous(), right=True).minimum(last)
+    return everywhere - starts.gather(1, document)
+
+
+def _document_lengths(positions: Tensor, tokens: Tensor) -> Tensor | None:
+    """The lengths of the documents of each sequence, whose positions start from 0; None when each is one document."""
+    if positions.shape[-1] != tokens.shape[1] or positions.shape[:-1] not in ((), (1,), tokens.shape[:1]):
+        raise UnsupportedError(f"position_ids has shape {tuple(positions.shape)}, input_ids {tuple(tokens.shape)}")
+    positions = positions.expand(tokens.shape)
+    starts = positions == 0
+    goes_on = positions[:, 1:] == positions[:, :-1] + 1
+    if not bool(starts[:, 0].all()) or not bool((goes_on | starts[:, 1:]).all()):
+        raise UnsupportedError("position_ids must count up by one, from 0 at the start and for each packed document")
+    if not bool(starts[:, 1:].any()):
+        return None
+    rows = [torch.diff(torch.cat((row.nonzero()[:, 0].cpu(), torch.tensor([len(row)])))) for row in starts]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

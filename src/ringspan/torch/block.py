@@ -17,37 +17,56 @@ from ringspan.core.tile import Tile
 class Block:
     """Some of an owner's tokens: ``k`` (B, G, n, D) and ``v`` (B, G, n, E) hold the given ranges one behind the other.
 
-    ``buffer`` is the flat tensor below both when the block is packed, else None (a rank's own keys and values).
+    ``buffer`` is the flat tensor below all of it when the block is packed, else None (a rank's own keys and values).
+    ``scales`` (2, B, G, 1, 1) float32 are the factors of a coded k and v, None when these are plain numbers.
     """
 
     ranges: Ranges
     k: Tensor
     v: Tensor
     buffer: Tensor | None = None
+    scales: Tensor | None = None
 
     @staticmethod
-    def empty(ranges: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> "Block":
+    def empty(ranges: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype | None = None, scaled: bool = False) -> "Block":
         """An uninitialised packed block shaped for some ranges of ``k`` and ``v``."""
         batch, heads, _, k_size = k.shape
         tokens, v_size = size(ranges), v.shape[-1]
-        rows = batch * heads * tokens
-        buffer = torch.empty(rows * (k_size + v_size), dtype=dtype or k.dtype, device=k.device)
-        packed_k, packed_v = buffer[: rows * k_size], buffer[rows * k_size :]
-        return Block(
-            ranges, packed_k.view(batch, heads, tokens, k_size), packed_v.view(batch, heads, tokens, v_size), buffer
+        rows, dtype = batch * heads * tokens, dtype or k.dtype
+        factors = 2 * batch * heads * torch.float32.itemsize if scaled else 0
+        buffer = torch.empty(
+            factors + rows * (k_size + v_size) * (dtype.itemsize if scaled else 1),
+            dtype=torch.uint8 if scaled else dtype,
+            device=k.device,
         )
+        scales = buffer[:factors].view(torch.float32).view(2, batch, heads, 1, 1) if scaled else None
+        numbers = buffer[factors:].view(dtype)
+        packed_k, packed_v = numbers[: rows * k_size], numbers[rows * k_size :]
+        shape = (batch, heads, tokens)
+        return Block(ranges, packed_k.view(*shape, k_size), packed_v.view(*shape, v_size), buffer, scales)
 
     def pack(self, ranges: Ranges) -> "Block":
         """The block cut down to some of its ranges, as one buffer; itself when nothing is cut."""
         if ranges == self.ranges and self.buffer is not None:
             return self
-        packed = Block.empty(ranges, self.k, self.v)
+        packed = Block.empty(ranges, self.k, self.v, scaled=self.scales is not None)
+        if self.scales is not None and packed.scales is not None:
+            packed.scales.copy_(self.scales)
         for start, stop in ranges:
             rows = packed.rows(start, stop)
             mine = self.rows(start, stop)
             packed.k[:, :, rows].copy_(self.k[:, :, mine])
             packed.v[:, :, rows].copy_(self.v[:, :, mine])
         return packed
+
+    def to(self, dtype: torch.dtype) -> "Block":
+        """The block in another dtype; itself when it has that one."""
+        if self.k.dtype == dtype:
+            return self
+        other = Block.empty(self.ranges, self.k, self.v, dtype)
+        other.k.copy_(self.k)
+        other.v.copy_(self.v)
+        return other
 
     def rows(self, start: int, stop: int) -> slice:
         """Where the owner's tokens [start, stop) are in this block."""

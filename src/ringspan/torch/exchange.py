@@ -4,7 +4,9 @@ first.
 
 import hashlib
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -14,11 +16,22 @@ from torch import Tensor
 from ringspan.core.errors import PeerMismatch
 
 
+@dataclass
+class Totals:
+    """What this process has sent and how long it has waited, over all exchanges."""
+
+    num_sends: int = 0
+    sent_bytes: int = 0
+    exposed_seconds: float = 0.0
+
+
+TOTALS: Final = Totals()
+
+
 class Transfer:
     """Sends and receives under way. The buffers belong to it until ``wait`` returns."""
 
-    def __init__(self, exchange: "Exchange", works: Sequence[dist.Work], buffers: Sequence[Tensor]) -> None:
-        self._exchange = exchange
+    def __init__(self, works: Sequence[dist.Work], buffers: Sequence[Tensor]) -> None:
         self._works = list(works)
         self._buffers = list(buffers)
 
@@ -29,23 +42,26 @@ class Transfer:
             work.wait()
         self._works.clear()
         self._buffers.clear()
-        self._exchange.exposed_seconds += time.perf_counter() - started
+        TOTALS.exposed_seconds += time.perf_counter() - started
 
 
 class Exchange:
-    """Point-to-point messages within one group during one pass over the ring.
+    """Point-to-point messages within one group during one pass.
 
-    Peers are group ranks. ``signature`` names the pass; with the message number it makes the tag, so that a rank that
-    is ahead, or in another pass, never has its blocks mistaken. Counts what was sent and how long ``wait`` blocked.
+    Peers are group ranks, or indices into ``ranks`` when it is given. ``signature`` names the pass; with the message
+    number it makes the tag, so that a rank that is ahead, or in another pass, never has its blocks mistaken.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, signature: str) -> None:
-        self.group = group
-        self.num_sends = 0
-        self.sent_bytes = 0
-        self.exposed_seconds = 0.0
+    def __init__(self, group: dist.ProcessGroup | None, signature: str, ranks: Sequence[int] | None = None) -> None:
+        self._group = group
+        self._signature = signature
+        self._ranks = ranks
         # Gloo keys its buffers by an int32 tag; leave room below it for the message numbers of one pass.
         self._tag: Final = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:4], "big") % (1 << 30)
+
+    def among(self, ranks: Sequence[int], name: str) -> "Exchange":
+        """The same pass between some of the ranks, which are its peers 0, 1, ..."""
+        return Exchange(self._group, f"{self._signature} {name}", ranks)
 
     def post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], message: int
@@ -55,17 +71,21 @@ class Exchange:
 
         Between one pair of ranks the order of sends is the order of receives. Buffers are contiguous.
         """
-        assert self.group is not None or not (sends or receives), "a single rank has nobody to talk to"
-        tag = self._tag + message
-        operations = [dist.P2POp(dist.isend, b, group=self.group, tag=tag, group_peer=peer) for peer, b in sends]
-        operations += [dist.P2POp(dist.irecv, b, group=self.group, tag=tag, group_peer=peer) for peer, b in receives]
+        assert self._group is not None or not (sends or receives), "a single rank has nobody to talk to"
+        operations = [self._operation(dist.isend, *send, message) for send in sends]
+        operations += [self._operation(dist.irecv, *receive, message) for receive in receives]
         works = dist.batch_isend_irecv(operations) if operations else []
-        self.num_sends += len(sends)
-        self.sent_bytes += sum(buffer.nbytes for _, buffer in sends)
-        return Transfer(self, works, [buffer for _, buffer in (*sends, *receives)])
+        TOTALS.num_sends += len(sends)
+        TOTALS.sent_bytes += sum(buffer.nbytes for _, buffer in sends)
+        return Transfer(works, [buffer for _, buffer in (*sends, *receives)])
+
+    def _operation(self, call: Any, peer: int, buffer: Tensor, message: int) -> dist.P2POp:
+        rank = peer if self._ranks is None else self._ranks[peer]
+        return dist.P2POp(call, buffer, group=self._group, tag=self._tag + message, group_peer=rank)
 
 
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
+_KNOWN_FACTS: Final = 4096  # sets of facts remembered for a group; packed batches bring new ones with every step
+_agreed: WeakKeyDictionary[dist.ProcessGroup, OrderedDict[tuple[Any, ...], None]] = WeakKeyDictionary()
 
 
 def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
@@ -78,7 +98,7 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     """
     if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return
-    known = _agreed.setdefault(group, set())
+    known = _agreed.setdefault(group, OrderedDict())
     key = tuple(facts.items())
     if key in known:
         return
@@ -91,4 +111,6 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
                 f"the ranks of this ring were given different {name}: "
                 + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             )
-    known.add(key)
+    known[key] = None
+    if len(known) > _KNOWN_FACTS:  # on all ranks alike, since they agree on the order
+        known.popitem(last=False)

@@ -3,7 +3,10 @@
 B batch, S global tokens, T local tokens, V vocabulary.
 """
 
-from typing import Any, Final
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,22 +15,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutputWithPast
 
 from ringspan.core.errors import LayoutError, PeerMismatch, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
-from ringspan.core.mask import causal, sliding_window
+from ringspan.core.mask import Mask, causal, documents, sliding_window
+from ringspan.core.route import Route
 from ringspan.torch.attention import ring_attention
-from ringspan.torch.batch import IGNORED
+from ringspan.torch.batch import IGNORED, document_positions
 from ringspan.torch.exchange import agree
 from ringspan.torch.loss import GlobalSum, blockwise_cross_entropy
 from ringspan.torch.remat import CheckpointName, checkpoint_layers
+from ringspan.torch.ulysses import member_heads
+from ringspan.torch.wire import check_wire
 
 # Config fields that change attention or logits in a way that the ring does not compute yet.
 _UNSUPPORTED_FIELDS: Final = (
-    "attn_logit_softcapping",
     "final_logit_softcapping",
-    "attention_chunk_size",
     "attention_dropout",
     "attn_pdrop",
     "output_router_logits",
@@ -41,6 +45,8 @@ def parallelize(
     mesh: DeviceMesh,
     *,
     layout: LayoutName = "zigzag",
+    route: str = "ring",
+    wire: str = "exact",
     checkpoint: CheckpointName = "attention",
     loss_chunk_tokens: int = 1024,
     compute_dtype: torch.dtype | None = None,
@@ -57,6 +63,8 @@ def parallelize(
         model: any model whose attention goes through transformers' AttentionInterface.
         mesh: from ``init_mesh``.
         layout: how sequences are split; ``shard_batch`` needs the same.
+        route: how keys and values get to other ranks, see ``ring_attention``.
+        wire: how they travel, see ``ring_attention``; ``exact`` changes nothing.
         checkpoint: what layers keep for backward, see ``checkpoint_layers``.
         loss_chunk_tokens: tokens whose logits exist at once.
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
@@ -65,9 +73,15 @@ def parallelize(
         UnsupportedError: the model or its config asks for something that would not be exact; by name.
     """
     refuse_unsupported(model)
+    refuse_route(model.config, mesh["ring"].size(), route, wire)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     ring = mesh["ring"].get_group()
-    model.set_attn_implementation(_register(layout, ring, layer_windows(model.config)))
+    model.set_attn_implementation(_register(layout, ring, layer_kinds(model.config), route, wire))
+    attention: Any
+    for attention in model.modules():
+        if getattr(attention, "attn_temperature_tuning", False):
+            # Llama 4 counts local tokens for it; ``attend`` does the same with their global positions.
+            attention.attn_temperature_tuning, attention.ring_temperature = False, not attention.use_rope
     model.config.use_cache = False
     checkpoint_layers(model, checkpoint)
     _become_ring_model(model, mesh, layout, loss_chunk_tokens)
@@ -89,6 +103,7 @@ class RingCausalLM:
     ring_mesh: DeviceMesh
     ring_layout: LayoutName
     ring_loss_chunk_tokens: int
+    ring_decoder: str
 
     def forward(
         self: Any,
@@ -96,10 +111,13 @@ class RingCausalLM:
         position_ids: Tensor | None = None,
         shift_labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        document_lengths: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Local tokens (B, T) and their global positions -> the global loss, or local logits when there are no
-        labels.
+        """Local tokens (B, T) and their positions -> the global loss, or local logits when there are no labels.
+
+        ``document_lengths`` (B, documents), 0 behind the last one: tokens see their own document only, and positions
+        count within it.
         """
         for name in ("labels", "attention_mask"):
             if kwargs.pop(name, None) is not None:
@@ -110,12 +128,21 @@ class RingCausalLM:
             raise UnsupportedError("input_ids and position_ids are needed; make the batch with rs.shard_batch")
         groups = [self.ring_mesh[axis].get_group() for axis in self.ring_mesh.mesh_dim_names]
         ring = self.ring_mesh["ring"]
-        _check_positions(position_ids, Layout(self.ring_layout, ring.size() * input_ids.shape[1], ring.size()), ring)
+        layout = Layout(self.ring_layout, ring.size() * input_ids.shape[1], ring.size())
+        _check_positions(position_ids, layout, ring, document_lengths)
+        packed = None if document_lengths is None else _Packed(document_lengths, position_ids)
+        if packed:
+            kwargs["ring_packed"] = packed
         agree(ring.get_group(), {"layout": self.ring_layout, "local batch": tuple(input_ids.shape)})
         count = _count_targets(shift_labels, input_ids, groups, num_items_in_batch)
-        hidden = self.base_model(
+        hidden = getattr(self, self.ring_decoder)(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs
         ).last_hidden_state
+        if packed and not packed.is_seen:
+            raise UnsupportedError(
+                f"{type(self).__name__} does not hand its keyword arguments on to attention, so packed documents "
+                "would see each other; give it one document a sequence"
+            )
         head = self.get_output_embeddings()
         if shift_labels is None:
             return CausalLMOutputWithPast(logits=head(hidden))
@@ -134,14 +161,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedError(f"{name} does not route its attention through transformers' AttentionInterface")
-    if model.get_output_embeddings() is None or model.base_model is model:
+    if model.get_output_embeddings() is None or _decoder_name(model) is None:
         raise UnsupportedError(f"{name} is not a causal language model with a head; use an AutoModelForCausalLM")
     refuse_config(model.config)
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
             raise UnsupportedError(f"{name} mixes tokens outside of attention ({path} is a convolution)")
-        if isinstance(getattr(module, "sinks", None), nn.Parameter):
-            raise UnsupportedError(f"{name} uses attention sinks ({path}.sinks), which are not supported yet")
     _check_head(model)
 
 
@@ -153,7 +178,8 @@ def refuse_config(config: PreTrainedConfig) -> None:
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if kv_heads and heads % kv_heads:
         raise UnsupportedError(f"{kind}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    known = {"full_attention", "sliding_attention", "chunked_attention"}
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         raise UnsupportedError(f"{kind}: layer_types with {', '.join(others)} are not supported yet")
     for field in _UNSUPPORTED_FIELDS:
@@ -170,11 +196,30 @@ def refuse_config(config: PreTrainedConfig) -> None:
             )
 
 
-def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """The sliding window of each layer, None where it sees everything before it."""
+def refuse_route(config: PreTrainedConfig, ranks: int, route: str, wire: str) -> None:
+    """Raise an UnsupportedError when a route or wire does not exist, or does not fit the ring and the model's heads."""
+    check_wire(wire, "exact")
+    heads = config.num_attention_heads
+    member_heads(heads, getattr(config, "num_key_value_heads", None) or heads, Route.parse(route, ranks).ulysses)
+
+
+class LayerKind(NamedTuple):
+    """Whom a layer's queries see: everything before them, the last ``window`` keys, or their own chunk."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
+    """What the config says of each layer's attention."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    of_type = {
+        "full_attention": LayerKind(),
+        "sliding_attention": LayerKind(window=window),
+        "chunked_attention": LayerKind(chunk=getattr(config, "attention_chunk_size", None)),
+    }
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(of_type[kind] for kind in types)
 
 
 def _rope_types(config: PreTrainedConfig) -> list[str]:
@@ -192,16 +237,22 @@ def _check_head(model: PreTrainedModel) -> None:
     if head.weight.is_meta:
         return
     hidden = torch.randn(1, 1, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight)
-    base = model.base_model
-    setattr(model, model.base_model_prefix, _Decoder(hidden))
+    name = _decoder_name(model) or ""
+    decoder = getattr(model, name)
+    setattr(model, name, _Decoder(hidden))
     try:
         with torch.no_grad():
             tokens = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
             same = torch.equal(model(input_ids=tokens).logits, head(hidden))
     finally:
-        setattr(model, model.base_model_prefix, base)
+        setattr(model, name, decoder)
     if not same:
         raise UnsupportedError(f"{type(model).__name__} changes its logits after the head, which is not supported yet")
+
+
+def _decoder_name(model: PreTrainedModel) -> str | None:
+    """The attribute that holds the decoder, a model of its own beside the head."""
+    return next((name for name, child in model.named_children() if isinstance(child, PreTrainedModel)), None)
 
 
 class _Decoder(nn.Module):
@@ -211,8 +262,8 @@ class _Decoder(nn.Module):
         super().__init__()
         self.hidden = hidden
 
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
 
 
 def _become_ring_model(model: PreTrainedModel, mesh: DeviceMesh, layout: LayoutName, loss_chunk_tokens: int) -> None:
@@ -220,14 +271,44 @@ def _become_ring_model(model: PreTrainedModel, mesh: DeviceMesh, layout: LayoutN
     name.
     """
     plain = type(model)
-    settings = {"ring_mesh": mesh, "ring_layout": layout, "ring_loss_chunk_tokens": loss_chunk_tokens}
+    settings = {
+        "ring_mesh": mesh,
+        "ring_layout": layout,
+        "ring_loss_chunk_tokens": loss_chunk_tokens,
+        "ring_decoder": _decoder_name(model),
+    }
     model.__class__ = type(plain.__name__, (RingCausalLM, plain), {"__module__": plain.__module__, **settings})
 
 
-def _register(layout: LayoutName, ring: dist.ProcessGroup, windows: list[int | None]) -> str:
+class _Packed:
+    """The documents of each sequence of a batch, and the local tokens' positions in them, on their way to the
+    layers.
+    """
+
+    def __init__(self, lengths: Tensor, positions: Tensor) -> None:
+        self.positions = positions
+        rows = [tuple(length for length in row if length) for row in lengths.tolist()]
+        self.rows = rows[:1] if len(set(rows)) == 1 else rows  # alike for all sequences: one attention does
+        self.is_seen = False
+
+
+@lru_cache(maxsize=64)
+def _layer_mask(kind: LayerKind, length: int, lengths: tuple[int, ...] | None) -> Mask:
+    """Whom the queries of a layer see in a sequence of some documents, or of one; chunks count within a document."""
+    if kind.chunk is not None:
+        whole = lengths or (length,)
+        return documents(
+            piece for each in whole for piece in (*[kind.chunk] * (each // kind.chunk), each % kind.chunk) if piece
+        )
+    if lengths is not None:
+        return documents(lengths, window=kind.window)
+    return causal() if kind.window is None else sliding_window(kind.window)
+
+
+def _register(layout: LayoutName, ring: dist.ProcessGroup, kinds: tuple[LayerKind, ...], route: str, wire: str) -> str:
     """Make this ring an attention implementation of transformers and return its name.
 
-    ``windows`` is what the config says of each layer; a layer that asks for another one is refused.
+    ``kinds`` is what the config says of each layer; a layer that asks for something else is refused.
     """
 
     def attend(
@@ -239,26 +320,65 @@ def _register(layout: LayoutName, ring: dist.ProcessGroup, windows: list[int | N
         *,
         scaling: float | None = None,
         dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        ring_packed: _Packed | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         asked = {"attention_mask": attention_mask, "dropout": dropout or None}
-        asked |= {name: kwargs.get(name) for name in ("softcap", "s_aux", "position_bias")}
+        asked |= {name: kwargs.get(name) for name in ("position_bias", "head_mask", "indices")}
         for name, wanted in asked.items():
             if wanted is not None:
                 raise UnsupportedError(f"{type(module).__name__} asks for {name}, which the ring does not support yet")
-        window, layer = kwargs.get("sliding_window"), getattr(module, "layer_idx", 0)
-        if window != windows[layer]:
+        layer = getattr(module, "layer_idx", 0)
+        kind = kinds[layer]
+        if sliding_window != kind.window:
             raise UnsupportedError(
-                f"{type(module).__name__} {layer} asks for sliding_window={window}, its config for {windows[layer]}"
+                f"{type(module).__name__} {layer} asks for sliding_window={sliding_window}, its config for "
+                f"{kind.window}"
             )
-        mask = causal() if window is None else sliding_window(window)
-        out = ring_attention(query, key, value, mask=mask, layout=layout, group=ring, scale=scaling)
+        length = query.shape[2] * dist.get_world_size(ring)
+        if getattr(module, "ring_temperature", False):
+            positions = torch.from_numpy(
+                Layout(layout, length, dist.get_world_size(ring)).positions(dist.get_rank(ring))
+            )
+            factors = _temperature(module, ring_packed.positions if ring_packed else positions[None])
+            query = (query * factors.to(query.device)).to(query.dtype)
+        sequences: Sequence[tuple[int, ...] | None] = (None,)
+        if ring_packed:
+            ring_packed.is_seen, sequences = True, ring_packed.rows
+        rows = torch.arange(len(query)).chunk(len(sequences))
+        parts = [
+            ring_attention(
+                *(x[part[0] : part[-1] + 1] for x in (query, key, value)),
+                mask=_layer_mask(kind, length, lengths),
+                layout=layout,
+                group=ring,
+                scale=scaling,
+                softcap=softcap,
+                sinks=s_aux,
+                route=route,
+                wire=wire,
+            )
+            for part, lengths in zip(rows, sequences, strict=True)
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.transpose(1, 2), None
 
-    name = f"ringspan_{layout}_{ring.group_name}_{'_'.join(str(window) for window in windows)}"
+    settings = layout, ring.group_name, route, wire, kinds
+    name = f"ringspan_{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, _no_mask)
     return name
+
+
+def _temperature(module: Any, positions: Tensor) -> Tensor:
+    """Llama 4's factor on the queries of a layer without RoPE: ``1 + attn_scale log(1 + floor((p + 1) / floor_scale))``
+    at position p. positions (B, T) -> (B, 1, T, 1).
+    """
+    steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
+    return (torch.log1p(steps) * module.attn_scale + 1.0)[:, None, :, None]
 
 
 def _no_mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
@@ -269,10 +389,12 @@ def _no_mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
         )
 
 
-def _check_positions(positions: Tensor, layout: Layout, ring: DeviceMesh) -> None:
+def _check_positions(positions: Tensor, layout: Layout, ring: DeviceMesh, document_lengths: Tensor | None) -> None:
     """The batch must have been split by the layout of the model: another one would be silently wrong."""
-    expected = torch.from_numpy(layout.positions(ring.get_local_rank())).to(positions.device)
-    if positions.shape[-1] != layout.tokens_per_rank or not bool((positions == expected).all()):
+    expected = torch.from_numpy(layout.positions(ring.get_local_rank()))
+    if document_lengths is not None:
+        expected = document_positions(document_lengths, layout.padded_length)[:, expected]
+    if positions.shape[-1] != layout.tokens_per_rank or not bool((positions == expected.to(positions.device)).all()):
         raise LayoutError(
             f"position_ids are not those of rank {ring.get_local_rank()} in the layout {layout.name}; "
             f"use rs.shard_batch(batch, mesh, layout={layout.name!r})"

@@ -1,21 +1,26 @@
 """The only ring loop. Layouts, masks and routes are data in the schedule; this carries it out.
 
-Hop t: post the exchange of block t + 1, compute on block t, wait. A rank holds at most two key/value blocks, and in
-backward two gradient blocks; of one group of heads at a time, so that the last gradients of a group come home while the
-next one computes. B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
+At each hop: post the exchange of the blocks that follow, compute on the block that is here. On the route ``ring`` a
+rank holds at most two key/value blocks, and in backward two gradient blocks; of one group of heads at a time, so that
+the last gradients of a group come home while the next one computes. B batch, H query heads, G key/value heads, T local
+tokens, D head size, E value head size.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ringspan.core.schedule import Hop, Schedule
+from ringspan.core.ranges import Ranges
+from ringspan.core.schedule import Hop, Parcel, Schedule
+from ringspan.core.tile import Tile
 from ringspan.torch import kernels
 from ringspan.torch.block import Block, GradientBlock, RunningSum
 from ringspan.torch.exchange import Exchange, Transfer
+from ringspan.torch.scores import Scores
 from ringspan.torch.softmax import Partial
+from ringspan.torch.wire import decode, encode
 
 _MESSAGES_PER_HOP = 2  # keys and values before the computation, gradients after it
 
@@ -34,14 +39,19 @@ def empty_like(x: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Ring:
-    """One rank's way through one attention: whom it meets, how they talk, the factor on the scores, and heads at a
-    time.
+    """One rank's way through one attention: whom it meets, how they talk, what scores are, and heads at a time.
+
+    ``positions`` are those of the local queries and of each owner's keys, where ``scores`` needs them. ``wire`` and
+    ``gradient_wire`` are how keys, values and gradients travel (``ringspan.torch.wire``).
     """
 
     schedule: Schedule
     exchange: Exchange
-    scale: float
+    scores: Scores
     head_groups: int = 1
+    positions: tuple[Tensor, Callable[[int], Tensor]] | None = None
+    wire: str = "exact"
+    gradient_wire: str = "exact"
 
     def heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
         """Number, query heads and key/value heads of each group; a key/value head stays with the queries that share
@@ -54,36 +64,74 @@ class Ring:
             )
             yield number, heads, kv_heads
 
+    def scores_of(self, tile: Tile, owner: int, heads: slice) -> Scores:
+        """What scores are in a tile."""
+        if self.positions is None:
+            return self.scores
+        queries, keys = self.positions
+        return replace(
+            self.scores.heads(heads),
+            query_positions=queries[tile.q0 : tile.q1],
+            key_positions=keys(owner)[tile.k0 : tile.k1],
+        )
 
-def num_head_groups(q: Tensor, k: Tensor) -> int:
-    """Up to four groups on CPU, as long as every thread has a head to work on; one on a GPU, which wants large
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """How gradients travel."""
+        return torch.bfloat16 if self.gradient_wire == "bfloat16" else accumulation_dtype(dtype)
+
+
+def num_head_groups(q: Tensor, k: Tensor, blocks: int = 2) -> int:
+    """How many groups of heads to go through one after the other.
+
+    So many that ``blocks`` blocks of one group weigh no more than two of all heads, as far as there are key/value
+    heads. Beyond that up to four groups on CPU, as long as every thread has a head to work on; a GPU wants large
     launches.
     """
+    kv_heads, heads = k.shape[1], q.shape[0] * q.shape[1]
+    divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    needed = next((n for n in divisors if blocks <= 2 * n), kv_heads)
     if q.device.type != "cpu":
-        return 1
-    heads = q.shape[0] * q.shape[1]
-    fitting = (n for n in (4, 3, 2) if k.shape[1] % n == 0 and heads // n >= torch.get_num_threads())
-    return next(fitting, 1)
+        return needed
+    fitting = (n for n in (4, 3, 2) if n in divisors and heads // n >= torch.get_num_threads())
+    return max(needed, next(fitting, 1))
 
 
 def visits(ring: Ring, number: int, k: Tensor, v: Tensor) -> Iterator[tuple[Hop, Block]]:
-    """Each hop with the block that is here for it; while the caller computes, the next block is on its way."""
-    schedule = ring.schedule
-    block = Block(((0, k.shape[2]),), k, v)
-    for hop, following in zip(schedule.hops, (*schedule.hops[1:], None), strict=True):
-        coming = Block.empty(following.carried if following else (), k, v)
-        sends = _message(schedule.next_rank, block.pack(hop.passed_on))
-        receives = _message(schedule.previous_rank, coming)
-        transfer = ring.exchange.post(sends, receives, _message_number(ring, number, hop))
+    """Each hop with the block that is here for it; while the caller computes, the blocks that follow are on their
+    way.
+    """
+    hops = ring.schedule.hops
+    own = Block(((0, k.shape[2]),), k, v)
+    under_way: dict[int, tuple[Transfer, Block]] = {}
+    for hop in hops:
+        if hop.index:
+            transfer, travelling = under_way.pop(hop.index)
+            transfer.wait()
+            block = decode(travelling, k.dtype)
+        else:
+            block, travelling = own, encode(own, ring.wire) if hop.sends else own
+        packed: dict[Ranges, Block] = {}
+        for index, (peer, ranges) in hop.sends:
+            if ranges not in packed:
+                packed[ranges] = travelling.pack(ranges)
+            source, carried = hops[index].arrives
+            coming = _coming(carried, travelling)
+            message = _MESSAGES_PER_HOP * (number * len(hops) + index)
+            transfer = ring.exchange.post(_message(peer, packed[ranges]), _message(source, coming), message)
+            under_way[index] = transfer, coming
+        del travelling, packed
         yield hop, block
-        transfer.wait()
-        block = coming
 
 
-def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _coming(ranges: Ranges, like: Block) -> Block:
+    return Block.empty(ranges, like.k, like.v, like.k.dtype, scaled=like.scales is not None)
+
+
+def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The local queries' part of ``softmax(scale q k^T where allowed) v`` over all keys of the ring.
 
-    Shapes: q (B, H, T, D), k (B, G, T', D), v (B, G, T', E) -> out (B, H, T, E) in q's dtype, lse (B, H, T) in float32.
+    Shapes: q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), sinks (H,) -> out (B, H, T, E) in q's dtype, lse (B, H, T)
+    in float32, of the sinks too.
     """
     dtype = accumulation_dtype(q.dtype)
     out = empty_like(q, v.shape[-1])
@@ -94,69 +142,95 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         for hop, block in visits(ring, number, k[:, kv_heads], v_part):
             for tile in hop.tiles:
                 rows = q_part[:, :, tile.q0 : tile.q1]
-                kernel = kernels.choose(q_part, v_part, tile)
-                partial.merge(tile, *kernel.forward(rows, *block.tile(tile), tile, ring.scale))
-        out[:, heads], lse[:, heads] = partial.finish()
+                scores = ring.scores_of(tile, hop.owner, heads)
+                kernel = kernels.choose(q_part, v_part, tile, scores)
+                partial.merge(tile, *kernel.forward(rows, *block.tile(tile), tile, scores))
+        out[:, heads], lse[:, heads] = partial.finish(None if sinks is None else sinks[heads])
     return out, lse
 
 
 def backward(
-    ring: Ring, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ring: Ring,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of the local tokens, from the GLOBAL out and lse. Gradients add up in float32 and travel so.
 
-    A block's dk and dv follow it one hop behind; each part goes home from the last rank that adds to it.
+    A block's dk and dv follow it one hop behind; each part goes home from the last rank that adds to it. They are
+    returned in ``kv_dtype``, that of the keys when None.
     """
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    dq, dk, dv = torch.empty_like(q), *(torch.empty_like(x, dtype=kv_dtype) for x in (k, v))
     finish: Callable[[], None] | None = None
     for number, heads, kv_heads in ring.heads(q, k):
         queries = dout[:, heads], q[:, heads], out[:, heads], lse[:, heads]
         gradients = dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]
-        following = _backward_of_heads(ring, number, queries, k[:, kv_heads], v[:, kv_heads], gradients)
-        if finish:
-            finish()
-        finish = following
+        finish = _backward_of_heads(
+            ring, number, heads, queries, k[:, kv_heads], v[:, kv_heads], gradients, meanwhile=finish
+        )
     assert finish is not None, "there is at least one group of heads"
     finish()
     return dq, dk, dv
 
 
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The local rows' part of the sinks' gradient: ``-sum(exp(sink - lse) sum(dout * out))``. Shape (H,)."""
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -((sinks.to(lse.dtype)[:, None] - lse).exp_() * delta).sum((0, 2)).to(sinks.dtype)
+
+
 def _backward_of_heads(
     ring: Ring,
     number: int,
+    heads: slice,
     queries: tuple[Tensor, Tensor, Tensor, Tensor],
     k: Tensor,
     v: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor],
+    meanwhile: Callable[[], None] | None,
 ) -> Callable[[], None]:
-    """Fill dq of some heads, and return a call that waits for what other ranks send home and fills dk and dv."""
+    """Fill dq of some heads, and return a call that waits for what other ranks send home and fills dk and dv.
+
+    ``meanwhile`` is that call of the heads before; it is made when the first hop has been computed.
+    """
     dout, q, out, lse = queries
-    schedule, dtype = ring.schedule, accumulation_dtype(q.dtype)
+    hops, dtype = ring.schedule.hops, accumulation_dtype(q.dtype)
     dq, home = RunningSum.to_be(gradients[0], dtype), GradientBlock.at_home(*gradients[1:], dtype)
-    behind: list[tuple[Transfer, Block]] = []  # the sum of earlier visitors of the next hop's block
+    behind: dict[int, tuple[Transfer, Block]] = {}  # by hop, what earlier visitors of its block added up
     returning: list[tuple[Transfer, Block]] = []  # parts of this rank's own gradient
     for hop, block in visits(ring, number, k, v):
         total = home if hop.index == 0 else GradientBlock.travelling(hop.gradient, k, v, dtype)
         for tile in hop.tiles:
             rows = slice(tile.q0, tile.q1)
             ours = dout[:, :, rows], q[:, :, rows], *block.tile(tile), out[:, :, rows], lse[:, :, rows]
-            tile_dq, tile_dk, tile_dv = kernels.choose(q, v, tile).backward(*ours, tile, ring.scale)
+            scores = ring.scores_of(tile, hop.owner, heads)
+            tile_dq, tile_dk, tile_dv = kernels.choose(q, v, tile, scores).backward(*ours, tile, scores)
             dq.add(rows, tile_dq)
             total.add(tile.k0, tile.k1, tile_dk, tile_dv)
-        _collect(behind, total)
+            del ours, tile_dq, tile_dk, tile_dv  # before the next ones are made
+        if hop.index in behind:
+            _collect([behind.pop(hop.index)], total)
 
         sends: list[tuple[int, Tensor]] = []
-        if hop.gradient:
-            sends += _message(schedule.next_rank, total.finish().pack(hop.gradient_on))
-            sends += _message(hop.owner, total.finish().pack(hop.gradient_home))
-        following = schedule.hops[hop.index + 1].gradient_in if hop.index + 1 < schedule.ranks else ()
-        coming = Block.empty(following, k, v, dtype)
-        returner, part = schedule.returns[hop.index]
-        coming_home = Block.empty(part, k, v, dtype)
-        receives = [*_message(schedule.previous_rank, coming), *_message(returner, coming_home)]
-        transfer = ring.exchange.post(sends, receives, _message_number(ring, number, hop) + 1)
-        behind.append((transfer, coming))
+        travelling = ring.gradient_dtype(q.dtype)
+        for peer, ranges in (hop.gradient_on, Parcel(hop.owner, hop.gradient_home)):
+            if ranges:
+                sends += _message(peer, total.finish().pack(ranges).to(travelling))
+        source, arriving = hops[hop.gradient_next].gradient_in
+        coming = Block.empty(arriving, k, v, travelling)
+        coming_home = Block.empty(hop.comes_home.ranges, k, v, travelling)
+        receives = [*_message(source, coming), *_message(hop.comes_home.peer, coming_home)]
+        message = _MESSAGES_PER_HOP * (number * len(hops) + hop.index) + 1
+        transfer = ring.exchange.post(sends, receives, message)
+        behind[hop.gradient_next] = transfer, coming
         returning.append((transfer, coming_home))
+        if meanwhile and hop.index == 0:
+            meanwhile()
 
     _store(dq.finish(), gradients[0])
 
@@ -185,7 +259,3 @@ def _store(total: Tensor, gradient: Tensor) -> None:
 def _message(peer: int, block: Block) -> list[tuple[int, Tensor]]:
     """A packed block as one message; nothing when it holds nothing."""
     return [(peer, block.buffer)] if block.buffer is not None and block.ranges else []
-
-
-def _message_number(ring: Ring, number: int, hop: Hop) -> int:
-    return _MESSAGES_PER_HOP * (number * ring.schedule.ranks + hop.index)

@@ -8,32 +8,33 @@ from ringspan.core.tile import Tile
 from ringspan.torch.kernels.cpu import CpuFlash
 from ringspan.torch.kernels.cuda import CudaFlash
 from ringspan.torch.kernels.reference import Blockwise
+from ringspan.torch.scores import Scores
 
 
 class Kernel(Protocol):
     """Attention of one tile's rows and keys.
 
     q (B, H, rows, D), k (B, G, keys, D), v (B, G, keys, E), already cut to the tile; G divides H. ``lse`` is the
-    natural log-sum-exp in float32. ``backward`` takes the GLOBAL out and lse of the rows and gives this tile's share of
-    dq, dk, dv.
+    natural log-sum-exp in float32. ``scores`` says what a product q . k becomes, with the tile's positions where they
+    count. ``backward`` takes the GLOBAL out and lse of the rows and gives this tile's share of dq, dk, dv.
     """
 
     name: str
 
-    def serves(self, q: Tensor, v: Tensor, tile: Tile) -> bool:
-        """Whether this kernel computes such a tile for such tensors (device, dtype, head sizes)."""
+    def serves(self, q: Tensor, v: Tensor, tile: Tile, scores: Scores) -> bool:
+        """Whether this kernel computes such a tile for such tensors (device, dtype, head sizes) and scores."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 KERNELS: Final[tuple[Kernel, ...]] = (CpuFlash(), CudaFlash(), Blockwise())
 
 
-def choose(q: Tensor, v: Tensor, tile: Tile) -> Kernel:
+def choose(q: Tensor, v: Tensor, tile: Tile, scores: Scores) -> Kernel:
     """The kernel for a tile: the fastest that serves it; ``Blockwise`` serves everything."""
-    return next(kernel for kernel in KERNELS if kernel.serves(q, v, tile))
+    return next(kernel for kernel in KERNELS if kernel.serves(q, v, tile, scores))

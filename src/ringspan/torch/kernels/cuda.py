@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.tile import Tile
+from ringspan.torch.scores import Scores
 
 _ops = torch.ops.aten
 
@@ -18,10 +19,11 @@ class CudaFlash:
 
     name = "cuda-flash"
 
-    def serves(self, q: Tensor, v: Tensor, tile: Tile) -> bool:
+    def serves(self, q: Tensor, v: Tensor, tile: Tile, scores: Scores) -> bool:
         head_size = q.shape[-1]
         return (
             q.device.type == "cuda"
+            and scores.is_plain
             and q.dtype in (torch.bfloat16, torch.float16)
             and torch.cuda.get_device_capability(q.device) >= (8, 0)
             and head_size == v.shape[-1]
@@ -30,20 +32,20 @@ class CudaFlash:
             and (tile.is_full or (tile.is_causal and tile.num_rows == tile.num_keys))
         )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
         k, v = _repeat(k, q), _repeat(v, q)
-        out, lse, *_ = _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, tile.is_causal, False, scale=scale)
+        out, lse, *_ = _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, tile.is_causal, False, scale=scores.scale)
         return out, lse[..., : q.shape[2]]
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         k_heads, v_heads = _repeat(k, q), _repeat(v, q)
         no_cuts = torch.empty(0, dtype=torch.int32, device=q.device)  # no packed sequences
         no_dropout = torch.empty(0, dtype=torch.uint64, device=q.device)
         dq, dk, dv = _ops._scaled_dot_product_flash_attention_backward(
             dout, q, k_heads, v_heads, out, lse.contiguous(), no_cuts, no_cuts, q.shape[2], k.shape[2], 0.0,
-            tile.is_causal, no_dropout, no_dropout, scale=scale,
+            tile.is_causal, no_dropout, no_dropout, scale=scores.scale,
         )  # fmt: skip
         return dq, _sum_groups(dk, k), _sum_groups(dv, v)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.tile import Tile
+from ringspan.torch.scores import Scores
 
 _ROWS: Final = 256
 _KEYS: Final = 1024
@@ -21,27 +22,27 @@ class Blockwise:
 
     name = "blockwise"
 
-    def serves(self, q: Tensor, v: Tensor, tile: Tile) -> bool:
+    def serves(self, q: Tensor, v: Tensor, tile: Tile, scores: Scores) -> bool:
         return True
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
         grouped = _group(q, k)
         out = torch.zeros(*grouped.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
         lse = torch.full(grouped.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
         for rows, keys in _chunks(tile):
-            scores = _scores(grouped[..., rows, :], k[:, :, None, keys], tile, rows, keys, scale, dtype)
-            new_lse = torch.logaddexp(lse[..., rows], scores.logsumexp(-1))
+            s, _ = _scores(grouped[..., rows, :], k[:, :, None, keys], tile, rows, keys, scores, dtype)
+            new_lse = torch.logaddexp(lse[..., rows], s.logsumexp(-1))
             # A row may see nothing in this chunk, and nothing so far: exp(-inf - 0) is the 0 that it should be.
             base = new_lse.masked_fill(new_lse == -torch.inf, 0.0).unsqueeze(-1)
             kept = (lse[..., rows].unsqueeze(-1) - base).exp_()
             out[..., rows, :] *= kept
-            out[..., rows, :] += (scores - base).exp_() @ v[:, :, None, keys].to(dtype)
+            out[..., rows, :] += (s - base).exp_() @ v[:, :, None, keys].to(dtype)
             lse[..., rows] = new_lse
         return out.flatten(1, 2), lse.flatten(1, 2)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
         q_groups, dout_groups, out_groups = _group(q, k), _group(dout, k), _group(out, k)
@@ -50,10 +51,12 @@ class Blockwise:
         for rows, keys in _chunks(tile):
             q_rows, dout_rows = q_groups[..., rows, :].to(dtype), dout_groups[..., rows, :].to(dtype)
             k_keys, v_keys = k[:, :, None, keys].to(dtype), v[:, :, None, keys].to(dtype)
-            scores = _scores(q_rows, k_keys, tile, rows, keys, scale, dtype)
-            p = (scores - lse_groups[..., rows, :]).exp_()
+            s, slope = _scores(q_rows, k_keys, tile, rows, keys, scores, dtype)
+            p = (s - lse_groups[..., rows, :]).exp_()
             delta = (dout_rows * out_groups[..., rows, :].to(dtype)).sum(-1, keepdim=True)
-            ds = (dout_rows @ v_keys.mT).sub_(delta).mul_(p).mul_(scale)
+            ds = (dout_rows @ v_keys.mT).sub_(delta).mul_(p).mul_(scores.scale)
+            if slope is not None:
+                ds *= slope
             dq[..., rows, :] += ds @ k_keys
             dk[:, :, keys] += (ds.mT @ q_rows).sum(2)
             dv[:, :, keys] += (p.mT @ dout_rows).sum(2)
@@ -74,11 +77,26 @@ def _group(heads: Tensor, kv: Tensor) -> Tensor:
     return heads.unflatten(1, (kv.shape[1], -1))
 
 
-def _scores(q: Tensor, k: Tensor, tile: Tile, rows: slice, keys: slice, scale: float, dtype: torch.dtype) -> Tensor:
-    """Scaled scores of a chunk with -inf outside of the band. Shape (B, G, P, rows, keys)."""
-    scores = (q.to(dtype) @ k.to(dtype).mT).mul_(scale)
-    if tile.is_full:
-        return scores
-    i = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
-    j = torch.arange(keys.start, keys.stop, device=q.device)
-    return scores.masked_fill_((i - j < tile.lo) | (i - j > tile.hi), -torch.inf)
+def _scores(
+    q: Tensor, k: Tensor, tile: Tile, rows: slice, keys: slice, scores: Scores, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Scores of a chunk with -inf outside of the band, and their derivative by the scaled product unless it is 1.
+
+    Shape (B, G, P, rows, keys).
+    """
+    s = (q.to(dtype) @ k.to(dtype).mT).mul_(scores.scale)
+    slope = None
+    if scores.softcap:
+        s = s.div_(scores.softcap).tanh_()
+        slope = 1 - s * s
+        s = s.mul_(scores.softcap)
+    if scores.slopes is not None:
+        assert scores.query_positions is not None and scores.key_positions is not None, "slopes need positions"
+        distance = (scores.query_positions[rows, None] - scores.key_positions[keys]).abs_()
+        slopes = scores.slopes.to(dtype).view(k.shape[1], -1, 1, 1)
+        s = s.sub_(distance.to(dtype) * slopes)
+    if not tile.is_full:
+        i = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+        j = torch.arange(keys.start, keys.stop, device=q.device)
+        s = s.masked_fill_((i - j < tile.lo) | (i - j > tile.hi), -torch.inf)
+    return s, slope

@@ -1,0 +1,143 @@
+"""The order in which blocks visit ranks, as numbers that every rank knows.
+
+N ranks, H hops. At hop 0 a rank has its own block; the block of every later hop is sent by one rank, at the start of
+one of its earlier hops. Ring loop, gradients and planner read nothing else of a route.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.core.errors import UnsupportedError
+
+RouteName = Literal["ring", "bidirectional", "double-ring", "all-gather"]
+ROUTE_NAMES: Final[tuple[str, ...]] = (*get_args(RouteName), "ulysses")
+ROUTE_FORMS: Final = (
+    "ring, bidirectional, double-ring:I (inner rings of I ranks), all-gather, ulysses, ulysses:U (groups of U ranks, "
+    "a ring between them) or ulysses:U+ROUTE"
+)
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Route:
+    """How keys and values get from every rank to every other one.
+
+    ``ring``: from neighbour to neighbour (Liu et al. 2023). ``bidirectional``: half of each block goes either way.
+    ``double-ring``: around inner rings of ``inner`` consecutive ranks (a node), while a copy travels to the next node
+    (LoongTrain, Gu et al. 2024). ``all-gather``: from the owner straight to everybody. With ``ulysses`` above one,
+    groups of so many ranks first trade tokens for heads (DeepSpeed Ulysses, Jacobs et al. 2023), and the route runs
+    between the groups (USP, Fang and Zhao 2024).
+    """
+
+    name: RouteName = "ring"
+    inner: int = 1
+    ulysses: int = 1
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def parse(text: str, ranks: int) -> "Route":
+        """Read a route for a number of ranks, see ``ROUTE_FORMS``.
+
+        Raises:
+            UnsupportedError: an unknown route, or a size that does not divide the ranks.
+        """
+        first, _, between = text.partition("+")
+        name, _, number = first.partition(":")
+        if number and not (number.isdecimal() and int(number)):
+            raise UnsupportedError(f"cannot read the route {text!r}: {number!r} is not a positive number")
+        if name == "ulysses":
+            size = int(number or ranks)
+            if ranks % size:
+                raise UnsupportedError(f"route {text!r}: groups of {size} do not divide {ranks} ranks")
+            inner = Route.parse(between or "ring", ranks // size)
+            if inner.ulysses > 1:
+                raise UnsupportedError(f"route {text!r}: ulysses stands once, at the beginning")
+            return Route(inner.name, inner.inner, size)
+        if between or name not in ROUTE_NAMES or bool(number) != (name == "double-ring"):
+            raise UnsupportedError(f"unknown route {text!r}; choose one of {ROUTE_FORMS}")
+        if name != "double-ring":
+            return Route(name)  # pyright: ignore[reportArgumentType]
+        if ranks % int(number):
+            raise UnsupportedError(f"route {text!r}: inner rings of {number} do not divide {ranks} ranks")
+        return Route("double-ring", int(number))
+
+    def itineraries(self, ranks: int) -> tuple["Itinerary", ...]:
+        """The ways to go; the schedule takes the one that moves fewer tokens."""
+        match self.name:
+            case "ring":
+                return tuple(_ring(ranks, direction) for direction in (1, -1))
+            case "bidirectional":
+                return (_bidirectional(ranks),)
+            case "double-ring":
+                return (_double_ring(ranks, self.inner),)
+            case "all-gather":
+                return (_all_gather(ranks),)
+
+
+@dataclass(frozen=True)
+class Itinerary:
+    """Which block is where, at every hop of every rank.
+
+    ``owner`` and ``source`` (H, N): whose block a rank has at a hop, and which rank sent it. ``posted`` (H,): at the
+    start of which earlier hop it was sent. ``behind`` (H,): the hop whose visitor hands its dk and dv on to this hop's
+    visitor, 0 when nobody does. ``half`` (H,): which half of the owner's tokens, -1 for all.
+    """
+
+    owner: IntArray
+    source: IntArray
+    posted: IntArray
+    behind: IntArray
+    half: IntArray
+
+    @property
+    def visitor(self) -> IntArray:
+        """Which rank has an owner's block at a hop: the inverse of ``owner``. Shape (H, N)."""
+        return np.argsort(self.owner, axis=1)
+
+    def following(self, hop: int) -> int:
+        """The hop whose visitor gets the dk and dv of this hop's visitor, 0 when nobody does."""
+        later = np.flatnonzero(self.behind == hop)
+        return int(later[0]) if hop and len(later) else 0
+
+
+def _itinerary(ranks: int, hops: Sequence[tuple[IntArray, int, int, int]]) -> Itinerary:
+    """From (source, posted, behind, half) of each hop after the first."""
+    everyone = np.arange(ranks)
+    owners = [everyone]
+    for source, posted, _, _ in hops:
+        owners.append(owners[posted][source])
+    posted, behind, half = (np.array([first, *(hop[i] for hop in hops)]) for i, first in ((1, 0), (2, 0), (3, -1)))
+    return Itinerary(np.stack(owners), np.stack([everyone, *(hop[0] for hop in hops)]), posted, behind, half)
+
+
+def _ring(ranks: int, direction: int) -> Itinerary:
+    source = (np.arange(ranks) - direction) % ranks
+    return _itinerary(ranks, [(source, hop - 1, hop - 1, -1) for hop in range(1, ranks)])
+
+
+def _bidirectional(ranks: int) -> Itinerary:
+    """Odd hops: first halves, going up the ring. Even hops: second halves, going down."""
+    neighbours = [(np.arange(ranks) + step) % ranks for step in (1, -1)]
+    hops = range(1, 2 * ranks - 1)
+    return _itinerary(ranks, [(neighbours[hop % 2], max(hop - 2, 0), max(hop - 2, 0), 1 - hop % 2) for hop in hops])
+
+
+def _double_ring(ranks: int, inner: int) -> Itinerary:
+    """The block that enters a node goes around it, and at once on to the next node."""
+    node, place = np.divmod(np.arange(ranks), inner)
+    neighbour = node * inner + (place - 1) % inner
+    other_node = (np.arange(ranks) - inner) % ranks
+    hops = [
+        (neighbour, hop - 1, hop - 1, -1) if hop % inner else (other_node, hop - inner, 0, -1) for hop in range(ranks)
+    ]
+    return _itinerary(ranks, hops[1:])
+
+
+def _all_gather(ranks: int) -> Itinerary:
+    return _itinerary(ranks, [((np.arange(ranks) - hop) % ranks, 0, 0, -1) for hop in range(1, ranks)])

@@ -1,0 +1,30 @@
+"""What becomes of a product q . k before the softmax, beside the mask: scale, soft cap, ALiBi."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """``s = scale q . k``, then ``s = softcap tanh(s / softcap)`` if there is a soft cap (Gemma 2), then ``s -= slope
+    |p - p'|`` with the global positions p and p' of query and key if there are slopes (ALiBi, Press et al. 2022).
+
+    ``slopes`` (H,) float32, one a query head. ``query_positions`` (rows,) and ``key_positions`` (keys,) int64 are set,
+    for a tile, where there are slopes.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+    query_positions: Tensor | None = None
+    key_positions: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Only scaled: what every flash kernel computes."""
+        return not self.softcap and self.slopes is None
+
+    def heads(self, heads: slice) -> "Scores":
+        """Those of some of the query heads."""
+        return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
