@@ -10,11 +10,10 @@ from torch import Tensor
 import ringspan as rs
 from ringspan.core import reference
 from ringspan.core.layout import LAYOUT_NAMES
-from ringspan.core.route import Route
+from ringspan.core.route import Route, member_heads
 from ringspan.core.schedule import plan
 from ringspan.torch import ring
 from ringspan.torch.attention import _Options, assemble
-from ringspan.torch.ulysses import member_heads
 from tests.core.strategies import masks
 from tests.torch.virtual import on_ranks
 

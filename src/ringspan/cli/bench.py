@@ -31,18 +31,21 @@ def attention(
     dtype: Dtype = "float32",
     mask: Annotated[str, typer.Option(help="causal, full, window:4096, documents:700,1300,...")] = "causal",
     layout: LayoutOption = "zigzag",
-    route: Annotated[str, typer.Option(help="ring.")] = "ring",
+    route: Annotated[
+        str, typer.Option(help="ring, bidirectional, double-ring:I, all-gather, ulysses[:U[+ROUTE]].")
+    ] = "ring",
     repeats: Repeats = 5,
     as_json: Json = False,
 ) -> None:
     """Ring attention on N ranks of one thread against scaled_dot_product_attention on one process of N threads."""
     from ringspan.bench.attention import AttentionCase, run
-    from ringspan.core.layout import Layout, layout_name
+    from ringspan.core.layout import layout_name
     from ringspan.core.mask import Mask
-    from ringspan.core.schedule import plan
+    from ringspan.core.route import Route, member_heads
 
     _check_dtype(dtype)
-    plan(Layout(layout_name(layout), length, ranks), Mask.parse(mask), 0, None, route)  # refuse here, not in each rank
+    Mask.parse(mask)  # refuse here, not in each rank
+    member_heads(heads, kv_heads, Route.parse(route, ranks).ulysses)
     result = run(
         AttentionCase(
             ranks=ranks,

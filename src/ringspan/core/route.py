@@ -7,7 +7,7 @@ one of its earlier hops. Ring loop, gradients and planner read nothing else of a
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,3 +141,31 @@ def _double_ring(ranks: int, inner: int) -> Itinerary:
 
 def _all_gather(ranks: int) -> Itinerary:
     return _itinerary(ranks, [((np.arange(ranks) - hop) % ranks, 0, 0, -1) for hop in range(1, ranks)])
+
+
+class Heads(NamedTuple):
+    """What one member computes."""
+
+    queries: slice
+    keys: slice
+
+
+def member_heads(num_heads: int, num_kv_heads: int, members: int) -> tuple[Heads, ...]:
+    """Equal shares of the query heads, each with its key/value heads; several members share one when these are few.
+
+    Raises:
+        UnsupportedError: heads that do not come out even.
+    """
+    if num_heads % members or (num_kv_heads % members and members % num_kv_heads):
+        raise UnsupportedError(
+            f"route ulysses: {num_heads} query and {num_kv_heads} key/value heads do not split evenly over groups of "
+            f"{members} ranks; choose a group size that divides the query heads and divides, or is a multiple of, "
+            "the key/value heads"
+        )
+    shares: list[Heads] = []
+    for member in range(members):
+        first = member * num_kv_heads // members
+        each = max(1, num_kv_heads // members)
+        queries = num_heads // members
+        shares.append(Heads(slice(member * queries, (member + 1) * queries), slice(first, first + each)))
+    return tuple(shares)

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal
-from ringspan.core.route import Route
+from ringspan.core.route import Route, member_heads
 from ringspan.core.schedule import Schedule, plan
 from ringspan.torch.exchange import Exchange, agree
 from ringspan.torch.ring import (
@@ -29,7 +29,7 @@ from ringspan.torch.ring import (
     sink_gradient,
 )
 from ringspan.torch.scores import Scores
-from ringspan.torch.ulysses import Ulysses, member_heads
+from ringspan.torch.ulysses import Ulysses
 from ringspan.torch.wire import check_wire
 
 

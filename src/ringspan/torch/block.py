@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ringspan.core.ranges import Ranges, offset, size
 from ringspan.core.tile import Tile
+from ringspan.torch.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -80,33 +81,36 @@ class Block:
 
 
 class RunningSum:
-    """A sum of row ranges of a (B, heads, n, size) tensor; the first contribution is written, not added to zeros."""
+    """A sum of row ranges of a (B, heads, n, size) tensor; what comes first to a row is written, not added to zeros."""
 
     def __init__(self, into: Tensor) -> None:
         self._into = into
-        self._started = False
+        self._rows = Rows(into.shape[2])
 
     @staticmethod
     def to_be(result: Tensor, dtype: torch.dtype) -> "RunningSum":
         """A sum in ``dtype`` that is to end in ``result``: added up right there when it has that dtype."""
         return RunningSum(result if result.dtype == dtype else torch.empty_like(result, dtype=dtype))
 
-    def add(self, rows: slice, value: Tensor) -> None:
-        """Add ``value`` to the given rows."""
-        if self._started:
-            self._into[:, :, rows].add_(value)
+    def add(self, start: int, stop: int, value: Tensor) -> None:
+        """Add ``value`` to rows [start, stop)."""
+        mine = self._into[:, :, start:stop]
+        missing = self._rows.touch(start, stop)
+        if missing == stop - start:
+            mine.copy_(value)
             return
-        if value.shape[2] != self._into.shape[2]:
-            self._into.zero_()
-        self._into[:, :, rows].copy_(value)
-        self._started = True
+        if missing:
+            self._clear()
+        mine.add_(value)
 
     def finish(self) -> Tensor:
         """The sum; zeros where nothing was added."""
-        if not self._started:
-            self._into.zero_()
-            self._started = True
+        self._clear()
         return self._into
+
+    def _clear(self) -> None:
+        for start, stop in self._rows.fill():
+            self._into[:, :, start:stop].zero_()
 
 
 class GradientBlock:
@@ -132,9 +136,9 @@ class GradientBlock:
     def add(self, start: int, stop: int, dk: Tensor, dv: Tensor) -> None:
         """Add the gradients of the owner's tokens [start, stop)."""
         first = offset(self._ranges, start)
-        rows = slice(first, first + stop - start)
-        self._dk.add(rows, dk)
-        self._dv.add(rows, dv)
+        last = first + stop - start
+        self._dk.add(first, last, dk)
+        self._dv.add(first, last, dv)
 
     def add_block(self, block: Block) -> None:
         """Add what another rank sent."""

@@ -20,13 +20,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutput
 from ringspan.core.errors import LayoutError, PeerMismatch, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal, documents, sliding_window
-from ringspan.core.route import Route
+from ringspan.core.route import Route, member_heads
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.batch import IGNORED, document_positions
 from ringspan.torch.exchange import agree
 from ringspan.torch.loss import GlobalSum, blockwise_cross_entropy
 from ringspan.torch.remat import CheckpointName, checkpoint_layers
-from ringspan.torch.ulysses import member_heads
 from ringspan.torch.wire import check_wire
 
 # Config fields that change attention or logits in a way that the ring does not compute yet.

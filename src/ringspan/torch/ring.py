@@ -138,14 +138,14 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
     for number, heads, kv_heads in ring.heads(q, k):
         q_part, v_part = q[:, heads], v[:, kv_heads]
-        partial = Partial(q_part.shape[:-1] + v.shape[-1:], dtype, q.device)
+        partial = Partial(out[:, heads], lse[:, heads])
         for hop, block in visits(ring, number, k[:, kv_heads], v_part):
             for tile in hop.tiles:
                 rows = q_part[:, :, tile.q0 : tile.q1]
                 scores = ring.scores_of(tile, hop.owner, heads)
                 kernel = kernels.choose(q_part, v_part, tile, scores)
                 partial.merge(tile, *kernel.forward(rows, *block.tile(tile), tile, scores))
-        out[:, heads], lse[:, heads] = partial.finish(None if sinks is None else sinks[heads])
+        partial.finish(None if sinks is None else sinks[heads])
     return out, lse
 
 
@@ -210,7 +210,7 @@ def _backward_of_heads(
             ours = dout[:, :, rows], q[:, :, rows], *block.tile(tile), out[:, :, rows], lse[:, :, rows]
             scores = ring.scores_of(tile, hop.owner, heads)
             tile_dq, tile_dk, tile_dv = kernels.choose(q, v, tile, scores).backward(*ours, tile, scores)
-            dq.add(rows, tile_dq)
+            dq.add(tile.q0, tile.q1, tile_dq)
             total.add(tile.k0, tile.k1, tile_dk, tile_dv)
             del ours, tile_dq, tile_dk, tile_dv  # before the next ones are made
         if hop.index in behind:

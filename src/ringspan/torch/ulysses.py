@@ -11,41 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import Layout
+from ringspan.core.route import Heads
 from ringspan.torch import ring as rings
 from ringspan.torch.exchange import Exchange
 from ringspan.torch.ring import Ring
 
 _TO_HEADS, _TO_TOKENS = 0, 1  # message numbers
-
-
-class Heads(NamedTuple):
-    """What one member computes."""
-
-    queries: slice
-    keys: slice
-
-
-def member_heads(num_heads: int, num_kv_heads: int, members: int) -> tuple[Heads, ...]:
-    """Equal shares of the query heads, each with its key/value heads; several members share one when these are few.
-
-    Raises:
-        UnsupportedError: heads that do not come out even.
-    """
-    if num_heads % members or (num_kv_heads % members and members % num_kv_heads):
-        raise UnsupportedError(
-            f"route ulysses: {num_heads} query and {num_kv_heads} key/value heads do not split evenly over groups of "
-            f"{members} ranks; choose a group size that divides the query heads and divides, or is a multiple of, "
-            "the key/value heads"
-        )
-    shares: list[Heads] = []
-    for member in range(members):
-        first = member * num_kv_heads // members
-        each = max(1, num_kv_heads // members)
-        queries = num_heads // members
-        shares.append(Heads(slice(member * queries, (member + 1) * queries), slice(first, first + each)))
-    return tuple(shares)
 
 
 class _Trade(NamedTuple):

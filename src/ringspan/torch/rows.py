@@ -1,0 +1,27 @@
+"""Which rows of an accumulator hold something yet: what comes first is written, so that nothing need be zeroed."""
+
+import numpy as np
+
+from ringspan.core.ranges import Ranges
+
+
+class Rows:
+    """Rows of an uninitialised tensor, none of them written yet."""
+
+    def __init__(self, count: int) -> None:
+        self._written = np.zeros(count, dtype=np.bool_)
+
+    def touch(self, start: int, stop: int) -> int:
+        """How many of the rows [start, stop) were not written before; if not all of them, ``fill`` before adding."""
+        before = int(np.count_nonzero(self._written[start:stop]))
+        if before in (0, stop - start):
+            self._written[start:stop] = True
+        return stop - start - before
+
+    def fill(self) -> Ranges:
+        """The ranges of rows that are still to be written with neutral numbers, and now count as written."""
+        if self._written.all():
+            return ()
+        edges = np.flatnonzero(np.diff(np.concatenate(([True], self._written, [True]))))
+        self._written[:] = True
+        return tuple((int(start), int(stop)) for start, stop in edges.reshape(-1, 2))
