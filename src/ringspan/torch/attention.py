@@ -4,15 +4,18 @@ Being an operator, it traces under FakeTensor and torch.compile without communic
 name it to keep its result. B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
 """
 
+import logging
+import os
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from ringspan.core.choice import Choice, Shape, Speeds, choose_route
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal
@@ -31,6 +34,9 @@ from ringspan.torch.ring import (
 from ringspan.torch.scores import Scores
 from ringspan.torch.ulysses import Ulysses
 from ringspan.torch.wire import check_wire
+
+_log: Final = logging.getLogger(__name__)
+_told: Final[set[Choice]] = set()
 
 
 def ring_attention(
@@ -73,7 +79,8 @@ def ring_attention(
         sinks: one logit a query head (H,) that takes its share of every row's softmax and has no value (gpt-oss).
             Its gradient is that of the local rows; sum it over the ranks as for any parameter.
         route: how blocks get to other ranks, see ``ringspan.core.route``: ring, bidirectional, double-ring:I,
-            all-gather, ulysses, ulysses:U; the result is the same.
+            all-gather, ulysses, ulysses:U; the result is the same. ``auto`` takes the quickest by the model of
+            ``ringspan.core.choice`` and logs why.
         wire: how keys and values travel, see ``ringspan.torch.wire``: exact, bfloat16, float8 or int8.
         gradient_wire: how dk and dv travel: exact (float32) or bfloat16.
 
@@ -100,9 +107,10 @@ def ring_attention(
     key_layout = key_layout or layout
     _check_layout("queries", layout, ranks, q.shape[2])
     _check_layout("keys", key_layout, ranks, k.shape[2])
-    members = Route.parse(route, ranks).ulysses
-    member_heads(q.shape[1], k.shape[1], members)
     mask = causal() if mask is None else Mask.parse(mask) if isinstance(mask, str) else mask
+    if route == "auto":
+        route = _choose(layout, mask, q, k, v)
+    member_heads(q.shape[1], k.shape[1], Route.parse(route, ranks).ulysses)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     lengths = layout.name, layout.length, key_layout.length
     name = group.group_name if group is not None else ""
@@ -132,6 +140,26 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise UnsupportedError(f"dtype {q.dtype} is not supported; use float32 or bfloat16")
     if q.dtype == torch.float16 and q.device.type == "cpu":
         raise UnsupportedError("float16 on CPU is not supported; use float32 or bfloat16")
+
+
+# What one device is taken to do where nothing was measured: of the class of an H100 in a node, or a core of a CPU.
+_ASSUMED: Final = {"cuda": (4e14, 3e11, 2.5e10), "cpu": (1e11, 2e9, 1e9)}
+
+
+def _choose(layout: Layout, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The route that ``auto`` stands for here."""
+    speeds = Speeds(*_ASSUMED["cpu" if q.device.type == "cpu" else "cuda"], _ranks_per_node(layout.ranks))
+    shape = Shape(len(q), q.shape[1], k.shape[1], k.shape[-1], v.shape[-1], k.dtype.itemsize)
+    choice = choose_route(layout, mask, shape, speeds)
+    if choice not in _told:
+        _told.add(choice)
+        _log.info("%s", choice.reason)
+    return choice.route
+
+
+def _ranks_per_node(ranks: int) -> int:
+    """As the launcher says, at most the ring; all of it when nobody says."""
+    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
 def _check_scores(q: Tensor, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None) -> float:

@@ -198,6 +198,8 @@ def refuse_config(config: PreTrainedConfig) -> None:
 def refuse_route(config: PreTrainedConfig, ranks: int, route: str, wire: str) -> None:
     """Raise an UnsupportedError when a route or wire does not exist, or does not fit the ring and the model's heads."""
     check_wire(wire, "exact")
+    if route == "auto":
+        return
     heads = config.num_attention_heads
     member_heads(heads, getattr(config, "num_key_value_heads", None) or heads, Route.parse(route, ranks).ulysses)
 
