@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from ringspan.plan.dryrun import StepSetup, run_steps
 from ringspan.plan.tracker import MemoryTracker
 
-_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+_FIELDS = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
 
 
 class _Mallinfo(ctypes.Structure):

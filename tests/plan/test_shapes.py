@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.plan.shapes import MODELS, model_shape
-from tests.torch import models
 from ringspan.torch.models import layer_windows
+from tests.torch import models
 
 # Counted from the published checkpoints (their safetensors index); GPT-3 from its paper's sizes (Brown et al. 2020).
 PUBLISHED = {

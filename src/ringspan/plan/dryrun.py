@@ -1,6 +1,6 @@
 """The real training step of the real model, traced on fake tensors as one rank of many: nothing is computed or sent."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,14 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ringspan.core.errors import ConfigError
+from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
+from ringspan.plan.planner import Plan
+from ringspan.plan.shapes import ModelShape
 from ringspan.plan.tracker import MemoryTracker, Moment, train_step
 from ringspan.torch.batch import shard_batch
 from ringspan.torch.models import parallelize, refuse_config
-from ringspan.torch.remat import CheckpointName
+from ringspan.torch.remat import CheckpointName, checkpoint_name
 
 _STEPS: Final = 2  # in the first one the optimizer has no state yet, and DTensor fills its caches
+_TIMELINE_MOMENTS: Final = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +105,6 @@ def run_steps(tracker: MemoryTracker, model: Any, mesh: DeviceMesh, setup: StepS
         train_step(tracker, model, optimizer, batch)
 
 
-def hugging_face_config(values: dict[str, Any]) -> PreTrainedConfig:
-    """The config object of a config.json's values."""
-    return AutoConfig.for_model(**values)
-
-
 @contextmanager
 def _fake_group(rank: int, ranks: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
@@ -114,3 +112,78 @@ def _fake_group(rank: int, ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def trace_plan(answer: Plan, rank: int) -> Trace:
+    """Trace the step that a plan proposes."""
+    setting = answer.setting
+    setup = StepSetup(
+        length=setting.length,
+        ring=setting.ring,
+        replicate=setting.replicate,
+        batch=setting.batch,
+        layout=setting.layout,
+        checkpoint=checkpoint_name(setting.checkpoint),
+        dtype=setting.dtype,
+        parameter_dtype=setting.parameter_dtype,
+        loss_chunk_tokens=setting.loss_chunk_tokens,
+        on_gpu=setting.on_gpu,
+    )
+    return trace(hugging_face_config(answer.question.shape, setting.length), setup, rank)
+
+
+def summary(traced: Trace, budget_bytes: int) -> dict[str, Any]:
+    """What ``ringspan plan --trace`` puts in the place of the formula's bytes, and the timeline."""
+    peak = traced.peak
+    return {
+        "fits": peak.total_bytes <= budget_bytes,
+        "peak_bytes": peak.total_bytes,
+        "bytes": peak.bytes,
+        "peak_moment": peak.phase,
+        "rank": traced.rank,
+        "timeline": [
+            {"operator": moment.index, "phase": moment.phase, "bytes": moment.bytes}
+            for moment in thinned(traced.moments, _TIMELINE_MOMENTS)
+        ],
+    }
+
+
+def thinned(moments: Sequence[Moment], count: int) -> list[Moment]:
+    """At most about ``count`` of the moments: the highest of each equal stretch."""
+    stretch = max(1, -(-len(moments) // count))
+    parts = (moments[first : first + stretch] for first in range(0, len(moments), stretch))
+    return [max(part, key=lambda moment: moment.total_bytes) for part in parts]
+
+
+def hugging_face_config(shape: ModelShape, length: int) -> PreTrainedConfig:
+    """The config of a model of this shape, for sequences of this length.
+
+    Raises:
+        UnsupportedError: a family that the ring does not run.
+    """
+    if shape.family == "gpt2":
+        raise UnsupportedError(f"{shape.name}: --trace builds llama, mistral, qwen2 and qwen3 models, not gpt2")
+    window = next((w for w in shape.layer_windows if w is not None), None)
+    values: dict[str, Any] = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": length,
+        "tie_word_embeddings": shape.tied,
+        "attention_bias": shape.output_bias,
+        "mlp_bias": shape.mlp_bias,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if shape.model_type != "mistral":
+        values["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in shape.layer_windows]
+    if shape.model_type == "llama":
+        del values["layer_types"], values["sliding_window"], values["use_sliding_window"]
+    return AutoConfig.for_model(shape.model_type, **values)

@@ -1,7 +1,7 @@
 """Accelerators: what a device computes, holds and sends. Peak numbers are the vendors', per device and direction."""
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from ringspan.core.errors import ConfigError
 from ringspan.plan.names import normal, unknown
@@ -75,13 +75,14 @@ def _tpu(name: str, title: str, teraflops: float, gigabytes: int, interconnect: 
     )
 
 
-# NVIDIA: dense bfloat16 and NVLink from the data sheets of A100, H100, H200 (SXM) and DGX B200; one direction is half of
-# the quoted NVLink bandwidth. Network: InfiniBand of the DGX of that generation, one adapter a GPU (HDR 200 Gb/s for
-# the 80 GB A100 is 25 GB/s; NDR 400 Gb/s is 50 GB/s); the A100 keeps the 12.5 GB/s (100 Gb/s) of the Ring Attention
-# paper's table, which cloud machines still have. Attention: FlashAttention-2 (Dao 2023) reaches up to 72% of an A100 in
-# training; PyTorch's flash kernel is that algorithm and reaches 35% of an H100 (FlashAttention-3, Shah et al. 2024).
+# NVIDIA: dense bfloat16, memory and NVLink from the data sheets of A100, H100, H200 (SXM) and DGX B200; one direction is
+# half of the quoted NVLink bandwidth. Memory counts 10^9 bytes a GB; the devices have some 6% more, which is left to
+# the runtime, the communication library and fragmentation. Network: one adapter a GPU, NDR InfiniBand of 400 Gb/s
+# (50 GB/s); for the A100 the 100 Gb/s (12.5 GB/s) of the Ring Attention paper's table. Attention: FlashAttention-2
+# (Dao 2023) reaches up to 72% of an A100 in training; PyTorch's flash kernel is that algorithm and reaches 35% of an
+# H100 (FlashAttention-3, Shah et al. 2024). The other efficiencies are assumptions: measure yours.
 # TPU: peak FLOP/s, memory and interconnect of the system architecture pages of Google Cloud (v3, v4, v5e, v5p); the
-# bandwidths of v3, v4 and v5e are those of the Ring Attention paper's table, which its block sizes follow from.
+# bandwidths of v3, v4 and v5e are those of the Ring Attention paper's table, from which its block sizes follow.
 _DEVICES: Final = (
     _gpu("a100-40gb", "NVIDIA A100 40 GB", 312, 40, 300, 12.5, 0.60),
     _gpu("a100-80gb", "NVIDIA A100 80 GB", 312, 80, 300, 12.5, 0.60),
@@ -150,7 +151,6 @@ def _read(change: str) -> tuple[str, float]:
 
 
 def _replace(base: Device, values: dict[str, float]) -> Device:
-    fields = {name: getattr(base, name) for name in Device.__dataclass_fields__} | values
-    for name in ("memory_bytes", "devices_per_node"):
-        fields[name] = int(fields[name])
-    return Device(**fields)
+    whole = {"memory_bytes", "devices_per_node"}
+    changes: dict[str, Any] = {name: int(value) if name in whole else value for name, value in values.items()}
+    return replace(base, **changes)

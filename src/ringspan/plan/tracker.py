@@ -124,6 +124,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def restart(self) -> None:
         """Forget the moments so far; what is held is still known."""
+        self.watch("parameters", self._sharded)  # FSDP pads uneven ones anew in the first step
         self.moments.clear()
         self._note(always=True)
 
@@ -145,9 +146,8 @@ class MemoryTracker(TorchDispatchMode):
             storage = tensor.untyped_storage()
             given.add(storage._cdata)
             known = self._storages.get(storage._cdata)
-            if communicates and known is not None:
-                if known.category == "temporaries":
-                    self._move(known, "gradients" if func in _TAKES_GRADIENTS else "communication")
+            if communicates and known is not None and known.category == "temporaries":
+                self._move(known, "gradients" if func in _TAKES_GRADIENTS else "communication")
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self._storages:
@@ -199,9 +199,7 @@ class MemoryTracker(TorchDispatchMode):
             self._changed = False
 
 
-def train_step(
-    tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]
-) -> None:
+def train_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> None:
     """One training step as the training loop does it, with its phases marked in the tracker."""
     tracker.phase = "forward"
     loss = model(**batch).loss
