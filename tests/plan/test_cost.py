@@ -1,6 +1,7 @@
 """FLOPs, traffic and time against the schedule, brute force and published figures."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,9 +46,8 @@ def test_pairs_of_all_ranks_are_those_of_the_mask_and_no_link_carries_more_than_
 
 
 def test_model_flops_are_those_that_training_reports():
-    config = type(
-        "Config", (), {"num_attention_heads": 32, "head_dim": 128, "hidden_size": 4096, "num_hidden_layers": 32}
-    )
+    sizes = {"num_attention_heads": 32, "head_dim": 128, "hidden_size": 4096, "num_hidden_layers": 32}
+    config = SimpleNamespace(**sizes)
     length = 131_072
     expected = length * flops_per_token(config, LLAMA.matrix_parameters, length)
     assert model_flops(LLAMA, length) == pytest.approx(expected, rel=1e-4)

@@ -75,8 +75,8 @@ def _tpu(name: str, title: str, teraflops: float, gigabytes: int, interconnect: 
     )
 
 
-# NVIDIA: dense bfloat16, memory and NVLink from the data sheets of A100, H100, H200 (SXM) and DGX B200; one
-# direction is half of the quoted NVLink bandwidth. Memory counts 10^9 bytes a GB; the devices have some 6% more, which is left to
+# NVIDIA: dense bfloat16, memory and NVLink from the data sheets of A100, H100, H200 (SXM) and DGX B200; one direction
+# is half of the quoted NVLink bandwidth. Memory counts 10^9 bytes a GB; the devices have some 6% more, which is left to
 # the runtime, the communication library and fragmentation. Network: one adapter a GPU, NDR InfiniBand of 400 Gb/s
 # (50 GB/s); for the A100 the 100 Gb/s (12.5 GB/s) of the Ring Attention paper's table. Attention: FlashAttention-2
 # (Dao 2023) reaches up to 72% of an A100 in training; PyTorch's flash kernel is that algorithm and reaches 35% of an
