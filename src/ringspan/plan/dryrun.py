@@ -1,7 +1,7 @@
 """The real training step of the real model, traced on fake tensors as one rank of many: nothing is computed or sent."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from ringspan.core.layout import Layout, LayoutName
 from ringspan.plan.planner import Plan
 from ringspan.plan.shapes import ModelShape
 from ringspan.plan.tracker import MemoryTracker, Moment, train_step
+from ringspan.torch import attention
 from ringspan.torch.batch import shard_batch
 from ringspan.torch.models import parallelize, refuse_config
 from ringspan.torch.remat import CheckpointName, checkpoint_name
@@ -73,8 +74,8 @@ def trace(config: PreTrainedConfig, setup: StepSetup, rank: int = 0) -> Trace:
     if dist.is_initialized():
         raise ConfigError("a dry run needs a process of its own: this one is already in a process group")
     refuse_config(config)
-    tracker = MemoryTracker(head_groups=1 if setup.on_gpu else None, is_fake=True)
-    with _fake_group(rank, ranks):
+    tracker = MemoryTracker(is_fake=True)
+    with _fake_group(rank, ranks), _as_on_gpu() if setup.on_gpu else nullcontext():
         mesh = init_device_mesh("cpu", (setup.replicate, setup.ring), mesh_dim_names=("replicate", "ring"))
         with FakeTensorMode(allow_non_fake_inputs=True), tracker:
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.parameter_dtype)).train()
@@ -103,6 +104,17 @@ def run_steps(tracker: MemoryTracker, model: Any, mesh: DeviceMesh, setup: StepS
     for _ in range(_STEPS):
         tracker.restart()
         train_step(tracker, model, optimizer, batch)
+
+
+@contextmanager
+def _as_on_gpu() -> Iterator[None]:
+    """Let the ring take all heads at once, as on a GPU: without one there are no fake CUDA tensors either."""
+    choose = attention.num_head_groups
+    attention.num_head_groups = lambda *_: 1
+    try:
+        yield
+    finally:
+        attention.num_head_groups = choose
 
 
 @contextmanager

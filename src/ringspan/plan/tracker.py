@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ringspan.torch import attention, ring
+from ringspan.torch import attention
 
 Category = Literal["parameters", "gradients", "optimizer", "activations", "temporaries", "communication"]
 CATEGORIES: Final[tuple[Category, ...]] = (
@@ -57,11 +57,9 @@ class MemoryTracker(TorchDispatchMode):
     are counted like everything else. Storages that FSDP shrinks and grows are looked at after each operator. What a
     kernel allocates inside of one operator of PyTorch is not seen.
 
-    ``head_groups`` overrides how many groups of heads take turns (``torch.ring.num_head_groups``). With ``is_fake``
-    it answers for the tensors that have no values (see ``_ANSWERS``).
+    With ``is_fake`` it answers for the tensors that have no values (see ``_ANSWERS``).
     """
 
-    head_groups: int | None = None
     is_fake: bool = False
     moments: list[Moment] = field(default_factory=list)
     phase: str = "forward"
@@ -135,7 +133,7 @@ class MemoryTracker(TorchDispatchMode):
             return _ANSWERS[func]
         if func.namespace == "ringspan" and func in _LOOPS:
             with self:
-                return _LOOPS[func](self.head_groups, *args, **(kwargs or {}))
+                return _LOOPS[func](*args, **(kwargs or {}))
         if func.name().startswith("c10d::reduce_scatter") or func.name().startswith("c10d::_reduce_scatter"):
             self.claim_gradients()
         result = func(*args, **(kwargs or {}))
@@ -214,24 +212,10 @@ def train_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimi
     optimizer.zero_grad()
 
 
-def _forward(head_groups: int | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return ring.forward(_grouped(attention._prepare("forward", *arguments), head_groups), *arguments[:3])
-
-
-def _backward(head_groups: int | None, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v, out, lse, *options = arguments
-    return ring.backward(
-        _grouped(attention._prepare("backward", q, k, v, *options), head_groups), dout, q, k, v, out, lse
-    )
-
-
-def _grouped(part: ring.Ring, head_groups: int | None) -> ring.Ring:
-    return part if head_groups is None else replace(part, head_groups=head_groups)
-
-
+# The functions that torch registered as the kernels of the ring's operators.
 _LOOPS: Final[dict[Any, Callable[..., Any]]] = {
-    _ops.ringspan.ring_attention.default: _forward,
-    _ops.ringspan.ring_attention_backward.default: _backward,
+    _ops.ringspan.ring_attention.default: attention._forward._init_fn,
+    _ops.ringspan.ring_attention_backward.default: attention._backward._init_fn,
 }
 # A traced run has no numbers to decide by: counts agree, positions are right, a head changes nothing.
 _ANSWERS: Final[dict[Any, Any]] = {_ops.aten._local_scalar_dense.default: 1, _ops.aten.equal.default: True}
