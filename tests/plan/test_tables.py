@@ -1,11 +1,13 @@
 """The page says what the code computes, and what was published."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
-from ringspan.plan.memory import Setting, training_memory
+from ringspan.plan.hardware import DEVICES
+from ringspan.plan.memory import Setting, longest, training_memory
 from ringspan.plan.shapes import MODELS
-from ringspan.plan.tables import TABLES, fill, layer_bytes
+from ringspan.plan.tables import PUBLISHED_CONTEXT, TABLES, fill, layer_bytes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
 
@@ -30,6 +32,10 @@ def test_what_the_page_says_about_its_tables():
     assert (sum(reached), len(reached)) == (5, 13)
     beyond = [row[0] for row in rows("contexts") if float(row[4].split()[0]) > float(row[4].split()[2])]
     assert beyond == ["32x A100 InfiniBand"] * 2
+    for _, kind, devices, model, _, _ in PUBLISHED_CONTEXT:
+        setting = Setting(length=1, ring=devices, checkpoint="full", on_gpu=False)
+        most = longest(MODELS[model], setting, DEVICES[kind].memory_bytes)
+        assert training_memory(MODELS[model], replace(setting, length=most)).moment == "attention backward"
     assert 4 < 1000e9 / layer_bytes("blockwise", 1, 10**8, 1024) < 5
     traced = training_memory(MODELS["llama-3.1-8b"], Setting(length=131_072, ring=4))
     assert f"peaks at {traced.peak_bytes / 1e9:.1f} GB" in PAGE

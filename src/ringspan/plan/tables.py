@@ -18,7 +18,7 @@ K: Final = 1024
 # Hardware, devices, model, and the longest context in thousands of tokens as published: with blockwise attention and
 # feed-forward on one device, and with Ring Attention (Liu, Zaharia, Abbeel 2023). A TPU v4 chip is one device, so
 # "TPUv4-1024" (cores) are 512; of v3 each core is one.
-_PUBLISHED_CONTEXT: Final = (
+PUBLISHED_CONTEXT: Final = (
     ("8x A100 NVLink", "a100-80gb", 8, "llama-3b", 64, 512),
     ("8x A100 NVLink", "a100-80gb", 8, "llama-7b", 32, 256),
     ("8x A100 NVLink", "a100-80gb", 8, "llama-13b", 16, 128),
@@ -118,7 +118,7 @@ def _context_row(title: str, kind: str, devices: int, model: str, blockwise: int
 
 def contexts() -> str:
     """The longest context of each published row, and what we reach on the same devices."""
-    rows = [_context_row(*row) for row in _PUBLISHED_CONTEXT]
+    rows = [_context_row(*row) for row in PUBLISHED_CONTEXT]
     return _table(("hardware", "model", "blockwise", "ring", "published, our bytes", "ours", "ours / ring"), rows)
 
 
