@@ -1,0 +1,125 @@
+"""``ringspan plan``: does it fit, how to run it and how fast it will be, before anything runs."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ringspan.plan.planner import Plan
+
+EPILOG = "Example: ringspan plan --model llama-3.1-8b --devices 8 --device h100-80gb --length 1048576"
+
+
+def command(
+    model: Annotated[
+        str, typer.Option(help="A name such as llama-3.1-8b, a config.json or its folder, or a Hugging Face id.")
+    ] = "llama-3.1-8b",
+    devices: Annotated[int, typer.Option(min=1, help="Accelerators in all.")] = 8,
+    device: Annotated[
+        str, typer.Option(help="Their kind: a name such as h100-80gb, or flops=...,memory_bytes=... by hand.")
+    ] = "h100-80gb",
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines that hold them; default: as the kind is usually built.")
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")] = 131_072,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of one optimizer step, on all devices.")] = 1,
+    dtype: Annotated[str, typer.Option(help="What layers compute in: bfloat16 or float32.")] = "bfloat16",
+    parameter_dtype: Annotated[
+        str, typer.Option(help="What parameters, gradients and moments are kept in: float32 or bfloat16.")
+    ] = "float32",
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Trace the real training step on fake tensors for the memory.")
+    ] = False,
+    rank: Annotated[int, typer.Option(min=0, help="The rank that --trace plays.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Plan a training step on a cluster: memory, mesh, layout, route, checkpoint policy, time, longest sequence.
+
+    Analytic and without a framework, in under a second; with --trace the real step is traced as one of its ranks.
+    """
+    from dataclasses import replace
+
+    from ringspan.core.errors import ConfigError
+    from ringspan.plan import hardware
+    from ringspan.plan.planner import Question, make_plan
+    from ringspan.plan.shapes import model_shape
+
+    kind = hardware.device(device)
+    if nodes is not None:
+        if devices % nodes:
+            raise ConfigError(f"--nodes {nodes} do not share {devices} devices evenly")
+        kind = replace(kind, devices_per_node=devices // nodes)
+    question = Question(
+        shape=model_shape(model),
+        device=kind,
+        devices=devices,
+        length=length,
+        batch=batch,
+        dtype=dtype,
+        parameter_dtype=parameter_dtype,
+    )
+    answer = make_plan(question)
+    result = answer.as_json()
+    if trace:
+        result |= _traced(answer, rank, quiet=as_json)
+    if as_json:
+        print(json.dumps(result))
+        return
+    _show(answer, result)
+
+
+def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:
+    """The memory of the plan, from a trace of the real step as one rank."""
+    from rich.console import Console
+
+    from ringspan.plan.dryrun import summary, trace_plan
+
+    console = Console(stderr=True, quiet=quiet)
+    with console.status("tracing the training step on fake tensors"):
+        return summary(trace_plan(answer, rank), answer.question.device.memory_bytes)
+
+
+def _show(answer: "Plan", result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    question, cost = answer.question, answer.cost
+    console = Console(highlight=False)
+    verdict = "[green]fits[/]" if result["fits"] else "[red]does not fit[/]"
+    console.print(
+        f"[bold]{question.shape.name}[/] ({question.shape.parameters / 1e9:.2f}B parameters), "
+        f"{question.batch} x {question.length:,} tokens on {question.devices} x {question.device.title}: {verdict}"
+    )
+    memory = Table(title="bytes a device at the peak", title_justify="left")
+    memory.add_column("category")
+    memory.add_column("GB", justify="right")
+    for name, num_bytes in result["bytes"].items():
+        memory.add_row(name, f"{num_bytes / 1e9:.2f}")
+    memory.add_section()
+    memory.add_row("peak", f"{result['peak_bytes'] / 1e9:.2f}")
+    memory.add_row("device", f"{question.device.memory_bytes / 1e9:.2f}")
+    console.print(memory)
+    mesh = " x ".join(f"{name} {size}" for name, size in result["mesh"].items())
+    facts = Table(show_header=False)
+    facts.add_column()
+    facts.add_column()
+    blocks, least = result["min_block_tokens"], result["min_tokens_per_device"]
+    link = result["link_bytes_per_step"]
+    for name, value in (
+        ("mesh", mesh),
+        ("layout, route", f"{result['layout']}, {result['route']}"),
+        ("checkpoint", result["checkpoint"]),
+        ("longest sequence", f"{result['max_length_tokens']:,} tokens (checkpoint full, one ring)"),
+        ("FLOPs a step", f"{cost.flops:.3g}"),
+        ("time a step", f"{cost.seconds:.3g} s, of which {cost.exposed_seconds:.2g} s wait for links"),
+        ("model FLOPs used", f"{cost.mfu:.1%} of the peak"),
+        ("tokens/s", f"{cost.tokens_per_second:,.0f}"),
+        ("sent by a device", f"{link['ring'] / 1e9:,.1f} GB of blocks, {link['shards'] / 1e9:,.1f} GB of parameters"),
+        ("minimal block F/B", f"{blocks['intra_node']:,} tokens in a node, {blocks['inter_node']:,} between nodes"),
+        ("minimal tokens 6F/B", f"{least['intra_node']:,} a device in a node, {least['inter_node']:,} between nodes"),
+    ):
+        facts.add_row(name, value)
+    console.print(facts)
+    for reason in result["reasons"]:
+        console.print(f"- {reason}", soft_wrap=True)

@@ -1,0 +1,201 @@
+"""The real training step of the real model, traced on fake tensors as one rank of many: nothing is computed or sent."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.layout import Layout, LayoutName
+from ringspan.plan.planner import Plan
+from ringspan.plan.shapes import ModelShape
+from ringspan.plan.tracker import MemoryTracker, Moment, train_step
+from ringspan.torch import attention
+from ringspan.torch.batch import shard_batch
+from ringspan.torch.models import parallelize, refuse_config
+from ringspan.torch.remat import CheckpointName, checkpoint_name
+
+_STEPS: Final = 2  # in the first one the optimizer has no state yet, and DTensor fills its caches
+_TIMELINE_MOMENTS: Final = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSetup:
+    """One training step: its length, how it is split, and what it computes and keeps in.
+
+    ``batch`` is the number of sequences of this rank's micro-step; ``dtype`` what layers compute in,
+    ``parameter_dtype`` what parameters, gradients and moments are kept in. ``on_gpu`` traces what a GPU would do where
+    it differs from a CPU: heads of attention in one group, and the optimizer on all parameters at once.
+    """
+
+    length: int
+    ring: int = 1
+    replicate: int = 1
+    batch: int = 1
+    layout: LayoutName = "zigzag"
+    checkpoint: CheckpointName = "attention"
+    dtype: str = "bfloat16"
+    parameter_dtype: str = "float32"
+    loss_chunk_tokens: int = 1024
+    on_gpu: bool = True
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank holds over a training step: every change, in order, and the highest."""
+
+    rank: int
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total_bytes)
+
+
+def trace(config: PreTrainedConfig, setup: StepSetup, rank: int = 0) -> Trace:
+    """Trace ``parallelize``, forward, loss, backward, clipping and AdamW as ``rank`` of ``ring x replicate``.
+
+    The process must not be in a process group: a fake one is made, in which nothing is sent.
+
+    Raises:
+        ConfigError: a rank outside of the mesh, or a process group that already exists.
+        UnsupportedError: what ``parallelize`` refuses.
+    """
+    ranks = setup.ring * setup.replicate
+    if not 0 <= rank < ranks:
+        raise ConfigError(f"--rank {rank}: there are {ranks} ranks, 0 to {ranks - 1}")
+    if dist.is_initialized():
+        raise ConfigError("a dry run needs a process of its own: this one is already in a process group")
+    refuse_config(config)
+    tracker = MemoryTracker(is_fake=True)
+    with _fake_group(rank, ranks), _as_on_gpu() if setup.on_gpu else nullcontext():
+        mesh = init_device_mesh("cpu", (setup.replicate, setup.ring), mesh_dim_names=("replicate", "ring"))
+        with FakeTensorMode(allow_non_fake_inputs=True), tracker:
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.parameter_dtype)).train()
+            run_steps(tracker, model, mesh, setup)
+    return Trace(rank, tuple(tracker.moments))
+
+
+def run_steps(tracker: MemoryTracker, model: Any, mesh: DeviceMesh, setup: StepSetup) -> None:
+    """Training steps of a model under a tracker, which is left with the moments of the last one."""
+    device = next(model.parameters()).device
+    model = parallelize(
+        model,
+        mesh,
+        layout=setup.layout,
+        checkpoint=setup.checkpoint,
+        loss_chunk_tokens=setup.loss_chunk_tokens,
+        compute_dtype=getattr(torch, setup.dtype),
+    )
+    tracker.watch_model(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=setup.on_gpu)
+    padded = Layout(setup.layout, setup.length, setup.ring).padded_length
+    tokens = torch.zeros(setup.batch, padded, dtype=torch.int64)
+    batch = shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=setup.layout, device=device)
+    del tokens
+    tracker.watch("activations", batch.values())
+    for _ in range(_STEPS):
+        tracker.restart()
+        train_step(tracker, model, optimizer, batch)
+
+
+@contextmanager
+def _as_on_gpu() -> Iterator[None]:
+    """Let the ring take all heads at once, as on a GPU: without one there are no fake CUDA tensors either."""
+    choose = attention.num_head_groups
+    attention.num_head_groups = lambda *_: 1
+    try:
+        yield
+    finally:
+        attention.num_head_groups = choose
+
+
+@contextmanager
+def _fake_group(rank: int, ranks: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trace_plan(answer: Plan, rank: int) -> Trace:
+    """Trace the step that a plan proposes."""
+    setting = answer.setting
+    setup = StepSetup(
+        length=setting.length,
+        ring=setting.ring,
+        replicate=setting.replicate,
+        batch=setting.batch,
+        layout=setting.layout,
+        checkpoint=checkpoint_name(setting.checkpoint),
+        dtype=setting.dtype,
+        parameter_dtype=setting.parameter_dtype,
+        loss_chunk_tokens=setting.loss_chunk_tokens,
+        on_gpu=setting.on_gpu,
+    )
+    return trace(hugging_face_config(answer.question.shape, setting.length), setup, rank)
+
+
+def summary(traced: Trace, budget_bytes: int) -> dict[str, Any]:
+    """What ``ringspan plan --trace`` puts in the place of the formula's bytes, and the timeline."""
+    peak = traced.peak
+    return {
+        "fits": peak.total_bytes <= budget_bytes,
+        "peak_bytes": peak.total_bytes,
+        "bytes": peak.bytes,
+        "peak_moment": peak.phase,
+        "rank": traced.rank,
+        "timeline": [
+            {"operator": moment.index, "phase": moment.phase, "bytes": moment.bytes}
+            for moment in thinned(traced.moments, _TIMELINE_MOMENTS)
+        ],
+    }
+
+
+def thinned(moments: Sequence[Moment], count: int) -> list[Moment]:
+    """At most about ``count`` of the moments: the highest of each equal stretch."""
+    stretch = max(1, -(-len(moments) // count))
+    parts = (moments[first : first + stretch] for first in range(0, len(moments), stretch))
+    return [max(part, key=lambda moment: moment.total_bytes) for part in parts]
+
+
+def hugging_face_config(shape: ModelShape, length: int) -> PreTrainedConfig:
+    """The config of a model of this shape, for sequences of this length.
+
+    Raises:
+        UnsupportedError: a family that the ring does not run.
+    """
+    if shape.family == "gpt2":
+        raise UnsupportedError(f"{shape.name}: --trace builds llama, mistral, qwen2 and qwen3 models, not gpt2")
+    window = next((w for w in shape.layer_windows if w is not None), None)
+    values: dict[str, Any] = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": length,
+        "tie_word_embeddings": shape.tied,
+        "attention_bias": shape.output_bias,
+        "mlp_bias": shape.mlp_bias,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if shape.model_type != "mistral":
+        values["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in shape.layer_windows]
+    if shape.model_type == "llama":
+        del values["layer_types"], values["sliding_window"], values["use_sliding_window"]
+    return AutoConfig.for_model(shape.model_type, **values)

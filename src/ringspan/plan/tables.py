@@ -1,0 +1,218 @@
+"""The tables of docs/planning.md, as the planner computes them: ``python -m ringspan.plan.tables docs/planning.md``."""
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from ringspan.plan.cost import dataset_flops_ratio
+from ringspan.plan.hardware import DEVICES, Device, min_block_tokens, min_tokens_per_device
+from ringspan.plan.memory import Memory, Setting, longest, training_memory
+from ringspan.plan.planner import Question, make_plan
+from ringspan.plan.shapes import MODELS
+
+K: Final = 1024
+
+# Hardware, devices, model, and the longest context in thousands of tokens as published: with blockwise attention and
+# feed-forward on one device, and with Ring Attention (Liu, Zaharia, Abbeel 2023). A TPU v4 chip is one device, so
+# "TPUv4-1024" (cores) are 512; of v3 each core is one.
+PUBLISHED_CONTEXT: Final = (
+    ("8x A100 NVLink", "a100-80gb", 8, "llama-3b", 64, 512),
+    ("8x A100 NVLink", "a100-80gb", 8, "llama-7b", 32, 256),
+    ("8x A100 NVLink", "a100-80gb", 8, "llama-13b", 16, 128),
+    ("32x A100 InfiniBand", "a100-80gb", 32, "llama-7b", 128, 4096),
+    ("32x A100 InfiniBand", "a100-80gb", 32, "llama-13b", 64, 2048),
+    ("TPUv3-512", "tpu-v3", 512, "llama-7b", 8, 2048),
+    ("TPUv3-512", "tpu-v3", 512, "llama-13b", 8, 1024),
+    ("TPUv4-1024", "tpu-v4", 512, "llama-3b", 32, 16_384),
+    ("TPUv4-1024", "tpu-v4", 512, "llama-7b", 16, 8192),
+    ("TPUv4-1024", "tpu-v4", 512, "llama-13b", 16, 4096),
+    ("TPUv4-1024", "tpu-v4", 512, "llama-30b", 8, 2048),
+    ("TPUv5e-256", "tpu-v5e", 256, "llama-3b", 32, 4096),
+    ("TPUv5e-256", "tpu-v5e", 256, "llama-7b", 16, 2048),
+)
+
+
+def minimal_blocks() -> str:
+    """Minimal block and tokens a device for each link of the published table."""
+    links = (
+        ("A100 NVLink", "a100-80gb", True, "1.0", "6.2"),
+        ("A100 InfiniBand", "a100-80gb", False, "24.5", "149.5"),
+        ("TPU v3", "tpu-v3", True, "1.1", "6.6"),
+        ("TPU v4", "tpu-v4", True, "1.0", "6.2"),
+        ("TPU v5e", "tpu-v5e", True, "1.1", "6.3"),
+        ("H100 NVLink", "h100-80gb", True, "", ""),
+        ("H100 InfiniBand", "h100-80gb", False, "", ""),
+        ("B200 NVLink", "b200", True, "", ""),
+        ("TPU v5p", "tpu-v5p", True, "", ""),
+    )
+    rows = []
+    for title, name, inside, block, tokens in links:
+        device = DEVICES[name]
+        bandwidth = device.intra_node_bandwidth if inside else device.inter_node_bandwidth
+        ours = min_block_tokens(device.flops, bandwidth)
+        numbers = f"{device.flops / 1e12:,.0f}", f"{bandwidth / 1e9:g}", f"{ours / 1e3:.1f}"
+        rows.append((title, *numbers, f"{min_tokens_per_device(ours) / 1e3:.1f}", block, tokens))
+    return _table(("link", "TFLOP/s", "GB/s", "block (1e3)", "tokens (1e3)", "published", "published "), rows)
+
+
+def layer_bytes(kind: str, batch: int, length: int, hidden: int, block: int = 0) -> int:
+    """Published activation bytes of a layer in bfloat16: 2bhs^2, 8bsh, 2bsh and 6bch (h heads in the first)."""
+    match kind:
+        case "vanilla":
+            return 2 * batch * hidden * length**2
+        case "memory-efficient attention":
+            return 8 * batch * length * hidden
+        case "blockwise":
+            return 2 * batch * length * hidden
+        case "ring":
+            return 6 * batch * block * hidden
+    raise ValueError(kind)
+
+
+def activations() -> str:
+    """Published formulas, at 1M tokens in blocks of 4K and at 100M tokens with hidden size 1024."""
+    heads = 32
+    rows = []
+    for kind, formula in (
+        ("vanilla", "2bhs^2"),
+        ("memory-efficient attention", "8bsh"),
+        ("blockwise", "2bsh"),
+        ("ring", "6bch"),
+    ):
+        hidden = heads if kind == "vanilla" else 4096
+        million = layer_bytes(kind, 1, 1 << 20, hidden, 4096)
+        hundred = layer_bytes(kind, 1, 10**8, 16 if kind == "vanilla" else 1024, 4096)
+        rows.append((kind, formula, _gb(million), _gb(hundred)))
+    return _table(("attention", "bytes a layer", "1M tokens, h 4096", "100M tokens, h 1024"), rows)
+
+
+def flops_ratios() -> str:
+    """How much dearer a dataset becomes from 4K to longer contexts."""
+    lengths = (32 * K, 128 * K, 1024 * K, 10_240 * K)
+    models = ("llama-7b", "llama-13b", "llama-30b", "llama-65b", "gpt-175b")
+    rows = [
+        (name, *(f"{dataset_flops_ratio(MODELS[name].hidden, length, 4 * K):.1f}" for length in lengths))
+        for name in models
+    ]
+    return _table(("model", "32K", "128K", "1M", "10M"), rows)
+
+
+def _context_row(title: str, kind: str, devices: int, model: str, blockwise: int, ring: int) -> tuple[str, ...]:
+    shape, device = MODELS[model], DEVICES[kind]
+    as_published = Setting(length=ring * K, ring=devices, checkpoint="full", dtype="float32", on_gpu=False)
+    need = training_memory(shape, as_published).peak_bytes
+    ours = longest(shape, replace(as_published, dtype="bfloat16"), device.memory_bytes)
+    return (
+        title,
+        model,
+        f"{blockwise:,}K",
+        f"{ring:,}K",
+        f"{need / 1e9:.1f} of {device.memory_bytes / 1e9:.0f} GB",
+        f"{ours // K:,}K",
+        f"{ours / (ring * K):.1f}x",
+    )
+
+
+def contexts() -> str:
+    """The longest context of each published row, and what we reach on the same devices."""
+    rows = [_context_row(*row) for row in PUBLISHED_CONTEXT]
+    return _table(("hardware", "model", "blockwise", "ring", "published, our bytes", "ours", "ours / ring"), rows)
+
+
+def utilizations() -> str:
+    """Expected MFU against context: short sequences on replicas, long ones on a ring of all devices."""
+    rows = []
+    for model, kind, devices, published in (
+        ("llama-7b", "a100-80gb", 8, 256),
+        ("llama-13b", "a100-80gb", 32, 2048),
+        ("llama-30b", "tpu-v4", 512, 2048),
+    ):
+        cells = [_mfu(model, DEVICES[kind], devices, length * K) for length in (4, 32, published, 2 * published)]
+        rows.append((model, f"{devices} x {DEVICES[kind].title}", f"{published:,}K", *cells))
+    return _table(("model", "devices", "published", "4K", "32K", "published length", "twice that"), rows)
+
+
+def _mfu(model: str, device: Device, devices: int, length: int) -> str:
+    """Of the plan for 4M tokens a step, or for one sequence if it is longer; with the ring that the plan chose."""
+    batch = max(devices, (4096 * K) // length) if length <= 32 * K else 1
+    plan = make_plan(Question(shape=MODELS[model], device=device, devices=devices, length=length, batch=batch))
+    return f"{plan.cost.mfu:.0%} (ring {plan.setting.ring})" if plan.fits else "does not fit"
+
+
+def fine_tuning() -> str:
+    """Llama 3.1 8B in bfloat16 throughout, from one device to four, with each option."""
+    shape = MODELS["llama-3.1-8b"]
+    plain = Setting(length=K, checkpoint="none", parameter_dtype="bfloat16")
+    four = replace(plain, ring=4)
+    rows: list[tuple[str, Memory]] = [
+        ("1K, one device", training_memory(shape, plain)),
+        ("1K a device, four devices", training_memory(shape, replace(four, length=4 * K))),
+        ("8K a device, four devices", training_memory(shape, replace(four, length=32 * K))),
+        ("8K on a ring of four", training_memory(shape, replace(four, length=8 * K))),
+        ("8K on a ring of four, attention kept", _with(four, 8 * K, "attention")),
+        ("118K on a ring of four, attention kept", _with(four, 118 * K, "attention")),
+        ("512K on a ring of four, attention kept", _with(four, 512 * K, "attention")),
+        ("512K on a ring of four, inputs kept", _with(four, 512 * K, "full")),
+    ]
+    table = [
+        (name, *(f"{memory.bytes[c] / 1e9:.1f}" for c in memory.bytes), f"{memory.peak_bytes / 1e9:.1f}", memory.moment)
+        for name, memory in rows
+    ]
+    state = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication")
+    return _table(("GB a device", *state, "peak", "highest moment"), table)
+
+
+def _with(setting: Setting, length: int, checkpoint: str) -> Memory:
+    return training_memory(MODELS["llama-3.1-8b"], replace(setting, length=length, checkpoint=checkpoint))
+
+
+def longest_fine_tuning() -> str:
+    """The longest sequence of Llama 3.1 8B per number of devices."""
+    rows = []
+    for devices in (1, 4, 8, 32, 128):
+        cells = []
+        for kind in ("h100-80gb", "h200"):
+            for dtype in ("bfloat16", "float32"):
+                setting = Setting(length=1, ring=devices, checkpoint="full", parameter_dtype=dtype)
+                length = longest(MODELS["llama-3.1-8b"], setting, DEVICES[kind].memory_bytes)
+                cells.append(f"{length // K:,}K" if length else "no")
+        rows.append((str(devices), *cells))
+    return _table(("devices", "H100, bf16 state", "H100, fp32 state", "H200, bf16 state", "H200, fp32 state"), rows)
+
+
+TABLES: Final[dict[str, Callable[[], str]]] = {
+    "minimal-blocks": minimal_blocks,
+    "activations": activations,
+    "flops-ratios": flops_ratios,
+    "contexts": contexts,
+    "utilizations": utilizations,
+    "fine-tuning": fine_tuning,
+    "longest": longest_fine_tuning,
+}
+
+
+def fill(text: str) -> str:
+    """A document with each table between ``<!-- table NAME -->`` and ``<!-- end -->`` computed anew."""
+
+    def filled(match: re.Match[str]) -> str:
+        return f"<!-- table {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- table ([a-z-]+) -->.*?<!-- end -->", filled, text, flags=re.DOTALL)
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB"
+
+
+if __name__ == "__main__":
+    document = Path(sys.argv[1])
+    document.write_text(fill(document.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,59 @@
+"""What a real step holds by the C library's own count: bytes that malloc has given out, looked at after each operator.
+
+Independent of the tracker: it sees allocations of every thread and library. Only where glibc is.
+"""
+
+import ctypes
+import gc
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
+
+from ringspan.plan.dryrun import StepSetup, run_steps
+from ringspan.plan.tracker import MemoryTracker
+
+_FIELDS = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
+
+
+def heap_bytes() -> int:
+    """Bytes in use: small ones of the heaps and large ones that were mapped on their own."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+class HeapTracker(MemoryTracker):
+    """A tracker that also asks malloc."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._other_bytes = self.peak_heap_bytes = 0
+
+    def restart(self) -> None:
+        """Between two steps: what is not a known tensor now (modules, caches of libraries) is not the step's."""
+        super().restart()
+        gc.collect()
+        self._other_bytes = heap_bytes() - self.moments[-1].total_bytes
+        self.peak_heap_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak_heap_bytes = max(self.peak_heap_bytes, heap_bytes() - self._other_bytes)
+        return result
+
+
+def measured_peaks(mesh: DeviceMesh, config: Any, setup: StepSetup) -> tuple[int, int]:
+    """Peak of the second step of a real run on this rank: by malloc's count, and by the tracker's."""
+    torch.manual_seed(0)
+    tracker = HeapTracker()
+    with tracker:
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.parameter_dtype)).train()
+        run_steps(tracker, model, mesh, setup)
+    return tracker.peak_heap_bytes, tracker.peak.total_bytes

@@ -1,0 +1,98 @@
+"""FLOPs, traffic and time against the schedule, brute force and published figures."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from ringspan.core.layout import Layout
+from ringspan.core.mask import causal, sliding_window
+from ringspan.core.schedule import plan
+from ringspan.plan.cost import (
+    attention_load,
+    balanced_load,
+    causal_pairs,
+    dataset_flops_ratio,
+    model_flops,
+    step_cost,
+)
+from ringspan.plan.hardware import DEVICES, device
+from ringspan.plan.memory import Setting
+from ringspan.plan.shapes import MODELS
+from ringspan.train.model import flops_per_token
+
+LLAMA = MODELS["llama-3.1-8b"]
+FAST = replace(DEVICES["h100-80gb"], intra_node_bandwidth=1e18, inter_node_bandwidth=1e18)
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(24, 3), (96, 6), (264, 11)])
+def test_the_formula_of_a_large_ring_is_the_schedule_of_a_small_one(length, ranks):
+    schedule = plan(Layout("zigzag", length, ranks), causal(), 1)
+    load = balanced_load(Layout("zigzag", length, ranks))
+    assert load.pairs == schedule.num_pairs
+    assert (load.sent_tokens, load.sent_gradient_tokens) == (schedule.sent_tokens, schedule.sent_gradient_tokens)
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_pairs_of_all_ranks_are_those_of_the_mask_and_no_link_carries_more_than_the_load(layout, window):
+    ranks, length = 5, 70
+    mask = causal() if window is None else sliding_window(window)
+    schedules = [plan(Layout(layout, length, ranks), mask, rank) for rank in range(ranks)]
+    assert sum(schedule.num_pairs for schedule in schedules) == causal_pairs(length, window)
+    load = attention_load(layout, length, ranks, window, "ring")
+    most = max(schedule.sent_tokens + schedule.sent_gradient_tokens for schedule in schedules)
+    assert load.sent_tokens + load.sent_gradient_tokens >= 0.9 * most
+
+
+def test_model_flops_are_those_that_training_reports():
+    sizes = {"num_attention_heads": 32, "head_dim": 128, "hidden_size": 4096, "num_hidden_layers": 32}
+    config = SimpleNamespace(**sizes)
+    length = 131_072
+    expected = length * flops_per_token(config, LLAMA.matrix_parameters, length)
+    assert model_flops(LLAMA, length) == pytest.approx(expected, rel=1e-4)
+
+
+def test_with_links_that_cost_nothing_a_step_is_its_flops_at_the_efficiencies():
+    setting = Setting(length=65_536, ring=4, checkpoint="none")
+    ideal = replace(FAST, matmul_efficiency=1.0, attention_efficiency=1.0)
+    cost = step_cost(LLAMA, setting, ideal, batch=1)
+    # The model's FLOPs count backward as twice the forward; attention's own backward is 5 products to forward's 2.
+    extra = 2 * LLAMA.query_size * causal_pairs(65_536) * LLAMA.layers
+    assert cost.seconds == pytest.approx((cost.flops + extra) / (4 * ideal.flops), rel=1e-3)
+    assert cost.exposed_seconds == pytest.approx(0, abs=1e-6)
+    assert cost.mfu == pytest.approx(cost.flops / (cost.flops + extra), rel=1e-3)
+
+
+def test_checkpointing_costs_a_forward_pass_and_attention_only_when_it_is_not_kept():
+    seconds = {
+        name: step_cost(LLAMA, Setting(length=131_072, ring=4, checkpoint=name), FAST, 1).seconds
+        for name in ("none", "attention", "full")
+    }
+    assert seconds["none"] < seconds["attention"] < seconds["full"]
+    attention = 4.0 * LLAMA.query_size * causal_pairs(131_072) / 4 * LLAMA.layers
+    again = attention / (FAST.flops * FAST.attention_efficiency)
+    assert seconds["full"] - seconds["attention"] == pytest.approx(again, rel=1e-3)
+
+
+def test_a_link_slower_than_the_block_is_what_a_step_waits_for():
+    setting = Setting(length=8192, ring=8)
+    slow = device("h100-80gb,intra_node_bandwidth=1e6")
+    cost = step_cost(LLAMA, setting, slow, batch=1)
+    sent = cost.ring_bytes + cost.shard_bytes
+    assert cost.seconds == pytest.approx(sent / 1e6, rel=0.05)
+    assert cost.exposed_seconds > 0.9 * cost.seconds
+
+
+def test_micro_steps_and_replicas_share_a_batch():
+    one = step_cost(LLAMA, Setting(length=32_768, ring=4), FAST, batch=1)
+    two = step_cost(LLAMA, Setting(length=32_768, ring=4), FAST, batch=2)
+    shared = step_cost(LLAMA, Setting(length=32_768, ring=4, replicate=2), FAST, batch=2)
+    assert two.seconds == pytest.approx(2 * one.seconds)
+    assert shared.seconds == pytest.approx(one.seconds, rel=1e-6)
+    assert shared.mfu == pytest.approx(one.mfu, rel=1e-6)
+
+
+def test_the_published_ratio_of_flops_for_a_dataset_at_a_million_tokens():
+    hidden = MODELS["gpt-175b"].hidden
+    assert round(dataset_flops_ratio(hidden, 1 << 20, 4096), 1) == 14.4

@@ -1,0 +1,111 @@
+"""The trace against real steps on real ranks, counted by the C library; the formula against the trace."""
+
+import ctypes
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.plan import tracker
+from ringspan.plan.dryrun import StepSetup, hugging_face_config, summary, thinned, trace
+from ringspan.plan.memory import CATEGORIES, CHECKPOINTS, Setting, training_memory
+from ringspan.plan.shapes import MODELS, from_config
+from ringspan.torch.remat import CHECKPOINT_NAMES
+from tests.plan.heap import measured_peaks
+from tests.torch import models
+
+SIZES = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 501, "max_position_embeddings": 8192}
+HAS_MALLINFO = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallinfo2")
+
+MEASURED = [
+    ("llama", {"length": 1400, "ring": 1, "checkpoint": "attention", "dtype": "float32"}),
+    ("llama", {"length": 900, "ring": 1, "checkpoint": "none", "dtype": "bfloat16"}),
+    ("qwen3", {"length": 1300, "ring": 1, "checkpoint": "full", "dtype": "bfloat16", "parameter_dtype": "bfloat16"}),
+    ("llama", {"length": 2500, "ring": 2, "checkpoint": "attention", "dtype": "float32"}),
+    ("qwen3", {"length": 2302, "ring": 2, "checkpoint": "full", "dtype": "float32", "layout": "striped"}),
+    ("llama-tied", {"length": 1500, "ring": 2, "checkpoint": "none", "dtype": "bfloat16", "batch": 2}),
+    ("llama", {"length": 4004, "ring": 4, "checkpoint": "attention", "dtype": "float32"}),
+    ("qwen2", {"length": 2404, "ring": 4, "checkpoint": "none", "dtype": "float32", "layout": "contiguous"}),
+]
+
+
+@pytest.mark.skipif(not HAS_MALLINFO, reason="asks glibc's malloc")
+@pytest.mark.parametrize(("kind", "options"), MEASURED)
+def test_the_traced_peak_is_within_3_percent_of_a_real_run(pool, kind, options):
+    config = models.config(kind, **SIZES)
+    setup = StepSetup(**options, loss_chunk_tokens=256, on_gpu=False)
+    rank = setup.ring - 1
+    heap_bytes, tracked_bytes = pool.run(measured_peaks, setup.ring, config, setup)[rank]
+    traced = trace(config, setup, rank)
+    assert traced.peak.total_bytes == pytest.approx(tracked_bytes, rel=0.001)
+    assert traced.peak.total_bytes == pytest.approx(heap_bytes, rel=0.03)
+
+
+WIDE = {"hidden_size": 512, "intermediate_size": 1400, "vocab_size": 2000, "max_position_embeddings": 1 << 20}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "options"),
+    [
+        ("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "attention"}),
+        ("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "full", "dtype": "float32"}),
+        ("llama", {}, {"length": 16_384, "ring": 3, "checkpoint": "none"}),
+        ("llama", {"vocab_size": 64_000}, {"length": 4096, "ring": 2, "checkpoint": "attention"}),
+        ("llama", {"num_key_value_heads": 4}, {"length": 8192, "ring": 1, "checkpoint": "attention", "batch": 2}),
+        ("qwen3", {"head_dim": 64}, {"length": 16_384, "ring": 2, "replicate": 2, "checkpoint": "full"}),
+        ("qwen2", {}, {"length": 65_536, "ring": 8, "checkpoint": "attention", "parameter_dtype": "bfloat16"}),
+        (
+            "llama",
+            {"intermediate_size": 256},
+            {"length": 1024, "ring": 4, "checkpoint": "full", "layout": "contiguous"},
+        ),
+    ],
+)
+def test_the_formula_is_within_10_percent_of_the_trace(kind, changes, options):
+    config = models.config(kind, **WIDE | changes)
+    traced = trace(config, StepSetup(**options), 0).peak
+    formula = training_memory(from_config(config.to_dict(), kind), Setting(**options))
+    assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.10)
+
+
+def test_a_trace_without_the_inside_of_the_ring_would_miss_its_buffers(monkeypatch):
+    config = models.config("llama", **WIDE | {"intermediate_size": 256})
+    setup = StepSetup(length=32_768, ring=4, checkpoint="full")
+    inside = trace(config, setup).peak.total_bytes
+    monkeypatch.setattr(tracker, "_LOOPS", {})
+    assert trace(config, setup).peak.total_bytes < 0.9 * inside
+
+
+def test_the_timeline_has_all_phases_and_names_what_is_held():
+    setup = StepSetup(length=4096, ring=4)
+    traced = trace(models.config("llama", **SIZES), setup, 3)
+    assert traced.rank == 3
+    assert [m.phase for m in thinned(traced.moments, 50)] == sorted(
+        (m.phase for m in thinned(traced.moments, 50)), key=["forward", "backward", "optimizer"].index
+    )
+    shown = summary(traced, budget_bytes=traced.peak.total_bytes - 1)
+    assert shown["fits"] is False and tuple(shown["bytes"]) == CATEGORIES == tracker.CATEGORIES
+    assert sum(shown["bytes"].values()) == shown["peak_bytes"]
+    assert max(sum(point["bytes"].values()) for point in shown["timeline"]) == shown["peak_bytes"]
+    parameters = models.build("llama", **SIZES).num_parameters()
+    assert shown["bytes"]["parameters"] == pytest.approx(4 * parameters / 4, rel=0.01)
+    assert shown["bytes"]["optimizer"] == pytest.approx(8 * parameters / 4, rel=0.01)
+
+
+def test_what_cannot_be_traced_is_refused():
+    with pytest.raises(ConfigError, match="there are 4 ranks, 0 to 3"):
+        trace(models.config("llama"), StepSetup(length=64, ring=4), 4)
+    with pytest.raises(UnsupportedError, match="gpt2"):
+        hugging_face_config(MODELS["gpt2"], 1024)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b"])
+def test_the_config_of_a_shape_has_that_shape(name):
+    config = hugging_face_config(MODELS[name], 4096)
+    assert from_config(config.to_dict(), name).parameters == MODELS[name].parameters
+
+
+def test_every_policy_of_the_planner_exists():
+    assert set(CHECKPOINTS) <= set(CHECKPOINT_NAMES)

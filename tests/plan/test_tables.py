@@ -1,0 +1,42 @@
+"""The page says what the code computes, and what was published."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from ringspan.plan.hardware import DEVICES
+from ringspan.plan.memory import Setting, longest, training_memory
+from ringspan.plan.shapes import MODELS
+from ringspan.plan.tables import PUBLISHED_CONTEXT, TABLES, fill, layer_bytes
+
+PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+
+
+def rows(name):
+    lines = re.search(rf"<!-- table {name} -->\n(.*?)\n<!-- end -->", PAGE, re.DOTALL)[1].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_page_holds_every_table_as_the_code_computes_it():
+    assert re.findall(r"<!-- table ([a-z-]+) -->", PAGE) == list(TABLES)
+    assert fill(PAGE) == PAGE
+
+
+def test_a_changed_number_is_noticed():
+    assert fill(PAGE.replace("| 14.4 |", "| 14.5 |")) == PAGE != PAGE.replace("| 14.4 |", "| 14.5 |")
+
+
+def test_what_the_page_says_about_its_tables():
+    assert rows("flops-ratios")[-1][3] == "14.4"
+    reached = [float(row[-1].rstrip("x")) >= 4 for row in rows("contexts")]
+    assert (sum(reached), len(reached)) == (5, 13)
+    beyond = [row[0] for row in rows("contexts") if float(row[4].split()[0]) > float(row[4].split()[2])]
+    assert beyond == ["32x A100 InfiniBand"] * 2
+    for _, kind, devices, model, _, _ in PUBLISHED_CONTEXT:
+        setting = Setting(length=1, ring=devices, checkpoint="full", on_gpu=False)
+        most = longest(MODELS[model], setting, DEVICES[kind].memory_bytes)
+        assert training_memory(MODELS[model], replace(setting, length=most)).moment == "attention backward"
+    assert 4 < 1000e9 / layer_bytes("blockwise", 1, 10**8, 1024) < 5
+    traced = training_memory(MODELS["llama-3.1-8b"], Setting(length=131_072, ring=4))
+    assert f"peaks at {traced.peak_bytes / 1e9:.1f} GB" in PAGE
+    assert any("(ring 32)" in cell and cell.startswith("9%") for cell in rows("utilizations")[-1])
