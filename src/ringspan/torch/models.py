@@ -349,10 +349,10 @@ def _register(layout: LayoutName, ring: dist.ProcessGroup, kinds: tuple[LayerKin
         sequences: Sequence[tuple[int, ...] | None] = (None,)
         if ring_packed:
             ring_packed.is_seen, sequences = True, ring_packed.rows
-        rows = torch.arange(len(query)).chunk(len(sequences))
+        rows = [slice(None)] if len(sequences) == 1 else [slice(row, row + 1) for row in range(len(sequences))]
         parts = [
             ring_attention(
-                *(x[part[0] : part[-1] + 1] for x in (query, key, value)),
+                *(x[part] for x in (query, key, value)),
                 mask=_layer_mask(kind, length, lengths),
                 layout=layout,
                 group=ring,
