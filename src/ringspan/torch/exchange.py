@@ -5,6 +5,7 @@ first.
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core.errors import PeerMismatch
+
+
+@dataclass
+class Progress:
+    """How far this process is in its exchanges; written by the ring, read by a watchdog in another thread."""
+
+    num_posts: int = 0
+    hop: int | None = None
+    """Hop of the last exchange in its pass over the ring."""
+
+
+progress: Final = Progress()
+_MESSAGES_PER_HOP: Final = 2  # as the ring numbers them
 
 
 class Transfer:
@@ -60,6 +74,9 @@ class Exchange:
         operations = [dist.P2POp(dist.isend, b, group=self.group, tag=tag, group_peer=peer) for peer, b in sends]
         operations += [dist.P2POp(dist.irecv, b, group=self.group, tag=tag, group_peer=peer) for peer, b in receives]
         works = dist.batch_isend_irecv(operations) if operations else []
+        if self.group is not None:
+            progress.num_posts += 1
+            progress.hop = message // _MESSAGES_PER_HOP % self.group.size()
         self.num_sends += len(sends)
         self.sent_bytes += sum(buffer.nbytes for _, buffer in sends)
         return Transfer(self, works, [buffer for _, buffer in (*sends, *receives)])
