@@ -232,7 +232,7 @@ class GuardConfig(_Table):
     spike_zscore: float = Field(default=8.0, gt=0)
     """Standard deviations above the mean, of logarithms, from which a step is a spike."""
     spike_window_steps: int = Field(default=100, ge=20)
-    """Steps that the mean and the deviation are of."""
+    """Steps that the deviation is of; the mean is that of the last 20."""
     max_rewinds: int = Field(default=3, ge=0)
     """Rewinds of a run; after that, spikes are only reported."""
 

@@ -4,6 +4,7 @@ A NaN or Inf anywhere, a spike, a request to stop and the number of the step are
 largest entries; so all skip the same step, or stop after the same step, or notice that they are not at the same one.
 """
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -108,7 +109,9 @@ class Guard:
 
 
 class Spikes:
-    """z-scores of the logarithms of loss and gradient norm against those of the last accepted steps."""
+    """z-scores of the logarithms of loss and gradient norm: above the mean of the last 20 accepted steps, in standard
+    deviations of the window.
+    """
 
     def __init__(self, window_steps: int, zscore: float) -> None:
         self._zscore = zscore
@@ -119,8 +122,10 @@ class Spikes:
         for (name, last), value in zip(self._last.items(), (loss, norm), strict=True):
             if len(last) < _MIN_STEPS:
                 continue
-            mean = statistics.fmean(last)
-            deviation = max(statistics.pstdev(last, mean), _MIN_DEVIATION[name])
+            mean = statistics.fmean(list(last)[-_MIN_STEPS:])
+            # From step to step, so that the fall of a loss over the window does not count as noise (von Neumann 1941).
+            changes = [(b - a) ** 2 for a, b in itertools.pairwise(last)]
+            deviation = max(math.sqrt(statistics.fmean(changes) / 2), _MIN_DEVIATION[name])
             zscore = (_log(value) - mean) / deviation
             if zscore > self._zscore:
                 return f"{name} {value:.4g} is {zscore:.1f} standard deviations above {math.exp(mean):.4g}"

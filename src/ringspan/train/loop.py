@@ -280,10 +280,14 @@ class _Job:
             micro = self.model(**part, num_items_in_batch=num_targets).loss
             micro.backward()
             loss += float(micro.detach())
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_grad_norm or math.inf)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        total = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        # Judged before it is clipped: a factor of NaN would spoil every gradient, and hide the one that began it.
         verdict = guard.judge(step, loss, norm, self.model.named_parameters(), peak_bytes(self.device))
         if verdict.apply:
+            if settings.clip_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(parameters, settings.clip_grad_norm, total)
             self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
