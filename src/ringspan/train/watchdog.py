@@ -4,7 +4,7 @@ Gloo and NCCL report an address, or nothing for half an hour. Here a connection 
 dead rank at once, and a rank whose step and exchanges stand still for ten median steps is named as stalled: the silent
 ones first (stopped, or cut off), else those furthest behind. Every rank then prints a line, dumps the stacks of its
 threads into the run's folder, and ends with a documented exit code; no thread can unblock a collective in any other
-way.
+way. A silent rank of the same machine, which could not end itself, is killed, so that a restart need not wait for it.
 
 JSON lines over TCP, on the network of the process group and as trusted as it is; a token keeps strangers apart.
 """
@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import selectors
+import signal
 import socket
 import statistics
 import sys
@@ -48,6 +49,8 @@ class _Place:
     hop: int | None = None
     doing: str = "starting"
     patience_seconds: float = float("inf")
+    process: tuple[str, int] | None = None
+    """Its machine and process id."""
     changed: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
 
@@ -59,6 +62,7 @@ class _Place:
             self.count, self.changed = count, self.heard
         self.step, self.hop, self.doing = int(message["step"]), message["hop"], str(message["doing"])
         self.patience_seconds = float(message["patience_seconds"])
+        self.process = str(message["machine"]), int(message["pid"])
 
     def describe(self) -> str:
         hop = f", hop {self.hop}" if self.hop is not None else ""
@@ -98,6 +102,7 @@ class Watchdog:
         self._farewell: dict[str, Any] = {"bye": None}
         self._thread: threading.Thread | None = None
         self._wake, self._woken = socket.socketpair()
+        self._machine = _machine()
 
     def __enter__(self) -> "Watchdog":
         """Connect to rank 0; all ranks enter together.
@@ -210,6 +215,8 @@ class Watchdog:
             "hop": progress.hop,
             "doing": self._doing,
             "patience_seconds": self._patience_seconds,
+            "machine": self._machine,
+            "pid": os.getpid(),
         }
         self._places[self._rank].hear(message)
         for link in self._links:
@@ -249,9 +256,9 @@ class Watchdog:
             self._places[rank] = _Place()
         elif "bye" in message:
             link.farewell = True
-            self._places.pop(link.rank, None)
             if message["bye"] is not None:
                 self._lost(link.rank, f"failed with {message['bye']}")
+            self._places.pop(link.rank, None)
         elif "verdict" in message:
             self._finish(str(message["verdict"]), int(message["code"]))
         else:
@@ -265,7 +272,6 @@ class Watchdog:
         link.socket.close()
 
     def _lost(self, rank: int, how: str) -> None:
-        # Where it was last heard, or, if that was a while ago, where the exchange with it stands here.
         place = self._places.get(rank)
         self._conclude(f"rank {rank} {how} {place.describe() if place else f'after step {self._step}'}", EXIT_PEER_LOST)
 
@@ -279,6 +285,10 @@ class Watchdog:
         silent = {r: p for r, p in places.items() if now - p.heard > max(1.0, 4 * self._interval)}
         if silent:
             missing, how = silent, "silent, stopped or cut off"
+            for place in silent.values():
+                if place.process is not None and place.process[0] == self._machine:
+                    with suppress(OSError):
+                        os.kill(place.process[1], signal.SIGKILL)
         elif self._rank == 0:
             first = min(place.count for place in places.values())
             missing = {r: p for r, p in places.items() if p.count == first}
@@ -308,6 +318,15 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
         print(line, file=sys.stderr, flush=True)
         self._end(code)
+        self._closing.set()
+
+
+def _machine() -> str:
+    """A name that two processes share when one can signal the other: the machine's boot and its process numbers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return secrets.token_hex(16)  # shared with nobody
 
 
 def _listen() -> socket.socket:
