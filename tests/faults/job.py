@@ -76,9 +76,9 @@ learning_rate = 1e-2
 {optimizer}
 [checkpoints]
 every_steps = {every_steps}
+keep = 9
 [watchdog]
 min_seconds = {min_seconds}
-{more}
 """
 
 
@@ -96,7 +96,6 @@ class Job:
         every_steps: int = 5,
         min_seconds: float = 3.0,
         optimizer: str = "",
-        more: str = "",
     ) -> None:
         self.run, self.nproc, self.max_restarts = parent / name, nproc, max_restarts
         self.config = parent / f"{name}.toml"
@@ -114,7 +113,6 @@ class Job:
                 every_steps=every_steps,
                 min_seconds=min_seconds,
                 optimizer=optimizer,
-                more=more,
             )
         )
         self.pids = self.config.with_suffix(".pids")

@@ -21,11 +21,11 @@ class Progress:
 
     num_posts: int = 0
     hop: int | None = None
-    """Hop of the last exchange in its pass over the ring."""
+    """Hop of the last exchange in its pass over the ring, which numbers two messages a hop; each further group of heads
+    goes on counting."""
 
 
 progress: Final = Progress()
-_MESSAGES_PER_HOP: Final = 2  # as the ring numbers them
 
 
 class Transfer:
@@ -74,9 +74,8 @@ class Exchange:
         operations = [dist.P2POp(dist.isend, b, group=self.group, tag=tag, group_peer=peer) for peer, b in sends]
         operations += [dist.P2POp(dist.irecv, b, group=self.group, tag=tag, group_peer=peer) for peer, b in receives]
         works = dist.batch_isend_irecv(operations) if operations else []
-        if self.group is not None:
-            progress.num_posts += 1
-            progress.hop = message // _MESSAGES_PER_HOP % self.group.size()
+        progress.num_posts += 1
+        progress.hop = message // 2
         self.num_sends += len(sends)
         self.sent_bytes += sum(buffer.nbytes for _, buffer in sends)
         return Transfer(self, works, [buffer for _, buffer in (*sends, *receives)])

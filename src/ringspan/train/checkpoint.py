@@ -395,9 +395,10 @@ def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
                     if meeting is None:
                         continue
                     if piece.file not in files:
-                        files[piece.file] = stack.enter_context(safe_open(folder / piece.file, "pt"))
+                        files[piece.file] = stack.enter_context(_open_shard(folder / piece.file))
                     here, there = meeting
-                    chunk.data[here].copy_(_read_slice(files[piece.file], folder / piece.file, name, piece, there))
+                    shard, path = files[piece.file], folder / piece.file
+                    chunk.data[here].copy_(_read_slice(shard, path, name, piece, there, tensor.dtype))
 
 
 _Slices = tuple[slice, ...]
@@ -415,14 +416,24 @@ def _meeting(chunk: Chunk, piece: Piece) -> tuple[_Slices, _Slices] | None:
     return tuple(here), tuple(there)
 
 
-def _read_slice(shard: Any, path: Path, name: str, piece: Piece, part: _Slices) -> Tensor:
+def _open_shard(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: is not a shard: {' '.join(str(error).split())}") from error
+
+
+def _read_slice(shard: Any, path: Path, name: str, piece: Piece, part: _Slices, dtype: torch.dtype) -> Tensor:
     try:
         stored = shard.get_slice(name)
         if tuple(stored.get_shape()) != piece.shape:
             raise CheckpointError(f"{path}: {name} has shape {stored.get_shape()}, expected {list(piece.shape)}")
-        return stored[part] if part else shard.get_tensor(name)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: {name}: {error}") from error
+        values = stored[part] if part else shard.get_tensor(name)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {name}: {' '.join(str(error).split())}") from error
+    if values.dtype != dtype:
+        raise CheckpointError(f"{path}: {name} is {values.dtype}, expected {dtype}")
+    return values
 
 
 def _own_name(rank: int, name: str) -> str:

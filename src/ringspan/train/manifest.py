@@ -101,19 +101,21 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for a manifest")
-        whole = json.loads(path.read_bytes())
+        # Decoded here: json.loads guesses the encoding of bytes.
+        whole = json.loads(path.read_bytes().decode("utf-8"))
         if not isinstance(whole, dict) or set(whole) != {"sha256", "manifest"}:
             raise CheckpointError(f"{path}: is not a manifest of ringspan")
         found = _digest(whole["manifest"])
         if whole["sha256"] != found:
-            raise CheckpointError(f"{path}: changed after it was written (sha256 {found}, expected {whole['sha256']})")
+            expected = _on_one_line(str(whole["sha256"]))
+            raise CheckpointError(f"{path}: changed after it was written (sha256 {found}, expected {expected})")
         return Manifest.model_validate(whole["manifest"])
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is missing; the checkpoint was not finished") from None
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"])
-        raise CheckpointError(f"{path}: {place}: {problem['msg']}") from error
+        raise CheckpointError(f"{path}: {_on_one_line(place)}: {_on_one_line(problem['msg'])}") from error
     except CheckpointError:
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -171,4 +173,8 @@ def _digest(values: object) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return _on_one_line(str(error)) or type(error).__name__
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
