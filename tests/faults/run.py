@@ -1,9 +1,10 @@
 """Strike all faults, many times, and keep what was seen: ``make faults``. Leave the machine alone meanwhile.
 
-A row a fault lands in ``benchmarks/results/faults-cpu.json``; names as arguments run only some of them.
+A row a fault lands in ``benchmarks/results/faults-cpu.json``; names as arguments run only some of them, ``kill=5`` one of them five times.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -47,8 +48,10 @@ def main(names: list[str]) -> None:
     sys.exit(any(row["passed"] < row["tries"] for row in rows.values()))
 
 
-def _struck(name: str, folder: Path) -> dict[str, Any]:
+def _struck(argument: str, folder: Path) -> dict[str, Any]:
+    name, _, wanted = argument.partition("=")
     strike, times = FAULTS[name]
+    times = int(wanted) if wanted else times
     started = time.monotonic()
     row = strike(folder) if times is None else strike(folder, times)
     return {"name": name, **row.__dict__, "seconds": round(time.monotonic() - started)}
@@ -60,7 +63,11 @@ def _tested() -> list[dict[str, Any]]:
         started = time.monotonic()
         path, _, name = test.partition("::")
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", path, "-k", name or "test"], cwd=ROOT, capture_output=True, text=True
+            [sys.executable, "-m", "pytest", path, "-k", name or "test"],
+            cwd=ROOT,
+            env={**os.environ, "RINGSPAN_FUZZ_FILES": "2500"},
+            capture_output=True,
+            text=True,
         )
         rows.append(
             {

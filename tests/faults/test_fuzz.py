@@ -29,6 +29,7 @@ from ringspan.train.manifest import (
     verify,
 )
 
+TIMES = int(os.environ.get("RINGSPAN_FUZZ_FILES", "250"))  # of each of four kinds; make faults: 2,500
 SHARDS = ("rank_00000.safetensors", "rank_00001.safetensors")
 # Values that have broken readers of other formats.
 NASTY: list[Any] = [
@@ -197,12 +198,12 @@ def test_mutated_bytes_of_a_manifest(tmp_path):
     checkpoint(folder)
     pristine = (folder / MANIFEST).read_bytes()
     refused = strike(
-        2_500,
+        TIMES,
         CheckpointError,
         lambda generator: (folder / MANIFEST).write_bytes(mutate_bytes(pristine, generator)) and None,
         lambda: load(folder),
     )
-    assert refused > 2_400  # a mutation may leave the values as they are: white space, or a cut at the end
+    assert refused > 0.95 * TIMES  # a mutation may leave the values as they are: white space, or a cut at the end
 
 
 def test_manifests_that_lie_with_a_right_digest(tmp_path):
@@ -217,8 +218,8 @@ def test_manifests_that_lie_with_a_right_digest(tmp_path):
             digest = "0" * 64
         (folder / MANIFEST).write_text(json.dumps({"sha256": digest, "manifest": lie}))
 
-    refused = strike(2_500, CheckpointError, prepare, lambda: load(folder))
-    assert refused > 1_000  # another step, mesh or state is a manifest like any other
+    refused = strike(TIMES, CheckpointError, prepare, lambda: load(folder))
+    assert refused > 0.35 * TIMES  # another step, mesh or state is a manifest like any other
 
 
 def test_mutated_shards_behind_a_right_digest(tmp_path):
@@ -235,20 +236,20 @@ def test_mutated_shards_behind_a_right_digest(tmp_path):
         lie = manifest.model_copy(update={"files": {**manifest.files, SHARDS[0]: entry}})
         (folder / MANIFEST).write_text(lie.dump())
 
-    refused = strike(2_500, CheckpointError, prepare, lambda: load(folder))
-    assert refused > 1_000  # other values of the same shape cannot be told from the right ones by who signs them
+    refused = strike(TIMES, CheckpointError, prepare, lambda: load(folder))
+    assert refused > 0.35 * TIMES  # other values of the same shape cannot be told from the right ones by who signs them
 
 
 def test_mutated_configurations(tmp_path):
     path = tmp_path / "config.toml"
     pristine = (Path(__file__).parents[2] / "examples" / "finetune.toml").read_bytes()
     refused = strike(
-        2_500,
+        TIMES,
         ConfigError,
         lambda generator: path.write_bytes(mutate_bytes(pristine, generator)) and None,
         lambda: load_config(path),
     )
-    assert refused > 1_000  # many mutations hit a comment
+    assert refused > 0.35 * TIMES  # many mutations hit a comment
 
 
 def test_the_watch_sees_code_that_runs(tmp_path):
