@@ -1,6 +1,7 @@
 """Strike all faults, many times, and keep what was seen: ``make faults``. Leave the machine alone meanwhile.
 
-A row a fault lands in ``benchmarks/results/faults-cpu.json``; names as arguments run only some of them, ``kill=5`` one of them five times.
+A row a fault lands in ``benchmarks/results/faults-cpu.json``; names as arguments run only some of them, ``kill=5`` one
+of them five times.
 """
 
 import json
