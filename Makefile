@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fuzz bench clean
+.PHONY: help setup demo test lint fuzz faults bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,9 @@ lint: $(STAMP) ## check style, formatting and types
 
 fuzz: $(STAMP) ## run the property tests with many more random examples
 	$(BIN)/pytest -m hypothesis --hypothesis-profile=fuzz --timeout=3600 $(ARGS)
+
+faults: $(STAMP) ## strike real jobs with kills, signals and damage (ARGS="kill save"); leave the machine alone meanwhile
+	$(BIN)/python -m tests.faults.run $(ARGS)
 
 bench: $(STAMP) ## measure what docs/performance.md quotes (ARGS="attention"); leave the machine alone meanwhile
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -104,9 +104,9 @@ def _clear(folder: Path) -> Path:
     """Remove what an earlier demo left, and nothing else."""
     if not (folder / "metrics.jsonl").exists():
         return folder
-    for name in ("model", "tensorboard"):
+    for name in ("model", "tensorboard", "checkpoints", "watchdog"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("metrics.jsonl", "result.json", "report.html"):
+    for name in ("run.json", "metrics.jsonl", "result.json", "report.html"):
         (folder / name).unlink(missing_ok=True)
     return folder
 

@@ -31,7 +31,7 @@ def watched(steps: int) -> Iterator[Observer]:
     transformers.utils.logging.disable_progress_bar()
     if not console.is_terminal:
         datasets.disable_progress_bars()
-        yield Observer(_started(console), _line(steps), _evaluated(console))
+        yield Observer(_started(console), _line(steps), _evaluated(console), _noticed(console))
         return
     columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), TextColumn("/"), TimeRemainingColumn(), console=console) as progress:
@@ -40,7 +40,7 @@ def watched(steps: int) -> Iterator[Observer]:
         def stepped(metrics: StepMetrics) -> None:
             progress.update(task, completed=metrics.step, description=describe(metrics))
 
-        yield Observer(_started(console), stepped, _evaluated(progress.console))
+        yield Observer(_started(console), stepped, _evaluated(progress.console), _noticed(progress.console))
 
 
 def describe(metrics: StepMetrics) -> str:
@@ -73,3 +73,7 @@ def _line(steps: int) -> Any:
 
 def _evaluated(console: Console) -> Any:
     return lambda step, loss: console.print(f"step {step}  evaluation loss {loss:.4f}")
+
+
+def _noticed(console: Console) -> Any:
+    return lambda line: console.print(line, markup=False, soft_wrap=True)

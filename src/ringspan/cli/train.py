@@ -29,25 +29,43 @@ def command(
             help="Processes to start on this machine; default: one a CUDA device, else one. Not under torchrun."
         ),
     ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(help="Start all processes again, up to so often, when one dies. Not under torchrun.", min=0),
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
-    """Fine-tune (or train from scratch) a causal language model on long sequences over a ring of processes."""
+    """Fine-tune (or train from scratch) a causal language model on long sequences over a ring of processes.
+
+    A run that is there already goes on from its newest valid checkpoint. SIGTERM, SIGINT and SIGUSR1 save and end with
+    exit code 75.
+    """
     from ringspan.train.config import load_config
 
     settings = load_config(config, overrides or [])
-    result = run(settings, nproc)
-    if result is None:
-        return
+    result, is_first = run(settings, nproc, max_restarts)
+    if is_first:
+        _show(result, as_json)
+    if result.stopped_by:
+        from ringspan.train.signals import EXIT_STOPPED
+
+        raise typer.Exit(EXIT_STOPPED)
+
+
+def _show(result: "TrainResult", as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(result)))
+        return
+    if result.stopped_by:
+        print(f"stopped by {result.stopped_by} and saved after step {result.steps}; the same command goes on")
         return
     print(f"loss {result.loss:.4f} after {result.steps} steps", end="")
     print(f", {result.eval_loss:.4f} on held-out text" if result.eval_loss is not None else "")
     print(f"metrics  {result.run}/metrics.jsonl\nmodel    {result.model}")
 
 
-def run(settings: "TrainConfig", nproc: int | None) -> "TrainResult | None":
-    """Train in the ranks that torchrun started, or in new local ones; the result on rank 0."""
+def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "tuple[TrainResult, bool]":
+    """Train in the ranks that torchrun started, or in new local ones; the result, and whether this is rank 0."""
     import torch
 
     from ringspan.core.errors import ConfigError
@@ -55,11 +73,12 @@ def run(settings: "TrainConfig", nproc: int | None) -> "TrainResult | None":
     from ringspan.train.model import load_model_config
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if nproc is not None:
-            raise ConfigError(f"--nproc {nproc} under torchrun, which has started the processes; leave it out")
+        for option, given in (("--nproc", nproc), ("--max-restarts", max_restarts or None)):
+            if given is not None:
+                raise ConfigError(f"{option} {given} under torchrun, which has started the processes; leave it out")
         join()
         try:
-            return train_rank(settings)
+            return train_rank(settings), torch.distributed.get_rank() == 0
         finally:
             torch.distributed.destroy_process_group()
     nproc = nproc if nproc is not None else max(1, torch.cuda.device_count())
@@ -67,11 +86,11 @@ def run(settings: "TrainConfig", nproc: int | None) -> "TrainResult | None":
         raise ConfigError(f"--nproc {nproc}: at least one process is needed")
     settings.resolve_mesh(nproc)  # refuse here what every rank would
     load_model_config(settings)
-    return launch(train_rank, nproc, settings)[0]
+    return launch(train_rank, nproc, settings, max_restarts=max_restarts, forward_signals=True)[0], True
 
 
-def train_rank(settings: "TrainConfig") -> "TrainResult | None":
-    """One rank's part of the run, with a progress bar on rank 0; its result there."""
+def train_rank(settings: "TrainConfig") -> "TrainResult":
+    """One rank's part of the run, with a progress bar on rank 0."""
     import torch.distributed as dist
 
     from ringspan.cli.progress import quiet, watched
@@ -79,7 +98,6 @@ def train_rank(settings: "TrainConfig") -> "TrainResult | None":
 
     if dist.get_rank() != 0:
         quiet()
-        train(settings)
-        return None
+        return train(settings)
     with watched(settings.steps) as observer:
         return train(settings, observer)

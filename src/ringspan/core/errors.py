@@ -23,3 +23,7 @@ class UnsupportedError(RingspanError):
 
 class PeerMismatch(RingspanError):
     """The ranks of one ring were given different things; raised on every rank before any payload moves."""
+
+
+class CheckpointError(RingspanError):
+    """A checkpoint cannot be written, or is not what was written: truncated, changed, stale, or of another run."""

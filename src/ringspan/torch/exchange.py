@@ -18,11 +18,17 @@ from ringspan.core.errors import PeerMismatch
 
 @dataclass
 class Totals:
-    """What this process has sent and how long it has waited, over all exchanges."""
+    """What this process has sent and how long it has waited, over all exchanges, and where it is.
 
+    Written by the ring, read by benchmarks and, in another thread, by the watchdog. ``hop`` is that of the last exchange
+    in its pass, which numbers two messages a hop; each further group of heads goes on counting.
+    """
+
+    num_posts: int = 0
     num_sends: int = 0
     sent_bytes: int = 0
     exposed_seconds: float = 0.0
+    hop: int | None = None
 
 
 TOTALS: Final = Totals()
@@ -75,6 +81,8 @@ class Exchange:
         operations = [self._operation(dist.isend, *send, message) for send in sends]
         operations += [self._operation(dist.irecv, *receive, message) for receive in receives]
         works = dist.batch_isend_irecv(operations) if operations else []
+        TOTALS.num_posts += 1
+        TOTALS.hop = message // 2
         TOTALS.num_sends += len(sends)
         TOTALS.sent_bytes += sum(buffer.nbytes for _, buffer in sends)
         return Transfer(works, [buffer for _, buffer in (*sends, *receives)])

@@ -1,14 +1,18 @@
 """Ranks on one machine: start N processes through torch elastic and give back what each returned."""
 
 import json
+import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,12 +23,26 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ringspan.core import errors
 from ringspan.core.errors import ConfigError, RingspanError
 
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that ask a run to save and end: of schedulers, of a terminal, and of Slurm ahead of a time limit."""
 
-def launch(function: Callable[..., Any], num_ranks: int, *args: Any, threads: int | None = None) -> list[Any]:
+_STOP: Final = "stop"
+
+
+def launch(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    threads: int | None = None,
+    max_restarts: int = 0,
+    forward_signals: bool = False,
+) -> list[Any]:
     """Run ``function(*args)`` on ``num_ranks`` local processes that form the default process group; results by rank.
 
     The ranks meet through a file and talk over the loopback interface. Each uses ``threads`` CPU threads, an equal
-    share of the cores when None. CUDA ranks get a device each.
+    share of the cores when None. CUDA ranks get a device each. When a rank dies, all are started again, up to
+    ``max_restarts`` times; what a rank refused is not tried again. With ``forward_signals`` a stop signal goes on to
+    the ranks, who end by themselves; otherwise it ends them.
 
     Raises:
         ConfigError: fewer than one rank, or more ranks than CUDA devices when there are any.
@@ -49,15 +67,20 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any, threads: in
             rdzv_endpoint=str(Path(folder, "rendezvous")),
             rdzv_configs={"store_type": "file"},
             start_method="spawn",
-            max_restarts=0,
+            max_restarts=max_restarts,
+            # Torch's own answer to a signal is to end the ranks after 30 s; SIGQUIT keeps that meaning.
+            signals_to_handle="SIGQUIT" if forward_signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             monitor_interval=0.1,
             local_addr="localhost",
         )
         try:
-            results = elastic_launch(config, _work)(function, folder, threads, args)
+            with _forwarding(Path(folder)) if forward_signals else nullcontext():
+                results = elastic_launch(config, _work)(function, folder, threads, args)
         except SignalException as signalled:
             raise KeyboardInterrupt from signalled
         except ChildFailedError as failure:
+            if Path(folder, _STOP).exists():  # told to stop before the ranks could answer it
+                raise KeyboardInterrupt from None
             raise _refusal(Path(folder)) or RuntimeError(_summary(failure)) from None
     return [results[rank] for rank in range(num_ranks)]
 
@@ -89,7 +112,30 @@ def local_device() -> torch.device:
     return torch.device("cpu")
 
 
+@contextmanager
+def _forwarding(folder: Path) -> Iterator[None]:
+    """Pass stop signals on to the ranks. Ranks that start later find the note and end at once."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        (folder / _STOP).touch()
+        for process in multiprocessing.active_children():
+            if process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    previous = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[Any, ...]) -> Any:
+    if Path(folder, _STOP).exists():
+        sys.exit(130)
+    if refused := _refusal(Path(folder)):  # in the attempt before this one: it would be refused again
+        raise refused
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # without a traceback a rank; the launcher says it once
     torch.set_num_threads(threads)
     join(folder)

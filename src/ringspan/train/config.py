@@ -208,6 +208,48 @@ class EvaluationConfig(_Table):
     """Sequences per evaluation, at most."""
 
 
+class CheckpointsConfig(_Table):
+    """[checkpoints]: what a run goes on from after it was stopped, by whatever."""
+
+    every_steps: int = Field(default=100, ge=0)
+    """Steps between checkpoints, and one after the last step; 0: only when a signal stops the run."""
+    keep: int = Field(default=2, ge=1)
+    """Checkpoints that are kept, the newest ones."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy of this rank's shards in CPU memory; false: training waits."""
+
+
+class GuardConfig(_Table):
+    """[guard]: what happens to a step whose loss or gradient is out of the ordinary."""
+
+    non_finite: Literal["skip", "stop"] = "skip"
+    """A NaN or Inf anywhere: "skip" the step on all ranks, or "stop" the run; never applied."""
+    max_skipped_steps: int = Field(default=3, ge=0)
+    """Steps in a row that may be skipped before the run stops."""
+    spike: Literal["off", "report", "skip", "rewind"] = "report"
+    """A loss or gradient norm far above the last ones: "report" it, "skip" the step, or "rewind" to the newest
+    checkpoint and go on with the data after the spike."""
+    spike_zscore: float = Field(default=8.0, gt=0)
+    """Standard deviations above the mean, of logarithms, from which a step is a spike."""
+    spike_window_steps: int = Field(default=100, ge=20)
+    """Steps that the deviation is of; the mean is that of the last 20."""
+    max_rewinds: int = Field(default=3, ge=0)
+    """Rewinds of a run; after that, spikes are only reported."""
+
+
+class WatchdogConfig(_Table):
+    """[watchdog]: when ranks that wait for one that is gone give up."""
+
+    enabled: bool = True
+    """Watch the other ranks over a connection to rank 0."""
+    timeout_steps: float = Field(default=10.0, gt=1)
+    """Time without progress after which a rank counts as stalled, in median steps."""
+    min_seconds: float = Field(default=30.0, gt=0)
+    """The least that this time is."""
+    patience_seconds: float = Field(default=1800.0, gt=0)
+    """The same for what is no ordinary step: the first three, evaluation, saving."""
+
+
 class TrainConfig(_Table):
     """A training run. Made by `load_config` or `parse_config`; built directly, pydantic's ValidationError is raised."""
 
@@ -231,6 +273,12 @@ class TrainConfig(_Table):
     """AdamW, its schedule, and the size of a batch."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """The loss on held-out text."""
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+    """What a run goes on from."""
+    guard: GuardConfig = GuardConfig()
+    """What happens to a step that is out of the ordinary."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """When ranks that wait for one that is gone give up."""
 
     @model_validator(mode="after")
     def _check_across_tables(self) -> "TrainConfig":

@@ -343,6 +343,8 @@ class BatchOrder:
     The sequences, permuted anew in each epoch, form one endless row; step t (from 0) takes the next G of it, where
     G = batch_size x accumulation_steps x replicate. How G is made up changes nothing in the row, so a run resumes
     exactly, on another number of replicas too. A batch that is larger than the data repeats sequences.
+
+    A run that changed its G, or skipped data, has a `shift`: its step t takes what starts at shift + t x G.
     """
 
     num_sequences: int
@@ -350,6 +352,7 @@ class BatchOrder:
     batch_size: int
     accumulation_steps: int
     replicate: int
+    shift: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_sequences", "batch_size", "accumulation_steps", "replicate"):
@@ -361,11 +364,15 @@ class BatchOrder:
         """Sequences of a step, on all replicas and micro-steps."""
         return self.batch_size * self.accumulation_steps * self.replicate
 
+    def place(self, step: int) -> int:
+        """Sequences of the row that come before a step (from 0): the position in the data."""
+        return self.shift + step * self.global_batch_size
+
     def step_indices(self, step: int) -> NDArray[np.int64]:
         """The sequences of a step. int64, (accumulation_steps, replicate, batch_size)."""
         if step < 0:
             raise IndexError(f"step {step}: steps count from 0")
-        places = step * self.global_batch_size + np.arange(self.global_batch_size, dtype=np.int64)
+        places = self.place(step) + np.arange(self.global_batch_size, dtype=np.int64)
         epochs, offsets = np.divmod(places, self.num_sequences)
         indices = np.empty_like(places)
         for epoch in np.unique(epochs):

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ringspan.core.errors import ConfigError, RingspanError
+from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.layout import LayoutName
 from ringspan.torch.batch import IGNORED, shard_batch
 from ringspan.torch.launch import local_device
 from ringspan.torch.mesh import init_mesh
 from ringspan.torch.models import parallelize
-from ringspan.train.checkpoint import save_model
+from ringspan.train.checkpoint import Checkpoints
 from ringspan.train.config import OptimizerConfig, TrainConfig
 from ringspan.train.data import BatchOrder, Data, TokenSequences, build_data
+from ringspan.train.export import save_model
+from ringspan.train.guard import Guard, Verdict
+from ringspan.train.manifest import Manifest
 from ringspan.train.metrics import MetricsWriter, StepMetrics, measure_flops, peak_bytes
 from ringspan.train.model import build_model, flops_per_token, load_model_config, load_tokenizer, num_matmul_parameters
-
-
-class Diverged(RingspanError):
-    """The loss or the gradient is not finite; the weights are those of the step before."""
+from ringspan.train.resume import RunRecord, begin_run, open_run, random_state, restore, run_state
+from ringspan.train.signals import StopRequest
+from ringspan.train.watchdog import Watchdog
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Observer:
     started: Callable[[dict[str, Any]], None] = lambda facts: None
     stepped: Callable[[StepMetrics], None] = lambda metrics: None
     evaluated: Callable[[int, float], None] = lambda step, loss: None
+    noticed: Callable[[str], None] = lambda line: None
 
 
 @dataclass
@@ -52,41 +55,197 @@ class TrainResult:
     loss: float
     eval_loss: float | None
     facts: dict[str, Any] = field(default_factory=dict)
+    stopped_by: str | None = None
+    """The signal that ended the run early; it goes on when it is started again."""
 
 
 def train(config: TrainConfig, observer: Observer | None = None) -> TrainResult:
     """Train as configured and save the model to ``<run>/model``; every rank of the process group calls it.
 
     The loss of a step is the sum over all its valid targets, on all ranks, replicas and micro-steps, over their count.
+    A run that is there already goes on from its newest valid checkpoint. A stop signal to any rank ends all of them
+    after the same step, saved.
 
     Raises:
         RingspanError: anything in the config, data or model that is refused; before the run's folder is made.
         Diverged: a loss or gradient that is not finite; no rank has applied it.
+        CheckpointError: no checkpoint of the run is valid, or the last one could not be written.
     """
     observer = observer or Observer()
+    record = open_run(config)
     job = _prepare(config)
-    run, writer = Path(config.run), None
-    if dist.get_rank() == 0:
-        run.mkdir(parents=True, exist_ok=True)
-        writer = MetricsWriter(run)
-        observer.started(job.facts)
-    loss, eval_loss = math.nan, None
-    for step in range(1, config.steps + 1):
-        metrics = job.step(step)
-        loss = metrics.loss
-        if writer:
-            writer.step(metrics)
-            observer.stepped(metrics)
-        every = config.evaluation.every_steps
-        if job.data.eval is not None and (step == config.steps or (every and step % every == 0)):
-            eval_loss = evaluate(job.model, job.mesh, job.data.eval, config, job.device)
-            if writer:
-                writer.evaluation(step, eval_loss)
-                observer.evaluated(step, eval_loss)
-    save_model(job.model, job.tokenizer, run / "model", getattr(torch, config.model.dtype))
-    if writer:
-        writer.close()
-    return TrainResult(str(run), str(run / "model"), config.steps, loss, eval_loss, job.facts)
+    begin_run(config, record)
+    run = Path(config.run)
+    with StopRequest() as stop, Watchdog(config.watchdog, run / "watchdog") as watchdog:
+        return _Run(job, record, stop, watchdog, observer).train()
+
+
+class _Run:
+    """The steps of a run and what happens between them; only rank 0 writes and tells the observer."""
+
+    def __init__(
+        self, job: "_Job", record: RunRecord, stop: StopRequest, watchdog: Watchdog, observer: Observer
+    ) -> None:
+        self._job, self._config, self._record = job, job.config, record
+        self._stop, self._watchdog, self._observer = stop, watchdog, observer
+        self._folder = Path(job.config.run)
+        self._guard = Guard(job.config.guard, stop, job.device)
+        settings = job.config.checkpoints
+        self._checkpoints = Checkpoints(
+            self._folder / "checkpoints",
+            run_id=record.run_id,
+            keep=settings.keep,
+            asynchronous=settings.asynchronous,
+        )
+        self._step, self._loss, self._eval_loss = 0, math.nan, None
+
+    def train(self) -> TrainResult:
+        """All steps that are left, and the model."""
+        with self._watchdog.doing("resuming"):
+            self._resume()
+        self._writer = MetricsWriter(self._folder, self._step) if dist.get_rank() == 0 else None
+        if self._writer:
+            self._observer.started(self._job.facts)
+        stopped = False
+        try:
+            while self._step < self._config.steps and not stopped:
+                stopped = self._one_step()
+            with self._watchdog.doing("saving"):
+                self._notice(self._checkpoints.wait())
+                model = self._folder / "model"
+                if not stopped:
+                    save_model(self._job.model, self._job.tokenizer, model, getattr(torch, self._config.model.dtype))
+        finally:
+            if self._writer:
+                self._writer.close()
+        self._checkpoints.close()
+        return TrainResult(
+            str(self._folder),
+            str(model),
+            self._step,
+            self._loss,
+            self._eval_loss,
+            self._job.facts,
+            (self._stop.signal_name or "a signal to another rank") if stopped else None,
+        )
+
+    def _one_step(self) -> bool:
+        """A step, its evaluation and its checkpoint where they are due; whether all ranks stop here."""
+        self._step += 1
+        self._watchdog.step(self._step)
+        metrics, verdict = self._job.step(self._step, self._guard)
+        self._notice(verdict.problem)
+        if verdict.rewind and self._rewind():
+            return False
+        self._loss = metrics.loss
+        if self._writer:
+            self._writer.step(metrics)
+            self._observer.stepped(metrics)
+        is_last = self._step == self._config.steps
+        every = self._config.evaluation.every_steps
+        if self._job.data.eval is not None and (is_last or (every and self._step % every == 0)):
+            with self._watchdog.doing("evaluation"):
+                self._evaluate(self._job.data.eval)
+        every = self._config.checkpoints.every_steps
+        if verdict.stop or (every and (is_last or self._step % every == 0)):
+            self._save(wait=verdict.stop)
+        self._notice(self._checkpoints.poll())
+        return verdict.stop and not is_last
+
+    def _evaluate(self, sequences: TokenSequences) -> None:
+        self._eval_loss = evaluate(self._job.model, self._job.mesh, sequences, self._config, self._job.device)
+        if self._writer:
+            self._writer.evaluation(self._step, self._eval_loss)
+            self._observer.evaluated(self._step, self._eval_loss)
+
+    def _save(self, *, wait: bool) -> None:
+        job = self._job
+        state = {
+            "num_sequences": job.batches.position(self._step),
+            "guard": self._guard.state(),
+            "loss": _json_number(self._loss),
+            "eval_loss": _json_number(self._eval_loss),
+        }
+        with self._watchdog.doing("saving"):
+            error = self._checkpoints.save(
+                self._step,
+                run_state(job.model, job.optimizer),
+                random_state(job.device),
+                state,
+                mesh={axis: job.mesh[axis].size() for axis in job.mesh.mesh_dim_names or ()},
+                layout=self._config.attention.layout,
+            )
+            self._notice(error)
+            if wait:
+                error = self._checkpoints.wait()
+                if error is not None:
+                    raise error
+
+    def _resume(self) -> None:
+        """Go on from the newest valid checkpoint, and say what was passed over.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is valid.
+            ConfigError: the run is finished.
+        """
+        if self._record.is_new:
+            return
+        found = self._checkpoints.find()
+        for line in (*(f"skipped {line}" for line in found.skipped), *self._record.changes):
+            self._notice(line)
+        if found.folder is None or found.manifest is None:
+            if found.skipped:
+                raise CheckpointError(
+                    f"no checkpoint in {self._checkpoints.folder} is valid; remove the folder to begin anew. "
+                    + "; ".join(found.skipped)
+                )
+            self._notice(f"{self._folder} has no checkpoint yet: begins anew")
+            return
+        if found.manifest.step >= self._config.steps and (self._folder / "model").exists():
+            raise ConfigError(
+                f"{self._folder} is finished at step {found.manifest.step}; raise steps = {self._config.steps} to go "
+                "on, or choose another folder with run=..."
+            )
+        self._restore(found.folder, found.manifest)
+        self._step = found.manifest.step
+        self._job.batches.seek(self._step, found.manifest.state["num_sequences"])
+        self._notice(
+            f"goes on after step {self._step} from {found.folder} (saved on "
+            + " x ".join(f"{axis} {size}" for axis, size in found.manifest.mesh.items())
+            + ")"
+        )
+
+    def _restore(self, folder: Path, manifest: Manifest) -> None:
+        job, state = self._job, manifest.state
+        restore(self._checkpoints, folder, manifest, job.model, job.optimizer, job.device)
+        self._guard.restore(state["guard"])
+        self._loss = math.nan if state["loss"] is None else state["loss"]
+        self._eval_loss = state["eval_loss"]
+
+    def _rewind(self) -> bool:
+        """Go back to the newest checkpoint and on with the data after this step; False where there is none."""
+        with self._watchdog.doing("rewinding"):
+            self._notice(self._checkpoints.wait())
+            found = self._checkpoints.find()
+            if found.folder is None or found.manifest is None:
+                self._notice(f"step {self._step}: there is no checkpoint to rewind to; skipped")
+                return False
+            num_sequences = self._job.batches.position(self._step)
+            self._restore(found.folder, found.manifest)
+            self._step = found.manifest.step
+            self._job.batches.seek(self._step, num_sequences)
+            if self._writer:
+                self._writer.rewind(self._step)
+            self._notice(f"rewound to step {self._step}; the data goes on at sequence {num_sequences}")
+        return True
+
+    def _notice(self, what: object) -> None:
+        if what is not None and dist.get_rank() == 0:
+            self._observer.noticed(str(what))
+
+
+def _json_number(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(kw_only=True)
@@ -104,8 +263,8 @@ class _Job:
     facts: dict[str, Any]
     step_flops: float
 
-    def step(self, step: int) -> StepMetrics:
-        """One optimizer step over the whole batch (steps count from 1).
+    def step(self, step: int, guard: Guard) -> tuple[StepMetrics, Verdict]:
+        """One optimizer step over the whole batch (steps count from 1), applied only if the guard says so.
 
         Raises:
             Diverged: the loss or the gradient is not finite, on every rank alike; the weights are untouched.
@@ -121,30 +280,33 @@ class _Job:
             micro = self.model(**part, num_items_in_batch=num_targets).loss
             micro.backward()
             loss += float(micro.detach())
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_grad_norm or math.inf)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise Diverged(f"step {step}: loss {loss}, gradient norm {norm}; lower optimizer.learning_rate")
-        self.optimizer.step()
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        total = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        # Judged before it is clipped: a factor of NaN would spoil every gradient, and hide the one that began it.
+        verdict = guard.judge(step, loss, norm, self.model.named_parameters(), peak_bytes(self.device))
+        if verdict.apply:
+            if settings.clip_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(parameters, settings.clip_grad_norm, total)
+            self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
-        return StepMetrics(
+        metrics = StepMetrics(
             step=step,
             loss=loss,
             grad_norm=norm,
             lr=rate,
             tokens_per_second=self.batches.num_tokens / seconds,
             mfu=self.step_flops / seconds / self.facts["peak_flops"],
-            peak_bytes=_max_over_ranks(peak_bytes(self.device), self.device),
+            peak_bytes=verdict.peak_bytes,
             seconds=seconds,
         )
+        return metrics, verdict
 
 
 def _prepare(config: TrainConfig) -> _Job:
     """Everything that can be refused is refused here, before anything is written."""
     replicate, ring = config.resolve_mesh(dist.get_world_size())
-    if dist.get_rank() == 0 and Path(config.run, "metrics.jsonl").exists():
-        raise ConfigError(f"{config.run} already holds a run; choose another with run=..., or remove it")
     device, dtype = local_device(), getattr(torch, config.model.dtype)
     model_config = load_model_config(config)
     with _first_rank_first():
@@ -204,6 +366,14 @@ class Batches:
             len(sequences), config.seed, settings.batch_size, settings.accumulation_steps, replicate
         )
         self.num_tokens = self._order.global_batch_size * config.data.sequence_length_tokens
+
+    def position(self, step: int) -> int:
+        """Sequences of the data that the steps up to this one have taken, whatever the number of ranks."""
+        return self._order.place(step)
+
+    def seek(self, step: int, num_sequences: int) -> None:
+        """Let the step after this one take what comes after so many sequences."""
+        self._order = replace(self._order, shift=num_sequences - step * self._order.global_batch_size)
 
     def step(self, step: int) -> tuple[int, Iterator[dict[str, Tensor]]]:
         """Valid targets of a whole step (from 1), and this rank's part of each of its micro-steps."""
@@ -288,9 +458,3 @@ def _sum_over_ranks(value: float, device: torch.device) -> float:
     total = torch.tensor(value, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     dist.all_reduce(total)
     return float(total)
-
-
-def _max_over_ranks(value: int, device: torch.device) -> int:
-    largest = torch.tensor(value, dtype=torch.int64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)

@@ -1,9 +1,11 @@
 """What a run reports: a line a step in metrics.jsonl and TensorBoard, and what the machine could do at most."""
 
 import json
+import math
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,23 @@ class MetricsWriter:
     it.
     """
 
-    def __init__(self, run: Path) -> None:
-        self._file = (run / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(run / "tensorboard"))
+    def __init__(self, run: Path, after_step: int = 0) -> None:
+        """Go on after a step: lines of later ones, which a run that ended without saving left, are dropped."""
+        self._path = run / "metrics.jsonl"
+        self._board = SummaryWriter(str(run / "tensorboard"), purge_step=after_step + 1 if after_step else None)
+        self._open(after_step)
+
+    def _open(self, after_step: int) -> None:
+        kept = b"".join(_lines_until(self._path, after_step))
+        scratch = self._path.with_suffix(".tmp")
+        scratch.write_bytes(kept)
+        scratch.replace(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def rewind(self, after_step: int) -> None:
+        """Drop the lines after a step, which the run goes back to."""
+        self._file.close()
+        self._open(after_step)
 
     def step(self, metrics: StepMetrics) -> None:
         self._write(metrics.step, asdict(metrics))
@@ -48,11 +64,26 @@ class MetricsWriter:
         self._board.close()
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
+        # A step that was not finite is null: NaN is not JSON.
+        values = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         for name, value in values.items():
-            if name != "step":
+            if name != "step" and value is not None:
                 self._board.add_scalar(name, value, step)
+
+
+def _lines_until(path: Path, last_step: int) -> Iterator[bytes]:
+    """Whole lines up to a step."""
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > last_step:
+                return
+        except (ValueError, KeyError, TypeError):
+            return
+        yield line
 
 
 def peak_bytes(device: torch.device) -> int:

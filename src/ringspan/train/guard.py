@@ -1,0 +1,181 @@
+"""What all ranks decide together before a step is applied: one small all-reduce carries every flag.
+
+A NaN or Inf anywhere, a spike, a request to stop and the number of the step are one vector, of which each rank gets the
+largest entries; so all skip the same step, or stop after the same step, or notice that they are not at the same one.
+"""
+
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ringspan.core.errors import PeerMismatch, RingspanError
+from ringspan.train.config import GuardConfig
+from ringspan.train.signals import StopRequest
+
+_MIN_STEPS: Final = 20  # a z-score of fewer says nothing
+# Natural logarithms. Without a floor, a loss that hardly moves would turn any ripple into a large z-score.
+_MIN_DEVIATION: Final = {"loss": 0.02, "gradient norm": 0.1}
+
+
+class Diverged(RingspanError):
+    """The loss or the gradient is not finite; the weights are those of the step before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What all ranks do with this step, alike on each of them."""
+
+    apply: bool
+    stop: bool
+    rewind: bool
+    problem: str | None
+    """Why the step is not applied, or what is worth a line."""
+    peak_bytes: int
+    """The largest of any rank."""
+
+
+class Guard:
+    """Judges each step of a run; remembers the losses and gradient norms of the last steps."""
+
+    def __init__(self, config: GuardConfig, stop: StopRequest, device: torch.device) -> None:
+        self._config, self._stop, self._device = config, stop, device
+        self._spikes = Spikes(config.spike_window_steps, config.spike_zscore)
+        self._skipped_in_a_row = 0
+        self._rewinds = 0
+
+    def judge(
+        self, step: int, loss: float, norm: float, parameters: Iterable[tuple[str, Tensor]], peak_bytes: int
+    ) -> Verdict:
+        """The verdict of all ranks on a step whose gradients are there and not yet applied.
+
+        Raises:
+            Diverged: not finite, and the configuration stops there, or too many steps in a row were skipped.
+            PeerMismatch: the ranks are not at the same step.
+        """
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        spike = self._spikes.describe(loss, norm) if finite and self._config.spike != "off" else None
+        flags = [not finite, self._stop.signal_name is not None, spike is not None, step, -step, peak_bytes]
+        votes = torch.tensor([float(flag) for flag in flags], dtype=torch.float64, device=self._device)
+        dist.all_reduce(votes, dist.ReduceOp.MAX)
+        any_not_finite, any_stop, any_spike, last, first, peak = votes.tolist()
+        if last != -first:
+            raise PeerMismatch(f"the ranks are at different steps: from {-first:.0f} to {last:.0f}; this one at {step}")
+        verdict: dict[str, Any] = {"stop": bool(any_stop), "peak_bytes": int(peak)}
+        if any_not_finite:
+            return Verdict(apply=False, rewind=False, problem=self._not_finite(step, loss, norm, parameters), **verdict)
+        self._skipped_in_a_row = 0
+        if not any_spike:
+            self._spikes.accept(loss, norm)
+            return Verdict(apply=True, rewind=False, problem=None, **verdict)
+        spike = f"step {step}: {spike or 'a spike on another rank'}"
+        action = self._config.spike
+        if action == "rewind" and self._rewinds == self._config.max_rewinds:
+            action, spike = "report", f"{spike}; rewound {self._rewinds} times already"
+        if action == "report":
+            self._spikes.accept(loss, norm)  # a new level is not a spike for ever
+        self._rewinds += action == "rewind"
+        return Verdict(apply=action == "report", rewind=action == "rewind", problem=spike, **verdict)
+
+    def state(self) -> dict[str, Any]:
+        """JSON values for ``restore``."""
+        return {"skipped_in_a_row": self._skipped_in_a_row, "rewinds": self._rewinds, "spikes": self._spikes.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state`` returned. A run that rewinds keeps its count of rewinds."""
+        self._skipped_in_a_row = int(state["skipped_in_a_row"])
+        self._rewinds = max(self._rewinds, int(state["rewinds"]))
+        self._spikes.restore(state["spikes"])
+
+    def _not_finite(self, step: int, loss: float, norm: float, parameters: Iterable[tuple[str, Tensor]]) -> str:
+        text = f"step {step}: loss {loss}, gradient norm {norm}; {_where(parameters)}"
+        self._skipped_in_a_row += 1
+        if self._config.non_finite == "stop":
+            raise Diverged(f"{text}; the weights are those of step {step - 1}: lower optimizer.learning_rate")
+        if self._skipped_in_a_row > self._config.max_skipped_steps:
+            raise Diverged(
+                f"{text}; {self._skipped_in_a_row - 1} steps before it were skipped already: lower "
+                "optimizer.learning_rate"
+            )
+        return f"{text}: skipped"
+
+
+class Spikes:
+    """z-scores of the logarithms of loss and gradient norm: above the mean of the last 20 accepted steps, in standard
+    deviations of the window.
+    """
+
+    def __init__(self, window_steps: int, zscore: float) -> None:
+        self._zscore = zscore
+        self._last: dict[str, deque[float]] = {name: deque(maxlen=window_steps) for name in _MIN_DEVIATION}
+
+    def describe(self, loss: float, norm: float) -> str | None:
+        """What is too high to belong to the last steps; None for an ordinary step."""
+        for (name, last), value in zip(self._last.items(), (loss, norm), strict=True):
+            if len(last) < _MIN_STEPS:
+                continue
+            mean = statistics.fmean(list(last)[-_MIN_STEPS:])
+            # From step to step, so that the fall of a loss over the window does not count as noise (von Neumann 1941).
+            changes = [(b - a) ** 2 for a, b in itertools.pairwise(last)]
+            deviation = max(math.sqrt(statistics.fmean(changes) / 2), _MIN_DEVIATION[name])
+            zscore = (_log(value) - mean) / deviation
+            if zscore > self._zscore:
+                return f"{name} {value:.4g} is {zscore:.1f} standard deviations above {math.exp(mean):.4g}"
+        return None
+
+    def accept(self, loss: float, norm: float) -> None:
+        """Remember an ordinary step."""
+        for last, value in zip(self._last.values(), (loss, norm), strict=True):
+            last.append(_log(value))
+
+    def state(self) -> dict[str, list[float]]:
+        return {name: list(last) for name, last in self._last.items()}
+
+    def restore(self, state: dict[str, list[float]]) -> None:
+        for name, last in self._last.items():
+            last.clear()
+            last.extend(float(value) for value in state[name])
+
+
+def _log(value: float) -> float:
+    return math.log(max(value, 1e-30))
+
+
+def _where(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """Which rank holds what that is not finite: weights before gradients, and the gradient that backward met first.
+
+    Parameters come in the order of the forward pass, and a NaN in backward spreads to all that comes before it; so the
+    last one named is where it began. Called on all ranks.
+    """
+    weights, gradients = [], []
+    for name, parameter in parameters:
+        for found, tensor in ((weights, parameter), (gradients, parameter.grad)):
+            if tensor is not None and not bool(torch.isfinite(_local(tensor)).all()):
+                found.append(name)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (weights, gradients))
+    for index, what in enumerate(("weights", "gradient")):
+        found = {rank: lists[index] for rank, lists in enumerate(everyone) if lists[index]}
+        if found:
+            rank, names = next(iter(found.items()))
+            others = sum(map(len, found.values())) - 1
+            more = f" (and {others} more, on ranks {_listed(found)})" if others else ""
+            return f"{what} of {names[-1]} not finite on rank {rank}{more}"
+    return "every gradient is finite"
+
+
+def _listed(ranks: Iterable[int], limit: int = 8) -> str:
+    shown = list(ranks)
+    return ", ".join(map(str, shown[:limit])) + (", ..." if len(shown) > limit else "")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

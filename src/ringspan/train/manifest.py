@@ -1,0 +1,180 @@
+"""What a checkpoint's folder says about itself, and whether its files are what was written.
+
+``manifest.json`` is ``{"sha256": ..., "manifest": {...}}``: the digest is that of the inner object as canonical JSON,
+so that a change to the manifest is found like one to a shard. Nothing here is executed: JSON and safetensors only.
+"""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from safetensors import SafetensorError, safe_open
+
+from ringspan.core.errors import CheckpointError
+
+MANIFEST: Final = "manifest.json"
+_MAX_MANIFEST_BYTES: Final = 1 << 30
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileEntry(_Record):
+    """A shard file as it was written."""
+
+    bytes: NonNegativeInt
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class Piece(_Record):
+    """A rectangle of a tensor: ``tensor[offset : offset + shape]``, stored under the tensor's name in one file."""
+
+    file: str
+    offset: tuple[NonNegativeInt, ...] = Field(strict=False)
+    shape: tuple[NonNegativeInt, ...] = Field(strict=False)
+
+
+class TensorEntry(_Record):
+    """A whole tensor and the pieces that make it up."""
+
+    dtype: str
+    shape: tuple[NonNegativeInt, ...] = Field(strict=False)
+    pieces: tuple[Piece, ...] = Field(strict=False)
+
+    @model_validator(mode="after")
+    def _pieces_make_it_up(self) -> "TensorEntry":
+        for piece in self.pieces:
+            inside = len(piece.offset) == len(piece.shape) == len(self.shape) and all(
+                first + size <= whole for first, size, whole in zip(piece.offset, piece.shape, self.shape, strict=True)
+            )
+            if not inside:
+                raise ValueError(f"a piece {piece.offset} + {piece.shape} is not inside the shape {self.shape}")
+        if len({piece.offset for piece in self.pieces}) < len(self.pieces):
+            raise ValueError("two pieces start at the same place")
+        if sum(math.prod(piece.shape) for piece in self.pieces) != math.prod(self.shape):
+            raise ValueError(f"the pieces do not make up the shape {self.shape}")
+        return self
+
+
+class Manifest(_Record):
+    """One checkpoint: which run and step, how it was laid out, each file's digest, and where each tensor lies."""
+
+    format: Literal["ringspan checkpoint 1"] = "ringspan checkpoint 1"
+    run_id: str
+    step: NonNegativeInt
+    num_ranks: int = Field(ge=1)
+    mesh: dict[str, int]
+    layout: str
+    state: dict[str, Any]
+    """What else the run needs to go on: data position, guard, configuration. JSON values."""
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+
+    @model_validator(mode="after")
+    def _files_are_known_and_inside(self) -> "Manifest":
+        for name in self.files:
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise ValueError(f"{name!r} is not the name of a shard")
+        for tensor, entry in self.tensors.items():
+            for piece in entry.pieces:
+                if piece.file not in self.files:
+                    raise ValueError(f"{tensor} lies in {piece.file!r}, which is not among the files")
+        return self
+
+    def dump(self) -> str:
+        """The text of ``manifest.json``."""
+        values = self.model_dump(mode="json")
+        return json.dumps({"sha256": _digest(values), "manifest": values}, allow_nan=False)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The checked manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, cut, changed, or says what cannot be; one line that names the file.
+    """
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for a manifest")
+        # Decoded here: json.loads guesses the encoding of bytes.
+        whole = json.loads(path.read_bytes().decode("utf-8"))
+        if not isinstance(whole, dict) or set(whole) != {"sha256", "manifest"}:
+            raise CheckpointError(f"{path}: is not a manifest of ringspan")
+        found = _digest(whole["manifest"])
+        if whole["sha256"] != found:
+            expected = _on_one_line(str(whole["sha256"]))
+            raise CheckpointError(f"{path}: changed after it was written (sha256 {found}, expected {expected})")
+        return Manifest.model_validate(whole["manifest"])
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: is missing; the checkpoint was not finished") from None
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(str(part) for part in problem["loc"])
+        raise CheckpointError(f"{path}: {_on_one_line(place)}: {_on_one_line(problem['msg'])}") from error
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from error
+
+
+def verify(folder: Path, manifest: Manifest, name: str) -> None:
+    """Make sure that one shard is the file that was written.
+
+    Raises:
+        CheckpointError: it is missing, of another length, from another save, or has any other content.
+    """
+    path, entry = folder / name, manifest.files[name]
+    try:
+        found = path.stat().st_size
+        if found != entry.bytes:
+            raise CheckpointError(f"{path}: has {found} bytes, expected {entry.bytes}{_origin(path, manifest)}")
+        digest = file_digest(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: is missing, expected {entry.bytes} bytes") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from error
+    if digest != entry.sha256:
+        raise CheckpointError(
+            f"{path}: has sha256 {digest[:16]}..., expected {entry.sha256[:16]}...{_origin(path, manifest)}"
+        )
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def origin_of(run_id: str, step: int) -> dict[str, str]:
+    """What a shard says in its own header about the save that it belongs to."""
+    return {"run_id": run_id, "step": str(step)}
+
+
+def _origin(path: Path, manifest: Manifest) -> str:
+    """Where a wrong shard comes from, as far as its header still tells."""
+    try:
+        with safe_open(path, "numpy") as shard:
+            origin = shard.metadata() or {}
+    except (SafetensorError, OSError, ValueError):
+        return "; its content is damaged"
+    if origin != origin_of(manifest.run_id, manifest.step):
+        return f"; it is of step {origin.get('step', '?')} of run {origin.get('run_id', '?')}: stale"
+    return "; its content is damaged"
+
+
+def _digest(values: object) -> str:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _one_line(error: BaseException) -> str:
+    return _on_one_line(str(error)) or type(error).__name__
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())[:300]

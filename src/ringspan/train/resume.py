@@ -1,0 +1,168 @@
+"""Going on: whose folder it is, what of the configuration may have changed, and what a run's state consists of."""
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringspan.core.errors import CheckpointError, ConfigError, RingspanError
+from ringspan.train.checkpoint import Checkpoints, sync_folder, write_synced
+from ringspan.train.config import TrainConfig, parse_config
+from ringspan.train.manifest import Manifest
+
+_RECORD: Final = "run.json"
+# Another value of these would be another run under the same name.
+_FIXED: Final = ("seed", "model", "data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Who a run is, as its folder says."""
+
+    run_id: str
+    is_new: bool
+    changes: list[str] = field(default_factory=list)
+    """Settings that differ from those it began with, as lines to show."""
+
+
+def open_run(config: TrainConfig) -> RunRecord:
+    """Find out whether ``config.run`` is a new run or one to go on with; nothing is written. All ranks call it.
+
+    Raises:
+        ConfigError: the folder holds something else, or the same run with another seed, model or data; on every rank.
+    """
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [_read_record(config)]
+        except RingspanError as error:
+            answer = [str(error)]
+    dist.broadcast_object_list(answer)
+    if isinstance(answer[0], str):
+        raise ConfigError(answer[0])
+    return answer[0]
+
+
+def begin_run(config: TrainConfig, record: RunRecord) -> None:
+    """Make the folder of a new run, on rank 0."""
+    if dist.get_rank() == 0 and record.is_new:
+        run = Path(config.run)
+        run.mkdir(parents=True, exist_ok=True)
+        values = {"run_id": record.run_id, "config": config.model_dump(mode="json")}
+        write_synced(run / _RECORD, json.dumps(values, indent=1) + "\n")
+        sync_folder(run)
+
+
+def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor that a run goes on with, by name: parameters, buffers, and the optimizer's state of each parameter.
+
+    A fresh optimizer gets the state that its first step would give it, so that there is something to load into.
+    """
+    parameters: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:  # tied weights have two names
+            seen.add(id(tensor))
+            parameters[name] = tensor
+    tensors = {f"model/{name}": tensor for name, tensor in parameters.items()}
+    for name, parameter in parameters.items():
+        if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+            for key, value in _optimizer_state(optimizer, parameter).items():
+                tensors[f"optimizer/{name}/{key}"] = value
+    return tensors
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+    assert isinstance(optimizer, torch.optim.AdamW), "the state below is that of AdamW"
+    state = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.tensor(0.0)
+        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return state
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """This rank's random number generators."""
+    state = {"random/cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["random/cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Go on with the random numbers after those of ``random_state``."""
+    torch.set_rng_state(state["random/cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["random/cuda"], device)
+
+
+def restore(
+    checkpoints: Checkpoints,
+    folder: Path,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> None:
+    """Put model, optimizer and random numbers into the state of a checkpoint that was checked.
+
+    With another number of ranks, their random numbers begin anew, from the seed of the checkpoint's step.
+
+    Raises:
+        CheckpointError: on every rank, when the checkpoint is of another model.
+    """
+    tensors = run_state(model, optimizer)
+    unknown = [name for name in manifest.tensors if name not in tensors and not name.startswith("rank ")]
+    if unknown:
+        raise CheckpointError(f"{folder}: has {unknown[0]}, which this model lacks; is it of another model?")
+    same = manifest.num_ranks == dist.get_world_size()
+    random = random_state(device)
+    checkpoints.load(folder, manifest, tensors, random if same else None)
+    if same:
+        set_random_state(random, device)
+    else:
+        torch.manual_seed(manifest.step * dist.get_world_size() + dist.get_rank())
+
+
+def _read_record(config: TrainConfig) -> RunRecord:
+    run = Path(config.run)
+    path = run / _RECORD
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        run_id, began = values["run_id"], parse_config(values["config"])
+    except FileNotFoundError:
+        if (run / "metrics.jsonl").exists():
+            raise ConfigError(
+                f"{run} already holds a run that cannot be continued ({_RECORD} is missing); choose another with "
+                "run=..., or remove it"
+            ) from None
+        return RunRecord(run_id=uuid.uuid4().hex, is_new=True)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not the record of a run: {' '.join(str(error).split())}; remove it") from error
+    if not isinstance(run_id, str) or not run_id.isalnum():
+        raise ConfigError(f"{path}: run_id = {run_id!r} is no name; remove the file")
+    changes = []
+    for key, before, now in _differences(began.model_dump(mode="json"), config.model_dump(mode="json")):
+        if key.split(".")[0] in _FIXED:
+            raise ConfigError(
+                f"{run} holds a run with {key} = {json.dumps(before)}, now it is {json.dumps(now)}; choose another "
+                "folder with run=..., or set it back"
+            )
+        if key != "run":
+            changes.append(f"{key} = {json.dumps(now)} (was {json.dumps(before)})")
+    return RunRecord(run_id=run_id, is_new=False, changes=changes)
+
+
+def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in [*before, *(key for key in now if key not in before)]:
+            yield from _differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
+    elif before != now:
+        yield prefix, before, now

@@ -1,0 +1,208 @@
+"""A real training job whose ranks can be struck: ``python -m tests.faults.job CONFIG NPROC MAX_RESTARTS``.
+
+It is what ``ringspan train`` does, and each rank first leaves its process id in the run's parent folder.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ringspan.core.errors import RingspanError
+
+
+def rank_of(config: Any, pids: str) -> Any:
+    """One rank's part of the run."""
+    rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    path = Path(pids, f"attempt-{attempt}-rank-{rank}.pid")
+    path.with_suffix(".tmp").write_text(str(os.getpid()))
+    path.with_suffix(".tmp").rename(path)
+    from ringspan.cli.train import train_rank
+
+    return train_rank(config)
+
+
+def main(path: str, nproc: str, max_restarts: str) -> None:
+    """Launch the ranks; exit as ``ringspan train`` does."""
+    from ringspan.torch.launch import launch
+    from ringspan.train.config import load_config
+    from ringspan.train.signals import EXIT_STOPPED
+
+    pids = Path(path).with_suffix(".pids")
+    pids.mkdir(exist_ok=True)
+    restarts = int(max_restarts)
+    try:
+        result = launch(
+            rank_of, int(nproc), load_config(path), str(pids), max_restarts=restarts, forward_signals=True, threads=1
+        )[0]
+    except RingspanError as error:
+        print(f"ringspan: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RuntimeError as error:
+        print(f"ringspan: {error}", file=sys.stderr)
+        sys.exit(1)
+    print(json.dumps({"steps": result.steps, "stopped_by": result.stopped_by}))
+    sys.exit(EXIT_STOPPED if result.stopped_by else 0)
+
+
+CONFIG = """
+run = "{run}"
+steps = {steps}
+[model]
+init = "scratch"
+tokenizer = "train"
+[model.config]
+model_type = "llama"
+vocab_size = 300
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 64
+[data]
+paths = ["{text}"]
+sequence_length_tokens = 61
+eval_fraction = 0
+[optimizer]
+warmup_steps = 2
+learning_rate = 1e-2
+{optimizer}
+[checkpoints]
+every_steps = {every_steps}
+keep = 9
+[watchdog]
+min_seconds = {min_seconds}
+"""
+
+
+class Job:
+    """A job in a folder of its own, started and struck by a test. The text is the same for all jobs of a parent."""
+
+    def __init__(
+        self,
+        parent: Path,
+        name: str,
+        *,
+        nproc: int = 2,
+        steps: int = 60,
+        max_restarts: int = 0,
+        every_steps: int = 5,
+        min_seconds: float = 3.0,
+        optimizer: str = "",
+    ) -> None:
+        self.run, self.nproc, self.max_restarts = parent / name, nproc, max_restarts
+        self.config = parent / f"{name}.toml"
+        text = parent / "text"
+        if not text.exists():
+            text.mkdir()
+            for number in range(20):
+                lines = (f"chapter {number} line {line} says {line * number % 17}\n" for line in range(60))
+                (text / f"{number}.txt").write_text("".join(lines))
+        self.config.write_text(
+            CONFIG.format(
+                run=self.run,
+                text=text,
+                steps=steps,
+                every_steps=every_steps,
+                min_seconds=min_seconds,
+                optimizer=optimizer,
+            )
+        )
+        self.pids = self.config.with_suffix(".pids")
+        self.log = parent / f"{name}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, nproc: int | None = None, command: list[str] | None = None) -> "Job":
+        """Start it, or start it again."""
+        for path in self.pids.glob("*") if self.pids.exists() else ():
+            path.unlink()
+        self.nproc = nproc or self.nproc
+        if command is None:
+            command = ["tests.faults.job", str(self.config), str(self.nproc), str(self.max_restarts)]
+        environment = {**os.environ, "HF_DATASETS_CACHE": str(self.run.parent / "cache")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stdout=subprocess.DEVNULL,
+            stderr=self.log.open("ab"),
+            env=environment,
+            cwd=Path(__file__).parents[2],
+            start_new_session=True,
+        )
+        return self
+
+    def wait(self, seconds: float = 120) -> int:
+        """Its exit code; it and all its ranks are gone after that."""
+        assert self.process is not None
+        try:
+            return self.process.wait(seconds)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What it has measured so far."""
+        try:
+            text = (self.run / "metrics.jsonl").read_text()
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def last_step(self) -> int:
+        lines = self.lines()
+        return lines[-1]["step"] if lines else 0
+
+    def curve(self) -> dict[int, tuple[float, float]]:
+        """Loss and gradient norm of each step."""
+        return {line["step"]: (line["loss"], line["grad_norm"]) for line in self.lines() if "loss" in line}
+
+    def pid(self, rank: int, attempt: int = 0, seconds: float = 60) -> int:
+        """The process of a rank."""
+        path = self.pids / f"attempt-{attempt}-rank-{rank}.pid"
+        self.until(path.exists, seconds, f"rank {rank} of attempt {attempt}")
+        return int(path.read_text())
+
+    def until(self, condition: Callable[[], bool], seconds: float, what: str) -> float:
+        """Wait for a condition; the seconds it took."""
+        started = time.monotonic()
+        while not condition():
+            waited = time.monotonic() - started
+            if waited > seconds or self.process is None or self.process.poll() is not None:
+                raise TimeoutError(f"no {what} after {waited:.1f} s; {self.tail()}")
+            time.sleep(0.005)
+        return time.monotonic() - started
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def tail(self) -> str:
+        return self.text()[-2000:]
+
+    def newest(self) -> int:
+        """The step of the newest finished checkpoint."""
+        folder = self.run / "checkpoints"
+        return max((int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdecimal()), default=0)
+
+
+def is_running(pid: int) -> bool:
+    """True until a process is gone or only waits for its parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,118 @@
+"""The watchdog: it names who is missing, on every rank, and leaves an ordinary run alone."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from ringspan.torch.exchange import TOTALS
+from ringspan.train.config import WatchdogConfig
+from ringspan.train.signals import EXIT_PEER_LOST, EXIT_STALLED
+from ringspan.train.watchdog import Watchdog, _Link
+
+QUICK = WatchdogConfig(min_seconds=0.6, timeout_steps=2, patience_seconds=30)
+
+
+def wait_for(codes: list[int], seconds: float) -> float:
+    started = time.monotonic()
+    while not codes and time.monotonic() - started < seconds:
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+def stall(mesh, folder, culprit):
+    """Steps together, until the main thread of one rank does nothing any more."""
+    codes: list[int] = []
+    with Watchdog(QUICK, folder, end=codes.append) as watchdog:
+        for step in range(1, 6):
+            watchdog.step(step)
+            dist.barrier()
+            time.sleep(0.02)
+        if dist.get_rank() != culprit:
+            watchdog.step(6)
+        waited = wait_for(codes, 20)
+    return codes, waited
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_stands_still_is_named_by_all(pool, tmp_path, culprit):
+    for codes, waited in pool.run(stall, 4, tmp_path, culprit):
+        assert codes == [EXIT_STALLED]
+        assert 0.4 < waited < 0.6 + 1.0
+    for rank in range(4):
+        report = (tmp_path / f"attempt-0-rank-{rank}.txt").read_text()
+        assert f"rank {culprit} at step 5" in report and "(furthest behind)" in report
+        assert "exit code 76" in report and "in wait_for" in report  # the stack of the main thread
+
+
+def fail_alone(mesh, folder, culprit):
+    codes: list[int] = []
+    try:
+        with Watchdog(QUICK, folder, end=codes.append) as watchdog:
+            watchdog.step(7)
+            dist.barrier()
+            time.sleep(0.5)
+            if dist.get_rank() == culprit:
+                raise ZeroDivisionError("by chance")
+            wait_for(codes, 10)
+    except ZeroDivisionError:
+        return None
+    return codes
+
+
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_a_rank_that_fails_alone_is_named_by_the_others(pool, tmp_path, culprit):
+    results = pool.run(fail_alone, 4, tmp_path, culprit)
+    assert results == [None if rank == culprit else [EXIT_PEER_LOST] for rank in range(4)]
+    report = (tmp_path / f"attempt-0-rank-{1}.txt").read_text()
+    assert f"rank {culprit} failed with ZeroDivisionError: by chance at step 7" in report
+
+
+def many_steps(mesh, folder):
+    codes: list[int] = []
+    with Watchdog(QUICK, folder, end=codes.append) as watchdog:
+        for step in range(1, 501):
+            watchdog.step(step)
+            if step % 100 == 0:
+                dist.barrier()
+            TOTALS.num_posts += 1
+            if step == 250:
+                with watchdog.doing("evaluation"):
+                    time.sleep(1.0)  # longer than a step may take
+    return codes
+
+
+def test_500_steps_with_a_long_evaluation_raise_no_alarm(pool, tmp_path):
+    assert pool.run(many_steps, 4, tmp_path) == [[]] * 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def strange_visitors(mesh, folder):
+    """What is not one of the ranks is shown the door, and the watch goes on."""
+    import socket
+
+    codes: list[int] = []
+    with Watchdog(QUICK, folder, end=codes.append) as watchdog:
+        watchdog.step(1)
+        if dist.get_rank() == 0:
+            for word in (b'{"token": "guess", "rank": 1}\n', b"GET / HTTP/1.1\n\n", b"\xff" * 70_000, b"[1]\n", b""):
+                with socket.create_connection(watchdog._server.getsockname()[:2]) as visitor:
+                    visitor.sendall(word)
+                    if word:
+                        visitor.settimeout(5)
+                        with pytest.raises((ConnectionResetError, StopIteration)):
+                            while visitor.recv(1000):  # heartbeats until the door closes
+                                pass
+                            raise StopIteration
+            host = watchdog._server.getsockname()[0]
+            assert host == "127.0.0.1"
+        dist.barrier()
+        time.sleep(0.3)
+        known = sorted(link.rank for link in watchdog._links if isinstance(link, _Link) and link.rank is not None)
+        dist.barrier()
+    return codes, known
+
+
+def test_strangers_are_turned_away(pool, tmp_path):
+    results = pool.run(strange_visitors, 4, tmp_path)
+    assert results == [([], [1, 2, 3])] + [([], [0])] * 3
