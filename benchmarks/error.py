@@ -83,8 +83,8 @@ def main() -> None:
     draw(curves, PICTURE)
     for curve in curves:
         print(curve["dtype"])
-        for who, errors in [("one process", curve["one_process"]), *((f"{r['ranks']} ranks", r) for r in curve["rows"])]:
-            print(f"  {who:12}", *(f"{name} {errors[name]:.2e}" for name in RESULTS))
+        for errors in [{"ranks": "one process", **curve["one_process"]}, *curve["rows"]]:
+            print(f"  {errors['ranks']!s:12}", *(f"{name} {errors[name]:.2e}" for name in RESULTS))
 
 
 if __name__ == "__main__":
