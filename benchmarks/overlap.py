@@ -199,14 +199,16 @@ def _once(sweep: Sweep, tokens: int, rank: int, alone: Any) -> dict[str, float]:
 
 
 def crossed(shares: list[tuple[int, float]]) -> float | None:
-    """Tokens a rank from which on at most ``SHOWN`` of a transfer shows: between the last point above and the one
-    after, linear in log c; None when the sweep does not reach both sides.
+    """Tokens a rank from which on transfers are hidden; None when the sweep does not reach both sides.
+
+    Where at most ``SHOWN`` shows, linear in log c between the last point above and the one after; the law has that
+    share at 1 - ``SHOWN`` of the crossing.
     """
     above = [index for index, (_, share) in enumerate(shares) if share > SHOWN]
     if not above or above[-1] + 1 == len(shares):
         return None
     (c0, high), (c1, low) = shares[above[-1]], shares[above[-1] + 1]
-    return float(c0 * (c1 / c0) ** ((high - SHOWN) / (high - low)))
+    return c0 * (c1 / c0) ** ((high - SHOWN) / (high - low)) / (1 - SHOWN)
 
 
 def _limit(gigabits: float) -> list[str]:
