@@ -78,8 +78,10 @@ class Exchange:
         Between one pair of ranks the order of sends is the order of receives. Buffers are contiguous.
         """
         assert self._group is not None or not (sends or receives), "a single rank has nobody to talk to"
-        operations = [self._operation(dist.isend, *send, message) for send in sends]
-        operations += [self._operation(dist.irecv, *receive, message) for receive in receives]
+        # Receives first: over gloo a receive asks for its message on the connection that also carries the sends, and a
+        # request behind a block waits for that block, so that the two directions take turns instead of overlapping.
+        operations = [self._operation(dist.irecv, *receive, message) for receive in receives]
+        operations += [self._operation(dist.isend, *send, message) for send in sends]
         works = dist.batch_isend_irecv(operations) if operations else []
         TOTALS.num_posts += 1
         TOTALS.hop = message // 2
