@@ -65,10 +65,12 @@ def unequal(mesh, what):
     route = "all-gather" if what == "route" and rank == 1 else "ring"
     wire = "int8" if what == "wire" and rank == 1 else "exact"
     softcap = 3.0 if what == "scores" and rank == 1 else None
-    rs.ring_attention(q, k, v, mask=mask, layout=layout, group=group, route=route, wire=wire, softcap=softcap)
+    sinks = torch.zeros(4) if what == "sinks" and rank == 1 else None
+    options = {"mask": mask, "layout": layout, "route": route, "wire": wire, "softcap": softcap, "sinks": sinks}
+    rs.ring_attention(q, k, v, group=group, **options)
 
 
-@pytest.mark.parametrize("what", ["queries", "dtype", "mask", "layout", "route", "wire", "scores"])
+@pytest.mark.parametrize("what", ["queries", "dtype", "mask", "layout", "route", "wire", "scores", "sinks"])
 def test_unequal_arguments_are_refused_on_every_rank_before_anything_moves(pool, what):
     for outcome in pool.outcomes(unequal, 3, what):
         assert isinstance(outcome, rs.PeerMismatch)

@@ -298,7 +298,9 @@ def _prepare(
         "mask": options.mask,
         "route": options.route,
         "wire": f"{options.wire}, gradients {options.gradient_wire}",
-        "scores": f"scale {options.scale}, softcap {options.softcap}, slopes {slopes is not None}, sinks {sinks is not None}",
+        "scores": f"scale {options.scale}, softcap {options.softcap}",
+        "slopes": slopes is not None,
+        "sinks": sinks is not None,
     }
     agree(group, facts)
     exchange = Exchange(group, f"{what} {facts}")

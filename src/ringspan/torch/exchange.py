@@ -20,8 +20,8 @@ from ringspan.core.errors import PeerMismatch
 class Totals:
     """What this process has sent and how long it has waited, over all exchanges, and where it is.
 
-    Written by the ring, read by benchmarks and, in another thread, by the watchdog. ``hop`` is that of the last exchange
-    in its pass, which numbers two messages a hop; each further group of heads goes on counting.
+    Written by the ring, read by benchmarks and, in another thread, by the watchdog. ``hop`` is that of the last
+    exchange in its pass, which numbers two messages a hop; each further group of heads goes on counting.
     """
 
     num_posts: int = 0
