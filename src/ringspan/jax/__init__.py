@@ -1,0 +1,18 @@
+"""The JAX back end: the same geometry, carried out by ``shard_map`` and ``ppermute``. Needs ``ringspan[jax]``."""
+
+from ringspan.jax.attention import ring_attention, sharded_ring_attention
+from ringspan.jax.batch import shard, shard_batch, unshard
+from ringspan.jax.feedforward import blockwise_feedforward
+from ringspan.jax.loss import blockwise_cross_entropy
+from ringspan.jax.mesh import init_mesh
+
+__all__ = [
+    "blockwise_cross_entropy",
+    "blockwise_feedforward",
+    "init_mesh",
+    "ring_attention",
+    "shard",
+    "shard_batch",
+    "sharded_ring_attention",
+    "unshard",
+]

@@ -1,0 +1,218 @@
+"""The one public attention of the JAX back end: exact attention of a sequence that is split over a mesh axis.
+
+B batch, H query heads, G key/value heads, T local tokens, S global tokens, D head size, E value head size.
+"""
+
+from functools import partial
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringspan.core.errors import LayoutError, UnsupportedError
+from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.mask import Mask, causal
+from ringspan.jax import ring
+from ringspan.jax.kernels import varying_like
+
+SAVED_NAME: Final = "ring_attention"  # what activation checkpointing calls out and lse
+
+_DTYPES: Final = ("float32", "float64", "bfloat16", "float16")
+
+
+def ring_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    axis_name: str = "sp",
+    mask: Mask | str | None = None,
+    layout: LayoutName | Layout = "zigzag",
+    key_layout: Layout | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    query_chunk: int = 512,
+    key_chunk: int = 512,
+) -> Array:
+    """Exact attention of the local queries to the keys of all ranks, inside ``shard_map``; differentiable in reverse.
+
+    On the gathered arrays it equals ``softmax(scale q k^T where mask allows) v``, in which a query that may see nothing
+    gives 0. ``jit``, ``vmap``, ``checkpoint`` and ``scan`` compose with it; ``jax.checkpoint_policies
+    .save_only_these_names("ring_attention")`` recomputes a layer but not its attention.
+
+    Args:
+        q: local queries (B, H, T, D), in the order of the layout. float32, bfloat16, float16, or float64 with x64.
+        k: local keys (B, G, T', D), G dividing H; they travel unrepeated.
+        v: local values (B, G, T', E).
+        axis_name: the mesh axis over which the sequence is split: the ring.
+        mask: which pairs of global positions are allowed; causal when None. Text is read by ``Mask.parse``.
+        layout: how positions are split over the ring. A name means that the sequence is N x T tokens long; pass a
+            ``Layout`` when its end is padding that no query may see.
+        key_layout: where the keys live when they are another sequence (cross-attention); default: as the queries.
+        scale: factor on the scores; ``D ** -0.5`` when None.
+        softcap: scores become ``softcap tanh(scores / softcap)`` (Gemma 2); None for none.
+        sinks: a learnt score for each query head (H,), to which probability may go without a value (gpt-oss).
+        query_chunk: most local queries whose scores exist at once, for one head on CPU.
+        key_chunk: most local keys whose scores exist at once.
+
+    Returns:
+        The local part of the result (B, H, T, E), in q's dtype.
+
+    Raises:
+        UnsupportedError: shapes, dtypes or options that this cannot run; while tracing, so before any communication.
+        LayoutError: local arrays that do not fit the layout.
+
+    Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
+    """
+    _check_arrays(q, k, v, sinks)
+    _check_options(scale, softcap, query_chunk, key_chunk)
+    ranks = lax.axis_size(axis_name)
+    if isinstance(layout, str):
+        layout = Layout(layout, ranks * q.shape[2], ranks)
+        if key_layout is None and k.shape[2] != q.shape[2]:
+            key_layout = Layout(layout.name, ranks * k.shape[2], ranks)
+    _check_layout("queries", layout, ranks, q.shape[2])
+    _check_layout("keys", key_layout or layout, ranks, k.shape[2])
+    mask = causal() if mask is None else Mask.parse(mask) if isinstance(mask, str) else mask
+    geometry = ring.Ring(
+        axis_name,
+        layout,
+        key_layout or layout,
+        mask,
+        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        None if softcap is None else float(softcap),
+        query_chunk,
+        key_chunk,
+    )
+    # All differ along the ring from here on; where a caller's array did not, autodiff makes this the sum over ranks.
+    everywhere = (q, k, v, lax.axis_index(axis_name))
+    q, k, v = (varying_like(x, *everywhere) for x in (q, k, v))
+    return _attention(geometry, q, k, v, None if sinks is None else varying_like(sinks, *everywhere))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(geometry: ring.Ring, q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
+    return ring.forward(geometry, q, k, v, sinks)[0]
+
+
+def _attention_forward(geometry: ring.Ring, q: Array, k: Array, v: Array, sinks: Array | None):
+    out, lse = ring.forward(geometry, q, k, v, sinks)
+    out, lse = checkpoint_name(out, SAVED_NAME), checkpoint_name(lse, SAVED_NAME)
+    return out, (q, k, v, sinks, out, lse)
+
+
+def _attention_backward(geometry: ring.Ring, saved: tuple[Array, ...], dout: Array):
+    return ring.backward(geometry, dout, *saved)
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def sharded_ring_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mesh: Mesh,
+    axis_name: str = "sp",
+    batch_axes: tuple[str, ...] = ("dp", "fsdp"),
+    head_axis: str | None = "tp",
+    sinks: Array | None = None,
+    **options,
+) -> Array:
+    """``ring_attention`` on whole arrays: splits them over a mesh and calls it in a ``shard_map``.
+
+    Args:
+        q, k, v: (B, H, S, D), (B, G, S, D) and (B, G, S, E), the tokens already in the order of the layout
+            (``ringspan.jax.shard``).
+        mesh: the devices. Of the named axes, those that it lacks are not split over.
+        axis_name, batch_axes, head_axis: the mesh axes over which tokens, batch and heads are split.
+        sinks: (H,), as in ``ring_attention``.
+        options: as ``ring_attention``.
+
+    Returns:
+        (B, H, S, E), split as q.
+
+    Raises:
+        LayoutError: a dimension that its mesh axes do not divide, or a mesh without the axis of the ring.
+        UnsupportedError, LayoutError: as ``ring_attention``.
+    """
+    if axis_name not in mesh.shape:
+        raise LayoutError(f"the mesh has no axis {axis_name!r}; its axes are {', '.join(mesh.axis_names)}")
+    batch = tuple(axis for axis in batch_axes if axis in mesh.shape)
+    heads = head_axis if head_axis in mesh.shape else None
+    split = P(batch or None, heads, axis_name)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        for dim, axes in enumerate((batch, (heads,) if heads else (), (axis_name,))):
+            parts = 1
+            for axis in axes:
+                parts *= mesh.shape[axis]
+            if x.ndim > dim and x.shape[dim] % parts:
+                raise LayoutError(
+                    f"{name}: dimension {dim} has {x.shape[dim]} entries, which the {parts} devices of mesh axis "
+                    f"{' x '.join(axes)} do not divide; pad it, or use another mesh"
+                )
+    if AxisType.Explicit in mesh.axis_types:  # where shardings are types, splitting is the caller's or an explicit act
+        q, k, v = (jax.reshard(x, NamedSharding(mesh, split)) for x in (q, k, v))
+        sinks = None if sinks is None else jax.reshard(sinks, NamedSharding(mesh, P(heads)))
+    local = partial(ring_attention, axis_name=axis_name, **options)
+    if sinks is None:
+        return jax.shard_map(local, mesh=mesh, in_specs=(split, split, split), out_specs=split)(q, k, v)
+    return jax.shard_map(
+        lambda q, k, v, sinks: local(q, k, v, sinks=sinks),
+        mesh=mesh,
+        in_specs=(split, split, split, P(heads)),
+        out_specs=split,
+    )(q, k, v, sinks)
+
+
+def _check_arrays(q: Array, k: Array, v: Array, sinks: Array | None) -> None:
+    """Refuse what no kernel computes, naming the value."""
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if array.ndim != 4:
+            raise UnsupportedError(f"{name} must be (batch, heads, tokens, head_dim), got shape {array.shape}")
+        if 0 in array.shape:
+            raise UnsupportedError(f"{name} is empty: its shape is {array.shape}")
+        if array.dtype != q.dtype:
+            raise UnsupportedError(f"{name} is {array.dtype}, q is {q.dtype}; make them alike")
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise UnsupportedError(
+            f"shapes do not fit: q {q.shape}, k {k.shape}, v {v.shape}; batch must agree, "
+            "q and k in head_dim, k and v in heads and tokens"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise UnsupportedError(f"{k.shape[1]} key/value heads do not divide {q.shape[1]} query heads")
+    if q.dtype.name not in _DTYPES:
+        raise UnsupportedError(f"dtype {q.dtype} is not supported; use float32 or bfloat16")
+    if sinks is not None and (sinks.shape != (q.shape[1],) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
+        raise UnsupportedError(
+            f"sinks must be a floating-point score for each of the {q.shape[1]} query heads, "
+            f"got {sinks.dtype} of shape {sinks.shape}"
+        )
+
+
+def _check_options(scale: float | None, softcap: float | None, query_chunk: int, key_chunk: int) -> None:
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if isinstance(value, (Array, jax.core.Tracer)):
+            raise UnsupportedError(f"{name} is an array; it must be a plain number, known when the program is traced")
+    if softcap is not None and softcap <= 0:
+        raise UnsupportedError(f"softcap must be positive, got {softcap}; leave it out for none")
+    for name, value in (("query_chunk", query_chunk), ("key_chunk", key_chunk)):
+        if value < 1:
+            raise UnsupportedError(f"{name} must hold at least one token, got {value}")
+
+
+def _check_layout(what: str, layout: Layout, ranks: int, tokens: int) -> None:
+    if layout.ranks != ranks:
+        raise LayoutError(f"the layout of the {what} is for {layout.ranks} ranks, the ring has {ranks}")
+    if layout.tokens_per_rank != tokens:
+        hint = "; zigzag needs an even number of local tokens" if layout.name == "zigzag" and tokens % 2 else ""
+        raise LayoutError(
+            f"{what}: {tokens} local tokens, but {layout.name} over {ranks} ranks for {layout.length} tokens "
+            f"holds {layout.tokens_per_rank} a rank{hint}; pad with ringspan.jax.shard"
+        )

@@ -1,0 +1,96 @@
+"""From a whole batch to arrays on the mesh: shift labels, add positions, pad, permute, split.
+
+B batch, S global tokens.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringspan.core.errors import LayoutError, UnsupportedError
+from ringspan.core.layout import Layout, LayoutName
+from ringspan.jax.mesh import BATCH_AXES
+
+IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
+
+_KEYS: Final = ("input_ids", "labels", "shift_labels")
+
+
+def shard(x: Any, layout: Layout, dim: int, *, value: float = 0) -> Array:
+    """``pad(x, value)[permutation]`` along ``dim``: what a mesh axis splits into the ranks' shards.
+
+    Raises:
+        LayoutError: ``x`` does not have ``layout.length`` entries along ``dim``.
+    """
+    x = jnp.asarray(x)
+    if x.shape[dim] != layout.length:
+        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, the layout is for {layout.length} tokens")
+    width = [(0, 0)] * x.ndim
+    width[dim] = (0, layout.padded_length - layout.length)
+    return jnp.take(jnp.pad(x, width, constant_values=value), layout.permutation, axis=dim)
+
+
+def unshard(x: Any, layout: Layout, dim: int) -> Array:
+    """The inverse of ``shard``: in order, without padding.
+
+    Raises:
+        LayoutError: ``x`` does not have ``layout.padded_length`` entries along ``dim``.
+    """
+    x = jnp.asarray(x)
+    if x.shape[dim] != layout.padded_length:
+        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, the layout has {layout.padded_length}")
+    return jnp.take(x, layout.inverse[: layout.length], axis=dim)
+
+
+def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "zigzag") -> dict[str, Array]:
+    """A whole batch as arrays on the mesh, sequences split over dp and fsdp, tokens over sp.
+
+    Labels are shifted here, before the permutation, so that each token knows its true successor; padding gets the label
+    -100 and comes last, where no real token sees it.
+
+    Args:
+        batch: ``input_ids`` (B, S) and ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry i is the
+            target of token i.
+        mesh: from ``init_mesh``.
+        layout: as the model's.
+
+    Returns:
+        ``input_ids``, ``position_ids`` and ``shift_labels``, each int32 (B, padded S).
+
+    Raises:
+        UnsupportedError: keys or shapes that cannot be honoured, by name.
+        LayoutError: a batch that dp x fsdp does not divide.
+    """
+    unknown = sorted(set(batch) - set(_KEYS))
+    if unknown:
+        raise UnsupportedError(f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(_KEYS)}")
+    tokens = np.asarray(batch["input_ids"])
+    if tokens.ndim != 2 or tokens.shape[1] < 1:
+        raise UnsupportedError(f"input_ids must be (batch, tokens), got shape {tokens.shape}")
+    if "shift_labels" in batch:
+        targets = np.asarray(batch["shift_labels"])
+    elif "labels" in batch:
+        labels = np.asarray(batch["labels"])
+        targets = np.concatenate((labels[:, 1:], np.full_like(labels[:, :1], IGNORED)), 1)
+    else:
+        raise UnsupportedError("the batch has neither labels nor shift_labels; give one of them")
+    if targets.shape != tokens.shape:
+        raise UnsupportedError(f"labels have shape {targets.shape}, input_ids {tokens.shape}")
+    replicas = mesh.shape["dp"] * mesh.shape["fsdp"]
+    if len(tokens) % replicas:
+        raise LayoutError(f"a batch of {len(tokens)} sequences does not divide over dp x fsdp = {replicas} devices")
+    split = Layout(layout, tokens.shape[1], mesh.shape["sp"])
+    positions = np.broadcast_to(split.permutation, (len(tokens), split.padded_length))
+    arrays = {
+        "input_ids": shard(tokens, split, 1),
+        "position_ids": positions,
+        "shift_labels": shard(targets, split, 1, value=IGNORED),
+    }
+    sharding = NamedSharding(mesh, P(BATCH_AXES, "sp"))
+    return {name: jax.device_put(np.asarray(x, np.int32), sharding) for name, x in arrays.items()}

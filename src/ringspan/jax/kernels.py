@@ -1,0 +1,237 @@
+"""Attention of one block of queries to one block of keys, chunk pair by chunk pair, in plain XLA: any device, any mask.
+
+Scores of one chunk pair exist at a time, of one key/value head on CPU (where they should stay in the cache) and of all
+heads elsewhere (where launches should be large). The queries that share a head are rows of one matrix, so that keys
+are never repeated. The maths is FlashAttention's (Dao et al. 2022): a running maximum m, a sum l and an unnormalised
+result a row.
+
+F key/value heads of the batch (B x G), P query heads that share one, T query tokens, T' keys, D head size, E value
+head size, r = P x chunk rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ringspan.jax.program import Program
+
+LOWEST: Final = -1e30  # the maximum of a row that has seen no key: finite, so that no difference of two is NaN
+
+
+class State(NamedTuple):
+    """Running partial of some queries: ``out = total / sum``, ``lse = top + log(sum)``. In float32 or float64."""
+
+    total: Array  # (F, P, T, E)
+    top: Array  # (F, P, T)
+    sum: Array  # (F, P, T)
+
+
+class Rows(NamedTuple):
+    """One chunk of queries in backward. ``lse`` is the GLOBAL one, ``delta = sum(dout out)``; both (r,)."""
+
+    q: Array  # (r, D)
+    dout: Array  # (r, E)
+    lse: Array
+    delta: Array
+
+
+class Gradients(NamedTuple):
+    """Running sums in backward."""
+
+    dq: Array  # (P, T, D); while its chunk is computed, of this and transposed, (D, r)
+    block: Array  # (T', D + E): dk beside dv
+
+
+class Work(NamedTuple):
+    """The chunk pairs of one rank at one hop: a row of ``Program``."""
+
+    num_runs: Array
+    runs: Array
+    num_partial: Array
+    partial: Array
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The chunk loops for one program. ``scores = scale q k^T``, capped as ``cap tanh(scores / cap)`` when asked."""
+
+    program: Program
+    scale: float
+    softcap: float | None
+
+    def work(self, rank: Array, hop: Array | int) -> Work:
+        """What this rank computes at this hop."""
+        program = self.program
+        row = jnp.asarray(program.which)[rank, hop]
+        lists = (program.num_runs, program.runs, program.num_partial, program.partial)
+        return Work(*(jnp.asarray(x)[row] for x in lists))
+
+    def forward(self, work: Work, q: Array, block: Array, state: State) -> State:
+        """``state`` with the keys of one block added. q (F, P, T, D), block (F, T', D + E): keys beside values."""
+        return _over_heads(lambda q, block, state: self._forward_head(work, q, block, state), q, block, state)
+
+    def backward(
+        self, work: Work, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
+    ) -> tuple[Array, Array]:
+        """dq with the block's part added, and dk beside dv of the block from these queries; all in lse's dtype.
+
+        ``lse`` is the GLOBAL one, +inf where a row sees no key; ``delta = sum(dout out)``. Both (F, P, T).
+        """
+        one_head = lambda *tensors: self._backward_head(work, *tensors)  # noqa: E731
+        return _over_heads(one_head, q, block, dout, lse, delta, dq)
+
+    def _forward_head(self, work: Work, q: Array, block: Array, state: State) -> State:
+        queries, keys = self.program.query_size, self.program.key_size
+
+        def visit(rows: Array, key: Array, part: State, query: Array | None, bands: tuple[Array, Array]) -> State:
+            k_chunk, v_chunk = _cut(block, key, keys, q.shape[-1])
+            scores, _ = self._scores(_dot(rows, k_chunk, ((1,), (1,)), part.top.dtype))
+            if query is not None:
+                allowed = self._allowed(query, key, *bands)
+                scores = jnp.where(allowed, scores.reshape(-1, queries, keys), -jnp.inf).reshape(scores.shape)
+            top = jnp.maximum(part.top, scores.max(-1))
+            p = jnp.exp(scores - top[:, None])
+            kept = jnp.exp(part.top - top)
+            added = _dot(p.astype(q.dtype), v_chunk, ((1,), (0,)), part.top.dtype)
+            return State(part.total * kept[:, None] + added, top, part.sum * kept + p.sum(-1))
+
+        def enter(query: Array, state: State) -> tuple[Array, State]:
+            return _cut_rows(q, query, queries), State(*(_cut_rows(x, query, queries) for x in state))
+
+        def leave(query: Array, state: State, part: State) -> State:
+            return State(*(_put_rows(x, y, query, queries) for x, y in zip(state, part, strict=True)))
+
+        def run(n: Array, state: State) -> State:
+            query, first, count = work.runs[n]
+            rows, part = enter(query, state)
+            none = (first, first)
+            part = _loop(count, lambda c, part: visit(rows, first + c * keys, part, None, none), part)
+            return leave(query, state, part)
+
+        def partial(n: Array, state: State) -> State:
+            query, key, *bands = work.partial[n]
+            rows, part = enter(query, state)
+            return leave(query, state, visit(rows, key, part, query, (bands[0], bands[1])))
+
+        return _loop(work.num_partial, partial, _loop(work.num_runs, run, state))
+
+    def _backward_head(
+        self, work: Work, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
+    ) -> tuple[Array, Array]:
+        queries, keys = self.program.query_size, self.program.key_size
+        dtype = lse.dtype
+
+        def visit(
+            rows: Rows, key: Array, sums: Gradients, query: Array | None, bands: tuple[Array, Array]
+        ) -> Gradients:
+            """Everything keys x rows: XLA's CPU product is slow only where the left side is a transposed large one."""
+            k_chunk, v_chunk = _cut(block, key, keys, q.shape[-1])
+            scores, slope = self._scores(_dot(k_chunk, rows.q, ((1,), (1,)), dtype))
+            if query is not None:
+                allowed = self._allowed(query, key, *bands).T[:, None]
+                scores = jnp.where(allowed, scores.reshape(keys, -1, queries), -jnp.inf).reshape(scores.shape)
+            p = jnp.exp(scores - rows.lse)
+            ds = p * (_dot(v_chunk, rows.dout, ((1,), (1,)), dtype) - rows.delta) * slope
+            ds = ds.astype(q.dtype)
+            dk, dv = _dot(ds, rows.q, ((1,), (0,)), dtype), _dot(p.astype(q.dtype), rows.dout, ((1,), (0,)), dtype)
+            dq_transposed = sums.dq + _dot(k_chunk, ds, ((0,), (0,)), dtype)
+            return Gradients(dq_transposed, _add(sums.block, jnp.concatenate((dk, dv), -1), key))
+
+        def enter(query: Array, sums: Gradients) -> tuple[Rows, Gradients]:
+            rows = Rows(*(_cut_rows(x, query, queries) for x in (q, dout, lse, delta)))
+            return rows, Gradients(_cut_rows(sums.dq, query, queries).T, sums.block)
+
+        def leave(query: Array, sums: Gradients, part: Gradients) -> Gradients:
+            return Gradients(_put_rows(sums.dq, part.dq.T, query, queries), part.block)
+
+        def run(n: Array, sums: Gradients) -> Gradients:
+            query, first, count = work.runs[n]
+            rows, part = enter(query, sums)
+            none = (first, first)
+            part = _loop(count, lambda c, part: visit(rows, first + c * keys, part, None, none), part)
+            return leave(query, sums, part)
+
+        def partial(n: Array, sums: Gradients) -> Gradients:
+            query, key, *bands = work.partial[n]
+            rows, part = enter(query, sums)
+            return leave(query, sums, visit(rows, key, part, query, (bands[0], bands[1])))
+
+        zeros = varying_like(jnp.zeros(block.shape, dtype), dq)
+        return _loop(work.num_partial, partial, _loop(work.num_runs, run, Gradients(dq, zeros)))
+
+    def _scores(self, products: Array) -> tuple[Array, Array | float]:
+        """Scores from ``q k^T``, and the derivative of a score by its product."""
+        if self.softcap is None:
+            return products * self.scale, self.scale
+        bent = jnp.tanh(products * (self.scale / self.softcap))
+        return bent * self.softcap, (1 - bent * bent) * self.scale
+
+    def _allowed(self, query: Array, key: Array, first: Array, count: Array) -> Array:
+        """Which pairs of a chunk pair any of its bands allows. bool (query chunk, key chunk)."""
+        row = query + jnp.arange(self.program.query_size, dtype=jnp.int32)[:, None]
+        column = key + jnp.arange(self.program.key_size, dtype=jnp.int32)
+        table = jnp.asarray(self.program.bands)
+
+        def inside(n: Array) -> Array:
+            q0, q1, k0, k1, lo, hi = table[n]
+            across = row - column
+            return (row >= q0) & (row < q1) & (column >= k0) & (column < k1) & (across >= lo) & (across <= hi)
+
+        return _loop(count - 1, lambda n, seen: seen | inside(first + 1 + n), inside(first))
+
+
+def accumulation_dtype(dtype: Any) -> Any:
+    """Partials and gradients add up in float32, or in float64 when the inputs are float64."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def varying_like(x: Array, *others: Array) -> Array:
+    """``x``, known to ``shard_map`` to differ along every mesh axis along which one of the others differs."""
+    axes = frozenset[str]().union(*map(_varying_axes, others)) - _varying_axes(x)
+    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def _varying_axes(x: Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _over_heads(one_head: Callable[..., Any], *tensors: Any) -> Any:
+    """``one_head`` for each entry of the first dimension: in turn on CPU, all at once elsewhere."""
+    if jax.default_backend() == "cpu":
+        return lax.map(lambda each: one_head(*each), tensors)
+    return jax.vmap(one_head)(*tensors)
+
+
+def _loop(count: Array, body: Callable[[Array, Any], Any], start: Any) -> Any:
+    return lax.fori_loop(jnp.zeros((), count.dtype), count, body, start)
+
+
+def _dot(a: Array, b: Array, contracting: tuple[tuple[int], tuple[int]], dtype: Any) -> Array:
+    """A product of two matrices with accumulation, on every device, in the precision that the dtypes promise."""
+    return lax.dot_general(
+        a, b, (contracting, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=dtype
+    )  # fmt: skip
+
+
+def _cut(block: Array, start: Array, size: int, head_size: int) -> tuple[Array, Array]:
+    """Keys and values of a chunk."""
+    chunk = lax.dynamic_slice_in_dim(block, start, size, 0)
+    return chunk[:, :head_size], chunk[:, head_size:]
+
+
+def _add(x: Array, chunk: Array, start: Array) -> Array:
+    sums = lax.dynamic_slice_in_dim(x, start, len(chunk), 0) + chunk
+    return lax.dynamic_update_slice_in_dim(x, sums, start, 0)
+
+
+def _cut_rows(x: Array, start: Array, size: int) -> Array:
+    """Tokens of (P, T, ...) as rows: (P x size, ...)."""
+    return lax.dynamic_slice_in_dim(x, start, size, 1).reshape(-1, *x.shape[2:])
+
+
+def _put_rows(x: Array, rows: Array, start: Array, size: int) -> Array:
+    return lax.dynamic_update_slice_in_dim(x, rows.reshape(-1, size, *x.shape[2:]), start, 1)

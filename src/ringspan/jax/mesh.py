@@ -1,0 +1,38 @@
+"""The device mesh: dp copies, fsdp splits weights and gathers them, tp splits heads and features, sp is the ring."""
+
+from typing import Final
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, Mesh
+
+from ringspan.core.errors import LayoutError
+
+AXES: Final = ("dp", "fsdp", "tp", "sp")
+BATCH_AXES: Final = ("dp", "fsdp")  # over which the sequences of a batch are split
+TOKEN_AXES: Final = ("dp", "fsdp", "sp")  # over which its tokens are
+
+
+def init_mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1) -> Mesh:
+    """A mesh of ``dp x fsdp x tp x sp`` devices; neighbours on the ring are neighbours among the devices.
+
+    Raises:
+        LayoutError: a size below one, or more devices than there are.
+    """
+    sizes = (dp, fsdp, tp, sp)
+    for name, size in zip(AXES, sizes, strict=True):
+        if size < 1:
+            raise LayoutError(f"{name} = {size}: a mesh axis has at least one device")
+    needed, devices = int(np.prod(sizes)), jax.devices()
+    if needed > len(devices):
+        raise LayoutError(
+            f"dp {dp} x fsdp {fsdp} x tp {tp} x sp {sp} needs {needed} devices, there are {len(devices)}; shrink the "
+            'mesh, or on CPU ask for more with jax.config.update("jax_num_cpu_devices", N) before anything else'
+        )
+    return Mesh(np.array(devices[:needed]).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def gathered(weight: Array, axis: int) -> Array:
+    """A weight of which each device of fsdp holds a part along ``axis``; its gradient is summed and split again."""
+    return jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)

@@ -1,0 +1,143 @@
+"""The schedule as data: one program for all ranks looks up, by its own rank and the hop, which chunk pairs to compute.
+
+Under SPMD every rank runs the same code, so what differs between ranks must be data. Each block (the queries of one
+rank against the keys of another) becomes two short lists: runs of FULL chunk pairs, and chunk pairs that some tile
+only partly fills. Pairs of chunks without an allowed pair are in neither list. Ranks and hops with the same lists
+share them: causal attention takes three of them on any number of ranks.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.core.layout import Layout
+from ringspan.core.mask import Mask
+from ringspan.core.schedule import plan
+from ringspan.core.tile import Tile
+
+IntArray = NDArray[np.int32]
+Run = tuple[int, int, int]  # query start, first key start, number of key chunks
+Partial = tuple[int, int, tuple[tuple[int, int, int, int, int, int], ...]]  # query start, key start, bands
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """T local tokens as chunks of one size; the last one of a span starts early enough to end with the span.
+
+    Chunk n covers [start[n], start[n] + size), of which [first[n], start[n] + size) is its own and the rest the
+    previous one's. Chunks of zigzag never cross the middle, where its two spans meet.
+    """
+
+    size: int
+    start: tuple[int, ...]
+    first: tuple[int, ...]
+
+    @staticmethod
+    def of(layout: Layout, limit: int) -> "Chunks":
+        """The fewest chunks of at most ``limit`` tokens, as equal as can be."""
+        tokens = layout.tokens_per_rank
+        span = tokens // 2 if layout.name == "zigzag" else tokens
+        number = -(-span // limit)
+        size = -(-span // number)
+        offsets = range(0, tokens, span)
+        return Chunks(
+            size,
+            tuple(offset + min(n * size, span - size) for offset in offsets for n in range(number)),
+            tuple(offset + n * size for offset in offsets for n in range(number)),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What each rank computes at each hop. Lists are padded to the longest; the numbers say how much of them counts."""
+
+    direction: int
+    num_hops: int
+    query_size: int
+    key_size: int
+    which: IntArray  # (ranks, hops): row of the lists below
+    num_runs: IntArray  # (rows,)
+    runs: IntArray  # (rows, R, 3): query start, first key start, number of key chunks one behind the other
+    num_partial: IntArray  # (rows,)
+    partial: IntArray  # (rows, Q, 4): query start, key start, first band, number of bands
+    bands: IntArray  # (bands, 6): rows [q0, q1), keys [k0, k1) with lo <= row - key <= hi, in local indices
+
+
+@lru_cache(maxsize=64)
+def compile_program(layout: Layout, key_layout: Layout, mask: Mask, query_chunk: int, key_chunk: int) -> Program:
+    """The program of a ring for one mask; hops that no rank needs are not in it.
+
+    Raises:
+        LayoutError: two layouts of different name or number of ranks.
+    """
+    queries, keys = Chunks.of(layout, query_chunk), Chunks.of(key_layout, key_chunk)
+    schedules = [plan(layout, mask, rank, key_layout) for rank in range(layout.ranks)]
+    rows: dict[tuple[tuple[Run, ...], tuple[Partial, ...]], int] = {}
+    which = np.zeros((layout.ranks, layout.ranks), dtype=np.int32)
+    for schedule in schedules:
+        for hop in schedule.hops:
+            lists = _lists(hop.tiles, queries, keys)
+            which[schedule.rank, hop.index] = rows.setdefault(lists, len(rows))
+    num_hops = 1 + max(hop.index for schedule in schedules for hop in schedule.hops if hop.tiles or hop.index == 0)
+    bands: dict[tuple[tuple[int, ...], ...], int] = {}
+    all_bands: list[tuple[int, ...]] = []
+    partial: list[list[tuple[int, int, int, int]]] = []
+    for _, items in rows:
+        partial.append([])
+        for query, key, here in items:
+            if here not in bands:
+                bands[here] = len(all_bands)
+                all_bands.extend(here)
+            partial[-1].append((query, key, bands[here], len(here)))
+    runs = [list(runs) for runs, _ in rows]
+    return Program(
+        schedules[0].direction,
+        num_hops,
+        queries.size,
+        keys.size,
+        which,
+        np.array([len(row) for row in runs], dtype=np.int32),
+        _padded(runs, 3),
+        np.array([len(row) for row in partial], dtype=np.int32),
+        _padded(partial, 4),
+        np.array(all_bands or [(0,) * 6], dtype=np.int32),
+    )
+
+
+def _lists(tiles: tuple[Tile, ...], queries: Chunks, keys: Chunks) -> tuple[tuple[Run, ...], tuple[Partial, ...]]:
+    """Runs of FULL chunk pairs, and the others that hold an allowed pair with the bands in them."""
+    query_first, query_stop = np.array(queries.first), np.array(queries.start) + queries.size
+    key_first, key_stop = np.array(keys.first), np.array(keys.start) + keys.size
+    shifted = (query_first > queries.start)[:, None] | (key_first > keys.start)[None, :]
+    full = np.zeros((len(query_first), len(key_first)), dtype=np.bool_)
+    touched: dict[tuple[int, int], list[tuple[int, int, int, int, int, int]]] = {}
+    for tile in tiles:
+        corner = tile.q0 - tile.k0
+        lo, hi = tile.lo + corner, tile.hi + corner
+        q0, q1 = np.maximum(query_first, tile.q0)[:, None], np.minimum(query_stop, tile.q1)[:, None]
+        k0, k1 = np.maximum(key_first, tile.k0)[None, :], np.minimum(key_stop, tile.k1)[None, :]
+        some = (q0 < q1) & (k0 < k1) & (q1 - 1 - k0 >= lo) & (q0 - (k1 - 1) <= hi)
+        whole = (q0 == query_first[:, None]) & (q1 == query_stop[:, None]) & (k0 == key_first) & (k1 == key_stop)
+        whole &= (q0 - (k1 - 1) >= lo) & (q1 - 1 - k0 <= hi) & ~shifted
+        full |= some & whole
+        for i, j in np.argwhere(some & ~whole).tolist():
+            band = int(q0[i, 0]), int(q1[i, 0]), int(k0[0, j]), int(k1[0, j]), lo, hi
+            touched.setdefault((i, j), []).append(band)
+    runs: list[Run] = []
+    for i, j in np.argwhere(full).tolist():
+        query, key = queries.start[i], keys.start[j]
+        if runs and runs[-1][0] == query and runs[-1][1] + runs[-1][2] * keys.size == key:
+            runs[-1] = (query, runs[-1][1], runs[-1][2] + 1)
+        else:
+            runs.append((query, key, 1))
+    partial = [(queries.start[i], keys.start[j], tuple(sorted(bands))) for (i, j), bands in sorted(touched.items())]
+    return tuple(runs), tuple(partial)
+
+
+def _padded(rows: list[list[tuple[int, ...]]], columns: int) -> IntArray:
+    table = np.zeros((len(rows), max(1, *map(len, rows)) if rows else 1, columns), dtype=np.int32)
+    for row, entries in zip(table, rows, strict=True):
+        row[: len(entries)] = np.array(entries, dtype=np.int32).reshape(-1, columns)
+    return table

@@ -1,0 +1,141 @@
+"""The only ring loop. Layouts and masks are data in the program; this carries it out.
+
+Hop t: send block t + 1 on its way, compute on block t. Keys and values travel as one message; in backward, dk and dv
+follow their block one hop behind and end at home. XLA schedules by data: nothing of hop t waits for what hop t sends,
+so it overlaps the two wherever its device can. Blocks thus take N - 1 hops forward.
+
+B batch, H query heads, G key/value heads, P = H / G, F = B x G, T local tokens, D head size, E value head size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ringspan.core.layout import Layout
+from ringspan.core.mask import Mask
+from ringspan.jax.kernels import LOWEST, Kernel, State, accumulation_dtype, varying_like
+from ringspan.jax.program import compile_program
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One attention of a ring: static, and hashable, so that traces are shared."""
+
+    axis_name: str
+    layout: Layout
+    key_layout: Layout
+    mask: Mask
+    scale: float
+    softcap: float | None
+    query_chunk: int
+    key_chunk: int
+
+    @property
+    def kernel(self) -> Kernel:
+        program = compile_program(self.layout, self.key_layout, self.mask, self.query_chunk, self.key_chunk)
+        return Kernel(program, self.scale, self.softcap)
+
+    def shift(self, x: Array, hops: int) -> Array:
+        """What the rank ``hops`` steps back holds: every rank hands its ``x`` on by that many steps."""
+        ranks = self.layout.ranks
+        step = self.kernel.program.direction * hops
+        return lax.ppermute(x, self.axis_name, [(rank, (rank + step) % ranks) for rank in range(ranks)])
+
+
+def forward(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Array]:
+    """The local queries' part of attention to all keys of the ring.
+
+    Shapes: q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), sinks (H,) -> out (B, H, T, E) in q's dtype, lse (B, H, T)
+    in float32.
+    """
+    kernel, dtype = ring.kernel, accumulation_dtype(q.dtype)
+    rank = lax.axis_index(ring.axis_name)
+    rows, keys_values = _rows(q, k), _packed(k, v)
+    size = v.shape[-1]
+
+    def compute(block: Array, state: State, hop: Array | int) -> State:
+        return kernel.forward(kernel.work(rank, hop), rows, block, state)
+
+    def one_hop(block: Array, state: State, hop: Array) -> tuple[Array, State]:
+        arriving = ring.shift(block, 1)
+        return arriving, compute(block, state, hop)
+
+    shape = rows.shape[:-1]
+    empty = State(jnp.zeros((*shape, size), dtype), jnp.full(shape, LOWEST, dtype), jnp.zeros(shape, dtype))
+    state = State(*(varying_like(x, rows, keys_values) for x in empty))
+    last = kernel.program.num_hops - 1
+    block, state = _hops(one_hop, (keys_values, state), 0, last)
+    state = compute(block, state, last)
+    seen = state.sum > 0
+    lse = jnp.where(seen, state.top + jnp.log(jnp.where(seen, state.sum, 1)), -jnp.inf)
+    out = state.total / jnp.where(seen, state.sum, 1)[..., None]
+    out, lse = out.reshape(*q.shape[:-1], size), lse.reshape(q.shape[:-1])
+    if sinks is not None:
+        with_sink = jnp.logaddexp(lse, sinks.astype(dtype)[:, None])
+        out, lse = out * jnp.exp(lse - with_sink)[..., None], with_sink
+    return out.astype(q.dtype), lse
+
+
+def backward(
+    ring: Ring, dout: Array, q: Array, k: Array, v: Array, sinks: Array | None, out: Array, lse: Array
+) -> tuple[Array, Array, Array, Array | None]:
+    """dq, dk, dv and dsinks of the local tokens, from the GLOBAL out and lse.
+
+    Gradients add up in float32 and travel so.
+    """
+    kernel, dtype = ring.kernel, accumulation_dtype(q.dtype)
+    rank = lax.axis_index(ring.axis_name)
+    delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1)
+    rows, dout_rows = _rows(q, k), _rows(dout, k)
+    # A row without a key has lse -inf; with +inf its probabilities come out as the 0 that they are.
+    safe = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
+    lse_rows, delta_rows = (x.reshape(rows.shape[:-1]) for x in (safe, delta))
+    head_size, keys_values = k.shape[-1], _packed(k, v)
+
+    def compute(block: Array, dq: Array, hop: Array | int) -> tuple[Array, Array]:
+        return kernel.backward(kernel.work(rank, hop), rows, block, dout_rows, lse_rows, delta_rows, dq)
+
+    def one_hop(block: Array, behind: Array, dq: Array, hop: Array) -> tuple[Array, Array, Array]:
+        arriving, gradient = ring.shift(block, 1), ring.shift(behind, 1)
+        dq, added = compute(block, dq, hop)
+        return arriving, gradient + added, dq
+
+    dq = varying_like(jnp.zeros(rows.shape, dtype), rows, keys_values)
+    last = kernel.program.num_hops - 1
+    block = ring.shift(keys_values, 1) if last else keys_values
+    dq, gradient = compute(keys_values, dq, 0)
+    if last:
+        block, gradient, dq = _hops(one_hop, (block, gradient, dq), 1, last)
+        gradient = ring.shift(gradient, 1)
+        dq, added = compute(block, dq, last)
+        gradient = ring.shift(gradient + added, -last)
+    dk = gradient[..., :head_size].reshape(k.shape).astype(k.dtype)
+    dv = gradient[..., head_size:].reshape(v.shape).astype(v.dtype)
+    dsinks = None
+    if sinks is not None:
+        share = jnp.exp(sinks.astype(dtype)[:, None] - lse)  # of the probability that went to the sink
+        dsinks = -(share * delta).sum((0, 2)).astype(sinks.dtype)
+    return dq.reshape(q.shape).astype(q.dtype), dk, dv, dsinks
+
+
+def _hops(one_hop: Callable[..., Any], carry: tuple[Any, ...], first: int, stop: int) -> Any:
+    """``carry`` after the hops [first, stop).
+
+    A loop, although each hop could be code of its own: XLA would send all blocks ahead, for they wait for no result,
+    and see that backward receives the blocks of forward; either way it would hold all N of them.
+    """
+    numbers = jnp.arange(first, stop)
+    return lax.scan(lambda carry, hop: (one_hop(*carry, hop), None), carry, numbers)[0] if first < stop else carry
+
+
+def _rows(x: Array, k: Array) -> Array:
+    """(B, H, T, D) -> (F, P, T, D): the query heads by the key/value head that they share."""
+    return x.reshape(k.shape[0] * k.shape[1], -1, *x.shape[2:])
+
+
+def _packed(k: Array, v: Array) -> Array:
+    """Keys and values as one message. (F, T', D + E)."""
+    return jnp.concatenate((k, v), -1).reshape(-1, k.shape[2], k.shape[3] + v.shape[3])

@@ -1,0 +1,241 @@
+"""JAX's ring against the float64 oracle and against PyTorch's: every mask, layout, number of ranks and grouping."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax", reason="needs ringspan[jax]")
+
+import jax
+import jax.numpy as jnp
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import ringspan as rs
+from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.jax import ring_attention, sharded_ring_attention
+from tests.core.strategies import masks
+from tests.jax.rings import attention_and_gradients, by_data, in_order, mesh, shards
+from tests.torch.test_ring import FLOAT32_LIMIT, Problem, relative
+
+TORCH_LIMIT = 1e-5
+
+
+def arrays(problem: Problem) -> list[np.ndarray]:
+    return [x.float().numpy() for x in (problem.q, problem.k, problem.v, problem.dout)]
+
+
+def errors(problem: Problem, results: list[np.ndarray]) -> list[float]:
+    return list(map(relative, results, (problem.out, *problem.gradients), problem.terms))
+
+
+@given(
+    short=st.integers(0, 7),
+    mask=masks,
+    layout=st.sampled_from(LAYOUT_NAMES),
+    ranks=st.sampled_from([1, 2, 4, 8]),
+)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+def test_any_mask_on_any_layout(short, mask, layout, ranks):
+    tokens = 14  # in chunks of 4 queries and 3 keys on every layout, the last ones overlapping
+    granularity = rs.Layout(layout, 1, ranks).granularity
+    split = rs.Layout(layout, ranks * tokens - min(short, granularity - 1), ranks)
+    problem = Problem(split.length, mask, heads=4, groups=2, size=8, value_size=6)
+    lse, *results = by_data(*arrays(problem), split, mask, (4, 3))
+    assert max(errors(problem, results)) < FLOAT32_LIMIT
+    assert np.array_equal(np.isneginf(lse), np.isneginf(problem.lse))
+    seen = ~np.isneginf(lse)
+    np.testing.assert_allclose(lse[seen], problem.lse[seen], rtol=0, atol=1e-5)
+    by_torch, _, _ = problem.on_ring(layout, ranks)
+    for ours, theirs, terms in zip(results, (by_torch[0], *by_torch[2:]), problem.terms, strict=True):
+        assert relative(ours, theirs, terms) < TORCH_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "mask", "batch", "heads", "groups", "size"),
+    [
+        ("contiguous", 1, rs.causal(), 1, 8, 2, 64),
+        ("zigzag", 2, rs.causal(), 2, 3, 1, 40),
+        ("striped", 4, rs.causal(), 1, 4, 4, 16),
+        ("zigzag", 8, rs.prefix_lm(41), 1, 2, 2, 16),
+        ("contiguous", 4, rs.sliding_window(37), 2, 2, 1, 16),
+        ("striped", 2, rs.documents([30, 1, 70, 20]), 1, 2, 1, 24),
+    ],
+    ids=str,
+)
+def test_the_public_function(layout, ranks, mask, batch, heads, groups, size):
+    problem = Problem(131, mask, batch=batch, heads=heads, groups=groups, size=size)
+    split = rs.Layout(layout, 131, ranks)
+    results = attention_and_gradients(*arrays(problem), split, mask, query_chunk=16, key_chunk=24)
+    assert max(errors(problem, results)) < FLOAT32_LIMIT
+
+
+def test_cross_attention():
+    problem = Problem(37, rs.full(), keys=22, heads=2, groups=1)
+    queries, keys = rs.Layout("zigzag", 37, 2), rs.Layout("zigzag", 22, 2)
+    results = attention_and_gradients(*arrays(problem), queries, rs.full(), keys, query_chunk=7, key_chunk=5)
+    assert max(errors(problem, results)) < FLOAT32_LIMIT
+
+
+def dense(q, k, v, sinks, allowed, softcap):
+    """Attention with sinks and softcap as their papers write it, in float64."""
+    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+        return jax.nn.softmax(jnp.concatenate((scores, sink), -1), -1)[..., :-1] @ v
+    return jax.nn.softmax(scores, -1) @ v
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "softcap", "with_sinks", "mask"),
+    [
+        ("zigzag", 2, 1.5, False, rs.causal()),
+        ("striped", 4, None, True, rs.sliding_window(11)),
+        ("contiguous", 2, 0.7, True, rs.causal()),
+    ],
+)
+def test_sinks_and_softcap(layout, ranks, softcap, with_sinks, mask):
+    problem = Problem(43, mask, heads=4, groups=2)
+    split = rs.Layout(layout, 43, ranks)
+    sinks = np.array([0.3, -2.0, 1.5, 4.0], np.float32) if with_sinks else None
+    results = attention_and_gradients(
+        *arrays(problem), split, mask, softcap=softcap, sinks=sinks, query_chunk=8, key_chunk=8
+    )
+    allowed = mask.dense(np.arange(43), np.arange(43))
+    inputs = arrays(problem)[:3] + ([sinks] if with_sinks else [])
+    with jax.enable_x64(True):
+        inputs = [jnp.asarray(x, jnp.float64) for x in inputs]
+        out, differentiate = jax.vjp(
+            lambda q, k, v, sinks=None: dense(q, k, v, sinks, allowed, softcap), *inputs
+        )  # fmt: skip
+        expected = [np.asarray(x) for x in (out, *differentiate(jnp.asarray(arrays(problem)[3], jnp.float64)))]
+    assert len(results) == len(expected)
+    for ours, theirs in zip(results, expected, strict=True):
+        assert np.linalg.norm(ours - theirs) < FLOAT32_LIMIT * np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_bfloat16_is_as_good_as_on_one_device(ranks):
+    problem = Problem(256, rs.causal(), heads=4, groups=2, size=64, dtype=torch.bfloat16)
+    inputs = [x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    alone = [x.detach().double().numpy() for x in (out, *torch.autograd.grad(out, inputs, problem.dout))]
+    ours = [jnp.asarray(x, jnp.bfloat16) for x in arrays(problem)]
+    split = rs.Layout("zigzag", 256, ranks)
+    results = attention_and_gradients(*ours, split, rs.causal(), query_chunk=16, key_chunk=16)
+    for error, limit in zip(errors(problem, results), errors(problem, alone), strict=True):
+        assert error < 1.4 * limit
+
+
+def test_float64_stays_float64():
+    problem = Problem(60, rs.causal(), dtype=torch.float64)
+    with jax.enable_x64(True):
+        inputs = [x.numpy() for x in (problem.q, problem.k, problem.v, problem.dout)]
+        results = attention_and_gradients(*inputs, rs.Layout("zigzag", 60, 2), rs.causal(), query_chunk=8)
+    assert max(errors(problem, results)) < 1e-13
+
+
+def test_rows_that_see_nothing_give_zeros():
+    mask = rs.documents([3])  # positions from 3 on see nothing and are seen by nobody
+    problem = Problem(12, mask)
+    out, *gradients = attention_and_gradients(*arrays(problem), rs.Layout("contiguous", 12, 4), mask)
+    assert (out[:, :, 3:] == 0).all()
+    assert all((g[:, :, 3:] == 0).all() and np.isfinite(g).all() for g in gradients)
+
+
+def test_vmap_remat_and_scan_over_layers():
+    """Three layers of attention by scan, each recomputed, of a batch by vmap: gradients as without any of it."""
+    problem = Problem(48, rs.causal(), batch=2, heads=2, groups=2, size=8)
+    split = rs.Layout("zigzag", 48, 2)
+    inputs = [shards(x, split) for x in arrays(problem)]
+    options = {"query_chunk": 8, "key_chunk": 8}
+
+    def layer(x, k, v):
+        return x + ring_attention(x, k, v, **options)
+
+    def scanned(q, k, v):
+        def one(q, k, v):
+            policy = jax.checkpoint_policies.save_only_these_names("ring_attention")
+            step = jax.checkpoint(lambda x, _: (layer(x, k[None], v[None]), None), policy=policy)
+            return jax.lax.scan(step, q[None], length=3)[0][0]
+
+        return jax.vmap(one)(q, k, v)
+
+    def plain(q, k, v):
+        return layer(layer(layer(q, k, v), k, v), k, v)
+
+    def gradients(function):
+        spec = P(None, None, "sp")
+        on_mesh = jax.shard_map(function, mesh=mesh(sp=2), in_specs=(spec,) * 3, out_specs=spec)
+
+        @jax.jit
+        def both(dout, *inputs):
+            out, differentiate = jax.vjp(on_mesh, *inputs)
+            return out, *differentiate(dout)
+
+        return [np.asarray(x) for x in both(inputs[3], *inputs[:3])]
+
+    for a, b in zip(gradients(scanned), gradients(plain), strict=True):
+        assert np.linalg.norm(a - b) < 1e-6 * np.linalg.norm(b)
+
+
+def test_batch_and_heads_are_split_too_and_what_is_shared_gets_the_summed_gradient():
+    """A mesh of data, tensor and sequence axes; the sinks are one array for all of them but the tensor axis."""
+    problem = Problem(44, rs.causal(), batch=2, heads=4, groups=2, size=8)
+    split = rs.Layout("striped", 44, 2)
+    sinks = np.array([0.3, -2.0, 1.5, 4.0], np.float32)
+    *inputs, dout = (shards(x, split) for x in arrays(problem))
+
+    def results(on, sinks, *inputs):
+        def attention(q, k, v, sinks):
+            return sharded_ring_attention(q, k, v, mesh=on, layout=split, sinks=sinks, query_chunk=9, key_chunk=9)
+
+        out, differentiate = jax.vjp(attention, *inputs, sinks)
+        return out, *differentiate(dout)
+
+    alone = jax.jit(lambda *x: results(mesh(sp=2), *x))(sinks, *inputs)
+    split_up = jax.jit(lambda *x: results(mesh(dp=2, tp=2, sp=2), *x))(sinks, *inputs)
+    for a, b in zip(map(np.asarray, split_up), map(np.asarray, alone), strict=True):
+        assert np.linalg.norm(a - b) < 1e-6 * np.linalg.norm(b)
+    assert relative(in_order(alone[0], split), problem.out, problem.terms[0]) > 0.01  # sinks do something
+
+
+def test_explicit_meshes_work_too():
+    problem = Problem(40, rs.causal())
+    split = rs.Layout("zigzag", 40, 2)
+    explicit = jax.make_mesh((2,), ("sp",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Explicit,))
+    inputs = [shards(x, split) for x in arrays(problem)[:3]]
+    out = jax.jit(lambda *x: sharded_ring_attention(*x, mesh=explicit))(*inputs)
+    assert relative(in_order(out, split), problem.out, problem.terms[0]) < FLOAT32_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "error", "message"),
+    [
+        ([(1, 4, 8, 4), (1, 3, 8, 4), (1, 3, 8, 4)], {}, rs.UnsupportedError, "3 key/value heads do not divide 4"),
+        ([(4, 8, 4)] * 3, {}, rs.UnsupportedError, "batch, heads, tokens, head_dim"),
+        ([(1, 2, 8, 4), (1, 2, 8, 5), (1, 2, 8, 4)], {}, rs.UnsupportedError, "q and k in head_dim"),
+        ([(1, 2, 6, 4)] * 3, {}, rs.LayoutError, "zigzag needs an even number of local tokens"),
+        ([(1, 2, 7, 4)] * 3, {}, rs.LayoutError, "7 entries"),
+        ([(1, 2, 8, 4)] * 3, {"layout": "spiral"}, rs.LayoutError, "unknown layout 'spiral'"),
+        ([(1, 2, 8, 4)] * 3, {"layout": rs.Layout("zigzag", 12, 3)}, rs.LayoutError, "for 3 ranks"),
+        ([(1, 2, 8, 4)] * 3, {"mask": "diagonal"}, rs.MaskError, "unknown mask 'diagonal'"),
+        ([(1, 2, 8, 4)] * 3, {"softcap": 0.0}, rs.UnsupportedError, "softcap must be positive"),
+        ([(1, 2, 8, 4)] * 3, {"key_chunk": 0}, rs.UnsupportedError, "key_chunk"),
+        ([(1, 2, 8, 4)] * 3, {"sinks": np.zeros(3, np.float32)}, rs.UnsupportedError, "each of the 2 query heads"),
+        ([(1, 2, 8, 4)] * 3, {"axis_name": "ring"}, rs.LayoutError, "no axis 'ring'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(shapes, options, error, message):
+    with pytest.raises(error, match=message):
+        sharded_ring_attention(*(np.zeros(shape, np.float32) for shape in shapes), mesh=mesh(sp=2), **options)
+
+
+def test_integers_are_refused():
+    with pytest.raises(rs.UnsupportedError, match="dtype int32"):
+        sharded_ring_attention(*(np.zeros((1, 2, 8, 4), np.int32) for _ in range(3)), mesh=mesh(sp=2))

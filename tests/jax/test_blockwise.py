@@ -1,0 +1,88 @@
+"""The blockwise feed-forward and loss, and batches, against their plain versions."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax", reason="needs ringspan[jax]")
+
+import jax
+import jax.numpy as jnp
+
+import ringspan as rs
+from ringspan.jax import blockwise_cross_entropy, blockwise_feedforward, init_mesh, shard, shard_batch, unshard
+
+
+def near(a, b, limit=2e-6):
+    return np.linalg.norm(np.asarray(a) - np.asarray(b)) <= limit * np.linalg.norm(np.asarray(b))
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(37, 5), (37, 100), (1, 1), (12, 4)])
+def test_cross_entropy_and_gradients_equal_the_plain_ones(tokens, chunk):
+    generator = np.random.default_rng(0)
+    hidden, weight = (generator.standard_normal(s).astype(np.float32) for s in ((tokens, 8), (19, 8)))
+    targets = generator.integers(0, 19, tokens)
+    targets[::3] = -100
+
+    def plain(hidden, weight):
+        logs = jax.nn.log_softmax(hidden @ weight.T)
+        picked = jnp.take_along_axis(logs, jnp.maximum(targets, 0)[:, None], 1)[:, 0]
+        return -jnp.where(targets >= 0, picked, 0).sum()
+
+    def blockwise(hidden, weight):
+        return blockwise_cross_entropy(hidden, weight, targets, chunk_tokens=chunk)
+
+    results = [jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, weight) for f in (blockwise, plain)]
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        assert near(a, b)
+
+
+def test_logits_and_wide_activations_never_exist_whole():
+    hidden, weight = jnp.zeros((1024, 8)), jnp.zeros((4096, 8))
+    loss = jax.grad(lambda h, w: blockwise_cross_entropy(h, w, jnp.zeros(1024, int), chunk_tokens=64), (0, 1))
+    assert jax.jit(loss).lower(hidden, weight).compile().memory_analysis().temp_size_in_bytes < 1024 * 4096
+    wide = jax.grad(lambda h, w: blockwise_feedforward(lambda x: jax.nn.silu(x @ w.T) @ w, h, chunk_tokens=64).sum())
+    assert jax.jit(wide).lower(hidden, weight).compile().memory_analysis().temp_size_in_bytes < 1024 * 4096
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_feedforward_and_gradients_equal_the_plain_ones(chunk):
+    generator = np.random.default_rng(0)
+    x, w = (0.3 * generator.standard_normal(s).astype(np.float32) for s in ((2, 11, 8), (24, 8)))
+
+    def layer(rows):
+        return jax.nn.silu(rows @ w.T) @ w
+
+    def total(function):
+        return lambda x: jnp.sin(function(x)).sum()
+
+    assert near(blockwise_feedforward(layer, x, chunk_tokens=chunk), layer(x))
+    gradient = jax.grad(total(lambda x: blockwise_feedforward(layer, x, chunk_tokens=chunk)))
+    assert near(jax.jit(gradient)(x), jax.grad(total(layer))(x))
+
+
+def test_a_token_without_chunk_is_refused():
+    with pytest.raises(rs.ConfigError, match="chunk_tokens must be at least 1, got 0"):
+        blockwise_feedforward(lambda x: x, jnp.zeros((3, 4)), chunk_tokens=0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_batches_know_positions_and_successors(layout):
+    tokens = np.arange(2 * 13).reshape(2, 13)
+    batch = shard_batch({"input_ids": tokens, "labels": tokens}, init_mesh(dp=2, sp=4), layout=layout)
+    split = rs.Layout(layout, 13, 4)
+    in_order = {name: np.asarray(unshard(x, split, 1)) for name, x in batch.items()}
+    assert np.array_equal(in_order["input_ids"], tokens)
+    assert np.array_equal(in_order["position_ids"], np.broadcast_to(np.arange(13), (2, 13)))
+    assert np.array_equal(in_order["shift_labels"][:, :-1], tokens[:, 1:])
+    assert (in_order["shift_labels"][:, -1] == -100).all()
+    local = batch["position_ids"].addressable_shards[0].data  # what rank 0 holds
+    assert np.array_equal(local[0], split.positions(0))
+    assert (np.asarray(batch["shift_labels"]) == -100).sum() == 2 * (split.padded_length - 12)
+
+
+def test_shard_and_unshard_refuse_other_lengths():
+    split = rs.Layout("zigzag", 13, 2)
+    with pytest.raises(rs.LayoutError, match="dimension 1 has 12 entries"):
+        shard(np.zeros((2, 12)), split, 1)
+    with pytest.raises(rs.LayoutError, match="dimension 1 has 13 entries"):
+        unshard(np.zeros((2, 13)), split, 1)

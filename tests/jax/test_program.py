@@ -1,0 +1,127 @@
+"""What is compiled: how often blocks travel, how large anything gets, and how little differs between ranks."""
+
+import re
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax", reason="needs ringspan[jax]")
+
+import jax
+import jax.numpy as jnp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.jax import sharded_ring_attention
+from ringspan.jax.program import compile_program
+from tests.core.strategies import lengths, masks
+from tests.jax.rings import mesh
+
+LENGTH, HEADS, GROUPS, SIZE, CHUNK = 2048, 4, 2, 16, 64
+
+
+def compiled(ranks: int, mask: rs.Mask, *, backward: bool):
+    x = [jax.ShapeDtypeStruct((1, heads, LENGTH, SIZE), jnp.float32) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
+
+    def attention(q, k, v):
+        return sharded_ring_attention(q, k, v, mesh=mesh(sp=ranks), mask=mask, query_chunk=CHUNK, key_chunk=CHUNK)
+
+    def both(q, k, v, dout):
+        out, differentiate = jax.vjp(attention, q, k, v)
+        return out, *differentiate(dout)
+
+    return (jax.jit(both).lower(*x) if backward else jax.jit(attention).lower(*x[:3])).compile()
+
+
+def permutes(text: str) -> list[tuple[int, ...]]:
+    """Shapes of what the collective-permutes of a compiled program send, those in a loop once for each of its trips."""
+    trips: dict[str, int] = {}
+    for body, backend in re.findall(r" while\(.*?body=%?([\w.\-]+)(.*)", text):
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', backend)
+        trips[body] = int(known[1]) if known else 0  # chunk loops, in which nothing may be sent
+    shapes, here = [], 1
+    for line in text.splitlines():
+        if opened := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            here = trips.get(opened[1], 1)
+        if sent := re.search(r"= \(?f32\[([\d,]+)\]\S* collective-permute(?:-start)?\(", line):
+            assert here, "sent in a loop whose length is not known"
+            shapes += [tuple(map(int, sent[1].split(",")))] * here
+    return shapes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_forward_sends_keys_and_values_in_n_minus_1_messages(ranks):
+    program = compiled(ranks, rs.causal(), backward=False)
+    message = (GROUPS, LENGTH // ranks, 2 * SIZE)
+    assert permutes(program.as_text()) == [message] * (ranks - 1)
+
+
+def test_backward_sends_as_many_again_and_each_gradient_round_the_ring():
+    ranks = 4
+    program = compiled(ranks, rs.causal(), backward=True)
+    assert len(permutes(program.as_text())) == 2 * (ranks - 1) + ranks
+
+
+def test_a_window_stops_the_ring():
+    x = [jax.ShapeDtypeStruct((1, 2, 512, SIZE), jnp.float32)] * 3
+    attention = jax.jit(
+        lambda q, k, v: sharded_ring_attention(q, k, v, mesh=mesh(sp=8), mask="window:65", layout="contiguous")
+    )
+    assert len(permutes(attention.lower(*x).compile().as_text())) == 1  # 64 tokens a rank: one neighbour
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_nothing_is_larger_than_the_tensors_of_a_rank(ranks):
+    """Not S x S, not T x T, and nothing N-fold: neither a single array nor all temporaries together."""
+    tokens = LENGTH // ranks
+    program = compiled(ranks, rs.causal(), backward=True)
+    local = HEADS * tokens * SIZE  # queries, and keys with values, of a rank
+    arrays = [np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(r"f32\[([\d,]+)\]", program.as_text())]
+    assert CHUNK * CHUNK * HEADS // GROUPS <= local == GROUPS * tokens * 2 * SIZE < tokens * tokens
+    assert max(arrays) == local
+    # Two blocks, two gradient blocks and what is added to them, dq twice, out, lse, delta and chunks. If all blocks
+    # of 8 ranks were kept from forward to backward, or sent ahead, it would be 33.
+    assert program.memory_analysis().temp_size_in_bytes / 4 < 12 * local
+
+
+@pytest.mark.parametrize(("layout", "lists"), [("contiguous", 3), ("zigzag", 3), ("striped", 2)])
+def test_causal_attention_takes_few_lists_on_any_number_of_ranks(layout, lists):
+    """Own block, earlier block, later block; of striped, the diagonal with or without itself."""
+    for ranks in (4, 16):
+        split = rs.Layout(layout, ranks * 64, ranks)
+        assert len(compile_program(split, split, rs.causal(), 16, 16).runs) == lists
+
+
+@given(
+    length=lengths,
+    mask=masks,
+    layout=st.sampled_from(LAYOUT_NAMES),
+    ranks=st.integers(1, 5),
+    chunks=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+)
+@settings(max_examples=150)
+def test_every_allowed_pair_is_computed_once_and_no_chunk_pair_in_vain(length, mask, layout, ranks, chunks):
+    split = rs.Layout(layout, length, ranks)
+    program = compile_program(split, split, mask, *chunks)
+    tokens = split.tokens_per_rank
+    for rank in range(ranks):
+        for hop in range(ranks):
+            owner = (rank - program.direction * hop) % ranks
+            expected = mask.dense(split.positions(rank), split.positions(owner))
+            expected &= (split.positions(rank) < length)[:, None] & (split.positions(owner) < length)
+            counts = np.zeros((tokens, tokens), dtype=np.int64)
+            row = program.which[rank, hop]
+            for query, first, number in program.runs[row, : program.num_runs[row]]:
+                counts[query : query + program.query_size, first : first + number * program.key_size] += 1
+            i, j = np.indices((tokens, tokens))
+            for query, key, first, number in program.partial[row, : program.num_partial[row]]:
+                inside = (i >= query) & (i < query + program.query_size) & (j >= key) & (j < key + program.key_size)
+                here = np.zeros_like(inside)
+                for q0, q1, k0, k1, lo, hi in program.bands[first : first + number]:
+                    here |= (i >= q0) & (i < q1) & (j >= k0) & (j < k1) & (i - j >= lo) & (i - j <= hi)
+                assert (here & inside).any()
+                counts += here & inside
+            assert np.array_equal(counts, expected)
+            assert hop < program.num_hops or not expected.any()
