@@ -72,7 +72,8 @@ def shard_batch(
         device: where the result goes; where ``input_ids`` are when None.
 
     Returns:
-        ``input_ids``, ``position_ids`` and, when there were labels, ``shift_labels``; each (B, T).
+        ``input_ids``, ``position_ids`` (int32) and, when there were labels, ``shift_labels``, each (B, T); and
+        ``sequence_length``, S, which stays on the CPU.
 
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
@@ -92,11 +93,12 @@ def shard_batch(
     rank = ring.get_local_rank()
     local = {
         "input_ids": shard(tokens, split, rank, 1),
-        "position_ids": torch.from_numpy(split.positions(rank)).expand(len(tokens), -1),
+        "position_ids": torch.from_numpy(split.positions(rank)).int().expand(len(tokens), -1),
     }
     if targets is not None:
         local["shift_labels"] = shard(targets, split, rank, 1, value=IGNORED)
-    return {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
+    parts = {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
+    return parts | {"sequence_length": torch.tensor(split.length)}
 
 
 def _targets(batch: Mapping[str, Tensor]) -> Tensor | None:

@@ -3,6 +3,7 @@
 B batch, S global tokens, T local tokens, V vocabulary.
 """
 
+from dataclasses import asdict
 from typing import Any, Final
 
 import torch
@@ -20,8 +21,11 @@ from ringspan.core.mask import causal, sliding_window
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.batch import IGNORED
 from ringspan.torch.exchange import agree
-from ringspan.torch.loss import GlobalSum, blockwise_cross_entropy
+from ringspan.torch.feedforward import chunk_feedforwards
+from ringspan.torch.loss import GlobalSum, LossOptions, blockwise_cross_entropy
+from ringspan.torch.offload import OffloadName
 from ringspan.torch.remat import CheckpointName, checkpoint_layers
+from ringspan.torch.rope import chunk_rotary_tables, is_rotary, set_global_length
 
 # Config fields that change attention or logits in a way that the ring does not compute yet.
 _UNSUPPORTED_FIELDS: Final = (
@@ -32,8 +36,8 @@ _UNSUPPORTED_FIELDS: Final = (
     "attn_pdrop",
     "output_router_logits",
 )
-# RoPE types whose frequencies depend on the longest position that a rank happens to hold.
-_RANK_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
+# RoPE types whose frequencies depend on the largest position of the sequence.
+_LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 
 def parallelize(
@@ -43,6 +47,11 @@ def parallelize(
     layout: LayoutName = "zigzag",
     checkpoint: CheckpointName = "attention",
     loss_chunk_tokens: int = 1024,
+    loss_chunk_vocabulary: int | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    feedforward_chunk_tokens: int | None = None,
+    offload: OffloadName = "none",
     compute_dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Put a decoder-only causal LM of transformers on the ring, in place; feed it what ``shard_batch`` returns.
@@ -59,18 +68,32 @@ def parallelize(
         layout: how sequences are split; ``shard_batch`` needs the same.
         checkpoint: what layers keep for backward, see ``checkpoint_layers``.
         loss_chunk_tokens: tokens whose logits exist at once.
+        loss_chunk_vocabulary: vocabulary entries for which they do, all when None; see ``blockwise_cross_entropy``, for
+            ``z_loss`` and ``label_smoothing`` too.
+        feedforward_chunk_tokens: tokens that a feed-forward works on at once, see ``chunk_feedforwards``; all when
+            None.
+        offload: where what checkpointing keeps waits for backward, see ``offload_activations``.
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
 
     Raises:
         UnsupportedError: the model or its config asks for something that would not be exact; by name.
     """
     refuse_unsupported(model)
+    loss = LossOptions(
+        chunk_tokens=loss_chunk_tokens,
+        chunk_vocabulary=loss_chunk_vocabulary,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+    )
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     ring = mesh["ring"].get_group()
     model.set_attn_implementation(_register(layout, ring, layer_windows(model.config)))
     model.config.use_cache = False
-    checkpoint_layers(model, checkpoint)
-    _become_ring_model(model, mesh, layout, loss_chunk_tokens)
+    if feedforward_chunk_tokens is not None:
+        chunk_feedforwards(model, feedforward_chunk_tokens)
+    checkpoint_layers(model, checkpoint, offload)
+    chunk_rotary_tables(model)
+    _become_ring_model(model, mesh, layout, loss)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     sharded = mesh if mesh["replicate"].size() > 1 else mesh["ring"]
     for module in (*layers, model):
@@ -88,7 +111,7 @@ class RingCausalLM:
 
     ring_mesh: DeviceMesh
     ring_layout: LayoutName
-    ring_loss_chunk_tokens: int
+    ring_loss: LossOptions
 
     def forward(
         self: Any,
@@ -96,10 +119,11 @@ class RingCausalLM:
         position_ids: Tensor | None = None,
         shift_labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        sequence_length: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Local tokens (B, T) and their global positions -> the global loss, or local logits when there are no
-        labels.
+        labels. ``sequence_length`` is that of the whole sequence without padding, with it when None.
         """
         for name in ("labels", "attention_mask"):
             if kwargs.pop(name, None) is not None:
@@ -110,7 +134,9 @@ class RingCausalLM:
             raise UnsupportedError("input_ids and position_ids are needed; make the batch with rs.shard_batch")
         groups = [self.ring_mesh[axis].get_group() for axis in self.ring_mesh.mesh_dim_names]
         ring = self.ring_mesh["ring"]
-        _check_positions(position_ids, Layout(self.ring_layout, ring.size() * input_ids.shape[1], ring.size()), ring)
+        split = Layout(self.ring_layout, ring.size() * input_ids.shape[1], ring.size())
+        _check_positions(position_ids, split, ring)
+        set_global_length(self, split.length if sequence_length is None else int(sequence_length))
         agree(ring.get_group(), {"layout": self.ring_layout, "local batch": tuple(input_ids.shape)})
         count = _count_targets(shift_labels, input_ids, groups, num_items_in_batch)
         hidden = self.base_model(
@@ -124,7 +150,7 @@ class RingCausalLM:
             head.weight,
             shift_labels.flatten(),
             bias=head.bias,
-            chunk_tokens=self.ring_loss_chunk_tokens,
+            **asdict(self.ring_loss),
         )
         return CausalLMOutputWithPast(loss=GlobalSum.apply(total / count, groups))
 
@@ -142,6 +168,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             raise UnsupportedError(f"{name} mixes tokens outside of attention ({path} is a convolution)")
         if isinstance(getattr(module, "sinks", None), nn.Parameter):
             raise UnsupportedError(f"{name} uses attention sinks ({path}.sinks), which are not supported yet")
+    for rope in _rope_types(model.config):
+        if rope in _LENGTH_DEPENDENT_ROPE and not any(is_rotary(module) for module in model.modules()):
+            raise UnsupportedError(
+                f"{name}: rope_type={rope!r} chooses frequencies by the length of the sequence, which its rotary "
+                "embedding cannot be told; use default, linear, llama3 or yarn"
+            )
     _check_head(model)
 
 
@@ -162,12 +194,6 @@ def refuse_config(config: PreTrainedConfig) -> None:
             raise UnsupportedError(f"{kind}: {field}={value} is not supported yet; set it to None or 0")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedError(f"{kind}: bidirectional attention is not supported yet")
-    for rope in _rope_types(config):
-        if rope in _RANK_DEPENDENT_ROPE:
-            raise UnsupportedError(
-                f"{kind}: rope_type={rope!r} chooses frequencies by the positions that a rank happens to hold; "
-                "use default, linear, llama3 or yarn"
-            )
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
@@ -215,12 +241,12 @@ class _Decoder(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=self.hidden)
 
 
-def _become_ring_model(model: PreTrainedModel, mesh: DeviceMesh, layout: LayoutName, loss_chunk_tokens: int) -> None:
+def _become_ring_model(model: PreTrainedModel, mesh: DeviceMesh, layout: LayoutName, loss: LossOptions) -> None:
     """Give the model a subclass of its own class with our forward, as FSDP2 does; saved configs keep the class's
     name.
     """
     plain = type(model)
-    settings = {"ring_mesh": mesh, "ring_layout": layout, "ring_loss_chunk_tokens": loss_chunk_tokens}
+    settings = {"ring_mesh": mesh, "ring_layout": layout, "ring_loss": loss}
     model.__class__ = type(plain.__name__, (RingCausalLM, plain), {"__module__": plain.__module__, **settings})
 
 
