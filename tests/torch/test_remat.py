@@ -86,7 +86,10 @@ def test_every_option_alone_and_together_keeps_loss_and_gradients(pool, kind, ra
 def extras(mesh: DeviceMesh) -> Any:
     ids = tokens(2, LENGTH)
     model = rs.parallelize(build("llama"), mesh, z_loss=0.01, label_smoothing=0.1, loss_chunk_vocabulary=40)
-    return step(model, rs.shard_batch({"input_ids": ids, "labels": ids}, mesh))
+    batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
+    with torch.no_grad():
+        evaluated = model.eval()(**batch).loss
+    return step(model.train(), batch) | {"evaluated": evaluated}
 
 
 def test_z_loss_and_label_smoothing_are_those_of_the_whole_batch(pool):
@@ -96,6 +99,7 @@ def test_z_loss_and_label_smoothing_are_those_of_the_whole_batch(pool):
     loss = plain + 0.01 * logits.logsumexp(-1).square().mean()
     loss.backward()
     for result in pool.run(extras, 2):
+        assert relative(result["evaluated"], torch.nn.functional.cross_entropy(logits, targets)) < 1e-6
         assert relative(result["loss"], loss) < 1e-6
         for name, p in model.named_parameters():
             assert relative(result["gradients"][name], p.grad) < 5e-6, name

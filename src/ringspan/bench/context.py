@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-import ringspan
 from ringspan.bench.machine import describe_machine
 from ringspan.core.errors import ConfigError
 from ringspan.core.layout import LayoutName
@@ -164,6 +163,6 @@ def _llama(case: ContextCase, length: int) -> PreTrainedModel:
 
 def _text(length: int) -> torch.Tensor:
     """The bytes of this package's own source, over and over."""
-    paths = sorted(Path(ringspan.__file__).parent.rglob("*.py"))
+    paths = sorted(Path(__file__).parents[1].rglob("*.py"))
     source = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
     return source.repeat(-(-length // len(source)))[:length].long()
