@@ -64,7 +64,13 @@ def refusal(monkeypatch, capsys, *arguments):
         (["model.config.model_type=gemma2", "model.config.head_dim=8"], "attn_logit_softcapping=50.0 is not supported"),
         (["model.config.attention_dropout=0.5"], "attention_dropout=0.5 is not supported"),
         (["model.config.model_type=nosuch"], "nosuch"),
-        (['model.config.rope_parameters={rope_type="dynamic",rope_theta=1e4,factor=2.0}'], "dynamic"),
+        (['model.rope={type="spiral",factor=2.0}'], "model.rope.type = 'spiral': choose one of linear, dynamic"),
+        (['model.rope={type="yarn",factor=0.5}'], "model.rope.factor = 0.5: should be a number of at least 1"),
+        (['model.rope={type="longrope",factor=2}'], "short_factor"),
+        (["memory.feedforward_chunk_tokens=0"], "memory.feedforward_chunk_tokens = 0"),
+        (["memory.checkpoint=auto"], "memory.activation_bytes go together"),
+        (["memory.checkpoint=auto", "memory.activation_bytes=9"], "the budget is 9; use a larger ring"),
+        (["memory.checkpoint=none", "memory.offload=activations"], "memory.offload"),
         (["data.paths=nowhere"], "nowhere"),
         (["data.extensions=.xyz"], ".xyz"),
         (["--nproc", "0"], "0"),
@@ -107,6 +113,9 @@ def test_a_run_is_never_overwritten(monkeypatch, capsys, workplace):
         (["attention", "--ranks", "0"], "--ranks"),
         (["step", "--checkpoint", "sometimes"], "sometimes"),
         (["memory", "--rings", "1,x"], "1,x"),
+        (["memory", "--variants", "plain,fancy"], "plain,fancy"),
+        (["context", "--options", "some"], "choose one of on, off"),
+        (["context", "--hidden-size", "100"], "multiple of 24"),
     ],
 )
 def test_bench_refuses(monkeypatch, capsys, arguments, message):
@@ -114,7 +123,17 @@ def test_bench_refuses(monkeypatch, capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["train"], ["demo"], ["bench"], ["bench", "attention"], ["bench", "step"], ["bench", "memory"]]
+    "command",
+    [
+        [],
+        ["train"],
+        ["demo"],
+        ["bench"],
+        ["bench", "attention"],
+        ["bench", "step"],
+        ["bench", "memory"],
+        ["bench", "context"],
+    ],
 )
 def test_help_is_there_with_an_example(monkeypatch, capsys, command):
     monkeypatch.setattr(sys, "argv", ["ringspan", *command, "--help"])

@@ -34,11 +34,11 @@ def parts(batch, ranks, **options):
 @given(layouts)
 def test_labels_are_shifted_before_the_permutation(layout):
     ids = torch.arange(2 * layout.length).view(2, layout.length)
-    seen = {}
+    seen, names = {}, ("input_ids", "position_ids", "shift_labels")
     for part in parts({"input_ids": ids, "labels": ids}, layout.ranks, layout=layout.name):
         assert part["input_ids"].shape == part["position_ids"].shape == part["shift_labels"].shape
         for row in range(2):
-            for token, position, target in zip(*(part[name][row].tolist() for name in part), strict=True):
+            for token, position, target in zip(*(part[name][row].tolist() for name in names), strict=True):
                 if position < layout.length:
                     seen[row, position] = (token, target)
                 else:

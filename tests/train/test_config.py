@@ -53,6 +53,7 @@ def test_a_minimal_file_takes_the_documented_defaults(tmp_path: Path):
         "config": None,
         "tokenizer": None,
         "dtype": "float32",
+        "rope": None,
     }
     assert config.model.tokenizer_source == "some/model"
     assert config.data.paths == ("corpus",)
@@ -60,7 +61,14 @@ def test_a_minimal_file_takes_the_documented_defaults(tmp_path: Path):
     assert config.data.eval_fraction == 0.02
     assert config.mesh.model_dump() == {"ring": None, "replicate": 1}
     assert config.attention.layout == "zigzag"
-    assert config.memory.model_dump() == {"checkpoint": "attention", "loss_chunk_tokens": 1024}
+    assert config.memory.model_dump() == {
+        "checkpoint": "attention",
+        "activation_bytes": None,
+        "loss_chunk_tokens": 1024,
+        "loss_chunk_vocabulary": None,
+        "feedforward_chunk_tokens": None,
+        "offload": "none",
+    }
     assert config.optimizer.model_dump() == {
         "learning_rate": 3e-4,
         "weight_decay": 0.1,
@@ -71,6 +79,10 @@ def test_a_minimal_file_takes_the_documented_defaults(tmp_path: Path):
         "clip_grad_norm": 1.0,
         "batch_size": 1,
         "accumulation_steps": 1,
+        "z_loss": 0.0,
+        "label_smoothing": 0.0,
+        "state": "float32",
+        "on_host": False,
     }
     assert config.evaluation.model_dump() == {"every_steps": 0, "num_sequences": 8}
 
@@ -150,7 +162,7 @@ def test_every_key_is_documented():
         ("optimizer.learning_rat=1", "optimizer.learning_rat: unknown key; did you mean optimizer.learning_rate?"),
         ("learning_rate=1", "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
         ("optimzer.eps=1", "optimzer: unknown key; did you mean optimizer?"),
-        ("memory.qq=1", "memory.qq: unknown key; known are memory.checkpoint, memory.loss_chunk_tokens"),
+        ("memory.qq=1", "memory.qq: unknown key; known are memory.checkpoint, memory.activation_bytes, memory.loss"),
         ("optimizer.learning_rate=0", "optimizer.learning_rate = 0: should be greater than 0; the default is 0.0003"),
         ("optimizer.learning_rate=inf", "optimizer.learning_rate = Infinity: should be a finite number"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas = [0.9, 1.0]: each should be in [0, 1)"),
@@ -174,6 +186,9 @@ def test_every_key_is_documented():
         ("data.eval_fraction=-0.1", "data.eval_fraction = -0.1: should be greater than or equal to 0"),
         ("attention.layout=ring", "should be 'contiguous', 'striped' or 'zigzag'; the default is \"zigzag\""),
         ("mesh.ring=0", "mesh.ring = 0: should be greater than or equal to 1"),
+        ("memory.checkpoint=auto", '"auto" and memory.activation_bytes go together'),
+        ("memory.activation_bytes=1000", '"auto" and memory.activation_bytes go together'),
+        ("optimizer.label_smoothing=1.0", "optimizer.label_smoothing = 1.0: should be less than 1"),
         ("steps", '"steps": is not an override; write key=value'),
         (".steps=1", "is not an override; write key=value"),
     ],

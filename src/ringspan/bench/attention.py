@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import accumulate
 from statistics import median
 from typing import Any, Final
 
@@ -12,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.profiler import ProfilerActivity, profile
 
 from ringspan.bench.machine import describe_machine
+from ringspan.bench.peak import allocated_bytes
 from ringspan.bench.timing import timed
 from ringspan.core import reference
 from ringspan.core.layout import Layout, LayoutName
@@ -132,18 +131,7 @@ def _peak_bytes(function: Callable[[], Any] | None) -> float:
     """Most bytes that forward and backward hold beside their inputs, kernels' and messages' buffers included, on any
     rank.
     """
-    peak = 0
-    if function and torch.cuda.is_available():
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        function()
-        peak = torch.cuda.max_memory_allocated() - before
-    elif function:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            function()
-        events = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")  # pyright: ignore[reportAttributeAccessIssue]
-        peak = max(accumulate(change for _, change in changes))
+    peak = allocated_bytes(function) if function else 0
     most = torch.tensor(float(peak), device=local_device())
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return float(most)

@@ -207,6 +207,33 @@ def memory_picture(memory: Sequence[dict[str, Any]]) -> str:
     return _svg(460, bottom + 24, f"Activation memory a rank. {spoken}.", *parts)
 
 
+def category_picture(rows: Sequence[dict[str, Any]]) -> str:
+    """Bytes a rank by category, as SVG: a bar a row, its categories from left to right.
+
+    Args:
+        rows: those of ``bench memory``, with "tokens_per_rank", "checkpoint", "variant" and "bytes" by category.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row["bytes"]))
+    if not names or len(names) > len(RANK_COLOURS):
+        return ""
+    colours = dict(zip(names, RANK_COLOURS, strict=False))
+    left, width, row_height, top = 4.0, 420.0, 46.0, 34.0
+    longest = max(sum(row["bytes"].values()) for row in rows) or 1
+    parts: list[str] = []
+    for index, name in enumerate(names):
+        x, y = left + 150 * (index % 3), 4 + 16 * (index // 3)
+        parts += [_rectangle(x, y, 10, 10, fill=colours[name]), _text(x + 15, y + 10, name, "small")]
+    for index, row in enumerate(rows):
+        y, x = top + 8 + index * row_height, left
+        said = f"ring {row['ring']}, {row['tokens_per_rank']:,} tokens a rank, {row['checkpoint']}, {row['variant']}"
+        parts.append(_text(left, y + 10, f"{said}: {megabytes(sum(row['bytes'].values()))}", "small"))
+        for name, held in row["bytes"].items():
+            parts.append(_rectangle(x, y + 15, held / longest * width, 18, fill=colours[name], data_category=name))
+            x += held / longest * width
+    spoken = "; ".join(f"{row['checkpoint']} {row['variant']}: {megabytes(sum(row['bytes'].values()))}" for row in rows)
+    return _svg(left + width + 8, top + 14 + len(rows) * row_height, f"Memory a rank by category. {spoken}.", *parts)
+
+
 def number(value: Any) -> float | None:
     """The value when it is a finite number, else None."""
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) and isfinite(value) else None

@@ -1,6 +1,7 @@
 """``ringspan bench``: speed and memory, as ratios from one interleaved run."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -121,12 +122,15 @@ def step(
 def memory(
     length: Length = 8192,
     rings: Annotated[str, typer.Option(help="Ring sizes to compare.")] = "1,2,4",
+    variants: Annotated[str, typer.Option(help="plain, chunks, offload: what is added to each policy.")] = "plain",
     layout: LayoutOption = "zigzag",
     dtype: Dtype = "float32",
+    picture: Annotated[Path | None, typer.Option(help="Write the bytes by category as an SVG file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Bytes of activations that each rank holds, at a fixed length and at fixed tokens a rank."""
-    from ringspan.bench.memory import MemoryCase, run
+    """Bytes of activations and of all else that each rank holds, at a fixed length and at fixed tokens a rank."""
+    from ringspan.bench.memory import VARIANTS, MemoryCase, VariantName, run
+    from ringspan.bench.pictures import category_picture
     from ringspan.core.errors import ConfigError
     from ringspan.core.layout import layout_name
 
@@ -135,7 +139,12 @@ def memory(
         sizes = tuple(int(size) for size in rings.split(","))
     except ValueError:
         raise ConfigError(f"--rings {rings!r}: write numbers with commas, such as 1,2,4") from None
-    result = run(MemoryCase(rings=sizes, length=length, layout=layout_name(layout), dtype=dtype))
+    names: tuple[VariantName, ...] = tuple(name for name in VARIANTS if name in variants.split(","))
+    if len(names) != len(variants.split(",")):
+        raise ConfigError(f"--variants {variants!r}: choose from {', '.join(VARIANTS)}, with commas")
+    result = run(MemoryCase(rings=sizes, length=length, variants=names, layout=layout_name(layout), dtype=dtype))
+    if picture is not None:
+        picture.write_text(category_picture(result["rows"]), encoding="utf-8")
     if as_json:
         print(json.dumps(result))
         return
@@ -145,11 +154,61 @@ def memory(
             f"{row['length']:,}",
             f"{row['tokens_per_rank']:,}",
             row["checkpoint"],
+            row["variant"],
             f"{row['bytes']['activations'] / 2**20:.1f}",
         ]
         for row in result["rows"]
     ]
-    _table("activations held per rank", ["ring", "tokens", "tokens a rank", "checkpoint", "MiB"], rows)
+    _table("activations held per rank", ["ring", "tokens", "tokens a rank", "checkpoint", "variant", "MiB"], rows)
+
+
+@app.command("context", epilog="Example: ringspan bench context --budget 6e9 --options on --json")
+def context(
+    budget: Annotated[float, typer.Option(min=1, help="Bytes of memory for all ranks together.")] = 16e9,
+    ranks: Ranks = 2,
+    options: Annotated[str, typer.Option(help="on or off: everything that keeps activations small.")] = "on",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the Llama.")] = 12,
+    hidden_size: Annotated[int, typer.Option(min=12, help="Its hidden size; a multiple of 24.")] = 768,
+    vocabulary: Annotated[int, typer.Option(min=256, help="Its vocabulary.")] = 32000,
+    dtype: Dtype = "float32",
+    layout: LayoutOption = "zigzag",
+    trials: Annotated[int, typer.Option(min=1, help="Steps to try at most; time grows as their lengths squared.")] = 8,
+    max_length: Annotated[int, typer.Option(min=1024, help="Longest sequence to try.")] = 1 << 24,
+    as_json: Json = False,
+) -> None:
+    """The longest sequence on which a Llama (100M parameters) takes a whole training step within a memory budget."""
+    from ringspan.bench.context import OPTIONS, ContextCase, run
+    from ringspan.core.errors import ConfigError
+    from ringspan.core.layout import layout_name
+
+    _check_dtype(dtype)
+    if options not in OPTIONS:
+        raise ConfigError(f"--options {options!r}: choose one of {', '.join(OPTIONS)}")
+    if hidden_size % 24:
+        raise ConfigError(f"--hidden-size {hidden_size}: is no multiple of 24 (twelve heads of an even size)")
+    result = run(
+        ContextCase(
+            ranks=ranks,
+            budget_bytes=int(budget),
+            options=options,
+            layers=layers,
+            hidden_size=hidden_size,
+            vocabulary=vocabulary,
+            dtype=dtype,
+            layout=layout_name(layout),
+            max_trials=trials,
+            max_length=max_length,
+        )
+    )
+    if as_json:
+        print(json.dumps(result))
+        return
+    rows = [
+        [f"{trial['length']:,}", f"{trial['peak_bytes'] / 2**30:.2f}", f"{trial['step_seconds']:.1f}"]
+        for trial in result["trials"]
+    ]
+    _table(f"{result['parameters']:,} parameters, options {options}", ["tokens", "GiB in all", "step s"], rows)
+    print(f"longest: {result['max_length_tokens']:,} tokens in {result['budget_bytes']:,} bytes")
 
 
 def _check_dtype(dtype: str) -> None:

@@ -71,8 +71,9 @@ def shard_batch(
         device: where the result goes; where ``input_ids`` are when None.
 
     Returns:
-        ``input_ids``, ``position_ids`` and, when there were labels, ``shift_labels``; each (B, T). For packed documents
-        also ``document_lengths`` (B, most documents), 0 behind the last one: no document will see another one.
+        ``input_ids``, ``position_ids`` (int32) and, when there were labels, ``shift_labels``, each (B, T). For packed
+        documents also ``document_lengths`` (B, most documents), 0 behind the last one: no document will see another
+        one. ``sequence_length``, that of the longest document, stays on the CPU.
 
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
@@ -91,12 +92,14 @@ def shard_batch(
     positions = torch.from_numpy(split.positions(rank)).expand(len(tokens), -1)
     if lengths is not None:
         positions = document_positions(lengths, split.padded_length)[:, split.positions(rank)]
-    local = {"input_ids": shard(tokens, split, rank, 1), "position_ids": positions}
+    local = {"input_ids": shard(tokens, split, rank, 1), "position_ids": positions.int()}
     if lengths is not None:
         local["document_lengths"] = lengths
     if targets is not None:
         local["shift_labels"] = shard(targets, split, rank, 1, value=IGNORED)
-    return {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
+    parts = {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
+    longest = split.length if lengths is None else int(lengths.max())
+    return parts | {"sequence_length": torch.tensor(longest)}
 
 
 def _targets(batch: Mapping[str, Tensor]) -> Tensor | None:

@@ -5,6 +5,7 @@ B batch, S global tokens, T local tokens, V vocabulary.
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -24,8 +25,11 @@ from ringspan.core.route import Route, member_heads
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.batch import IGNORED, document_positions
 from ringspan.torch.exchange import agree
-from ringspan.torch.loss import GlobalSum, blockwise_cross_entropy
+from ringspan.torch.feedforward import chunk_feedforwards
+from ringspan.torch.loss import GlobalSum, LossOptions, blockwise_cross_entropy
+from ringspan.torch.offload import OffloadName
 from ringspan.torch.remat import CheckpointName, checkpoint_layers
+from ringspan.torch.rope import chunk_rotary_tables, is_rotary, set_global_length
 from ringspan.torch.wire import check_wire
 
 # Config fields that change attention or logits in a way that the ring does not compute yet.
@@ -35,8 +39,8 @@ _UNSUPPORTED_FIELDS: Final = (
     "attn_pdrop",
     "output_router_logits",
 )
-# RoPE types whose frequencies depend on the longest position that a rank happens to hold.
-_RANK_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
+# RoPE types whose frequencies depend on the largest position of the sequence.
+_LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 
 def parallelize(
@@ -48,6 +52,11 @@ def parallelize(
     wire: str = "exact",
     checkpoint: CheckpointName = "attention",
     loss_chunk_tokens: int = 1024,
+    loss_chunk_vocabulary: int | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    feedforward_chunk_tokens: int | None = None,
+    offload: OffloadName = "none",
     compute_dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Put a decoder-only causal LM of transformers on the ring, in place; feed it what ``shard_batch`` returns.
@@ -66,6 +75,11 @@ def parallelize(
         wire: how they travel, see ``ring_attention``; ``exact`` changes nothing.
         checkpoint: what layers keep for backward, see ``checkpoint_layers``.
         loss_chunk_tokens: tokens whose logits exist at once.
+        loss_chunk_vocabulary: vocabulary entries for which they do, all when None; see ``blockwise_cross_entropy``, for
+            ``z_loss`` and ``label_smoothing`` too.
+        feedforward_chunk_tokens: tokens that a feed-forward works on at once, see ``chunk_feedforwards``; all when
+            None.
+        offload: where what checkpointing keeps waits for backward, see ``offload_activations``.
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
 
     Raises:
@@ -73,6 +87,12 @@ def parallelize(
     """
     refuse_unsupported(model)
     refuse_route(model.config, mesh["ring"].size(), route, wire)
+    loss = LossOptions(
+        chunk_tokens=loss_chunk_tokens,
+        chunk_vocabulary=loss_chunk_vocabulary,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+    )
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     ring = mesh["ring"].get_group()
     model.set_attn_implementation(_register(layout, ring, layer_kinds(model.config), route, wire))
@@ -82,8 +102,11 @@ def parallelize(
             # Llama 4 counts local tokens for it; ``attend`` does the same with their global positions.
             attention.attn_temperature_tuning, attention.ring_temperature = False, not attention.use_rope
     model.config.use_cache = False
-    checkpoint_layers(model, checkpoint)
-    _become_ring_model(model, mesh, layout, loss_chunk_tokens)
+    if feedforward_chunk_tokens is not None:
+        chunk_feedforwards(model, feedforward_chunk_tokens)
+    checkpoint_layers(model, checkpoint, offload)
+    chunk_rotary_tables(model)
+    _become_ring_model(model, mesh, layout, loss)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     sharded = mesh if mesh["replicate"].size() > 1 else mesh["ring"]
     for module in (*layers, model):
@@ -101,7 +124,7 @@ class RingCausalLM:
 
     ring_mesh: DeviceMesh
     ring_layout: LayoutName
-    ring_loss_chunk_tokens: int
+    ring_loss: LossOptions
     ring_decoder: str
 
     def forward(
@@ -111,12 +134,13 @@ class RingCausalLM:
         shift_labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
         document_lengths: Tensor | None = None,
+        sequence_length: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Local tokens (B, T) and their positions -> the global loss, or local logits when there are no labels.
 
         ``document_lengths`` (B, documents), 0 behind the last one: tokens see their own document only, and positions
-        count within it.
+        count within it. ``sequence_length`` is that of the longest document without padding, with it when None.
         """
         for name in ("labels", "attention_mask"):
             if kwargs.pop(name, None) is not None:
@@ -129,6 +153,7 @@ class RingCausalLM:
         ring = self.ring_mesh["ring"]
         layout = Layout(self.ring_layout, ring.size() * input_ids.shape[1], ring.size())
         _check_positions(position_ids, layout, ring, document_lengths)
+        set_global_length(self, layout.length if sequence_length is None else int(sequence_length))
         packed = None if document_lengths is None else _Packed(document_lengths, position_ids)
         if packed:
             kwargs["ring_packed"] = packed
@@ -145,12 +170,14 @@ class RingCausalLM:
         head = self.get_output_embeddings()
         if shift_labels is None:
             return CausalLMOutputWithPast(logits=head(hidden))
+        # Evaluation is plain cross-entropy, whatever training adds to it.
+        loss = self.ring_loss if self.training else replace(self.ring_loss, z_loss=0.0, label_smoothing=0.0)
         total = blockwise_cross_entropy(
             hidden.flatten(0, 1),
             head.weight,
             shift_labels.flatten(),
             bias=head.bias,
-            chunk_tokens=self.ring_loss_chunk_tokens,
+            **asdict(loss),
         )
         return CausalLMOutputWithPast(loss=GlobalSum.apply(total / count, groups))
 
@@ -166,6 +193,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
             raise UnsupportedError(f"{name} mixes tokens outside of attention ({path} is a convolution)")
+    for rope in _rope_types(model.config):
+        if rope in _LENGTH_DEPENDENT_ROPE and not any(is_rotary(module) for module in model.modules()):
+            raise UnsupportedError(
+                f"{name}: rope_type={rope!r} chooses frequencies by the length of the sequence, which its rotary "
+                "embedding cannot be told; use default, linear, llama3 or yarn"
+            )
     _check_head(model)
 
 
@@ -187,12 +220,6 @@ def refuse_config(config: PreTrainedConfig) -> None:
             raise UnsupportedError(f"{kind}: {field}={value} is not supported yet; set it to None or 0")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedError(f"{kind}: bidirectional attention is not supported yet")
-    for rope in _rope_types(config):
-        if rope in _RANK_DEPENDENT_ROPE:
-            raise UnsupportedError(
-                f"{kind}: rope_type={rope!r} chooses frequencies by the positions that a rank happens to hold; "
-                "use default, linear, llama3 or yarn"
-            )
 
 
 def refuse_route(config: PreTrainedConfig, ranks: int, route: str, wire: str) -> None:
@@ -267,7 +294,7 @@ class _Decoder(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=self.hidden)
 
 
-def _become_ring_model(model: PreTrainedModel, mesh: DeviceMesh, layout: LayoutName, loss_chunk_tokens: int) -> None:
+def _become_ring_model(model: PreTrainedModel, mesh: DeviceMesh, layout: LayoutName, loss: LossOptions) -> None:
     """Give the model a subclass of its own class with our forward, as FSDP2 does; saved configs keep the class's
     name.
     """
@@ -275,7 +302,7 @@ def _become_ring_model(model: PreTrainedModel, mesh: DeviceMesh, layout: LayoutN
     settings = {
         "ring_mesh": mesh,
         "ring_layout": layout,
-        "ring_loss_chunk_tokens": loss_chunk_tokens,
+        "ring_loss": loss,
         "ring_decoder": _decoder_name(model),
     }
     model.__class__ = type(plain.__name__, (RingCausalLM, plain), {"__module__": plain.__module__, **settings})

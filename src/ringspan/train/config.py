@@ -45,6 +45,9 @@ class ModelConfig(_Table):
     """Local folder or Hub id of the tokenizer; default: path. "train" trains a byte-level BPE on the data."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the parameters."""
+    rope: dict[str, Any] | None = None
+    """Scaling of rotary positions: a table with type "linear", "dynamic", "yarn", "llama3" or "longrope", factor, and
+    what else transformers takes for that type; default: the model's own."""
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -162,11 +165,33 @@ class AttentionConfig(_Table):
 class MemoryConfig(_Table):
     """[memory]: what is kept for the backward pass."""
 
-    checkpoint: Literal["none", "full", "attention"] = "attention"
+    checkpoint: Literal["none", "full", "attention", "auto"] = "attention"
     """Activation checkpointing: "none" keeps all, "full" recomputes each layer, "attention" all of it but its
-    attention."""
+    attention, "auto" as little as activation_bytes allows."""
+    activation_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of activations that a rank may keep, for checkpoint = "auto"."""
     loss_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens for which logits exist at one time."""
+    loss_chunk_vocabulary: int | None = Field(default=None, ge=1)
+    """Entries of the vocabulary for which they do; default: all. With fewer, logits are computed twice."""
+    feedforward_chunk_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that a feed-forward works on at one time, again in the backward pass; default: all at once."""
+    offload: Literal["none", "activations"] = "none"
+    """"activations" moves what checkpointing keeps to host memory, from the CPU to memory-mapped files."""
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> "MemoryConfig":
+        if (self.checkpoint == "auto") != (self.activation_bytes is not None):
+            raise ConfigError(
+                f'memory.checkpoint = "{self.checkpoint}": "auto" and memory.activation_bytes go together; '
+                "set both or neither"
+            )
+        if self.checkpoint == "none" and self.offload != "none":
+            raise ConfigError(
+                f'memory.offload = "{self.offload}": moves what checkpointing keeps; set memory.checkpoint = '
+                '"attention"'
+            )
+        return self
 
 
 class OptimizerConfig(_Table):
@@ -190,6 +215,23 @@ class OptimizerConfig(_Table):
     """Sequences per replica and micro-step."""
     accumulation_steps: int = Field(default=1, ge=1)
     """Micro-steps per optimizer step."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Factor on the squared log-sum-exp of the logits, which keeps them near 0."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of each target that is spread over the vocabulary."""
+    state: Literal["float32", "8bit"] = "float32"
+    """Moments of AdamW; "8bit" needs torchao."""
+    on_host: bool = False
+    """Keep the moments in host memory and step there."""
+
+    @model_validator(mode="after")
+    def _check_state(self) -> "OptimizerConfig":
+        if self.on_host and self.state != "float32":
+            raise ConfigError(
+                f'optimizer.state = "{self.state}": cannot be on the host; set optimizer.on_host = false, or '
+                'optimizer.state = "float32"'
+            )
+        return self
 
     @field_validator("betas")
     @classmethod

@@ -14,14 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ringspan.core.errors import CheckpointError, ConfigError
-from ringspan.core.layout import LayoutName
+from ringspan.core.layout import Layout, LayoutName
 from ringspan.torch.batch import IGNORED, shard_batch
 from ringspan.torch.launch import local_device
 from ringspan.torch.mesh import init_mesh
 from ringspan.torch.models import parallelize
+from ringspan.torch.remat import CheckpointName, choose_checkpoint
 from ringspan.train.checkpoint import Checkpoints
 from ringspan.train.config import OptimizerConfig, TrainConfig
 from ringspan.train.data import BatchOrder, Data, TokenSequences, build_data
@@ -30,6 +31,7 @@ from ringspan.train.guard import Guard, Verdict
 from ringspan.train.manifest import Manifest
 from ringspan.train.metrics import MetricsWriter, StepMetrics, measure_flops, peak_bytes
 from ringspan.train.model import build_model, flops_per_token, load_model_config, load_tokenizer, num_matmul_parameters
+from ringspan.train.optimizer import build_optimizer, set_learning_rate
 from ringspan.train.resume import RunRecord, begin_run, open_run, random_state, restore, run_state
 from ringspan.train.signals import StopRequest
 from ringspan.train.watchdog import Watchdog
@@ -272,8 +274,7 @@ class _Job:
         started = time.perf_counter()
         settings = self.config.optimizer
         rate = learning_rate(step, self.config.steps, settings)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, rate)
         num_targets, parts = self.batches.step(step)
         loss = 0.0
         for part in parts:
@@ -319,12 +320,17 @@ def _prepare(config: TrainConfig) -> _Job:
         model.to(device).train(),
         mesh,
         layout=config.attention.layout,
-        checkpoint=config.memory.checkpoint,
+        checkpoint=_checkpoint(config, model_config, ring, dtype),
         loss_chunk_tokens=config.memory.loss_chunk_tokens,
+        loss_chunk_vocabulary=config.memory.loss_chunk_vocabulary,
+        z_loss=config.optimizer.z_loss,
+        label_smoothing=config.optimizer.label_smoothing,
+        feedforward_chunk_tokens=config.memory.feedforward_chunk_tokens,
+        offload=config.memory.offload,
         compute_dtype=dtype,
     )
     settings, length = config.optimizer, config.data.sequence_length_tokens
-    optimizer = torch.optim.AdamW(_decayed(model, settings), betas=settings.betas, eps=settings.eps)
+    optimizer = build_optimizer(model, settings)
     batches = Batches(config, mesh, data.train, device)
     facts = {
         "parameters": num_parameters,
@@ -432,15 +438,20 @@ def evaluate(
     return total / max(1, num_targets)
 
 
-def _decayed(model: PreTrainedModel, settings: OptimizerConfig) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (norms, biases) do not."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.dtype) -> CheckpointName:
+    """The policy for activations, with "auto" resolved."""
+    memory = config.memory
+    if memory.checkpoint != "auto":
+        return memory.checkpoint
+    assert memory.activation_bytes is not None, "checked by MemoryConfig"
+    split = Layout(config.attention.layout, config.data.sequence_length_tokens, ring)
+    return choose_checkpoint(
+        model_config,
+        split.tokens_per_rank * config.optimizer.batch_size,
+        memory.activation_bytes,
+        dtype,
+        feedforward_in_chunks=memory.feedforward_chunk_tokens is not None,
+    )
 
 
 @contextmanager

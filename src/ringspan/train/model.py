@@ -1,6 +1,7 @@
 """The model and the tokenizer of a run: from a local folder, from the Hub, or new."""
 
-from typing import Any
+import math
+from typing import Any, Final
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -34,13 +35,56 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"model: {_one_line(error)}") from error
     refuse_config(model_config)
+    if settings.rope is not None:
+        scale_rope(model_config, settings.rope)
     limit = getattr(model_config, "max_position_embeddings", None)
+    if limit is not None and settings.rope is not None and settings.rope.get("type") == "dynamic":
+        limit = int(limit * settings.rope["factor"])  # of which transformers keeps the original
     if settings.init == "scratch" and limit is not None and limit < config.data.sequence_length_tokens:
         raise ConfigError(
             f"model.config.max_position_embeddings = {limit}: is less than data.sequence_length_tokens = "
             f"{config.data.sequence_length_tokens}; raise it"
         )
     return model_config
+
+
+_ROPE_TYPES: Final = ("linear", "dynamic", "yarn", "llama3", "longrope")
+
+
+def scale_rope(model_config: PreTrainedConfig, rope: dict[str, Any]) -> None:
+    """Scale the rotary positions of a model's config, in place, in the terms of transformers.
+
+    ``factor`` times the length that the model was trained for becomes its ``max_position_embeddings`` (but for
+    ``dynamic``, which derives it). The trained length is ``original_max_position_embeddings`` where the config has it.
+
+    Raises:
+        ConfigError: an unknown type, a factor below 1, a value that the type needs and has no default, or a model
+            without rotary positions for all its layers alike.
+    """
+    kind, factor = rope.get("type"), rope.get("factor")
+    if kind not in _ROPE_TYPES:
+        raise ConfigError(f"model.rope.type = {kind!r}: choose one of {', '.join(_ROPE_TYPES)}")
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or not factor >= 1:
+        raise ConfigError(f"model.rope.factor = {factor!r}: should be a number of at least 1")
+    given = getattr(model_config, "rope_parameters", None) or {}
+    if "rope_theta" not in given:
+        raise ConfigError(
+            f"model.rope: {model_config.model_type} has no rotary positions that all its layers share; remove it, or "
+            "set model.config.rope_parameters"
+        )
+    trained = given.get("original_max_position_embeddings") or model_config.max_position_embeddings
+    values = {name: given[name] for name in ("rope_theta", "partial_rotary_factor") if name in given}
+    values |= {"rope_type": kind, "factor": float(factor)}
+    if kind in ("yarn", "llama3", "longrope"):
+        values["original_max_position_embeddings"] = trained
+    if kind == "llama3":
+        values |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # those of Llama 3.1
+    model_config.rope_parameters = values | {name: value for name, value in rope.items() if name != "type"}
+    model_config.max_position_embeddings = trained if kind == "dynamic" else math.ceil(trained * factor)
+    try:
+        model_config.validate_rope()
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"model.rope: {_one_line(error)}") from error
 
 
 def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> Tokenizer:

@@ -1,0 +1,162 @@
+"""What checkpointing keeps, away from the device until backward wants it.
+
+On CUDA it goes to pinned host memory over a stream of its own, and comes back the same way one piece ahead of its use.
+On the CPU it goes to memory-mapped files, whose pages the system may write out and drop, by the same steps.
+"""
+
+import mmap
+import tempfile
+import weakref
+from typing import Any, ClassVar, Final, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ringspan.core.errors import ConfigError
+
+OffloadName = Literal["none", "activations"]
+OFFLOAD_NAMES: Final[tuple[str, ...]] = get_args(OffloadName)
+
+MIN_BYTES = 1 << 16
+# Pieces that are fetched ahead: a layer's input, its attention's result and log-sum-exp.
+_AHEAD: Final = 3
+
+
+def offload_name(name: str) -> OffloadName:
+    """``name`` as the name of what is offloaded.
+
+    Raises:
+        ConfigError: there is no such name.
+    """
+    if name not in OFFLOAD_NAMES:
+        raise ConfigError(f"unknown offload {name!r}; choose one of {', '.join(OFFLOAD_NAMES)}")
+    return cast(OffloadName, name)
+
+
+class Store:
+    """Puts tensors away and gives them back, best in the opposite order, in which they are fetched ahead.
+
+    What has fewer than ``min_bytes`` stays where it is, and so do parameters and integers. Files lie in ``folder``, the
+    system's own when None, and vanish with the tensors.
+    """
+
+    def __init__(self, *, min_bytes: int | None = None, folder: str | None = None) -> None:
+        self.min_bytes = MIN_BYTES if min_bytes is None else min_bytes
+        self.folder = folder
+        self.parked_bytes = 0  # over all time
+        self._newest: weakref.ref[Any] | None = None
+
+    def put(self, tensor: Tensor) -> Any:
+        """A stand-in for the tensor, which is free to go; the tensor itself where it stays."""
+        if isinstance(tensor, nn.Parameter) or tensor.nbytes < max(1, self.min_bytes) or not tensor.is_floating_point():
+            return tensor
+        before = self._newest() if self._newest is not None else None
+        kind = _Pinned if tensor.is_cuda else _Mapped
+        parked = kind(tensor, before, self.folder)
+        self._newest = weakref.ref(parked)
+        self.parked_bytes += tensor.nbytes
+        return parked
+
+    def get(self, parked: Any) -> Tensor:
+        """The tensor that ``put`` was given."""
+        return parked if isinstance(parked, Tensor) else parked.get()
+
+    def hooks(self) -> saved_tensors_hooks:
+        """While this context is active, what autograd keeps goes to the store."""
+        return saved_tensors_hooks(self.put, self.get)
+
+
+class _Parked:
+    """A tensor that is away. Asked for, it starts the few that were put away before it on their way back."""
+
+    def __init__(self, before: "_Parked | None") -> None:
+        self._before = None if before is None else weakref.ref(before)
+        self._wanted = True
+
+    def get(self) -> Tensor:
+        """The tensor."""
+        self._wanted = False
+        tensor = self._bring()
+        earlier = self
+        for _ in range(_AHEAD):
+            earlier = earlier._before and earlier._before()
+            if earlier is None:
+                break
+            if earlier._wanted:
+                earlier.fetch()
+        return tensor
+
+    def fetch(self) -> None:
+        """Start the way back, once."""
+        raise NotImplementedError
+
+    def _bring(self) -> Tensor:
+        raise NotImplementedError
+
+
+class _Mapped(_Parked):
+    """A tensor in a file without a name, mapped into memory."""
+
+    def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:
+        super().__init__(before)
+        with tempfile.TemporaryFile(prefix="ringspan-offload-", dir=folder) as file:
+            file.truncate(tensor.nbytes)
+            self._map = mmap.mmap(file.fileno(), tensor.nbytes)
+        self._view = torch.frombuffer(self._map, dtype=tensor.dtype).view(tensor.shape)
+        self._view.copy_(tensor.detach())
+        self._advise("MADV_DONTNEED")  # the pages are the file's now, not this process's
+
+    def fetch(self) -> None:
+        self._advise("MADV_WILLNEED")
+
+    def _bring(self) -> Tensor:
+        tensor = self._view.clone()
+        self._advise("MADV_DONTNEED")
+        return tensor
+
+    def _advise(self, advice: str) -> None:
+        if hasattr(mmap, advice):
+            self._map.madvise(getattr(mmap, advice))
+
+
+class _Pinned(_Parked):
+    """A CUDA tensor in pinned host memory, copied over a stream beside the computing one."""
+
+    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+
+    def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:
+        super().__init__(before)
+        self._device = tensor.device
+        self._coming: tuple[Tensor, torch.cuda.Event] | None = None
+        source, stream = tensor.detach(), self._stream()
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(source, non_blocking=True)
+        source.record_stream(stream)  # its memory is not given to others before the copy is done
+
+    def fetch(self) -> None:
+        if self._coming is not None:
+            return
+        stream = self._stream()
+        tensor = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))  # what last used that memory may still be running
+        with torch.cuda.stream(stream):
+            tensor.copy_(self._host, non_blocking=True)
+        tensor.record_stream(stream)
+        done = torch.cuda.Event()
+        done.record(stream)
+        self._coming = tensor, done
+
+    def _bring(self) -> Tensor:
+        self.fetch()
+        assert self._coming is not None
+        (tensor, done), self._coming = self._coming, None
+        torch.cuda.current_stream(self._device).wait_event(done)
+        return tensor
+
+    def _stream(self) -> torch.cuda.Stream:
+        if self._device not in self._streams:
+            self._streams[self._device] = torch.cuda.Stream(self._device)
+        return self._streams[self._device]

@@ -1,0 +1,198 @@
+"""The feed-forward in blocks: the same loss and gradients, what it keeps, and what is refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+import ringspan as rs
+from ringspan.torch.feedforward import _Blockwise, _mixes_tokens, chunk_feedforwards, find_feedforwards
+from ringspan.torch.remat import checkpoint_layers
+from tests.torch.models import build, relative, tokens
+
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("llama-tied", {}),  # with biases
+    ("gemma3_text", {}),  # a norm after the feed-forward
+    ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    ("mixtral", {"num_local_experts": 4}),
+    ("gpt_oss", {"num_local_experts": 4, "head_dim": 16}),  # its experts also return scores
+]
+
+
+def step(kind: str, changes: dict[str, Any], chunk: int, checkpoint: Any, count: Any = None) -> Any:
+    model = build(kind, **changes).train()
+    feedforwards = find_feedforwards(model)
+    if chunk:
+        chunk_feedforwards(model, chunk)
+    checkpoint_layers(model, checkpoint)
+    if count is not None:
+        for module in feedforwards:
+            module.act_fn.register_forward_hook(count)
+    ids = tokens(2, 19)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("kind", "changes"), MODELS, ids=[kind for kind, _ in MODELS])
+def test_any_model_has_the_same_loss_and_gradients_in_chunks(kind, changes):
+    loss, gradients = step(kind, changes, 0, "none")
+    for chunk, checkpoint in ((5, "none"), (100, "full")):
+        chunked, others = step(kind, changes, chunk, checkpoint)
+        assert relative(chunked, loss) < 1e-6
+        for name, expected in gradients.items():
+            assert relative(others[name], expected) < 1e-6, name
+
+
+@pytest.mark.parametrize(("kind", "layer_runs"), [("llama", 2), ("gemma3_text", 3)])
+def test_a_checkpointed_layer_runs_its_feedforward_no_more_often_than_it_must(kind, layer_runs):
+    """Once forward and once in backward; a norm behind it needs its result again."""
+    runs: list[Any] = []
+    step(kind, {}, 10, "full", lambda *_: runs.append(1))
+    blocks, layers = 4, 2
+    assert len(runs) == layer_runs * blocks * layers
+
+
+class Layer(GradientCheckpointingLayer):
+    """A decoder layer of nothing but a feed-forward as the paper has it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(size, 4 * size), nn.GELU(), nn.Linear(4 * size, size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.mlp(hidden)
+
+
+class Config:
+    def __init__(self, hidden_size: int) -> None:
+        self.hidden_size = hidden_size
+
+    def get_text_config(self) -> "Config":
+        return self
+
+
+class Model(nn.Module):
+    """What ``chunk_feedforwards`` needs of a model: its layers and its hidden size."""
+
+    def __init__(self, size: int, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.config = Config(size)
+        self.layer = layer or Layer(size)
+
+
+def kept_bytes(model: Any, hidden: Tensor) -> int:
+    """Bytes that autograd saves for backward, without parameters."""
+    parameters = {p.data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if x.data_ptr() not in parameters:
+            kept[x.data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        out = model.layer(hidden)
+        total = sum(kept.values())
+    out.sum().backward()
+    return total
+
+
+def test_it_keeps_2bsh_bytes_instead_of_the_papers_8bsh_and_more():
+    """Blockwise Parallel Transformer, section 3: in 16 bits the intermediates of a feed-forward of 4h take 8bsh, its
+    input takes 2bsh.
+    """
+    b, s, h = 2, 24, 16
+    hidden = torch.randn(b, s, h).bfloat16().requires_grad_()
+    model: Any = Model(h).bfloat16()
+    assert kept_bytes(model, hidden) >= (2 + 8 + 8) * b * s * h  # its input, and the activation's before and after
+    chunk_feedforwards(model, 5)
+    assert kept_bytes(model, hidden) == 2 * b * s * h
+
+
+class Shift(nn.Module):
+    """The smallest module with a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(1, 1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.by
+
+
+def test_gradients_of_the_weights_add_up_in_float32():
+    """258 blocks with a gradient of 1 each: in bfloat16 their sum would stop growing at 256."""
+    model: Any = Model(1, Layer(1))
+    model.layer.mlp = Shift()
+    chunk_feedforwards(model.bfloat16(), 1)
+    model.layer(torch.zeros(1, 258, 1).bfloat16()).sum().backward()
+    assert model.layer.mlp.by.grad.item() == 258.0
+
+
+def test_a_frozen_feedforward_passes_gradients_on():
+    model: Any = Model(8)
+    model.layer.mlp.requires_grad_(False)
+    hidden = torch.randn(1, 9, 8)
+    plain, chunked = (hidden.clone().requires_grad_() for _ in range(2))
+    model.layer(plain).square().sum().backward()
+    chunk_feedforwards(model, 4)
+    model.layer(chunked).square().sum().backward()
+    assert relative(chunked.grad, plain.grad) < 1e-6
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Mixing(nn.Module):
+    """Token-wise but for one thing."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = self.linear(hidden)
+        match self.how:
+            case "mean":
+                return out + 1e-3 * hidden.mean(1, keepdim=True)
+            case "previous":
+                return out + 1e-3 * hidden.roll(1, 1)
+            case "place":
+                return out * torch.linspace(1, 1.01, hidden.shape[1])[:, None]
+            case "batch":
+                return out + 1e-3 * hidden.mean(0, keepdim=True)
+            case "capacity":  # experts that take so many tokens and drop the rest
+                kept = torch.arange(hidden.shape[1]) < 20
+                return out * kept[:, None]
+        return out
+
+
+@pytest.mark.parametrize("how", ["mean", "previous", "place", "batch", "capacity"])
+def test_a_module_that_mixes_tokens_is_refused_by_name(how):
+    model: Any = Model(8, Layer(8))
+    model.layer.mlp = Mixing(how)
+    with pytest.raises(rs.UnsupportedError, match="mlp mixes tokens"):
+        chunk_feedforwards(model, 4)
+    assert _mixes_tokens(Mixing("none"), 8) == ""
+    assert _mixes_tokens(Mixing("none").to("meta"), 8) == "", "tried on weights made up for it"
+
+
+def test_what_has_no_feedforward_in_one_piece_is_refused_by_name():
+    with pytest.raises(rs.UnsupportedError, match=r"OPTForCausalLM.*layers\.0.*fc1 is a part of a feed-forward"):
+        find_feedforwards(build("opt", ffn_dim=96))
+    with pytest.raises(rs.UnsupportedError, match=r"mlp has dropout 0\.1"):
+        find_feedforwards(build("gpt2", n_embd=64, n_head=4, n_layer=1, resid_pdrop=0.1))
+    with pytest.raises(rs.ConfigError, match="feedforward_chunk_tokens"):
+        chunk_feedforwards(build("llama"), 0)
+
+
+def test_a_layer_of_another_kind_is_looked_at_by_itself():
+    """The second layer has dropout, the first has not."""
+    model = build("gpt2", n_embd=64, n_head=4, n_layer=2, resid_pdrop=0.0)
+    model.transformer.h[1].mlp.dropout.p = 0.5
+    with pytest.raises(rs.UnsupportedError, match=r"h\.1: .*dropout 0\.5"):
+        find_feedforwards(model)
+    assert not any(isinstance(module, _Blockwise) for module in model.modules())
