@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,13 @@ def _joined(pid: int) -> dict[int, str] | None:
     """The network namespaces of the two ranks, once they are joined."""
     found = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        devices = Path(f"/proc/{child}/net/dev")
-        if overlap.LINK + ":" in devices.read_text():
-            found[int(child)] = _namespace(int(child))
+        with suppress(OSError):  # the programs that make the link come and go
+            process = Path(f"/proc/{child}")
+            if (
+                b"--rank" in (process / "cmdline").read_bytes()
+                and f"{overlap.LINK}:" in (process / "net/dev").read_text()
+            ):
+                found[int(child)] = _namespace(int(child))
     return found if len(found) == 2 else None
 
 
