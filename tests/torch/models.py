@@ -51,7 +51,7 @@ def config(kind: str, **changes: Any) -> PretrainedConfig:
                 "head_dim": 16,
                 "sliding_window": 8,
                 "attn_logit_softcapping": 2.0,
-                "final_logit_softcapping": None,
+                "final_logit_softcapping": 1.5,
             }
             return AutoConfig.for_model(kind, **_SIZES | options | changes)
         case "gpt_oss":

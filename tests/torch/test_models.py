@@ -212,7 +212,6 @@ def test_batches_that_were_not_split_for_this_model_are_refused(pool, how, error
     ("kind", "changes", "message"),
     [
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ("gemma2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ("mistral", {"layer_types": ["full_attention", "compressed_sparse_attention"]}, "compressed_sparse_attention"),
         ("cohere", {}, "changes its logits"),
         ("t5", {}, "AttentionInterface"),

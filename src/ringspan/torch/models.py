@@ -34,7 +34,6 @@ from ringspan.torch.wire import check_wire
 
 # Config fields that change attention or logits in a way that the ring does not compute yet.
 _UNSUPPORTED_FIELDS: Final = (
-    "final_logit_softcapping",
     "attention_dropout",
     "attn_pdrop",
     "output_router_logits",
@@ -92,6 +91,7 @@ def parallelize(
         chunk_vocabulary=loss_chunk_vocabulary,
         z_loss=z_loss,
         label_smoothing=label_smoothing,
+        softcap=getattr(model.config, "final_logit_softcapping", None),
     )
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     ring = mesh["ring"].get_group()
@@ -169,7 +169,7 @@ class RingCausalLM:
             )
         head = self.get_output_embeddings()
         if shift_labels is None:
-            return CausalLMOutputWithPast(logits=head(hidden))
+            return CausalLMOutputWithPast(logits=_cap(head(hidden), self.ring_loss.softcap))
         # Evaluation is plain cross-entropy, whatever training adds to it.
         loss = self.ring_loss if self.training else replace(self.ring_loss, z_loss=0.0, label_smoothing=0.0)
         total = blockwise_cross_entropy(
@@ -271,11 +271,17 @@ def _check_head(model: PreTrainedModel) -> None:
     try:
         with torch.no_grad():
             tokens = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
-            same = torch.equal(model(input_ids=tokens).logits, head(hidden))
+            expected = _cap(head(hidden), getattr(model.config, "final_logit_softcapping", None))
+            same = torch.equal(model(input_ids=tokens).logits, expected)
     finally:
         setattr(model, name, decoder)
     if not same:
         raise UnsupportedError(f"{type(model).__name__} changes its logits after the head, which is not supported yet")
+
+
+def _cap(logits: Tensor, softcap: float | None) -> Tensor:
+    """``softcap tanh(logits / softcap)``, as Gemma 2 does; the logits themselves without one."""
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _decoder_name(model: PreTrainedModel) -> str | None:

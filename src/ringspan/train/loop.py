@@ -320,6 +320,8 @@ def _prepare(config: TrainConfig) -> _Job:
         model.to(device).train(),
         mesh,
         layout=config.attention.layout,
+        route=config.attention.route,
+        wire=config.attention.wire,
         checkpoint=_checkpoint(config, model_config, ring, dtype),
         loss_chunk_tokens=config.memory.loss_chunk_tokens,
         loss_chunk_vocabulary=config.memory.loss_chunk_vocabulary,
