@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.plan.shapes import MODELS, model_shape
-from ringspan.torch.models import layer_windows
+from ringspan.torch.models import layer_kinds
 from tests.torch import models
 
 # Counted from the published checkpoints (their safetensors index); GPT-3 from its paper's sizes (Brown et al. 2020).
@@ -64,7 +64,7 @@ def test_a_config_has_the_parameters_and_windows_of_the_model_that_transformers_
     linear = [m for m in model.modules() if type(m).__name__ in ("Linear", "Conv1D")]
     assert shape.parameters == model.num_parameters()
     assert shape.matrix_parameters == sum(module.weight.numel() for module in linear)
-    assert list(shape.layer_windows) == layer_windows(config)
+    assert list(shape.layer_windows) == [kind.window for kind in layer_kinds(config)]
 
 
 def test_a_hub_id_of_a_built_in_model_needs_no_network():

@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ringspan.core.errors import ConfigError
+from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.route import Route
 
 # A byte-level BPE has one token for each byte and <|endoftext|>.
 MIN_VOCAB_SIZE = 257
@@ -345,8 +346,8 @@ class TrainConfig(_Table):
         """The mesh (replicate, ring) for this number of processes; the sequence is known to fill the ring.
 
         Raises:
-            ConfigError: ring times replicate is not world_size, or the sequence has fewer tokens than the layout has
-                chunks (two a rank for zigzag, one for the others).
+            ConfigError: ring times replicate is not world_size, the sequence has fewer tokens than the layout has
+                chunks (two a rank for zigzag, one for the others), or the route does not exist for such a ring.
         """
         replicate = self.mesh.replicate
         if self.mesh.ring is None and world_size % replicate:
@@ -367,6 +368,11 @@ class TrainConfig(_Table):
                 f"data.sequence_length_tokens = {length}: a {self.attention.layout} ring of {ring} needs at least "
                 f"{needed}; lengthen the sequence or shrink the ring"
             )
+        if self.attention.route != "auto":
+            try:
+                Route.parse(self.attention.route, ring)
+            except UnsupportedError as error:
+                raise ConfigError(f"attention.route: {error}") from None
         return replicate, ring
 
 
