@@ -20,6 +20,8 @@ RING_FULL = "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_atten
 SHIFT = "torch/test_batch.py::test_labels_are_shifted_before_the_permutation"
 COUNTS = "torch/test_ring.py::test_exactly_the_scheduled_messages_are_sent[ring-causal-contiguous]"
 ANY = "torch/test_ring.py::test_any_mask_on_any_layout"
+LOSS = "torch/test_loss.py::test_loss_and_gradients_are_those_of_whole_logits[plain-7-13]"
+IGNORED_TARGETS = "torch/test_loss.py::test_tokens_without_targets_and_heads_without_biases[None-False-some]"
 EXACTLY_ONCE = "core/test_schedule.py::test_each_allowed_pair_is_computed_exactly_once"
 CARRIED = "core/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_come_home_once"
 
@@ -223,10 +225,10 @@ MUTANTS = [
         ANY,
     ),
     Mutant(
-        "scales of another head on the wire",
+        "scales of another sequence on the wire",
         "torch/wire.py",
         "x.abs().amax((2, 3), keepdim=True)",
-        "x.abs().amax((2, 3), keepdim=True).flip(1)",
+        "x.abs().amax((2, 3), keepdim=True).flip(0)",
         "torch/test_ring.py::test_a_coded_wire_costs_the_same_error_on_any_number_of_ranks[int8-0.012]",
     ),
     Mutant(
@@ -246,15 +248,22 @@ MUTANTS = [
     Mutant(
         "ignored labels counted in the gradient",
         "torch/loss.py",
-        "expand_as(target)).mul_(valid)",
-        "expand_as(target))",
-        "torch/test_loss.py::test_loss_and_gradients_are_those_of_whole_logits[some-False-7]",
+        "softmax.mul_((valid * (1 + 2 * self.options.z_loss * lse)).unsqueeze(1))",
+        "softmax.mul_((1 + 2 * self.options.z_loss * lse).unsqueeze(1))",
+        IGNORED_TARGETS,
     ),
     Mutant(
-        "last chunk of the loss left out",
+        "last token of the loss left out",
         "torch/loss.py",
-        "for start in range(0, len(hidden), chunk_tokens):",
-        "for start in range(0, len(hidden) - chunk_tokens + 1, chunk_tokens):",
-        "torch/test_loss.py::test_loss_and_gradients_are_those_of_whole_logits[some-False-7]",
+        "for rows in _slices(len(hidden), self.options.chunk_tokens):",
+        "for rows in _slices(len(hidden) - 1, self.options.chunk_tokens):",
+        LOSS,
+    ),
+    Mutant(
+        "target looked up in the wrong block of vocabulary",
+        "torch/loss.py",
+        "return (target - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1), here",
+        "return target.clamp(0, columns.stop - columns.start - 1).unsqueeze(1), here",
+        LOSS,
     ),
 ]

@@ -93,7 +93,7 @@ def compile_program(layout: Layout, key_layout: Layout, mask: Mask, query_chunk:
             partial[-1].append((query, key, bands[here], len(here)))
     runs = [list(runs) for runs, _ in rows]
     return Program(
-        schedules[0].direction,
+        -1 if layout.ranks > 2 and schedules[0].hops[1].owner == 1 else 1,
         num_hops,
         queries.size,
         keys.size,

@@ -19,6 +19,7 @@ DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication")
 
 _FLOAT32: Final = 4
+_LOSS_ROWS: Final = 4096  # rows of the head whose gradient the loss multiplies at once
 _INDICES: Final = 3 * 8  # tokens, positions and labels are int64
 
 
@@ -160,16 +161,12 @@ class _Step:
         return self.tokens * (own_copy * hidden + _norm(hidden, a, self.shape.family))
 
     def loss(self) -> Memory:
-        """While the loss computes the gradients of a chunk of logits.
-
-        A chunk's logits, in float32 and in the layers' dtype, live until the next chunk has both of its own.
-        """
+        """While the loss computes the gradients of a chunk of logits: ``ringspan.torch.loss.loss_bytes``."""
         a, chunk = self.a, min(self.setting.loss_chunk_tokens, self.tokens)
         logits = chunk * self.shape.vocab
-        narrow = a if a < _FLOAT32 else 0
-        chunk_bytes = (_FLOAT32 + narrow) * logits + a * self.head
-        if chunk < self.tokens:
-            chunk_bytes = max(chunk_bytes, 2 * (_FLOAT32 + narrow) * logits)
+        chunk_bytes = _FLOAT32 * logits
+        if a < _FLOAT32:
+            chunk_bytes += a * logits + min(_LOSS_ROWS, self.shape.vocab) * self.shape.hidden * (a + _FLOAT32)
         return self.memory(
             "loss",
             activations=self.shape.layers * self.saved + self._last_norm,
@@ -178,12 +175,12 @@ class _Step:
         )
 
     def loss_gradient(self) -> Memory:
-        """When backward scales the head's float32 gradient and turns it into the parameters' dtype."""
+        """When backward scales the head's float32 gradient where it is and turns it into the parameters' dtype."""
         own = self.a if self.a < _FLOAT32 else 0
         return self.memory(
             "loss backward",
             activations=self.shape.layers * self.saved + self._last_norm,
-            temporaries=(2 * _FLOAT32 + own) * self.head + 2 * self.tokens * self.a * self.shape.hidden,
+            temporaries=(_FLOAT32 + own) * self.head + self.tokens * self.a * self.shape.hidden,
             communication=self.gathered + self.a * self.layer,
         )
 

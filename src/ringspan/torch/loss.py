@@ -144,10 +144,10 @@ def loss_bytes(
 
 
 def _check_targets(targets: Tensor, vocabulary: int) -> None:
-    wrong = ((targets < 0) & (targets != IGNORED)) | (targets >= vocabulary)
-    if bool(wrong.any()):
+    known = (targets == IGNORED) | ((targets >= 0) & (targets < vocabulary))
+    if not bool(known.all()):
         raise UnsupportedError(
-            f"target {int(targets[wrong][0])} is no entry of a vocabulary of {vocabulary}; use {IGNORED} for no target"
+            f"target {int(targets[~known][0])} is no entry of a vocabulary of {vocabulary}; use {IGNORED} for no target"
         )
 
 

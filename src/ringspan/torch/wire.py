@@ -1,8 +1,7 @@
 """How keys and values look while they travel: as they are, or in fewer bits.
 
-A block is coded once, by its owner, and handed on as it came, so that the error does not grow with the number of ranks.
-The owner itself computes with what it has. Relative error of a code, measured on normal data: bfloat16 1.7e-3,
-float8 2.6e-2, int8 7e-3.
+A block is coded once, by its owner, and handed on as it came, so that no error adds up on the way. The owner itself
+computes with what it has. docs/routes.md states the error of each code.
 """
 
 from dataclasses import replace
