@@ -21,8 +21,9 @@ FLOAT32_LIMIT = 3e-6  # the design's Numbers: float32, relative, for out, dq, dk
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """As the ranks of a ring on one machine have; heads then go in as many groups as there are key/value heads."""
+def groups_of_heads(monkeypatch):
+    """As many as there are key/value heads, though the tiles are small: one thread, as a rank on a machine has."""
+    monkeypatch.setattr(ring, "_WORTH_A_CALL", 0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

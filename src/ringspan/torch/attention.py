@@ -327,11 +327,12 @@ def assemble(
     positions = None
     if slopes is not None:
         positions = _positions(layout, rank).to(q.device), lambda owner: _positions(keys, owner).to(k.device)
+    schedule = _schedule(layout, keys, options.mask, rank, replace(route, ulysses=1))
     ring = Ring(
-        _schedule(layout, keys, options.mask, rank, replace(route, ulysses=1)),
+        schedule,
         exchange,
         Scores(options.scale, options.softcap, slopes),
-        num_head_groups(q, k, layout.ranks if route.name == "all-gather" else 2),
+        num_head_groups(q, k, schedule, layout.ranks if route.name == "all-gather" else 2),
         positions,
         options.wire,
         options.gradient_wire,

@@ -8,6 +8,7 @@ tokens, D head size, E value head size.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -80,19 +81,27 @@ class Ring:
         return torch.bfloat16 if self.gradient_wire == "bfloat16" else accumulation_dtype(dtype)
 
 
-def num_head_groups(q: Tensor, k: Tensor, blocks: int = 2) -> int:
+_WORTH_A_CALL: Final = 1 << 20  # pairs over all heads of a group: below, many small tiles cost more than is hidden
+
+
+def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -> int:
     """How many groups of heads to go through one after the other.
 
     So many that ``blocks`` blocks of one group weigh no more than two of all heads, as far as there are key/value
-    heads. Beyond that up to four groups on CPU, as long as every thread has a head to work on; a GPU wants large
-    launches.
+    heads. Beyond that up to four groups on CPU, so that the last gradients of a group travel while the next one is
+    computed, as long as every thread has a head to work on and tiles are large; a GPU wants large launches.
     """
     kv_heads, heads = k.shape[1], q.shape[0] * q.shape[1]
     divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
     needed = next((n for n in divisors if blocks <= 2 * n), kv_heads)
-    if q.device.type != "cpu":
+    if q.device.type != "cpu" or schedule.ranks == 1:
         return needed
-    fitting = (n for n in (4, 3, 2) if n in divisors and heads // n >= torch.get_num_threads())
+    pairs = schedule.num_pairs // max(1, sum(len(hop.tiles) for hop in schedule.hops))
+    fitting = (
+        n
+        for n in (4, 3, 2)
+        if n in divisors and heads // n >= torch.get_num_threads() and heads // n * pairs >= _WORTH_A_CALL
+    )
     return max(needed, next(fitting, 1))
 
 
