@@ -1,10 +1,11 @@
-"""What masks and layouts make of the work: a sliding window against causal, and the balance of causal over the ranks.
+"""What masks and layouts make of the work: a sliding window, the balance of causal over the ranks, packed documents.
 
     python benchmarks/masks.py
 
 The window: seconds of forward and backward, causal and with a window of 4,096 of 65,536 tokens, on a ring of 2 ranks,
 taking turns. The balance: each layout's share of the causal pairs by rank, exactly, and the seconds that each rank
-computed and did not wait; 1 is perfect, 2 ranks contiguous have 0.5 and 1.5.
+computed and did not wait; 1 is perfect, 2 ranks contiguous have 0.5 and 1.5. Documents: 65,536 tokens packed from 200
+documents against one document with as many pairs, and what PyTorch's kernel alone takes a pair by the size of its tile.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -66,6 +68,44 @@ def measure_balance(length: int, heads: int, repeats: int) -> dict[str, list[flo
     return {name: median(found) for name, found in seconds.items()}
 
 
+def measure_documents(length: int, count: int, heads: int, repeats: int) -> dict[str, float]:
+    """Runs on each rank: many documents, cut at random, against one causal sequence with as many pairs."""
+    cuts = np.sort(np.random.default_rng(0).choice(np.arange(1, length), count - 1, replace=False))
+    lengths = np.diff(np.concatenate(([0], cuts, [length])))
+    pairs = int((lengths * (lengths + 1) // 2).sum())
+    one = int((2 * pairs) ** 0.5)
+    cases = {
+        "documents": (rs.Layout("zigzag", length, RANKS), rs.documents(lengths.tolist())),
+        "one": (rs.Layout("zigzag", one, RANKS), rs.causal()),
+    }
+    tensors = {name: _tensors(layout, heads) for name, (layout, _) in cases.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for repeat in range(repeats + 1):
+        for name, (layout, mask) in cases.items():
+            found = timed(partial(_both, layout, mask, tensors[name]), threads=1)
+            if repeat:
+                seconds[name].append(found)
+    ratio = median(a / b for a, b in zip(seconds["documents"], seconds["one"], strict=True))
+    return {**{f"{name}_seconds": median(found) for name, found in seconds.items()}, "ratio": ratio, "one_length": one}
+
+
+def measure_kernel(heads: int) -> dict[str, float]:
+    """Seconds a pair of one causal tile, forward and backward, over those of a tile of 6,144 rows; one thread."""
+    sizes = (6144, 2048, 1024, 768, 512, 328, 192, 64)
+    tensors = {n: [torch.randn(1, heads, n, 64, requires_grad=True) for _ in range(4)] for n in sizes}
+    found: dict[int, list[float]] = {n: [] for n in sizes}
+    for repeat in range(6):
+        for n, (q, k, v, dout) in tensors.items():
+            times = max(1, 4_000_000 // n**2)
+            started = time.perf_counter()
+            for _ in range(times):
+                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                torch.autograd.grad(out, (q, k, v), dout)
+            if repeat:
+                found[n].append((time.perf_counter() - started) / times / (n * (n + 1) / 2))
+    return {str(n): median(found[n]) / median(found[sizes[0]]) for n in sizes}
+
+
 def _tensors(layout: rs.Layout, heads: int) -> list[torch.Tensor]:
     """q, k, v and dout of this rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -87,6 +127,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=4096)
     parser.add_argument("--balance-length", type=int, default=16384, help="tokens for the balance")
     parser.add_argument("--heads", type=int, default=2, help="heads of 64")
+    parser.add_argument("--documents", type=int, default=200, help="documents packed into --length tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -103,7 +144,9 @@ def main() -> None:
             "seconds": seconds,
         }
     config = {name: value for name, value in vars(options).items() if name != "output"}
-    result = {"window": window, "balance": balance, "config": config}
+    measured = launch(measure_documents, RANKS, options.length, options.documents, 8, options.repeats, threads=1)[0]
+    kernel = launch(measure_kernel, 1, 8, threads=1)[0]
+    result = {"window": window, "balance": balance, "documents": measured, "kernel_by_rows": kernel, "config": config}
     command = shlex.join(["python", "benchmarks/masks.py", *sys.argv[1:]])
     row = {"command": command, "result": result | {"machine": describe_machine()}}
     options.output.write_text(json.dumps([row], indent=1) + "\n")

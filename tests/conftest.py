@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.fuzz import FACTOR
 from tests.pool import Pool
 
 # `make test` draws the same examples each time, so that a red run is about the change; `make fuzz` draws new ones.
 # No deadline: the first call in a process pays for warming up.
-settings.register_profile("test", deadline=None, derandomize=True)
-settings.register_profile("fuzz", deadline=None, max_examples=5_000, print_blob=True)
-settings.load_profile("test")
+settings.register_profile("ringspan", deadline=None, derandomize=FACTOR == 1, print_blob=FACTOR > 1)
+settings.load_profile("ringspan")
 
 
 @pytest.fixture(scope="session")

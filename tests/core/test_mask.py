@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
 from tests.core.strategies import masks
+from tests.fuzz import examples
 
 LENGTH = 23
 POSITIONS = np.arange(LENGTH)
@@ -44,14 +45,14 @@ def test_documents_see_only_themselves(window):
 
 
 @given(masks, masks)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_and_or_are_the_boolean_ones_and_regions_stay_disjoint(a, b):
     assert np.array_equal(dense(a & b), dense(a) & dense(b))
     assert np.array_equal(dense(a | b), dense(a) | dense(b))
 
 
 @given(masks)
-@settings(deadline=None)
+@examples(100)
 def test_spec_reads_back(mask):
     assert rs.Mask.parse(mask.spec) == mask
 

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import ringspan as rs
 from ringspan.core import reference
 from ringspan.core.schedule import plan
 from ringspan.core.softmax import merge
 from tests.core.strategies import layouts, masks
+from tests.fuzz import examples
 
 
 def random_inputs(seed, num_queries, num_keys, heads=4, groups=2, size=3, value_size=5, batch=2):
@@ -47,7 +48,7 @@ def test_a_row_without_keys_is_zero_and_stays_zero_when_merged():
 
 
 @given(layouts, masks)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_partials_over_the_ring_merge_to_dense_attention(layout, mask):
     length = layout.padded_length
     q, k, v, _ = random_inputs(length, length, length, batch=1)

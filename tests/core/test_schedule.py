@@ -6,7 +6,7 @@ from math import ceil
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import ringspan as rs
@@ -14,6 +14,7 @@ from ringspan.core.layout import LAYOUT_NAMES
 from ringspan.core.ranges import minus, size, union
 from ringspan.core.schedule import plan
 from tests.core.strategies import layouts, masks
+from tests.fuzz import examples
 
 
 def painted(tile):
@@ -41,7 +42,7 @@ def computed(layout, mask, key_layout=None, route="ring"):
 
 
 @given(layouts, masks, st.sampled_from(ROUTES))
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_each_allowed_pair_is_computed_exactly_once(layout, mask, route):
     assume(exists(route, layout.ranks))
     everywhere = np.arange(layout.padded_length)
@@ -50,7 +51,7 @@ def test_each_allowed_pair_is_computed_exactly_once(layout, mask, route):
 
 
 @given(layouts, masks, st.integers(1, 41))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_cross_attention_of_unequal_lengths(layout, mask, num_keys):
     keys = rs.Layout(layout.name, num_keys, layout.ranks)
     q, k = np.arange(layout.padded_length), np.arange(keys.padded_length)
@@ -59,7 +60,7 @@ def test_cross_attention_of_unequal_lengths(layout, mask, num_keys):
 
 
 @given(layouts, masks, st.sampled_from(ROUTES))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_blocks_carry_what_later_ranks_need_and_gradients_come_home_once(layout, mask, route):
     assume(exists(route, layout.ranks))
     schedules = [plan(layout, mask, rank, None, route) for rank in range(layout.ranks)]

@@ -1,10 +1,11 @@
 """Splitting tiles into what flash kernels run: the same pairs, each once, for every band on every rectangle."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ringspan.core.tile import cut
+from tests.fuzz import examples
 
 
 def painted(tile, rows, keys):
@@ -19,7 +20,7 @@ bands = st.tuples(st.integers(1, 14), st.integers(1, 14), st.integers(-16, 16), 
 
 
 @given(bands)
-@settings(max_examples=400)
+@examples(400)
 def test_a_band_is_split_into_full_causal_and_anticausal_tiles(band):
     rows, keys, lo, width, offset = band
     tile = cut(offset, offset + rows, 2 * offset, 2 * offset + keys, lo, lo + width)

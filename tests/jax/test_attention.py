@@ -8,7 +8,7 @@ pytest.importorskip("jax", reason="needs ringspan[jax]")
 import jax
 import jax.numpy as jnp
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -16,6 +16,7 @@ import ringspan as rs
 from ringspan.core.layout import LAYOUT_NAMES
 from ringspan.jax import ring_attention, sharded_ring_attention
 from tests.core.strategies import masks
+from tests.fuzz import examples
 from tests.jax.rings import attention_and_gradients, by_data, in_order, mesh, shards
 from tests.torch.test_ring import FLOAT32_LIMIT, Problem, relative
 
@@ -36,7 +37,7 @@ def errors(problem: Problem, results: list[np.ndarray]) -> list[float]:
     layout=st.sampled_from(LAYOUT_NAMES),
     ranks=st.sampled_from([1, 2, 4, 8]),
 )
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@examples(60, suppress_health_check=[HealthCheck.too_slow])
 def test_any_mask_on_any_layout(short, mask, layout, ranks):
     tokens = 14  # in chunks of 4 queries and 3 keys on every layout, the last ones overlapping
     granularity = rs.Layout(layout, 1, ranks).granularity

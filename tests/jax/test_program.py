@@ -9,7 +9,7 @@ pytest.importorskip("jax", reason="needs ringspan[jax]")
 
 import jax
 import jax.numpy as jnp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
@@ -17,6 +17,7 @@ from ringspan.core.layout import LAYOUT_NAMES
 from ringspan.jax import sharded_ring_attention
 from ringspan.jax.program import compile_program
 from tests.core.strategies import lengths, masks
+from tests.fuzz import examples
 from tests.jax.rings import mesh
 
 LENGTH, HEADS, GROUPS, SIZE, CHUNK = 2048, 4, 2, 16, 64
@@ -101,7 +102,7 @@ def test_causal_attention_takes_few_lists_on_any_number_of_ranks(layout, lists):
     ranks=st.integers(1, 5),
     chunks=st.tuples(st.integers(1, 9), st.integers(1, 9)),
 )
-@settings(max_examples=150)
+@examples(150)
 def test_every_allowed_pair_is_computed_once_and_no_chunk_pair_in_vain(length, mask, layout, ranks, chunks):
     split = rs.Layout(layout, length, ranks)
     program = compile_program(split, split, mask, *chunks)

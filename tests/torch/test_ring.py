@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from ringspan.core.schedule import plan
 from ringspan.torch import ring
 from ringspan.torch.attention import _Options, assemble
 from tests.core.strategies import masks
+from tests.fuzz import examples
 from tests.torch.virtual import on_ranks
 
 FLOAT32_LIMIT = 3e-6  # the design's Numbers: float32, relative, for out, dq, dk and dv alike
@@ -189,7 +190,7 @@ def fits(route, ranks, heads, groups):
     has_slopes=st.booleans(),
     has_sinks=st.booleans(),
 )
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@examples(200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_any_mask_on_any_layout(
     length, mask, layout, ranks, route, grouping, sizes, batch, softcap, has_slopes, has_sinks
 ):
@@ -219,7 +220,7 @@ def test_members_share_key_value_heads_when_these_are_few(layout, ranks, route):
 @given(
     length=st.integers(1, 40), keys=st.integers(1, 40), layout=st.sampled_from(LAYOUT_NAMES), ranks=st.integers(1, 4)
 )
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@examples(25, suppress_health_check=[HealthCheck.too_slow])
 def test_cross_attention(length, keys, layout, ranks):
     assert max(Problem(length, rs.full(), keys=keys).errors(layout, ranks)) < FLOAT32_LIMIT
 

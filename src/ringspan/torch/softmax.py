@@ -19,7 +19,10 @@ class Partial:
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
         self._result, self._lse = out, lse
-        self._out = out if out.dtype == lse.dtype else torch.empty_like(out, dtype=lse.dtype)
+        self._out = out
+        if out.dtype != lse.dtype:  # tokens before heads, as the flash kernels store what they return
+            self._out = torch.empty_like(out.transpose(1, 2), dtype=lse.dtype, memory_format=torch.contiguous_format)
+            self._out = self._out.transpose(1, 2)
         self._rows = Rows(out.shape[2])
 
     def merge(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
