@@ -29,6 +29,17 @@ def fail_on_the_first():
     dist.barrier()
 
 
+def kill_the_last():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_killed_rank_is_named_and_not_the_ones_that_missed_it():
+    with pytest.raises(RuntimeError, match="rank 1 failed: killed by SIGKILL"):
+        launch(kill_the_last, 2)
+
+
 def test_results_come_by_rank():
     assert launch(rank_times, 2, 5) == [0, 5]
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -81,7 +82,7 @@ def launch(
         except ChildFailedError as failure:
             if Path(folder, _STOP).exists():  # told to stop before the ranks could answer it
                 raise KeyboardInterrupt from None
-            raise _refusal(Path(folder)) or RuntimeError(_summary(failure)) from None
+            raise _refusal(Path(folder)) or RuntimeError(_summary(Path(folder), failure)) from None
     return [results[rank] for rank in range(num_ranks)]
 
 
@@ -145,6 +146,12 @@ def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[A
         rank = os.environ["RANK"]
         Path(folder, f"refusal-{rank}.json").write_text(json.dumps([type(error).__name__, str(error)]))
         raise
+    except Exception as error:
+        # Before the group is torn down, which makes the other ranks fail too; elastic may then hear of them only.
+        attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), int(os.environ["RANK"])
+        record = [time.monotonic(), rank, f"{type(error).__name__}: {error}"]
+        Path(folder, f"failure-{attempt}-{rank}.json").write_text(json.dumps(record))
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -157,7 +164,16 @@ def _refusal(folder: Path) -> RingspanError | None:
     return None
 
 
-def _summary(failure: ChildFailedError) -> str:
+def _summary(folder: Path, failure: ChildFailedError) -> str:
+    """The rank that failed first in the last attempt, and why; what elastic knows of one that could not say."""
+    for rank, one in sorted(failure.failures.items()):
+        if one.exitcode < 0 and one.exitcode != -signal.SIGTERM:  # SIGTERM is how elastic ends the others
+            return f"rank {rank} failed: killed by {signal.Signals(-one.exitcode).name}"
+    attempts = sorted((path.name.split("-")[1] for path in folder.glob("failure-*.json")), key=int)
+    if attempts:
+        last = folder.glob(f"failure-{attempts[-1]}-*.json")
+        _, rank, reason = min(json.loads(path.read_text()) for path in last)
+        return f"rank {rank} failed: {reason.splitlines()[0]}"
     rank, first = failure.get_first_failure()
     reason = first.message if isinstance(first.message, str) else first.message.get("message", "")
     return f"rank {rank} failed (exit code {first.exitcode}): {reason.splitlines()[0] if reason else 'no message'}"
