@@ -220,8 +220,8 @@ MUTANTS = [
     Mutant(
         "ALiBi by local positions",
         "torch/attention.py",
-        "return torch.from_numpy(layout.positions(rank))",
-        "return torch.arange(layout.tokens_per_rank)",
+        "return torch.from_numpy(layout.positions(rank)).to(device)",
+        "return torch.arange(layout.tokens_per_rank).to(device)",
         ANY,
     ),
     Mutant(

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringspan.core.arguments import check_shapes, find_layouts
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal
@@ -72,17 +73,12 @@ def ring_attention(
     _check_arrays(q, k, v, sinks)
     _check_options(scale, softcap, query_chunk, key_chunk)
     ranks = lax.axis_size(axis_name)
-    if isinstance(layout, str):
-        layout = Layout(layout, ranks * q.shape[2], ranks)
-        if key_layout is None and k.shape[2] != q.shape[2]:
-            key_layout = Layout(layout.name, ranks * k.shape[2], ranks)
-    _check_layout("queries", layout, ranks, q.shape[2])
-    _check_layout("keys", key_layout or layout, ranks, k.shape[2])
+    layout, key_layout = find_layouts(layout, key_layout, ranks, q.shape[2], k.shape[2], remedy="ringspan.jax.shard")
     mask = causal() if mask is None else Mask.parse(mask) if isinstance(mask, str) else mask
     geometry = ring.Ring(
         axis_name,
         layout,
-        key_layout or layout,
+        key_layout,
         mask,
         q.shape[-1] ** -0.5 if scale is None else float(scale),
         None if softcap is None else float(softcap),
@@ -173,20 +169,10 @@ def sharded_ring_attention(
 
 def _check_arrays(q: Array, k: Array, v: Array, sinks: Array | None) -> None:
     """Refuse what no kernel computes, naming the value."""
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.ndim != 4:
-            raise UnsupportedError(f"{name} must be (batch, heads, tokens, head_dim), got shape {array.shape}")
-        if 0 in array.shape:
-            raise UnsupportedError(f"{name} is empty: its shape is {array.shape}")
+    check_shapes(q.shape, k.shape, v.shape)
+    for name, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
             raise UnsupportedError(f"{name} is {array.dtype}, q is {q.dtype}; make them alike")
-    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        raise UnsupportedError(
-            f"shapes do not fit: q {q.shape}, k {k.shape}, v {v.shape}; batch must agree, "
-            "q and k in head_dim, k and v in heads and tokens"
-        )
-    if q.shape[1] % k.shape[1]:
-        raise UnsupportedError(f"{k.shape[1]} key/value heads do not divide {q.shape[1]} query heads")
     if q.dtype.name not in _DTYPES:
         raise UnsupportedError(f"dtype {q.dtype} is not supported; use float32 or bfloat16")
     if sinks is not None and (sinks.shape != (q.shape[1],) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
@@ -205,14 +191,3 @@ def _check_options(scale: float | None, softcap: float | None, query_chunk: int,
     for name, value in (("query_chunk", query_chunk), ("key_chunk", key_chunk)):
         if value < 1:
             raise UnsupportedError(f"{name} must hold at least one token, got {value}")
-
-
-def _check_layout(what: str, layout: Layout, ranks: int, tokens: int) -> None:
-    if layout.ranks != ranks:
-        raise LayoutError(f"the layout of the {what} is for {layout.ranks} ranks, the ring has {ranks}")
-    if layout.tokens_per_rank != tokens:
-        hint = "; zigzag needs an even number of local tokens" if layout.name == "zigzag" and tokens % 2 else ""
-        raise LayoutError(
-            f"{what}: {tokens} local tokens, but {layout.name} over {ranks} ranks for {layout.length} tokens "
-            f"holds {layout.tokens_per_rank} a rank{hint}; pad with ringspan.jax.shard"
-        )

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from ringspan.core.arguments import check_shapes, find_layouts
 from ringspan.core.choice import Choice, Shape, Speeds, choose_route
-from ringspan.core.errors import LayoutError, UnsupportedError
+from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal
 from ringspan.core.route import Route, member_heads
@@ -100,13 +101,9 @@ def ring_attention(
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     ranks = dist.get_world_size(group) if group is not None else 1
-    if isinstance(layout, str):
-        layout = Layout(layout, ranks * q.shape[2], ranks)
-        if key_layout is None and k.shape[2] != q.shape[2]:
-            key_layout = Layout(layout.name, ranks * k.shape[2], ranks)
-    key_layout = key_layout or layout
-    _check_layout("queries", layout, ranks, q.shape[2])
-    _check_layout("keys", key_layout, ranks, k.shape[2])
+    layout, key_layout = find_layouts(
+        layout, key_layout, ranks, q.shape[2], k.shape[2], remedy="rs.shard or rs.shard_batch"
+    )
     mask = causal() if mask is None else Mask.parse(mask) if isinstance(mask, str) else mask
     if route == "auto":
         route = _choose(layout, mask, q, k, v)
@@ -120,22 +117,12 @@ def ring_attention(
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse what no kernel computes, naming the value."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.ndim != 4:
-            raise UnsupportedError(f"{name} must be (batch, heads, tokens, head_dim), got shape {tuple(tensor.shape)}")
-        if 0 in tensor.shape:
-            raise UnsupportedError(f"{name} is empty: its shape is {tuple(tensor.shape)}")
+    check_shapes(q.shape, k.shape, v.shape)
+    for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise UnsupportedError(
                 f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}; make them alike"
             )
-    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        raise UnsupportedError(
-            f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; batch must agree, "
-            "q and k in head_dim, k and v in heads and tokens"
-        )
-    if q.shape[1] % k.shape[1]:
-        raise UnsupportedError(f"{k.shape[1]} key/value heads do not divide {q.shape[1]} query heads")
     if q.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise UnsupportedError(f"dtype {q.dtype} is not supported; use float32 or bfloat16")
     if q.dtype == torch.float16 and q.device.type == "cpu":
@@ -175,17 +162,6 @@ def _check_scores(q: Tensor, softcap: float | None, slopes: Tensor | None, sinks
     if softcap is not None and not softcap > 0:
         raise UnsupportedError(f"softcap must be positive, or None for none, got {softcap}")
     return float(softcap or 0.0)
-
-
-def _check_layout(what: str, layout: Layout, ranks: int, tokens: int) -> None:
-    if layout.ranks != ranks:
-        raise LayoutError(f"the layout of the {what} is for {layout.ranks} ranks, the ring has {ranks}")
-    if layout.tokens_per_rank != tokens:
-        hint = "; zigzag needs an even number of local tokens" if layout.name == "zigzag" and tokens % 2 else ""
-        raise LayoutError(
-            f"{what}: {tokens} local tokens, but {layout.name} over {ranks} ranks for {layout.length} tokens "
-            f"holds {layout.tokens_per_rank} a rank{hint}; pad with rs.shard or rs.shard_batch"
-        )
 
 
 @torch.library.custom_op("ringspan::ring_attention", mutates_args=())
@@ -326,7 +302,7 @@ def assemble(
         q, k = q[:, ulysses.mine.queries], k[:, ulysses.mine.keys]
     positions = None
     if slopes is not None:
-        positions = _positions(layout, rank).to(q.device), lambda owner: _positions(keys, owner).to(k.device)
+        positions = _positions(layout, rank, q.device), lambda owner: _positions(keys, owner, k.device)
     schedule = _schedule(layout, keys, options.mask, rank, replace(route, ulysses=1))
     ring = Ring(
         schedule,
@@ -346,5 +322,5 @@ def _schedule(layout: Layout, keys: Layout, mask: str, rank: int, route: Route) 
 
 
 @lru_cache(maxsize=64)
-def _positions(layout: Layout, rank: int) -> Tensor:
-    return torch.from_numpy(layout.positions(rank))
+def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(layout.positions(rank)).to(device)

@@ -1,0 +1,53 @@
+"""What every back end's attention asks of its arguments before anything moves."""
+
+from collections.abc import Sequence
+
+from ringspan.core.errors import LayoutError, UnsupportedError
+from ringspan.core.layout import Layout, LayoutName
+
+
+def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
+    """Refuse shapes that are no attention: q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), G dividing H.
+
+    Raises:
+        UnsupportedError: naming the shape.
+    """
+    for name, shape in (("q", q), ("k", k), ("v", v)):
+        if len(shape) != 4:
+            raise UnsupportedError(f"{name} must be (batch, heads, tokens, head_dim), got shape {tuple(shape)}")
+        if 0 in shape:
+            raise UnsupportedError(f"{name} is empty: its shape is {tuple(shape)}")
+    if k[:3] != v[:3] or k[0] != q[0] or k[3] != q[3]:
+        raise UnsupportedError(
+            f"shapes do not fit: q {tuple(q)}, k {tuple(k)}, v {tuple(v)}; batch must agree, "
+            "q and k in head_dim, k and v in heads and tokens"
+        )
+    if q[1] % k[1]:
+        raise UnsupportedError(f"{k[1]} key/value heads do not divide {q[1]} query heads")
+
+
+def find_layouts(
+    layout: LayoutName | Layout, key_layout: Layout | None, ranks: int, tokens: int, key_tokens: int, remedy: str
+) -> tuple[Layout, Layout]:
+    """Where queries and keys live, from what the caller said and the local tokens of each.
+
+    A name means sequences of ``ranks`` times the local tokens. ``remedy`` is what pads a tensor that does not fit.
+
+    Raises:
+        LayoutError: a layout for another number of ranks or of local tokens.
+    """
+    if isinstance(layout, str):
+        layout = Layout(layout, ranks * tokens, ranks)
+        if key_layout is None and key_tokens != tokens:
+            key_layout = Layout(layout.name, ranks * key_tokens, ranks)
+    key_layout = key_layout or layout
+    for what, one, held in (("queries", layout, tokens), ("keys", key_layout, key_tokens)):
+        if one.ranks != ranks:
+            raise LayoutError(f"the layout of the {what} is for {one.ranks} ranks, the ring has {ranks}")
+        if one.tokens_per_rank != held:
+            hint = "; zigzag needs an even number of local tokens" if one.name == "zigzag" and held % 2 else ""
+            raise LayoutError(
+                f"{what}: {held} local tokens, but {one.name} over {ranks} ranks for {one.length} tokens "
+                f"holds {one.tokens_per_rank} a rank{hint}; pad with {remedy}"
+            )
+    return layout, key_layout
