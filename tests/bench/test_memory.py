@@ -1,6 +1,9 @@
 """Memory that is counted against formulas, and the search for the longest sequence against made-up memories."""
 
 import math
+import os
+import resource
+import signal
 from typing import Any
 from xml.etree import ElementTree
 
@@ -9,10 +12,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from ringspan.bench.context import ContextCase, next_length, run
+from ringspan.bench.context import ContextCase, next_length, ran_out_of_memory, run
 from ringspan.bench.memory import held_activations, step_bytes
 from ringspan.bench.pictures import category_picture
 from ringspan.torch import offload
+from ringspan.torch.launch import launch
 from ringspan.torch.remat import choose_checkpoint, kept_bytes
 from tests.torch.models import build, config, tokens
 
@@ -138,3 +142,23 @@ def test_the_picture_is_to_scale():
     ]
     assert [name for name, _ in bars] == ["activations", "parameters", "activations"]
     assert bars[0][1] == pytest.approx(3 * bars[1][1], rel=1e-2) == pytest.approx(3 * bars[2][1], rel=1e-2)
+
+
+def _killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _out_of_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
+    torch.zeros(1 << 34)
+
+
+def _wrong() -> None:
+    raise RuntimeError("a shape does not fit")
+
+
+@pytest.mark.parametrize(("end", "memory"), [(_killed, True), (_out_of_memory, True), (_wrong, False)])
+def test_lack_of_memory_is_told_from_other_ends(end, memory):
+    with pytest.raises(RuntimeError) as failed:
+        launch(end, 1, threads=1)
+    assert ran_out_of_memory(failed.value) is memory

@@ -109,7 +109,7 @@ def _try(case: ContextCase, length: int) -> dict[str, Any]:
     try:
         results = launch(_measure, case.ranks, case, length, threads=1)
     except RuntimeError as error:
-        if not any(sign in str(error) for sign in ("memory", "Memory", "exit code -9", "exitcode -9")):
+        if not ran_out_of_memory(error):
             raise
         return {"length": length, "peak_bytes": math.inf, "step_seconds": math.nan, "parameters": 0}
     return {
@@ -118,6 +118,11 @@ def _try(case: ContextCase, length: int) -> dict[str, Any]:
         "step_seconds": max(result["step_seconds"] for result in results),
         "parameters": results[0]["parameters"],
     }
+
+
+def ran_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a rank failed for lack of memory: an allocation that raised, or the kernel's killer."""
+    return "memory" in str(error).lower() or "SIGKILL" in str(error)
 
 
 def _measure(case: ContextCase, length: int) -> dict[str, Any]:
