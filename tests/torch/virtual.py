@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringspan.torch.exchange import Arrival, Room
+
 
 class Mailboxes:
     """Messages of one pass, by sender, receiver and number."""
@@ -48,8 +50,11 @@ class VirtualExchange:
         self._others[name] = inner
         return inner
 
+    def empty(self, room: Room) -> Tensor:
+        return room.empty()
+
     def post(
-        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], message: int
+        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Room]], message: int
     ) -> "VirtualTransfer":
         if self._ranks is not None:
             sends, receives = ([(self._ranks[peer], x) for peer, x in messages] for messages in (sends, receives))
@@ -59,18 +64,19 @@ class VirtualExchange:
             self.num_sends += 1
             self.sent_bytes += buffer.nbytes
             self.sends.append((message, peer))
-        return VirtualTransfer([(self._mailboxes.box(peer, self._rank, message), buffer) for peer, buffer in receives])
+        return VirtualTransfer([(self._mailboxes.box(peer, self._rank, message), room) for peer, room in receives])
 
 
 class VirtualTransfer:
-    def __init__(self, receives: list[tuple["queue.Queue[Tensor]", Tensor]]) -> None:
+    def __init__(self, receives: list[tuple["queue.Queue[Tensor]", Room]]) -> None:
         self._receives = receives
+        self.arrivals = [Arrival(0, room, room.empty()) for _, room in receives]
 
     def wait(self) -> None:
-        for box, buffer in self._receives:
+        for (box, room), arrival in zip(self._receives, self.arrivals, strict=False):
             arrived = box.get(timeout=10)
-            assert arrived.shape == buffer.shape and arrived.dtype == buffer.dtype, "a message of another size or type"
-            buffer.copy_(arrived)
+            assert Room.like(arrived) == room, "a message of another size or type"
+            arrival.carried.copy_(arrived)
         self._receives = []
 
 
