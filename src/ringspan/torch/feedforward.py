@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.torch.modules import mix_in
 
 # Tokens of the probe: enough for a router that fills experts to a capacity to drop some when all choose alike.
 _PROBE_TOKENS: Final = 24
@@ -39,7 +40,7 @@ def chunk_feedforwards(model: PreTrainedModel, chunk_tokens: int) -> None:
     if chunk_tokens < 1:
         raise ConfigError(f"feedforward_chunk_tokens must be at least 1, got {chunk_tokens}; leave it out for none")
     for module in find_feedforwards(model):
-        _become_blockwise(module, chunk_tokens)
+        mix_in(module, _Blockwise, feedforward_chunk_tokens=chunk_tokens)
 
 
 def find_feedforwards(model: PreTrainedModel) -> list[nn.Module]:
@@ -131,13 +132,6 @@ def _mixes_tokens(module: nn.Module, size: int) -> str:
 
 def _hidden(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
-
-
-def _become_blockwise(module: nn.Module, chunk_tokens: int) -> None:
-    """Give the module a subclass of its own class whose forward runs in blocks, as FSDP2 does; names stay."""
-    plain = type(module)
-    namespace = {"__module__": plain.__module__, "feedforward_chunk_tokens": chunk_tokens}
-    module.__class__ = type(plain.__name__, (_Blockwise, plain), namespace)
 
 
 class _Blockwise:

@@ -27,6 +27,7 @@ from ringspan.torch.batch import IGNORED, document_positions
 from ringspan.torch.exchange import agree
 from ringspan.torch.feedforward import chunk_feedforwards
 from ringspan.torch.loss import GlobalSum, LossOptions, blockwise_cross_entropy
+from ringspan.torch.modules import mix_in
 from ringspan.torch.offload import OffloadName
 from ringspan.torch.remat import CheckpointName, checkpoint_layers
 from ringspan.torch.rope import chunk_rotary_tables, is_rotary, set_global_length
@@ -301,17 +302,8 @@ class _Decoder(nn.Module):
 
 
 def _become_ring_model(model: PreTrainedModel, mesh: DeviceMesh, layout: LayoutName, loss: LossOptions) -> None:
-    """Give the model a subclass of its own class with our forward, as FSDP2 does; saved configs keep the class's
-    name.
-    """
-    plain = type(model)
-    settings = {
-        "ring_mesh": mesh,
-        "ring_layout": layout,
-        "ring_loss": loss,
-        "ring_decoder": _decoder_name(model),
-    }
-    model.__class__ = type(plain.__name__, (RingCausalLM, plain), {"__module__": plain.__module__, **settings})
+    """Give the model our forward."""
+    mix_in(model, RingCausalLM, ring_mesh=mesh, ring_layout=layout, ring_loss=loss, ring_decoder=_decoder_name(model))
 
 
 class _Packed:

@@ -4,13 +4,13 @@ from functools import partial
 from typing import Any, Final, Literal, cast, get_args
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import ConfigError
 from ringspan.torch import attention as attention  # registers the ring's operator
+from ringspan.torch.modules import mix_in
 from ringspan.torch.offload import OffloadName, Store, offload_name
 
 CheckpointName = Literal["none", "full", "attention"]
@@ -106,14 +106,7 @@ def checkpoint_layers(model: PreTrainedModel, policy: CheckpointName, offload: O
     else:  # its name before transformers 5.2x
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if store is not None:
-        _store_what_is_kept(model.base_model, store)
-
-
-def _store_what_is_kept(decoder: nn.Module, store: Store) -> None:
-    """Give the decoder a subclass of its own class in whose forward autograd keeps tensors in the store."""
-    plain = type(decoder)
-    namespace = {"__module__": plain.__module__, "activation_store": store}
-    decoder.__class__ = type(plain.__name__, (_Stored, plain), namespace)
+        mix_in(model.base_model, _Stored, activation_store=store)
 
 
 class _Stored:
