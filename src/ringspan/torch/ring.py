@@ -256,7 +256,9 @@ def _backward_of_heads(
         source, arriving = hops[hop.gradient_next].gradient_in
         receives = [(peer, Form.of(ranges, k, v, travelling)) for peer, ranges in ((source, arriving), hop.comes_home)]
         message = _MESSAGES_PER_HOP * (number * len(hops) + hop.index) + 1
-        behind[hop.gradient_next], coming_home = _post(ring, sends, receives, message)
+        coming, coming_home = _post(ring, sends, receives, message)
+        if hop.gradient_next:
+            behind[hop.gradient_next] = coming
         returning.append(coming_home)
         del total, sends
         if meanwhile and hop.index == 0:
