@@ -2,6 +2,7 @@
 
 from typing import Final, Protocol
 
+import torch
 from torch import Tensor
 
 from ringspan.core.tile import Tile
@@ -21,8 +22,12 @@ class Kernel(Protocol):
 
     name: str
 
+    def why_not(self, device: torch.device) -> str | None:
+        """What keeps this kernel from running on a device; None when nothing does."""
+        ...
+
     def serves(self, q: Tensor, v: Tensor, tile: Tile, scores: Scores) -> bool:
-        """Whether this kernel computes such a tile for such tensors (device, dtype, head sizes) and scores."""
+        """Whether this kernel, where it runs, computes such a tile for such tensors (dtype, head sizes) and scores."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> tuple[Tensor, Tensor]: ...
@@ -37,4 +42,4 @@ KERNELS: Final[tuple[Kernel, ...]] = (CpuFlash(), CudaFlash(), Blockwise())
 
 def choose(q: Tensor, v: Tensor, tile: Tile, scores: Scores) -> Kernel:
     """The kernel for a tile: the fastest that serves it; ``Blockwise`` serves everything."""
-    return next(kernel for kernel in KERNELS if kernel.serves(q, v, tile, scores))
+    return next(k for k in KERNELS if k.why_not(q.device) is None and k.serves(q, v, tile, scores))

@@ -21,8 +21,11 @@ class CpuFlash:
 
     name = "cpu-flash"
 
+    def why_not(self, device: torch.device) -> str | None:
+        return None if device.type == "cpu" else "runs on CPUs"
+
     def serves(self, q: Tensor, v: Tensor, tile: Tile, scores: Scores) -> bool:
-        return q.device.type == "cpu" and scores.is_plain and (tile.is_full or tile.is_causal or tile.is_anticausal)
+        return scores.is_plain and (tile.is_full or tile.is_causal or tile.is_anticausal)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
         if tile.is_anticausal:

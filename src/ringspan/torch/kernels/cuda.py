@@ -19,13 +19,17 @@ class CudaFlash:
 
     name = "cuda-flash"
 
+    def why_not(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "runs on CUDA devices"
+        major, minor = torch.cuda.get_device_capability(device)
+        return None if major >= 8 else f"needs compute capability 8.0, {device} has {major}.{minor}"
+
     def serves(self, q: Tensor, v: Tensor, tile: Tile, scores: Scores) -> bool:
         head_size = q.shape[-1]
         return (
-            q.device.type == "cuda"
-            and scores.is_plain
+            scores.is_plain
             and q.dtype in (torch.bfloat16, torch.float16)
-            and torch.cuda.get_device_capability(q.device) >= (8, 0)
             and head_size == v.shape[-1]
             and head_size % 8 == 0
             and head_size <= 256

@@ -22,6 +22,9 @@ class Blockwise:
 
     name = "blockwise"
 
+    def why_not(self, device: torch.device) -> str | None:
+        return None
+
     def serves(self, q: Tensor, v: Tensor, tile: Tile, scores: Scores) -> bool:
         return True
 
