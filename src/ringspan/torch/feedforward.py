@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -228,7 +229,8 @@ def _accumulate(sums: list[Tensor | None], parts: list[Tensor | None], d_out: Te
 
 def _owns(part: Tensor, d_out: Tensor) -> bool:
     """Whether a gradient has memory of its own, not that of the one it was made from."""
-    return part.untyped_storage().data_ptr() != d_out.untyped_storage().data_ptr()
+    local = part.to_local() if isinstance(part, DTensor) else part
+    return local.untyped_storage().data_ptr() != d_out.untyped_storage().data_ptr()
 
 
 def _blocks(hidden: Tensor, chunk_tokens: int) -> Iterator[slice]:

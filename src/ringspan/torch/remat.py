@@ -29,11 +29,17 @@ def checkpoint_name(name: str) -> CheckpointName:
 
 
 def kept_bytes(
-    config: PreTrainedConfig, policy: CheckpointName, dtype: torch.dtype, *, feedforward_in_chunks: bool = False
+    config: PreTrainedConfig,
+    policy: CheckpointName,
+    dtype: torch.dtype,
+    *,
+    tp: int = 1,
+    feedforward_in_chunks: bool = False,
 ) -> int:
     """Bytes that one layer keeps of one token for its backward pass.
 
-    With hidden size C, H query heads and G key/value heads of size D, intermediate size F, and s bytes an entry:
+    With hidden size C and s bytes an entry; H query heads and G key/value heads of size D and intermediate size F, of
+    which each of ``tp`` ranks has its share:
 
         full        s C                                   the layer's input
         attention   s C + s H D + 4 H                     and the ring's result and log-sum-exp
@@ -44,13 +50,15 @@ def kept_bytes(
     ``none`` is that of layers in the shape of Llama's; norms on queries and keys or behind a sublayer keep more.
     """
     s, hidden, heads = dtype.itemsize, config.hidden_size, config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
+    groups = (getattr(config, "num_key_value_heads", None) or heads) // tp
     size = getattr(config, "head_dim", None) or hidden // heads
+    heads //= tp
     if policy == "full":
         return s * hidden
     if policy == "attention":
         return s * hidden + s * heads * size + 4 * heads
-    between = 0 if feedforward_in_chunks else 4 * s * (getattr(config, "intermediate_size", None) or 4 * hidden)
+    intermediate = (getattr(config, "intermediate_size", None) or 4 * hidden) // tp
+    between = 0 if feedforward_in_chunks else 4 * s * intermediate
     return 2 * (4 * (hidden + 1) + 2 * s * hidden) + 2 * s * (heads + groups) * size + 4 * heads + between
 
 
@@ -60,6 +68,7 @@ def choose_checkpoint(
     budget_bytes: int,
     dtype: torch.dtype,
     *,
+    tp: int = 1,
     feedforward_in_chunks: bool = False,
 ) -> CheckpointName:
     """The policy that computes least again and keeps at most so many bytes of ``tokens`` local tokens in all layers.
@@ -69,7 +78,7 @@ def choose_checkpoint(
     """
     needed = 0
     for policy in ("none", "attention", "full"):
-        bytes_ = kept_bytes(config, policy, dtype, feedforward_in_chunks=feedforward_in_chunks)
+        bytes_ = kept_bytes(config, policy, dtype, tp=tp, feedforward_in_chunks=feedforward_in_chunks)
         needed = bytes_ * tokens * config.num_hidden_layers
         if needed <= budget_bytes:
             return policy
