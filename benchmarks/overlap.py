@@ -180,7 +180,7 @@ def _once(sweep: Sweep, tokens: int, rank: int, alone: Any) -> dict[str, float]:
 
     def swap() -> None:
         exchange = Exchange(dist.group.WORLD, "a block and nothing else")
-        exchange.post([(1 - rank, block)], [(1 - rank, Room.like(block))], 0).wait()
+        exchange.post([(1 - rank, block)], [(1 - rank, Room.like(block))], 0)[0].wait()
 
     with torch.no_grad():
         compute = timed(partial(attention, group=alone), threads=1)

@@ -17,6 +17,6 @@ def test_receives_are_posted_before_sends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: posted.extend(operations) or [])
     block = torch.zeros(3)
     exchange, before = Exchange(Mock(dist.ProcessGroup), "a pass"), replace(TOTALS)
-    exchange.post([(1, block), (2, block)], [(1, Room.like(block)), (2, Room.like(block))], 0).wait()
+    exchange.post([(1, block), (2, block)], [(1, Room.like(block)), (2, Room.like(block))], 0)[0].wait()
     assert posted == [dist.irecv, dist.irecv, dist.isend, dist.isend]
     assert TOTALS.num_sends - before.num_sends == 2 and TOTALS.sent_bytes - before.sent_bytes == 24

@@ -35,10 +35,10 @@ def pass_around(mesh, sizes, rounds):
         for index, size in enumerate(sizes):
             room = Room((size,), torch.float32, CPU)
             message = exchange.empty(room).copy_(pattern(rank, size, number))
-            transfer = exchange.post([((rank + 1) % ranks, message)], [((rank - 1) % ranks, room)], index)
+            transfer, (arrival,) = exchange.post([((rank + 1) % ranks, message)], [((rank - 1) % ranks, room)], index)
             del message
             transfer.wait()
-            assert torch.equal(transfer.arrivals[0].read(), pattern((rank - 1) % ranks, size, number))
+            assert torch.equal(arrival.read(), pattern((rank - 1) % ranks, size, number))
         dist.barrier(group)
         reserved.append(shared_bytes() - before)
     return reserved
@@ -57,17 +57,17 @@ def keep(mesh):
     exchange, room, peer = Exchange(group, "keep"), Room((3000,), torch.float32, CPU), 1 - rank
     kept = []
     for number in range(3):  # each from memory of its own, copied when it is sent
-        transfer = exchange.post([(peer, pattern(rank, 3000, number))], [(peer, room)], number)
+        transfer, (arrival,) = exchange.post([(peer, pattern(rank, 3000, number))], [(peer, room)], number)
         transfer.wait()
-        kept.append(transfer.arrivals[0].read())
+        kept.append(arrival.read())
     assert all(torch.equal(message, pattern(peer, 3000, number)) for number, message in enumerate(kept))
     addresses = [message.data_ptr() for message in kept]
     part = kept[1].view(torch.int32)[7:]
     del kept, transfer
     dist.barrier(group)
-    transfer = exchange.post([(peer, pattern(rank, 3000, 9))], [(peer, room)], 9)
+    transfer, (arrival,) = exchange.post([(peer, pattern(rank, 3000, 9))], [(peer, room)], 9)
     transfer.wait()
-    again = transfer.arrivals[0].read().data_ptr()
+    again = arrival.read().data_ptr()
     assert torch.equal(part.view(torch.float32), pattern(peer, 3000, 1)[7:]), "a part keeps the whole"
     return addresses.index(again)
 
@@ -84,15 +84,15 @@ def two_readers(mesh):
         for number in range(3):
             message = exchange.empty(room).copy_(pattern(0, 3000, number))
             places.append(message.data_ptr())
-            exchange.post([(1, message), (2, message)], [], number).wait()
+            exchange.post([(1, message), (2, message)], [], number)[0].wait()
             del message
             dist.barrier(group)  # rank 1 has read all, rank 2 still holds the first
         return places
     kept = []
     for number in range(3):
-        transfer = exchange.post([], [(0, room)], number)
+        transfer, (arrival,) = exchange.post([], [(0, room)], number)
         transfer.wait()
-        message = transfer.arrivals[0].read()
+        message = arrival.read()
         assert torch.equal(message, pattern(0, 3000, number))
         if rank == 2 and number == 0:
             kept.append(message)
@@ -152,12 +152,12 @@ def test_a_slot_is_free_when_nobody_has_a_tensor_on_its_message(monkeypatch):
 
 def another_size(mesh):
     group, rank, _ = opened(mesh, "another size")
-    transfer = Exchange(group, "another size").post(
+    transfer, (arrival,) = Exchange(group, "another size").post(
         [(1 - rank, torch.zeros(3000 + rank))], [(1 - rank, Room((3000 + rank,), torch.float32, CPU))], 0
     )
     transfer.wait()
     with pytest.raises(PeerMismatch, match=f"rank {1 - rank} sent {12004 - 4 * rank} bytes where {12000 + 4 * rank}"):
-        transfer.arrivals[0].read()
+        arrival.read()
 
 
 def test_a_message_of_another_size_is_refused(pool):
@@ -171,9 +171,11 @@ def many_sizes(mesh):
     most = 0
     for number in range(60):
         room = Room((1000 * (1 + number % 30) ** 2,), torch.float32, CPU)
-        transfer = exchange.post([(1 - rank, torch.full(room.shape, float(number)))], [(1 - rank, room)], number)
+        transfer, (arrival,) = exchange.post(
+            [(1 - rank, torch.full(room.shape, float(number)))], [(1 - rank, room)], number
+        )
         transfer.wait()
-        assert transfer.arrivals[0].read().eq(number).all()
+        assert arrival.read().eq(number).all()
         del transfer
         dist.barrier(group)
         most = max(most, shared_bytes())

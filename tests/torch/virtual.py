@@ -55,7 +55,7 @@ class VirtualExchange:
 
     def post(
         self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Room]], message: int
-    ) -> "VirtualTransfer":
+    ) -> tuple["VirtualTransfer", list[Arrival]]:
         if self._ranks is not None:
             sends, receives = ([(self._ranks[peer], x) for peer, x in messages] for messages in (sends, receives))
         for peer, buffer in sends:
@@ -64,18 +64,19 @@ class VirtualExchange:
             self.num_sends += 1
             self.sent_bytes += buffer.nbytes
             self.sends.append((message, peer))
-        return VirtualTransfer([(self._mailboxes.box(peer, self._rank, message), room) for peer, room in receives])
+        arrivals = [Arrival(peer, room, room.empty()) for peer, room in receives]
+        boxes = [self._mailboxes.box(peer, self._rank, message) for peer, _ in receives]
+        return VirtualTransfer(list(zip(boxes, arrivals, strict=True))), arrivals
 
 
 class VirtualTransfer:
-    def __init__(self, receives: list[tuple["queue.Queue[Tensor]", Room]]) -> None:
+    def __init__(self, receives: list[tuple["queue.Queue[Tensor]", Arrival]]) -> None:
         self._receives = receives
-        self.arrivals = [Arrival(0, room, room.empty()) for _, room in receives]
 
     def wait(self) -> None:
-        for (box, room), arrival in zip(self._receives, self.arrivals, strict=False):
+        for box, arrival in self._receives:
             arrived = box.get(timeout=10)
-            assert Room.like(arrived) == room, "a message of another size or type"
+            assert Room.like(arrived) == arrival.room, "a message of another size or type"
             arrival.carried.copy_(arrived)
         self._receives = []
 

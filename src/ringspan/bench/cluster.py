@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-from ringspan.torch.exchange import Exchange
+from ringspan.torch.exchange import Exchange, Room
 from ringspan.torch.launch import local_device
 
 PACKAGES: Final = ("ringspan", "torch", "transformers", "numpy")
@@ -127,15 +127,14 @@ def _transfer_rates(group: dist.ProcessGroup, senders: Iterable[int], name: str)
     rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), local_device()
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     block = torch.zeros(_MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
-    arriving = torch.empty_like(block)
     exchange, best = Exchange(group, f"doctor {name}"), float("inf")
     for message in range(_ROUNDS + 1):
         dist.barrier(group)
         synchronize(device)
         started = time.perf_counter()
         sends = [(after, block)] if rank in senders else []
-        receives = [(before, arriving)] if before in senders else []
-        exchange.post(sends, receives, message).wait()
+        receives = [(before, Room.like(block))] if before in senders else []
+        exchange.post(sends, receives, message)[0].wait()
         synchronize(device)
         if message:  # the first round connects
             best = min(best, time.perf_counter() - started)

@@ -6,7 +6,6 @@ global.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -86,7 +85,7 @@ class Mask:
     def __str__(self) -> str:
         return self.name or self.spec
 
-    @cached_property
+    @property
     def spec(self) -> str:
         """The mask as text that ``Mask.parse`` reads back: one region after the other, bounds that do not bind left
         out.

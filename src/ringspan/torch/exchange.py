@@ -83,9 +83,8 @@ class Arrival:
 class Transfer:
     """Sends and receives under way. What is sent must stay as it is until ``wait`` returns."""
 
-    def __init__(self, works: Sequence[dist.Work], sends: Sequence[Tensor], arrivals: Sequence[Arrival]) -> None:
+    def __init__(self, works: Sequence[dist.Work], sends: Sequence[Tensor]) -> None:
         self._works, self._sends = list(works), list(sends)
-        self.arrivals = arrivals
 
     def wait(self) -> None:
         """Block (on CUDA: make the current stream wait) until everything has arrived and been sent."""
@@ -125,12 +124,13 @@ class Exchange:
             memory = self._shared.allocate(room.nbytes)
         return room.empty() if memory is None else room.on(memory)
 
-    def post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Room]], message: int) -> Transfer:
+    def post(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Room]], message: int
+    ) -> tuple[Transfer, list[Arrival]]:
         """Start all sends (to, buffer) and receives (from, room) of one moment together, so that no order of ranks
-        blocks.
+        blocks; what to wait for, and what will have arrived then, in the order of ``receives``.
 
-        Between one pair of ranks the order of sends is the order of receives. Buffers are contiguous. What arrives is
-        in the transfer's ``arrivals``, in the order of ``receives``.
+        Between one pair of ranks the order of sends is the order of receives. Buffers are contiguous.
         """
         assert self._group is not None or not (sends or receives), "a single rank has nobody to talk to"
         # Receives first: over gloo a receive asks for its message on the connection that also carries the sends, and a
@@ -144,7 +144,7 @@ class Exchange:
         TOTALS.hop = message // 2
         TOTALS.num_sends += len(sends)
         TOTALS.sent_bytes += sum(buffer.nbytes for _, buffer in sends)
-        return Transfer(works, [carried for _, carried in outgoing], arrivals)
+        return Transfer(works, [carried for _, carried in outgoing]), arrivals
 
     def _rank(self, peer: int) -> int:
         return peer if self._ranks is None else self._ranks[peer]

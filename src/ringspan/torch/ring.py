@@ -148,13 +148,13 @@ def _post(
     ring: Ring, sends: Sequence[tuple[int, Block]], receives: Sequence[tuple[int, Form]], message: int
 ) -> list[_Coming]:
     """Start sending packed blocks and receiving others; blocks that hold nothing are no messages."""
-    transfer = ring.exchange.post(
+    transfer, arrivals = ring.exchange.post(
         [(peer, block.buffer) for peer, block in sends if block.buffer is not None and block.ranges],
         [(peer, form.room) for peer, form in receives if form.ranges],
         message,
     )
-    arrivals = iter(transfer.arrivals)
-    return [_Coming(form, transfer, next(arrivals) if form.ranges else None) for _, form in receives]
+    arrived = iter(arrivals)
+    return [_Coming(form, transfer, next(arrived) if form.ranges else None) for _, form in receives]
 
 
 def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -102,9 +102,9 @@ class Ulysses:
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Room]], message: int
     ) -> Iterator[tuple[int, Tensor]]:
         """Each received tensor with the member that sent it."""
-        transfer = self.exchange.post(sends, receives, message)
+        transfer, arrivals = self.exchange.post(sends, receives, message)
         transfer.wait()
-        for (member, _), arrival in zip(receives, transfer.arrivals, strict=True):
+        for (member, _), arrival in zip(receives, arrivals, strict=True):
             yield member, arrival.read()
 
     def _to_tokens(self, tensors: Sequence[Tensor], into: Sequence[_Trade]) -> None:
