@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.faults.hosts import Hosts
 from tests.faults.job import Job, is_running
 
 
@@ -387,11 +388,59 @@ def _measure_cost(folder: str, times: int) -> dict[str, float]:
     }
 
 
+def cut_link(parent: Path, times: int, seed: int = 0) -> Row:
+    """Two hosts whose link goes down at a random instant: each names the other; joined again, the run goes on."""
+    row = Row(
+        fault="the link between two hosts cut, and restored",
+        promise="each host names the other's rank within the time-out + 1 s; losses bit-equal after a restart",
+    )
+    generator, steps, timeout = random.Random(seed), 20 * times + 40, 3.0
+    expected = uninterrupted(parent, steps).curve()
+    job = Job(parent, "two-hosts", steps=steps, min_seconds=timeout)
+    command = ["-m", "ringspan", "train", str(job.config)]
+    environment = {"HF_DATASETS_CACHE": str(parent / "cache")}
+    named_after = []
+    for attempt in range(times + 1):
+        logs = parent / f"host-0-{attempt}.log", parent / f"host-1-{attempt}.log"
+        with Hosts(logs, command, environment) as hosts:
+            if attempt == times:
+                codes = [process.wait(300) for process in hosts.processes]
+                break
+            job.process, job.log = hosts.processes[0], logs[0]  # for what ``until`` says
+            from_step = job.newest()
+            job.until(lambda s=from_step: job.last_step() >= s + 7, 120, "progress")
+            time.sleep(generator.random() * 0.3)
+            allowed = max(timeout, 10 * statistics.median(line["seconds"] for line in job.lines()[-6:]))
+            hosts.cut()
+            struck = time.monotonic()
+            said = [f"rank {1 - rank} at step" for rank in range(2)]
+            for log, words in zip(logs, said, strict=True):
+                job.until(
+                    lambda log=log, words=words: any(
+                        words in line and _SILENT in line for line in log.read_text(errors="replace").splitlines()
+                    ),
+                    90,
+                    f"word of who is missing in {log.name}",
+                )
+            named = time.monotonic() - struck
+            named_after.append(named)
+            row.count(named <= allowed + 1, f"named after {named:.1f} s, time-out {allowed:.1f} s")
+    row.figures = {
+        "named_after_seconds": spread(named_after),
+        "timeout_seconds": timeout,
+        "exit_codes": codes,
+        "losses_bit_equal": job.curve() == expected,
+        "steps": steps,
+    }
+    return row
+
+
 FAULTS: dict[str, tuple[Callable[..., Row], int | None]] = {
     "kill": (kill, 20),
     "stop": (stop, 20),
     "term": (terminate, 20),
     "save": (kill_in_save, 100),
+    "link": (cut_link, 5),
     "worlds": (other_worlds, None),
     "clean": (clean_run, None),
     "cost": (cost, 20),

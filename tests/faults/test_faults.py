@@ -3,6 +3,7 @@
 import pytest
 
 from tests.faults import faults
+from tests.faults.hosts import why_not
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +32,11 @@ def test_a_signal_to_the_launcher_saves_and_ends_with_its_exit_code(folder):
 def test_a_kill_in_a_save_leaves_the_old_or_the_new_checkpoint(folder):
     row = faults.kill_in_save(folder, 6)
     assert row.passed == row.tries == 6, row.failures
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_two_hosts_name_each_other_when_their_link_is_cut_and_go_on_when_it_is_back(folder):
+    row = faults.cut_link(folder, 1)
+    assert row.tries == 1 and row.figures["exit_codes"] == [0, 0], row.failures
+    assert row.figures["losses_bit_equal"]

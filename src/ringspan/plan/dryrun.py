@@ -39,8 +39,10 @@ class Trace:
         return max(self.moments, key=lambda moment: moment.total_bytes)
 
 
-def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
+def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: Any) -> Trace:
     """Trace ``parallelize``, forward, loss, backward, clipping and AdamW as ``rank`` of ``ring x replicate``.
+
+    ``options`` are further ones of ``parallelize``.
 
     The process must not be in a process group: a fake one is made, in which nothing is sent.
 
@@ -59,11 +61,11 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
         mesh = init_device_mesh("cpu", (setting.replicate, setting.ring), mesh_dim_names=("replicate", "ring"))
         with FakeTensorMode(allow_non_fake_inputs=True), tracker:
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
-            run_steps(tracker, model, mesh, setting)
+            run_steps(tracker, model, mesh, setting, **options)
     return Trace(rank, tuple(tracker.moments))
 
 
-def run_steps(tracker: MemoryTracker, model: Any, mesh: DeviceMesh, setting: Setting) -> None:
+def run_steps(tracker: MemoryTracker, model: Any, mesh: DeviceMesh, setting: Setting, **options: Any) -> None:
     """Training steps of a model under a tracker, which is left with the moments of the last one."""
     device = next(model.parameters()).device
     model = parallelize(
@@ -74,6 +76,7 @@ def run_steps(tracker: MemoryTracker, model: Any, mesh: DeviceMesh, setting: Set
         checkpoint=checkpoint_name(setting.checkpoint),
         loss_chunk_tokens=setting.loss_chunk_tokens,
         compute_dtype=getattr(torch, setting.dtype),
+        **options,
     )
     tracker.watch_model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=setting.on_gpu)

@@ -1,0 +1,164 @@
+"""What each memory option saves and costs: bytes by category of a traced step, and the time of real steps.
+
+    python benchmarks/activations.py bytes    # fake tensors, any machine, about ten minutes
+    python benchmarks/activations.py time     # two ranks of one thread; leave the machine alone for five minutes
+
+Results go to ``benchmarks/results/activations-cpu.json``, the picture of the longest to ``docs/activations.svg``.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig
+
+import ringspan as rs
+from ringspan.bench.machine import describe_machine
+from ringspan.bench.pictures import category_picture
+from ringspan.bench.step import StepCase, small_llama
+from ringspan.bench.timing import timed
+from ringspan.plan.dryrun import trace
+from ringspan.plan.memory import Setting
+from ringspan.torch.launch import launch
+
+ROOT: Final = Path(__file__).parents[1]
+RESULTS: Final = ROOT / "benchmarks" / "results" / "activations-cpu.json"
+
+# Each row adds to, or takes another policy than, the one before it.
+BYTES: Final[dict[str, dict[str, Any]]] = {
+    "nothing": {"checkpoint": "none", "loss_chunk_tokens": 1 << 30},
+    "loss in blocks": {"checkpoint": "none"},
+    "feed-forward in blocks": {"checkpoint": "none", "feedforward_chunk_tokens": 1024},
+    "attention kept": {"checkpoint": "attention"},
+    "attention kept, feed-forward in blocks": {"checkpoint": "attention", "feedforward_chunk_tokens": 1024},
+    "attention kept, all in blocks": {
+        "checkpoint": "attention",
+        "feedforward_chunk_tokens": 1024,
+        "loss_chunk_vocabulary": 4096,
+    },
+    "inputs kept, all in blocks": {
+        "checkpoint": "full",
+        "feedforward_chunk_tokens": 1024,
+        "loss_chunk_vocabulary": 4096,
+    },
+}
+TIMES: Final[dict[str, dict[str, Any]]] = {
+    "attention kept": {"checkpoint": "attention"},
+    "nothing": {"checkpoint": "none", "loss_chunk_tokens": 1 << 30},
+    "loss in blocks": {"checkpoint": "none"},
+    "feed-forward in blocks": {"checkpoint": "attention", "feedforward_chunk_tokens": 1024},
+    "vocabulary in blocks": {"checkpoint": "attention", "loss_chunk_vocabulary": 4096},
+    "offload": {"checkpoint": "attention", "offload": "activations"},
+    "inputs kept": {"checkpoint": "full"},
+}
+
+
+def count_bytes() -> dict[str, Any]:
+    """The highest moment of a step of a Llama of 130M parameters, as rank 1 of 2, in bfloat16."""
+    rows: list[dict[str, Any]] = []
+    for tokens in (8192, 32_768, 131_072):
+        for name, options in BYTES.items():
+            others = dict(options)
+            chosen = {key: others.pop(key) for key in ("checkpoint", "loss_chunk_tokens") if key in others}
+            setting = Setting(length=2 * tokens, ring=2, on_gpu=False, **chosen)
+            config = LlamaConfig(
+                vocab_size=32_000,
+                hidden_size=768,
+                intermediate_size=2304,
+                num_hidden_layers=12,
+                num_attention_heads=12,
+                num_key_value_heads=4,
+                max_position_embeddings=2 * tokens,
+                use_cache=False,
+            )
+            peak = trace(config, setting, 1, **others).peak
+            row = {"ring": 2, "tokens_per_rank": tokens, "checkpoint": setting.checkpoint, "variant": name}
+            rows.append(row | {"phase": peak.phase, "peak_bytes": peak.total_bytes, "bytes": peak.bytes})
+            print(tokens, name, f"{peak.total_bytes / 1e9:.2f} GB", file=sys.stderr, flush=True)
+    longest = max(row["tokens_per_rank"] for row in rows)
+    picture = category_picture([row for row in rows if row["tokens_per_rank"] == longest])
+    (ROOT / "docs" / "activations.svg").write_text(picture)
+    return {"rows": rows}
+
+
+def time_options(repeats: int = 5) -> dict[str, Any]:
+    """Seconds of a step with each option over those of the first, and what keeping attention saves at 32K tokens."""
+    wide = StepCase(length=8192, layers=2, hidden_size=512, heads=8, kv_heads=4, vocabulary=16_384)
+    ratios = launch(_time_steps, 2, wide, TIMES, repeats, threads=1)[0]
+    long = StepCase(length=32_768, layers=2, hidden_size=128, heads=2, kv_heads=2, vocabulary=1024)
+    kept = launch(_time_kept, 2, long, repeats, threads=1)[0]
+    return {
+        "options": ratios,
+        "options_config": repr(wide),
+        "attention_kept": kept,
+        "attention_kept_config": repr(long),
+    }
+
+
+def _steps(case: StepCase, options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    mesh = rs.init_mesh()
+    tokens = torch.randint(0, case.vocabulary, (1, case.length), generator=torch.Generator().manual_seed(0))
+    batch = rs.shard_batch({"input_ids": tokens, "labels": tokens}, mesh)
+
+    def step(model: Any) -> None:
+        model(**batch).loss.backward()
+        model.zero_grad()
+
+    return {name: partial(step, rs.parallelize(small_llama(case), mesh, **chosen)) for name, chosen in options.items()}
+
+
+def _time_steps(case: StepCase, options: dict[str, dict[str, Any]], repeats: int) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {name: [] for name in options}
+    steps = _steps(case, options)
+    for repeat in range(repeats + 1):
+        for name, step in steps.items():
+            took = timed(step, threads=1)
+            if repeat:  # the first round warms up
+                seconds[name].append(took)
+    first = next(iter(seconds.values()))
+    return {
+        name: {
+            "seconds": median(took),
+            "ratio_to_attention_kept": median(a / b for a, b in zip(took, first, strict=True)),
+        }
+        for name, took in seconds.items()
+    }
+
+
+def _time_kept(case: StepCase, repeats: int) -> dict[str, float]:
+    """What ``attention`` saves against ``full``, as a share of the ring's forward pass through all layers."""
+    steps = _steps(case, {"full": {"checkpoint": "full"}, "attention": {"checkpoint": "attention"}})
+    tokens, size = case.length // dist.get_world_size(), case.hidden_size // case.heads
+    q, k, v = (torch.randn(1, tokens, heads, size).transpose(1, 2) for heads in (case.heads, *[case.kv_heads] * 2))
+
+    def ring_forward() -> None:
+        with torch.no_grad():
+            for _ in range(case.layers):
+                rs.ring_attention(q, k, v)
+
+    shares: list[float] = []
+    for repeat in range(repeats + 1):
+        full, attention = (timed(step, threads=1) for step in steps.values())
+        forward = timed(ring_forward, threads=1)
+        if repeat:
+            shares.append((full - attention) / forward)
+    return {"saved_share_of_ring_forward": median(shares), "least": min(shares), "most": max(shares)}
+
+
+def main() -> None:
+    """Run what is named, ``bytes`` and ``time`` when nothing is, and keep the results of the other."""
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in sys.argv[1:] or ["bytes", "time"]:
+        result = {"bytes": count_bytes, "time": time_options}[name]()
+        command = f"python benchmarks/activations.py {name}"
+        results[name] = {"command": command, **result, "machine": describe_machine()}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
