@@ -53,6 +53,7 @@ def test_a_minimal_file_takes_the_documented_defaults(tmp_path: Path):
         "config": None,
         "tokenizer": None,
         "dtype": "float32",
+        "trust_remote_code": False,
         "rope": None,
     }
     assert config.model.tokenizer_source == "some/model"

@@ -1,12 +1,16 @@
-"""RoPE scaling in the configuration of a run."""
+"""What a run does with the model that its configuration names: RoPE scaling, and files that are not trusted."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ringspan.core.errors import ConfigError
-from ringspan.train.model import scale_rope
-from tests.torch.models import config
+from ringspan.train.config import TrainConfig
+from ringspan.train.model import build_model, load_model_config, scale_rope
+from tests.torch.models import build, config
 
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 
@@ -43,3 +47,59 @@ def test_scaling_is_written_in_the_terms_of_transformers(rope: dict[str, Any], l
 def test_scaling_that_cannot_be_is_refused(kind: str, rope: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         scale_rope(config(kind), rope)
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path(r"{marker}").touch()
+
+class OursConfig(LlamaConfig):
+    model_type = "ours"
+
+class OursForCausalLM(LlamaForCausalLM):
+    config_class = OursConfig
+"""
+
+
+def with_code(folder: Path, marker: Path) -> TrainConfig:
+    """A run from a model that comes with Python files of its own."""
+    build("llama").save_pretrained(folder)
+    (folder / "ours.py").write_text(CODE.format(marker=marker))
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | {
+        "model_type": "ours",
+        "auto_map": {"AutoConfig": "ours.OursConfig", "AutoModelForCausalLM": "ours.OursForCausalLM"},
+    }
+    path.write_text(json.dumps(values))
+    return run_from(folder)
+
+
+def run_from(folder: Path, **model: Any) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {"model": {"path": str(folder), **model}, "data": {"paths": ["x"], "sequence_length_tokens": 8}}
+    )
+
+
+def test_code_that_comes_with_a_model_runs_only_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder, marker = tmp_path / "model", tmp_path / "ran"
+    careful = with_code(folder, marker)
+    with pytest.raises(ConfigError, match=r"Python files, which are not run.*model\.trust_remote_code = true"):
+        load_model_config(careful)
+    assert not marker.exists()
+    trusting = run_from(folder, trust_remote_code=True)
+    model = build_model(trusting, load_model_config(trusting))
+    assert type(model).__name__ == "OursForCausalLM" and marker.exists()
+
+
+def test_weights_in_a_pickle_are_not_opened(tmp_path: Path):
+    folder = tmp_path / "model"
+    model = build("llama")
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    run = run_from(folder)
+    with pytest.raises(ConfigError, match="safetensors"):
+        build_model(run, load_model_config(run))

@@ -46,6 +46,8 @@ class ModelConfig(_Table):
     """Local folder or Hub id of the tokenizer; default: path. "train" trains a byte-level BPE on the data."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the parameters."""
+    trust_remote_code: bool = False
+    """Run the Python files that come with the model and its tokenizer; without it nothing of them is run."""
     rope: dict[str, Any] | None = None
     """Scaling of rotary positions: a table with type "linear", "dynamic", "yarn", "llama3" or "longrope", factor, and
     what else transformers takes for that type; default: the model's own."""

@@ -30,10 +30,15 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
             model_config = AutoConfig.for_model(**values)
         else:
             assert settings.path is not None, "checked by ModelConfig"
-            model_config = AutoConfig.from_pretrained(settings.path)
+            model_config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        if settings.path is not None and "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"model.path = {settings.path!r}: comes with Python files, which are not run; read them, then "
+                "set model.trust_remote_code = true"
+            ) from error
         raise ConfigError(f"model: {_one_line(error)}") from error
     refuse_config(model_config)
     refuse_heads(model_config, config.mesh.tp)
@@ -100,7 +105,7 @@ def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> Token
         tokenizer: Tokenizer = train_tokenizer(load_documents(config.data), model_config.vocab_size)
     else:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"model.tokenizer = {source!r}: {_one_line(error)}") from error
     if len(tokenizer) > model_config.vocab_size:
@@ -112,12 +117,25 @@ def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> Token
 
 
 def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
-    """The whole model in float32 on the CPU, the same on every rank; the optimizer works on these float32 weights."""
+    """The whole model in float32 on the CPU, the same on every rank; the optimizer works on these float32 weights.
+
+    Raises:
+        ConfigError: no weights in safetensors; a pickle, which runs code when it is loaded, is not opened.
+    """
     if config.model.init == "scratch":
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     assert config.model.path is not None, "checked by ModelConfig"
-    return AutoModelForCausalLM.from_pretrained(config.model.path, config=model_config, dtype=torch.float32)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            config.model.path,
+            config=model_config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {config.model.path!r}: {_one_line(error)}") from error
 
 
 def num_matmul_parameters(model: PreTrainedModel) -> int:
