@@ -165,7 +165,8 @@ class AttentionConfig(_Table):
     """Which positions each process holds. "zigzag" and "striped" balance causal work; "contiguous" does not."""
     route: str = "ring"
     """How keys and values get to the other processes: "ring", "bidirectional", "double-ring:8" (nodes of eight),
-    "all-gather", "ulysses", "ulysses:4" (groups of four, a ring between them) or "auto"."""
+    "all-gather", "pass-q" (queries travel instead), "ulysses", "ulysses:4" (groups of four, a ring between them) or
+    "auto"."""
     wire: Literal["exact", "bfloat16", "float8", "int8"] = "exact"
     """How they travel; anything but "exact" adds the error that docs/routes.md states."""
 
