@@ -78,6 +78,17 @@ class Route:
         """The route of the backward pass: keys and values travel, since it starts with out and lse at home."""
         return replace(self, name="ring") if self.passes_queries else self
 
+    def check_wire(self, wire: str) -> None:
+        """Refuse a code for keys and values where these do not travel.
+
+        Raises:
+            UnsupportedError: naming the wire.
+        """
+        if self.passes_queries and wire != "exact":
+            raise UnsupportedError(
+                f"wire {wire!r} is for keys and values, which stay where they are on the route pass-q; use 'exact'"
+            )
+
     def itineraries(self, ranks: int) -> tuple["Itinerary", ...]:
         """The ways to go; the schedule takes the one that moves fewer tokens."""
         match self.name:

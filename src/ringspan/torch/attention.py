@@ -34,7 +34,7 @@ from ringspan.torch.ring import (
 )
 from ringspan.torch.scores import Scores
 from ringspan.torch.ulysses import Ulysses
-from ringspan.torch.wire import check_route, check_wire
+from ringspan.torch.wire import check_wire
 
 _log: Final = logging.getLogger(__name__)
 _told: Final[set[Choice]] = set()
@@ -109,7 +109,7 @@ def ring_attention(
         route = _choose(layout, key_layout, mask, q, k, v, wire)
     way = Route.parse(route, ranks)
     member_heads(q.shape[1], k.shape[1], way.ulysses)
-    check_route(way, wire)
+    way.check_wire(wire)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     lengths = layout.name, layout.length, key_layout.length
     name = group.group_name if group is not None else ""

@@ -34,7 +34,7 @@ from ringspan.torch.remat import CheckpointName, checkpoint_layers
 from ringspan.torch.rope import chunk_rotary_tables, is_rotary, set_global_length
 from ringspan.torch.sums import Sum, SumOfGradients
 from ringspan.torch.tensor_parallel import local_part, refuse_split, split_model, splits_vocabulary
-from ringspan.torch.wire import check_route, check_wire
+from ringspan.torch.wire import check_wire
 
 # Config fields that change attention or logits in a way that the ring does not compute yet.
 _UNSUPPORTED_FIELDS: Final = (
@@ -247,7 +247,7 @@ def refuse_route(config: PreTrainedConfig, ranks: int, route: str, wire: str, tp
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     way = Route.parse(route, ranks)
     member_heads(heads // tp, kv_heads // tp, way.ulysses)
-    check_route(way, wire)
+    way.check_wire(wire)
 
 
 class LayerKind(NamedTuple):

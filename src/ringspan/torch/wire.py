@@ -10,7 +10,6 @@ from typing import Final, Literal, get_args
 import torch
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.route import Route
 from ringspan.torch.block import Block, Form
 
 WireName = Literal["exact", "bfloat16", "float8", "int8"]
@@ -24,14 +23,6 @@ def check_wire(wire: str, gradient_wire: str) -> None:
         raise UnsupportedError(f"unknown wire {wire!r}; choose one of {', '.join(WIRE_NAMES)}")
     if gradient_wire not in ("exact", "bfloat16"):
         raise UnsupportedError(f"gradient_wire {gradient_wire!r} is not supported; choose exact (float32) or bfloat16")
-
-
-def check_route(route: Route, wire: str) -> None:
-    """Refuse to code what has no code."""
-    if route.passes_queries and wire != "exact":
-        raise UnsupportedError(
-            f"wire {wire!r} is for keys and values, which stay where they are on the route pass-q; use 'exact'"
-        )
 
 
 def encode(block: Block, wire: str) -> Block:

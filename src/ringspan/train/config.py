@@ -350,7 +350,8 @@ class TrainConfig(_Table):
 
         Raises:
             ConfigError: ring times replicate times tp is not world_size, the sequence has fewer tokens than the layout
-                has chunks (two a rank for zigzag, one for the others), or the route does not exist for such a ring.
+                has chunks (two a rank for zigzag, one for the others), or the route does not exist for such a ring or
+                such a wire.
         """
         replicate, tp = self.mesh.replicate, self.mesh.tp
         what, others = f"mesh.replicate = {replicate}", replicate * tp
@@ -374,7 +375,7 @@ class TrainConfig(_Table):
             )
         if self.attention.route != "auto":
             try:
-                Route.parse(self.attention.route, ring)
+                Route.parse(self.attention.route, ring).check_wire(self.attention.wire)
             except UnsupportedError as error:
                 raise ConfigError(f"attention.route: {error}") from None
         return replicate, ring
