@@ -38,7 +38,7 @@ def test_heads_that_do_not_split_are_no_candidates():
         forward_seconds(rs.Layout("zigzag", 4096, 8), rs.full(), "ulysses:8", Shape(1, 7, 7, 128, 128, 2), NODE)
 
 
-@pytest.mark.parametrize("route", ["ring", "double-ring:4", "all-gather", "bidirectional", "ulysses:4"])
+@pytest.mark.parametrize("route", ["ring", "double-ring:4", "all-gather", "bidirectional", "pass-q", "ulysses:4"])
 def test_without_a_wire_only_the_arithmetic_counts(route):
     speeds = Speeds(1e12, 1e30, 1e30, 8)
     layout = rs.Layout("striped", 8 * 64, 8)
@@ -51,3 +51,29 @@ def test_a_slow_wire_bounds_the_ring_by_its_bytes():
     layout = rs.Layout("contiguous", 8 * 64, 8)
     seconds = forward_seconds(layout, rs.full(), "ring", LLAMA, speeds)
     assert seconds == pytest.approx(7 * 64 * 8 * 256 * 2 / 1e9)
+
+
+ODD = Shape(1, 7, 7, 128, 128, 2)  # heads that no group of ranks divides
+
+
+def test_queries_travel_when_they_are_the_smaller_message():
+    """A query and its out and lse are 128 x 2 + 129 x 4 bytes a head, a key and its value 2 x 128 x 2."""
+    layout, speeds = rs.Layout("striped", 8 * 512, 8), Speeds(1e30, 1e9, 1e9, 8)
+    for tokens, expected in ((771, "ring"), (773, "pass-q")):
+        keys = rs.Layout("striped", 8 * tokens, 8)
+        choice = choose_route(layout, rs.full(), ODD, speeds, keys)
+        assert choice.route == expected
+        assert ("pass-q" in dict(choice.seconds)) == (expected == "pass-q")
+    assert choose_route(layout, rs.full(), ODD, speeds, keys, may_pass_queries=False).route == "ring"
+
+
+def test_a_slow_wire_bounds_travelling_queries_by_their_bytes():
+    layout, keys = rs.Layout("contiguous", 8 * 64, 8), rs.Layout("contiguous", 8 * 4096, 8)
+    seconds = forward_seconds(layout, rs.full(), "pass-q", ODD, Speeds(1e30, 1e9, 1e9, 8), keys)
+    assert seconds == pytest.approx(7 * 64 * 7 * (128 * 2 + 129 * 4) / 1e9)
+
+
+def test_few_queries_against_a_long_cache_do_not_move_the_cache():
+    layout, keys = rs.Layout("zigzag", 8 * 16, 8), rs.Layout("zigzag", 1 << 20, 8)
+    choice = choose_route(layout, rs.full(), LLAMA, NODE, keys)
+    assert choice.route == "pass-q" and "pass-q" in choice.reason

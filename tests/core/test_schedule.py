@@ -22,7 +22,7 @@ def painted(tile):
     return (rows - columns >= tile.lo) & (rows - columns <= tile.hi)
 
 
-ROUTES = ["ring", "bidirectional", "double-ring:1", "double-ring:2", "double-ring:3", "all-gather"]
+ROUTES = ["ring", "bidirectional", "double-ring:1", "double-ring:2", "double-ring:3", "all-gather", "pass-q"]
 
 
 def computed(layout, mask, key_layout=None, route="ring"):
@@ -31,7 +31,8 @@ def computed(layout, mask, key_layout=None, route="ring"):
     counts = np.zeros((layout.padded_length, keys.padded_length), dtype=int)
     for rank in range(layout.ranks):
         for hop in plan(layout, mask, rank, key_layout, route).hops:
-            rows, columns = layout.positions(rank), keys.positions(hop.owner)
+            of_queries, of_keys = (hop.owner, rank) if route == "pass-q" else (rank, hop.owner)
+            rows, columns = layout.positions(of_queries), keys.positions(of_keys)
             for tile in hop.tiles:
                 allowed = painted(tile)
                 assert allowed.any(0).all() and allowed.any(1).all(), "a trimmed tile has no idle row or key"
@@ -50,13 +51,13 @@ def test_each_allowed_pair_is_computed_exactly_once(layout, mask, route):
     assert np.array_equal(computed(layout, mask, route=route), expected)
 
 
-@given(layouts, masks, st.integers(1, 41))
-@examples(100)
-def test_cross_attention_of_unequal_lengths(layout, mask, num_keys):
+@given(layouts, masks, st.integers(1, 41), st.sampled_from(["ring", "pass-q"]))
+@examples(200)
+def test_cross_attention_of_unequal_lengths(layout, mask, num_keys, route):
     keys = rs.Layout(layout.name, num_keys, layout.ranks)
     q, k = np.arange(layout.padded_length), np.arange(keys.padded_length)
     expected = mask.dense(q, k) & (q < layout.length)[:, None] & (k < keys.length)
-    assert np.array_equal(computed(layout, mask, keys), expected)
+    assert np.array_equal(computed(layout, mask, keys, route), expected)
 
 
 @given(layouts, masks, st.sampled_from(ROUTES))
@@ -72,7 +73,7 @@ def test_blocks_carry_what_later_ranks_need_and_gradients_come_home_once(layout,
                 there = schedules[peer].hops[index]
                 held = hop.arrives.ranges if hop.index else ((0, layout.tokens_per_rank),)
                 assert there.owner == hop.owner and there.arrives == (rank, ranges) and not minus(ranges, held)
-            needed = union((tile.k0, tile.k1) for tile in hop.tiles)
+            needed = union((t.q0, t.q1) if route == "pass-q" else (t.k0, t.k1) for t in hop.tiles)
             if hop.index == 0:
                 assert hop.gradient == hop.gradient_on.ranges == hop.gradient_home == ()
                 continue

@@ -24,6 +24,7 @@ ANY = "torch/test_ring.py::test_any_mask_on_any_layout"
 LOSS = "torch/test_loss.py::test_loss_and_gradients_are_those_of_whole_logits[plain-7-13]"
 IGNORED_TARGETS = "torch/test_loss.py::test_tokens_without_targets_and_heads_without_biases[None-False-some]"
 EXACTLY_ONCE = "core/test_schedule.py::test_each_allowed_pair_is_computed_exactly_once"
+QUERIES = "torch/test_ring.py::test_the_error_does_not_grow_with_the_number_of_ranks[contiguous-pass-q]"
 CARRIED = "core/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_come_home_once"
 
 MUTANTS = [
@@ -67,8 +68,8 @@ MUTANTS = [
     Mutant(
         "own block used at every hop (stale keys and values)",
         "torch/ring.py",
-        "            block = decode(travelling, k.dtype)\n",
-        "            block = Block(travelling.ranges, *(x[:, :, : travelling.k.shape[2]] for x in (k, v)))\n",
+        "            block = decode(travelling, own.k.dtype)\n",
+        "            block = Block(travelling.ranges, *(x[:, :, : travelling.k.shape[2]] for x in (own.k, own.v)))\n",
         RING_FULL,
     ),
     Mutant(
@@ -95,8 +96,8 @@ MUTANTS = [
     Mutant(
         "gradients that came home dropped",
         "torch/ring.py",
-        "            home.add_block(returning.pop(0).wait())\n",
-        "            returning.pop(0).wait()\n",
+        "        _collect(returning, home)\n        total = ",
+        "        returning.clear()\n        total = ",
         RING_FULL,
     ),
     Mutant(
@@ -105,6 +106,34 @@ MUTANTS = [
         "Parcel(hop.owner, hop.gradient_home)",
         "Parcel((hop.owner + 1) % ring.schedule.ranks, hop.gradient_home)",
         "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-causal-4-zigzag]",
+    ),
+    Mutant(
+        "partials that came home dropped",
+        "torch/ring.py",
+        "        _collect(returning, home)\n        home.finish(",
+        "        returning.clear()\n        home.finish(",
+        QUERIES,
+    ),
+    Mutant(
+        "partial of travelling queries without their lse",
+        "torch/block.py",
+        "self.add(start, stop, block.k[:, :, rows], block.v[:, :, rows].squeeze(-1))",
+        "self.add(start, stop, block.k[:, :, rows], torch.zeros_like(block.v[:, :, rows].squeeze(-1)))",
+        QUERIES,
+    ),
+    Mutant(
+        "queries that saw nothing merged as if they had",
+        "torch/softmax.py",
+        ".masked_fill_(lse.isneginf(), 0)",
+        "",
+        "torch/test_ring.py::test_queries_that_nobody_answers_between_others_that_several_answer",
+    ),
+    Mutant(
+        "queries travel by the mask of the keys",
+        "core/schedule.py",
+        "layout, keys, regions = keys, layout, regions[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])",
+        "layout, keys = keys, layout",
+        CARRIED,
     ),
     Mutant(
         "diagonal shifted into the future",

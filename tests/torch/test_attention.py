@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ringspan as rs
+from ringspan.torch.exchange import TOTALS
 from tests.torch.models import relative
 
 
@@ -47,11 +48,42 @@ def test_real_ranks_run_a_window(pool):
     assert max(map(relative, whole, alone)) < 3e-6
 
 
-@pytest.mark.parametrize("route", ["bidirectional", "double-ring:2", "all-gather", "ulysses", "ulysses:2"])
+@pytest.mark.parametrize("route", ["bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses", "ulysses:2"])
 def test_real_ranks_take_every_route(pool, route):
     whole = pool.run(attend_on_ring, 4, "zigzag", 61, "causal", route)[2]
     alone = pool.run(attend_on_ring, 1, "zigzag", 61, "causal")[0]
     assert max(map(relative, whole, alone)) < 3e-6
+
+
+def few_queries(mesh, name, queries, keys, route):
+    """out, dq, dk and dv of a few queries against many keys, and the bytes that forward sent."""
+    group = mesh["ring"].get_group()
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    ours, theirs = rs.Layout(name, queries, ranks), rs.Layout(name, keys, ranks)
+    (q, _, _, dout), (_, k, v, _) = tensors(queries), tensors(keys)
+    local = [rs.shard(q, ours, rank, 2), *(rs.shard(x, theirs, rank, 2) for x in (k, v))]
+    local = [x.requires_grad_() for x in local]
+    before = TOTALS.sent_bytes
+    out = rs.ring_attention(*local, mask=rs.full(), layout=ours, key_layout=theirs, group=group, route=route)
+    sent = TOTALS.sent_bytes - before
+    gradients = torch.autograd.grad(out, local, rs.shard(dout, ours, rank, 2))
+    splits = ours, ours, theirs, theirs
+    return [rs.unshard(x, split, group, 2) for x, split in zip((out, *gradients), splits, strict=True)], sent
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_few_queries_travel_to_many_keys_of_their_own_accord(pool, layout):
+    (q, _, _, dout), (_, k, v, _) = tensors(13), tensors(157)
+    inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = scaled_dot_product_attention(*inputs, enable_gqa=True)
+    expected = [expected, *torch.autograd.grad(expected, inputs, dout.double())]
+    sent = {}
+    for route in ("pass-q", "auto", "ring"):
+        results = pool.run(few_queries, 4, layout, 13, 157, route)
+        sent[route] = sum(sent_bytes for _, sent_bytes in results)
+        for result, _ in results:
+            assert max(map(relative, result, expected)) < 3e-6
+    assert sent["auto"] == sent["pass-q"] < sent["ring"] / 2
 
 
 def unequal(mesh, what):
@@ -123,6 +155,8 @@ def test_other_bad_arguments_are_refused_by_name():
         rs.ring_attention(q, k, v, layout=rs.Layout("zigzag", 9, 1))
     with pytest.raises(rs.UnsupportedError, match="unknown route 'teleport'"):
         rs.ring_attention(q, k, v, route="teleport")
+    with pytest.raises(rs.UnsupportedError, match="wire 'int8' is for keys and values, which stay where they are"):
+        rs.ring_attention(q, k, v, route="pass-q", wire="int8")
     with pytest.raises(rs.UnsupportedError, match="unknown wire 'morse'"):
         rs.ring_attention(q, k, v, wire="morse")
     with pytest.raises(rs.UnsupportedError, match="gradient_wire 'int8'"):

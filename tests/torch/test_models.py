@@ -107,6 +107,7 @@ CASES = [
     ("llama4_text", 4, 1, "zigzag", 39, 1, 1, {"documents": [[19, 20]]}),
     ("llama", 4, 1, "zigzag", 37, 1, 1, {"route": "all-gather"}),
     ("gpt_oss", 4, 1, "zigzag", 41, 1, 1, {"route": "ulysses:2"}),
+    ("gpt_oss", 3, 1, "zigzag", 41, 1, 1, {"route": "pass-q"}),
     ("llama", 4, 1, "striped", 37, 1, 1, {"route": "ulysses", "documents": [[16, 21]]}),
 ]
 

@@ -33,7 +33,7 @@ def attention(
     mask: Annotated[str, typer.Option(help="causal, full, window:4096, documents:700,1300,...")] = "causal",
     layout: LayoutOption = "zigzag",
     route: Annotated[
-        str, typer.Option(help="ring, bidirectional, double-ring:I, all-gather, ulysses[:U[+ROUTE]].")
+        str, typer.Option(help="ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses[:U[+ROUTE]].")
     ] = "ring",
     repeats: Repeats = 5,
     as_json: Json = False,

@@ -5,7 +5,7 @@ one of its earlier hops. Ring loop, gradients and planner read nothing else of a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from ringspan.core.errors import UnsupportedError
 
-RouteName = Literal["ring", "bidirectional", "double-ring", "all-gather"]
+RouteName = Literal["ring", "bidirectional", "double-ring", "all-gather", "pass-q"]
 ROUTE_NAMES: Final[tuple[str, ...]] = (*get_args(RouteName), "ulysses")
 ROUTE_FORMS: Final = (
-    "ring, bidirectional, double-ring:I (inner rings of I ranks), all-gather, ulysses, ulysses:U (groups of U ranks, "
-    "a ring between them) or ulysses:U+ROUTE"
+    "ring, bidirectional, double-ring:I (inner rings of I ranks), all-gather, pass-q, ulysses, ulysses:U (groups of U "
+    "ranks, a ring between them) or ulysses:U+ROUTE"
 )
 
 IntArray = NDArray[np.int64]
@@ -26,13 +26,14 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Route:
-    """How keys and values get from every rank to every other one.
+    """How queries and keys of all ranks meet: mostly keys and values travel, from every rank to every other one.
 
     ``ring``: from neighbour to neighbour (Liu et al. 2023). ``bidirectional``: half of each block goes either way.
     ``double-ring``: around inner rings of ``inner`` consecutive ranks (a node), while a copy travels to the next node
-    (LoongTrain, Gu et al. 2024). ``all-gather``: from the owner straight to everybody. With ``ulysses`` above one,
-    groups of so many ranks first trade tokens for heads (DeepSpeed Ulysses, Jacobs et al. 2023), and the route runs
-    between the groups (USP, Fang and Zhao 2024).
+    (LoongTrain, Gu et al. 2024). ``all-gather``: from the owner straight to everybody. ``pass-q``: queries go around
+    the ring, and what each rank's keys make of them goes straight home (Yang et al. 2024, "Context Parallelism for
+    Scalable Million-Token Inference"). With ``ulysses`` above one, groups of so many ranks first trade tokens for heads
+    (DeepSpeed Ulysses, Jacobs et al. 2023), and the route runs between the groups (USP, Fang and Zhao 2024).
     """
 
     name: RouteName = "ring"
@@ -67,11 +68,32 @@ class Route:
             raise UnsupportedError(f"route {text!r}: inner rings of {number} do not divide {ranks} ranks")
         return Route("double-ring", int(number))
 
+    @property
+    def passes_queries(self) -> bool:
+        """Queries travel, and keys and values stay."""
+        return self.name == "pass-q"
+
+    @property
+    def backward(self) -> "Route":
+        """The route of the backward pass: keys and values travel, since it starts with out and lse at home."""
+        return replace(self, name="ring") if self.passes_queries else self
+
+    def check_wire(self, wire: str) -> None:
+        """Refuse a code for keys and values where these do not travel.
+
+        Raises:
+            UnsupportedError: naming the wire.
+        """
+        if self.passes_queries and wire != "exact":
+            raise UnsupportedError(
+                f"wire {wire!r} is for keys and values, which stay where they are on the route pass-q; use 'exact'"
+            )
+
     def itineraries(self, ranks: int) -> tuple["Itinerary", ...]:
         """The ways to go; the schedule takes the one that moves fewer tokens."""
         match self.name:
-            case "ring":
-                return tuple(_ring(ranks, direction) for direction in (1, -1))
+            case "ring" | "pass-q":
+                return tuple(_ring(ranks, direction, hands_on=self.name == "ring") for direction in (1, -1))
             case "bidirectional":
                 return (_bidirectional(ranks),)
             case "double-ring":
@@ -85,8 +107,9 @@ class Itinerary:
     """Which block is where, at every hop of every rank.
 
     ``owner`` and ``source`` (H, N): whose block a rank has at a hop, and which rank sent it. ``posted`` (H,): at the
-    start of which earlier hop it was sent. ``behind`` (H,): the hop whose visitor hands its dk and dv on to this hop's
-    visitor, 0 when nobody does. ``half`` (H,): which half of the owner's tokens, -1 for all.
+    start of which earlier hop it was sent. ``behind`` (H,): the hop whose visitor hands what it made of the block (dk
+    and dv; partials, of queries) on to this hop's visitor, 0 when nobody does. ``half`` (H,): which half of the owner's
+    tokens, -1 for all.
     """
 
     owner: IntArray
@@ -101,7 +124,7 @@ class Itinerary:
         return np.argsort(self.owner, axis=1)
 
     def following(self, hop: int) -> int:
-        """The hop whose visitor gets the dk and dv of this hop's visitor, 0 when nobody does."""
+        """The hop whose visitor gets what this hop's visitor made of the block, 0 when nobody does."""
         later = np.flatnonzero(self.behind == hop)
         return int(later[0]) if hop and len(later) else 0
 
@@ -116,9 +139,9 @@ def _itinerary(ranks: int, hops: Sequence[tuple[IntArray, int, int, int]]) -> It
     return Itinerary(np.stack(owners), np.stack([everyone, *(hop[0] for hop in hops)]), posted, behind, half)
 
 
-def _ring(ranks: int, direction: int) -> Itinerary:
+def _ring(ranks: int, direction: int, hands_on: bool) -> Itinerary:
     source = (np.arange(ranks) - direction) % ranks
-    return _itinerary(ranks, [(source, hop - 1, hop - 1, -1) for hop in range(1, ranks)])
+    return _itinerary(ranks, [(source, hop - 1, hop - 1 if hands_on else 0, -1) for hop in range(1, ranks)])
 
 
 def _bidirectional(ranks: int) -> Itinerary:

@@ -4,6 +4,9 @@ The block of an owner visits the other ranks in the order of the route. It carri
 needs, so it thins out on the way and stops when nobody needs it: a window of w tokens over chunks of c reaches ceil((w
 - 1) / c) neighbours, and a causal zigzag block drops its late chunk on the way. Its gradient follows one hop behind;
 each part of it goes straight home from the last rank that adds to it.
+
+On the route ``pass-q`` the blocks are queries, needed by the keys that they see: the schedule of the transposed mask.
+What a visitor makes of them, a partial result, goes straight home.
 """
 
 from dataclasses import dataclass
@@ -33,15 +36,16 @@ class Parcel(NamedTuple):
 class Hop:
     """What one rank does at one hop, while it holds the block of ``owner``.
 
-    Ranges are indices into the owner's own storage. Hop 0 is the rank's own block, which nothing carried here.
+    Ranges are indices into the owner's own storage. Hop 0 is the rank's own block, which nothing carried here. A
+    block's gradient is dk and dv, in the backward pass; of a block of queries it is their partial, in the same pass.
     """
 
     index: int
     owner: int
     tiles: tuple[Tile, ...]
-    arrives: Parcel  # keys and values, and who sent them
+    arrives: Parcel  # the block, and who sent it
     sends: tuple[tuple[int, Parcel], ...]  # what of this block goes out, and for which hop of whoever gets it
-    gradient: Ranges  # dk and dv held after this hop: what earlier visitors added up and what this rank adds
+    gradient: Ranges  # held after this hop: what earlier visitors added up and what this rank adds
     gradient_in: Parcel  # what of it earlier visitors sent here
     gradient_on: Parcel  # what of it a later visitor gets, for its hop ``gradient_next``
     gradient_next: int
@@ -60,6 +64,7 @@ class Schedule:
     rank: int
     ranks: int
     hops: tuple[Hop, ...]
+    passes_queries: bool = False  # blocks are queries, else keys and values
 
     @property
     def num_pairs(self) -> int:
@@ -68,12 +73,12 @@ class Schedule:
 
     @property
     def sent_tokens(self) -> int:
-        """Tokens of keys and values that this rank sends in forward."""
+        """Tokens of keys and values, or of queries, that this rank sends in forward."""
         return sum(size(parcel.ranges) for hop in self.hops for _, parcel in hop.sends)
 
     @property
     def sent_gradient_tokens(self) -> int:
-        """Tokens of dk and dv that this rank sends in backward."""
+        """Tokens of dk and dv that this rank sends in backward, or of partials of other ranks' queries."""
         return sum(size(hop.gradient_on.ranges) + size(hop.gradient_home) for hop in self.hops)
 
 
@@ -103,16 +108,18 @@ def plan(
     route = Route.parse(route, layout.ranks) if isinstance(route, str) else route
     if route.ulysses > 1:
         raise UnsupportedError(f"{route} has Ulysses groups; plan the route between them on the layout of the groups")
-    queries = layout.spans(rank)
+    blocks = layout if route.passes_queries else keys
     travel = _travel(layout, keys, mask, route)
     way = travel.itinerary
     regions = mask.table(layout.length, keys.length)
     hops: list[Hop] = []
     for index, owner in enumerate(way.owner[:, rank].tolist()):
-        start, stop = _part(int(way.half[index]), keys.tokens_per_rank)
-        tiles = tuple(
-            tile.shifted(0, start) for tile in tiles_between(queries, _cut(keys.spans(owner), start, stop), regions)
-        )
+        start, stop = _part(int(way.half[index]), blocks.tokens_per_rank)
+        block = _cut(blocks.spans(owner), start, stop)
+        if route.passes_queries:
+            tiles = tuple(tile.shifted(start, 0) for tile in tiles_between(block, keys.spans(rank), regions))
+        else:
+            tiles = tuple(tile.shifted(0, start) for tile in tiles_between(layout.spans(rank), block, regions))
         sends = tuple(
             (later, Parcel(int(travel.visitor[later, owner]), _ranges(travel.carried[owner, later])))
             for later in np.flatnonzero(way.posted == index).tolist()
@@ -134,7 +141,7 @@ def plan(
                 comes_home=Parcel(int(travel.visitor[index, rank]), travel.sent_home(rank, index)),
             )
         )
-    return Schedule(rank, layout.ranks, tuple(hops))
+    return Schedule(rank, layout.ranks, tuple(hops), route.passes_queries)
 
 
 def _part(half: int, tokens: int) -> tuple[int, int]:
@@ -176,7 +183,10 @@ class _Travel:
 
 @lru_cache(maxsize=64)
 def _travel(layout: Layout, keys: Layout, mask: Mask, route: Route) -> _Travel:
-    needed = _needed(layout, keys, mask)
+    regions = mask.table(layout.length, keys.length)
+    if route.passes_queries:  # transposed: k - q instead of q - k
+        layout, keys, regions = keys, layout, regions[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])
+    needed = _needed(layout, keys, regions)
     journeys = (_journey(needed, way, keys.tokens_per_rank) for way in route.itineraries(layout.ranks))
     return min(journeys, key=lambda travel: _sizes(travel.carried))
 
@@ -200,9 +210,8 @@ def _journey(needed: IntArray, way: Itinerary, tokens: int) -> _Travel:
     return _Travel(way, visitor, carried, gradient)
 
 
-def _needed(layout: Layout, keys: Layout, mask: Mask) -> IntArray:
+def _needed(layout: Layout, keys: Layout, regions: IntArray) -> IntArray:
     """Hull of the keys of each (owner, visitor, owner's span) that the visitor sees, in the owner's storage indices."""
-    regions = mask.table(layout.length, keys.length)
     queries = _span_table(layout)
     needed = np.empty((layout.ranks, layout.ranks, 2, 2), dtype=np.int64)
     needed[:] = _NOTHING

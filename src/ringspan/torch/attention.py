@@ -7,7 +7,7 @@ name it to keep its result. B batch, H query heads, G key/value heads, T local t
 import logging
 import os
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -80,7 +80,7 @@ def ring_attention(
         sinks: one logit a query head (H,) that takes its share of every row's softmax and has no value (gpt-oss).
             Its gradient is that of the local rows; sum it over the ranks as for any parameter.
         route: how blocks get to other ranks, see ``ringspan.core.route``: ring, bidirectional, double-ring:I,
-            all-gather, ulysses, ulysses:U; the result is the same. ``auto`` takes the quickest by the model of
+            all-gather, pass-q, ulysses, ulysses:U; the result is the same. ``auto`` takes the quickest by the model of
             ``ringspan.core.choice`` and logs why.
         wire: how keys and values travel, see ``ringspan.torch.wire``: exact, bfloat16, float8 or int8.
         gradient_wire: how dk and dv travel: exact (float32) or bfloat16.
@@ -106,8 +106,10 @@ def ring_attention(
     )
     mask = causal() if mask is None else Mask.parse(mask) if isinstance(mask, str) else mask
     if route == "auto":
-        route = _choose(layout, mask, q, k, v)
-    member_heads(q.shape[1], k.shape[1], Route.parse(route, ranks).ulysses)
+        route = _choose(layout, key_layout, mask, q, k, v, wire)
+    way = Route.parse(route, ranks)
+    member_heads(q.shape[1], k.shape[1], way.ulysses)
+    way.check_wire(wire)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     lengths = layout.name, layout.length, key_layout.length
     name = group.group_name if group is not None else ""
@@ -133,11 +135,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 _ASSUMED: Final = {"cuda": (4e14, 3e11, 2.5e10), "cpu": (1e11, 2e9, 1e9)}
 
 
-def _choose(layout: Layout, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> str:
+def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: Tensor, wire: str) -> str:
     """The route that ``auto`` stands for here."""
     speeds = Speeds(*_ASSUMED["cpu" if q.device.type == "cpu" else "cuda"], _ranks_per_node(layout.ranks))
     shape = Shape(len(q), q.shape[1], k.shape[1], k.shape[-1], v.shape[-1], k.dtype.itemsize)
-    choice = choose_route(layout, mask, shape, speeds)
+    choice = choose_route(layout, mask, shape, speeds, keys, may_pass_queries=wire == "exact")
     if choice not in _told:
         _told.add(choice)
         _log.info("%s", choice.reason)
@@ -280,14 +282,24 @@ def _prepare(
     }
     agree(group, facts)
     exchange = Exchange(group, f"{what} {facts}")
-    return assemble(rank, ranks, exchange, q, k, slopes, options)
+    return assemble(rank, ranks, exchange, q, k, slopes, options, is_backward=what == "backward")
 
 
 def assemble(
-    rank: int, ranks: int, exchange: Exchange, q: Tensor, k: Tensor, slopes: Tensor | None, options: _Options
+    rank: int,
+    ranks: int,
+    exchange: Exchange,
+    q: Tensor,
+    k: Tensor,
+    slopes: Tensor | None,
+    options: _Options,
+    *,
+    is_backward: bool,
 ) -> tuple[Ring, Ulysses | None]:
     """The ring of one rank and, when the route has groups, its trade within them."""
     route = Route.parse(options.route, ranks)
+    if is_backward:
+        route = route.backward
     layout, keys = (Layout(options.layout, n, ranks) for n in (options.length, options.key_length))  # pyright: ignore[reportArgumentType]
     ulysses = None
     if route.ulysses > 1:
@@ -302,7 +314,7 @@ def assemble(
         q, k = q[:, ulysses.mine.queries], k[:, ulysses.mine.keys]
     positions = None
     if slopes is not None:
-        positions = _positions(layout, rank, q.device), lambda owner: _positions(keys, owner, k.device)
+        positions = partial(_positions, layout, device=q.device), partial(_positions, keys, device=q.device)
     schedule = _schedule(layout, keys, options.mask, rank, replace(route, ulysses=1))
     ring = Ring(
         schedule,
@@ -322,5 +334,5 @@ def _schedule(layout: Layout, keys: Layout, mask: str, rank: int, route: Route) 
 
 
 @lru_cache(maxsize=64)
-def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
+def _positions(layout: Layout, rank: int, *, device: torch.device) -> Tensor:
     return torch.from_numpy(layout.positions(rank)).to(device)

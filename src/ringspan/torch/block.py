@@ -1,5 +1,5 @@
-"""What travels: keys and values of one owner (or their gradients), packed into one buffer, so that a hop is one
-message.
+"""What travels: keys and values of one owner (or their gradients), or queries (or their partials), packed into one
+buffer, so that a hop is one message.
 
 B batch, G key/value heads, D head size, E value head size, n packed tokens.
 """
@@ -15,6 +15,7 @@ from ringspan.core.ranges import Ranges, offset, size
 from ringspan.core.tile import Tile
 from ringspan.torch.exchange import Room
 from ringspan.torch.rows import Rows
+from ringspan.torch.softmax import Partial
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,9 @@ class Form:
 class Block:
     """Some of an owner's tokens: ``k`` (B, G, n, D) and ``v`` (B, G, n, E) hold the given ranges one behind the other.
 
+    In a block of queries these are q (B, H, n, D) and nothing (B, H, n, 0); in one of their partials out (B, H, n, E)
+    and lse (B, H, n, 1).
+
     ``buffer`` is the flat tensor below all of it when the block is packed, else None (a rank's own keys and values).
     ``scales`` (2, B, G, 1, 1) float32 are the factors of a coded k and v, None when these are plain numbers.
     """
@@ -80,6 +84,11 @@ class Block:
     v: Tensor
     buffer: Tensor | None = None
     scales: Tensor | None = None
+
+    @staticmethod
+    def whole(k: Tensor, v: Tensor) -> "Block":
+        """A rank's own tokens, where they are."""
+        return Block(((0, k.shape[2]),), k, v)
 
     def pack(self, ranges: Ranges, make: Callable[[Room], Tensor] = Room.empty) -> "Block":
         """The block cut down to some of its ranges, as one buffer that ``make`` makes; itself when nothing is cut."""
@@ -185,3 +194,34 @@ class GradientBlock:
     def finish(self) -> Block:
         """The sums as a block; zeros where nothing was added."""
         return Block(self._ranges, self._dk.finish(), self._dv.finish(), self._buffer)
+
+
+class PartialBlock:
+    """The partial of some ranges of an owner's queries: out (B, H, n, E) and lse (B, H, n, 1).
+
+    One that travels is packed like a block; the one at home is merged in the rank's own out and lse.
+    """
+
+    def __init__(self, block: Block) -> None:
+        self._block, self._partial = block, Partial(block.k, block.v.squeeze(-1))
+
+    @staticmethod
+    def travelling(form: Form, make: Callable[[Room], Tensor] = Room.empty) -> "PartialBlock":
+        """The partial of some ranges of another rank's queries, ready to be sent in the buffer that ``make`` makes."""
+        return PartialBlock(form.on(make(form.room)))
+
+    def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
+        """Merge a partial of the owner's queries [start, stop)."""
+        rows = self._block.rows(start, stop)
+        self._partial.merge(rows.start, rows.stop, out, lse)
+
+    def add_block(self, block: Block) -> None:
+        """Merge what another rank sent."""
+        for start, stop in block.ranges:
+            rows = block.rows(start, stop)
+            self.add(start, stop, block.k[:, :, rows], block.v[:, :, rows].squeeze(-1))
+
+    def finish(self, sinks: Tensor | None = None) -> Block:
+        """The partial as a block, see ``Partial.finish``."""
+        self._partial.finish(sinks)
+        return self._block

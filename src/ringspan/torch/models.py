@@ -245,7 +245,9 @@ def refuse_route(config: PreTrainedConfig, ranks: int, route: str, wire: str, tp
         return
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    member_heads(heads // tp, kv_heads // tp, Route.parse(route, ranks).ulysses)
+    way = Route.parse(route, ranks)
+    member_heads(heads // tp, kv_heads // tp, way.ulysses)
+    way.check_wire(wire)
 
 
 class LayerKind(NamedTuple):

@@ -1,6 +1,7 @@
 """The only ring loop. Layouts, masks and routes are data in the schedule; this carries it out.
 
-At each hop: post the exchange of the blocks that follow, compute on the block that is here. On the route ``ring`` a
+At each hop: post the exchange of the blocks that follow, compute on the block that is here. Blocks are keys and values,
+or on the route ``pass-q`` queries, whose partials go home as soon as they are computed. On the route ``ring`` a
 rank holds at most two key/value blocks, and in backward two gradient blocks; of one group of heads at a time, so that
 the last gradients of a group come home while the next one computes. B batch, H query heads, G key/value heads, T local
 tokens, D head size, E value head size.
@@ -17,10 +18,9 @@ from ringspan.core.ranges import Ranges
 from ringspan.core.schedule import Hop, Parcel, Schedule
 from ringspan.core.tile import Tile
 from ringspan.torch import kernels
-from ringspan.torch.block import Block, Form, GradientBlock, RunningSum
+from ringspan.torch.block import Block, Form, GradientBlock, PartialBlock, RunningSum
 from ringspan.torch.exchange import Arrival, Exchange, Transfer
 from ringspan.torch.scores import Scores
-from ringspan.torch.softmax import Partial
 from ringspan.torch.wire import decode, encode
 
 _MESSAGES_PER_HOP = 2  # keys and values before the computation, gradients after it
@@ -42,7 +42,7 @@ def empty_like(x: Tensor, size: int) -> Tensor:
 class Ring:
     """One rank's way through one attention: whom it meets, how they talk, what scores are, and heads at a time.
 
-    ``positions`` are those of the local queries and of each owner's keys, where ``scores`` needs them. ``wire`` and
+    ``positions`` are those of each rank's queries and of each rank's keys, where ``scores`` needs them. ``wire`` and
     ``gradient_wire`` are how keys, values and gradients travel (``ringspan.torch.wire``).
     """
 
@@ -50,7 +50,7 @@ class Ring:
     exchange: Exchange
     scores: Scores
     head_groups: int = 1
-    positions: tuple[Tensor, Callable[[int], Tensor]] | None = None
+    positions: tuple[Callable[[int], Tensor], Callable[[int], Tensor]] | None = None
     wire: str = "exact"
     gradient_wire: str = "exact"
 
@@ -70,10 +70,12 @@ class Ring:
         if self.positions is None:
             return self.scores
         queries, keys = self.positions
+        here = self.schedule.rank
+        of_queries, of_keys = (owner, here) if self.schedule.passes_queries else (here, owner)
         return replace(
             self.scores.heads(heads),
-            query_positions=queries[tile.q0 : tile.q1],
-            key_positions=keys(owner)[tile.k0 : tile.k1],
+            query_positions=queries(of_queries)[tile.q0 : tile.q1],
+            key_positions=keys(of_keys)[tile.k0 : tile.k1],
         )
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -118,17 +120,16 @@ class _Coming(NamedTuple):
         return self.form.empty() if self.arrival is None else self.form.on(self.arrival.read())
 
 
-def visits(ring: Ring, number: int, k: Tensor, v: Tensor) -> Iterator[tuple[Hop, Block]]:
+def visits(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, Block]]:
     """Each hop with the block that is here for it; while the caller computes, the blocks that follow are on their
     way.
     """
     hops = ring.schedule.hops
-    own = Block(((0, k.shape[2]),), k, v)
     under_way: dict[int, _Coming] = {}
     for hop in hops:
         if hop.index:
             travelling = under_way.pop(hop.index).wait()
-            block = decode(travelling, k.dtype)
+            block = decode(travelling, own.k.dtype)
         else:
             block, travelling = own, encode(own, ring.wire) if hop.sends else own
         packed: dict[Ranges, Block] = {}
@@ -166,16 +167,30 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
     dtype = accumulation_dtype(q.dtype)
     out = empty_like(q, v.shape[-1])
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
+    passes_queries = ring.schedule.passes_queries
     for number, heads, kv_heads in ring.heads(q, k):
-        q_part, v_part = q[:, heads], v[:, kv_heads]
-        partial = Partial(out[:, heads], lse[:, heads])
-        for hop, block in visits(ring, number, k[:, kv_heads], v_part):
+        queries, keys = Block.whole(q[:, heads], q[:, heads, :, :0]), Block.whole(k[:, kv_heads], v[:, kv_heads])
+        partial = out[:, heads], lse[:, heads].unsqueeze(-1)
+        home = PartialBlock(Block.whole(*partial))
+        returning: list[_Coming] = []  # what other ranks made of this rank's queries
+        for hop, block in visits(ring, number, queries if passes_queries else keys):
+            queries, keys = (block, keys) if passes_queries else (queries, block)
+            total, is_sent = home, passes_queries and hop.index > 0
+            if is_sent:
+                total = PartialBlock.travelling(Form.of(hop.gradient_home, *partial, dtype), ring.exchange.empty)
             for tile in hop.tiles:
-                rows = q_part[:, :, tile.q0 : tile.q1]
+                rows = queries.rows(tile.q0, tile.q1)
                 scores = ring.scores_of(tile, hop.owner, heads)
-                kernel = kernels.choose(q_part, v_part, tile, scores)
-                partial.merge(tile, *kernel.forward(rows, *block.tile(tile), tile, scores))
-        partial.finish(None if sinks is None else sinks[heads])
+                kernel = kernels.choose(queries.k, keys.v, tile, scores)
+                total.add(tile.q0, tile.q1, *kernel.forward(queries.k[:, :, rows], *keys.tile(tile), tile, scores))
+            if is_sent:
+                receives = [(hop.comes_home.peer, Form.of(hop.comes_home.ranges, *partial, dtype))]
+                message = _MESSAGES_PER_HOP * (number * len(ring.schedule.hops) + hop.index) + 1
+                coming = _post(ring, [(hop.owner, total.finish())], receives, message)
+                _collect(returning, home)  # of the hop before: no more than two wait
+                returning += coming
+        _collect(returning, home)
+        home.finish(None if sinks is None else sinks[heads])
     return out, lse
 
 
@@ -234,7 +249,7 @@ def _backward_of_heads(
     travelling = ring.gradient_dtype(q.dtype)
     behind: dict[int, _Coming] = {}  # by hop, what earlier visitors of its block added up
     returning: list[_Coming] = []  # parts of this rank's own gradient
-    for hop, block in visits(ring, number, k, v):
+    for hop, block in visits(ring, number, Block.whole(k, v)):
         total = home
         if hop.index:
             total = GradientBlock.travelling(Form.of(hop.gradient, k, v, dtype), ring.exchange.empty)
@@ -267,13 +282,18 @@ def _backward_of_heads(
     _store(dq.finish(), gradients[0])
 
     def finish() -> None:
-        while returning:
-            home.add_block(returning.pop(0).wait())
+        _collect(returning, home)
         total = home.finish()
         _store(total.k, gradients[1])
         _store(total.v, gradients[2])
 
     return finish
+
+
+def _collect(coming: list[_Coming], total: GradientBlock | PartialBlock) -> None:
+    """Wait for gradients or partials that other ranks send home and add them."""
+    while coming:
+        total.add_block(coming.pop(0).wait())
 
 
 def _store(total: Tensor, gradient: Tensor) -> None:

@@ -6,7 +6,6 @@ B batch, H query heads, T local queries, E value head size.
 import torch
 from torch import Tensor
 
-from ringspan.core.tile import Tile
 from ringspan.torch.rows import Rows
 
 
@@ -25,17 +24,17 @@ class Partial:
             self._out = self._out.transpose(1, 2)
         self._rows = Rows(out.shape[2])
 
-    def merge(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
-        """Merge the partial of a tile's rows; every row of a tile sees a key, so ``lse`` is finite."""
-        mine, mine_lse = self._out[:, :, tile.q0 : tile.q1], self._lse[:, :, tile.q0 : tile.q1]
-        missing = self._rows.touch(tile.q0, tile.q1)
-        if missing == tile.num_rows:
+    def merge(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
+        """Merge the partial of rows [start, stop); one that saw no key, its lse -inf, changes nothing."""
+        mine, mine_lse = self._out[:, :, start:stop], self._lse[:, :, start:stop]
+        missing = self._rows.touch(start, stop)
+        if missing == stop - start:
             mine.copy_(out)
             mine_lse.copy_(lse)
             return
         if missing:
             self._clear()
-        weight = torch.sigmoid(lse - mine_lse).to(mine.dtype)
+        weight = torch.sigmoid(lse - mine_lse).masked_fill_(lse.isneginf(), 0).to(mine.dtype)
         mine.lerp_(out.to(mine.dtype), weight.unsqueeze(-1))
         torch.logaddexp(mine_lse, lse.to(mine_lse.dtype), out=mine_lse)
 

@@ -16,7 +16,7 @@ class Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, value: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
-        total = value.clone()
+        total = value.clone(memory_format=torch.contiguous_format)
         for group in groups:
             dist.all_reduce(total, group=group)
         return total

@@ -262,8 +262,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.rank, ctx.size = dist.get_rank(group), part.shape[-1]  # pyright: ignore[reportAttributeAccessIssue]
+        part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, part.contiguous(), group=group)
+        dist.all_gather(parts, part, group=group)
         return torch.cat(parts, -1)
 
     @staticmethod

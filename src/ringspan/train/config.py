@@ -167,7 +167,8 @@ class AttentionConfig(_Table):
     """Which positions each process holds. "zigzag" and "striped" balance causal work; "contiguous" does not."""
     route: str = "ring"
     """How keys and values get to the other processes: "ring", "bidirectional", "double-ring:8" (nodes of eight),
-    "all-gather", "ulysses", "ulysses:4" (groups of four, a ring between them) or "auto"."""
+    "all-gather", "pass-q" (queries travel instead), "ulysses", "ulysses:4" (groups of four, a ring between them) or
+    "auto"."""
     wire: Literal["exact", "bfloat16", "float8", "int8"] = "exact"
     """How they travel; anything but "exact" adds the error that docs/routes.md states."""
 
@@ -351,7 +352,8 @@ class TrainConfig(_Table):
 
         Raises:
             ConfigError: ring times replicate times tp is not world_size, the sequence has fewer tokens than the layout
-                has chunks (two a rank for zigzag, one for the others), or the route does not exist for such a ring.
+                has chunks (two a rank for zigzag, one for the others), or the route does not exist for such a ring or
+                such a wire.
         """
         replicate, tp = self.mesh.replicate, self.mesh.tp
         what, others = f"mesh.replicate = {replicate}", replicate * tp
@@ -375,7 +377,7 @@ class TrainConfig(_Table):
             )
         if self.attention.route != "auto":
             try:
-                Route.parse(self.attention.route, ring)
+                Route.parse(self.attention.route, ring).check_wire(self.attention.wire)
             except UnsupportedError as error:
                 raise ConfigError(f"attention.route: {error}") from None
         return replicate, ring
