@@ -64,6 +64,8 @@ def refusal(monkeypatch, capsys, *arguments):
         (["attention.route=teleport"], "unknown route 'teleport'"),
         (["attention.route=double-ring:3", "--nproc", "4"], "inner rings of 3 do not divide 4 ranks"),
         (["attention.wire=morse"], "attention.wire"),
+        (["attention.kernel=abacus"], "attention.kernel"),
+        (["attention.kernel=cudnn"], "kernel 'cudnn' cannot serve: it needs CUDA tensors, these are on cpu"),
         (["model.config.attention_dropout=0.5"], "attention_dropout=0.5 is not supported"),
         (["model.config.model_type=nosuch"], "nosuch"),
         (['model.rope={type="spiral",factor=2.0}'], "model.rope.type = 'spiral': choose one of linear, dynamic"),

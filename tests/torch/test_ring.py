@@ -104,12 +104,12 @@ class Problem:
         if has_sinks:
             self.dsinks = reference.sink_gradient(dout, self.out, self.lse, extra["sinks"])
 
-    def on_ring(self, name, ranks, route="ring", wire="exact", gradient_wire="exact"):
+    def on_ring(self, name, ranks, route="ring", wire="exact", gradient_wire="exact", kernel="auto"):
         """out, lse, dq, dk, dv in order, and the exchanges of forward and backward."""
         layout = rs.Layout(name, self.length, ranks)
         keys = rs.Layout(name, self.keys, ranks) if self.is_cross else layout
         lengths = name, self.length, self.keys
-        options = _Options(self.scale, self.softcap, self.mask.spec, *lengths, route, wire, gradient_wire, "")
+        options = _Options(self.scale, self.softcap, self.mask.spec, *lengths, route, wire, gradient_wire, kernel, "")
 
         def local(rank):
             q, dout = (rs.shard(x, layout, rank, 2) for x in (self.q, self.dout))

@@ -17,7 +17,7 @@ from ringspan.core.layout import Layout, Span
 from ringspan.core.mask import UNBOUNDED, Mask
 from ringspan.core.ranges import Ranges, minus, size, union
 from ringspan.core.route import IntArray, Itinerary, Route
-from ringspan.core.tile import Tile, meet, tiles_between
+from ringspan.core.tile import Tile, bands_between, meet
 
 _MAX_MEETINGS: Final = 1 << 20  # spans x spans x regions met in one numpy call: bounds the schedule's own memory
 
@@ -34,10 +34,12 @@ class Hop:
     """What one rank does at one hop, while it holds the block of ``owner``.
 
     Ranges are indices into the owner's own storage. Hop 0 is the rank's own block, which nothing carried here.
+    ``bands`` are what it computes as few tiles with any band; ``tiles`` the same as tiles that every flash kernel runs.
     """
 
     index: int
     owner: int
+    bands: tuple[Tile, ...]
     tiles: tuple[Tile, ...]
     arrives: Parcel  # keys and values, and who sent them
     sends: tuple[tuple[int, Parcel], ...]  # what of this block goes out, and for which hop of whoever gets it
@@ -50,7 +52,7 @@ class Hop:
 
     @property
     def num_pairs(self) -> int:
-        return sum(tile.num_pairs for tile in self.tiles)
+        return sum(band.num_pairs for band in self.bands)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +112,8 @@ def plan(
     hops: list[Hop] = []
     for index, owner in enumerate(way.owner[:, rank].tolist()):
         start, stop = _part(int(way.half[index]), keys.tokens_per_rank)
-        tiles = tuple(
-            tile.shifted(0, start) for tile in tiles_between(queries, _cut(keys.spans(owner), start, stop), regions)
+        bands = tuple(
+            band.shifted(0, start) for band in bands_between(queries, _cut(keys.spans(owner), start, stop), regions)
         )
         sends = tuple(
             (later, Parcel(int(travel.visitor[later, owner]), _ranges(travel.carried[owner, later])))
@@ -123,7 +125,8 @@ def plan(
             Hop(
                 index=index,
                 owner=owner,
-                tiles=tiles,
+                bands=bands,
+                tiles=tuple(tile for band in bands for tile in band.split()),
                 arrives=Parcel(int(way.source[index, rank]), _ranges(travel.carried[owner, index])),
                 sends=sends,
                 gradient=_ranges(travel.gradient[owner, index]),

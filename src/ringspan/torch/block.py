@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ringspan.core.ranges import Ranges, offset, size
-from ringspan.core.tile import Tile
 from ringspan.torch.rows import Rows
 
 
@@ -74,9 +73,9 @@ class Block:
         first = offset(self.ranges, start)
         return slice(first, first + stop - start)
 
-    def tile(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """The keys and values that a tile reads."""
-        rows = self.rows(tile.k0, tile.k1)
+    def part(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the owner's tokens [start, stop), which lie within one range."""
+        rows = self.rows(start, stop)
         return self.k[:, :, rows], self.v[:, :, rows]
 
 
@@ -120,7 +119,7 @@ class GradientBlock:
     """
 
     def __init__(self, ranges: Ranges, dk: RunningSum, dv: RunningSum, buffer: Tensor | None = None) -> None:
-        self._ranges, self._dk, self._dv, self._buffer = ranges, dk, dv, buffer
+        self.ranges, self._dk, self._dv, self._buffer = ranges, dk, dv, buffer
 
     @staticmethod
     def at_home(dk: Tensor, dv: Tensor, dtype: torch.dtype) -> "GradientBlock":
@@ -135,7 +134,7 @@ class GradientBlock:
 
     def add(self, start: int, stop: int, dk: Tensor, dv: Tensor) -> None:
         """Add the gradients of the owner's tokens [start, stop)."""
-        first = offset(self._ranges, start)
+        first = offset(self.ranges, start)
         last = first + stop - start
         self._dk.add(first, last, dk)
         self._dv.add(first, last, dv)
@@ -148,4 +147,4 @@ class GradientBlock:
 
     def finish(self) -> Block:
         """The sums as a block; zeros where nothing was added."""
-        return Block(self._ranges, self._dk.finish(), self._dv.finish(), self._buffer)
+        return Block(self.ranges, self._dk.finish(), self._dv.finish(), self._buffer)

@@ -6,6 +6,7 @@ the last gradients of a group come home while the next one computes. B batch, H 
 tokens, D head size, E value head size.
 """
 
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
@@ -19,6 +20,7 @@ from ringspan.core.tile import Tile
 from ringspan.torch import kernels
 from ringspan.torch.block import Block, GradientBlock, RunningSum
 from ringspan.torch.exchange import Exchange, Transfer
+from ringspan.torch.kernels import Kernel, Launch
 from ringspan.torch.scores import Scores
 from ringspan.torch.softmax import Partial
 from ringspan.torch.wire import decode, encode
@@ -43,7 +45,8 @@ class Ring:
     """One rank's way through one attention: whom it meets, how they talk, what scores are, and heads at a time.
 
     ``positions`` are those of the local queries and of each owner's keys, where ``scores`` needs them. ``wire`` and
-    ``gradient_wire`` are how keys, values and gradients travel (``ringspan.torch.wire``).
+    ``gradient_wire`` are how keys, values and gradients travel (``ringspan.torch.wire``), ``kernel`` who computes
+    (``ringspan.torch.kernels``).
     """
 
     schedule: Schedule
@@ -53,6 +56,7 @@ class Ring:
     positions: tuple[Tensor, Callable[[int], Tensor]] | None = None
     wire: str = "exact"
     gradient_wire: str = "exact"
+    kernel: str = "auto"
 
     def heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
         """Number, query heads and key/value heads of each group; a key/value head stays with the queries that share
@@ -65,15 +69,15 @@ class Ring:
             )
             yield number, heads, kv_heads
 
-    def scores_of(self, tile: Tile, owner: int, heads: slice) -> Scores:
-        """What scores are in a tile."""
+    def scores_of(self, launch: Launch, owner: int, heads: slice) -> Scores:
+        """What scores are in a launch."""
         if self.positions is None:
             return self.scores
         queries, keys = self.positions
         return replace(
             self.scores.heads(heads),
-            query_positions=queries[tile.q0 : tile.q1],
-            key_positions=keys(owner)[tile.k0 : tile.k1],
+            query_positions=queries[launch.q0 : launch.q1],
+            key_positions=keys(owner)[launch.k0 : launch.k1],
         )
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -136,6 +140,17 @@ def _coming(ranges: Ranges, like: Block) -> Block:
     return Block.empty(ranges, like.k, like.v, like.k.dtype, scaled=like.scales is not None)
 
 
+def launches(kernel: Kernel, tiles: tuple[Tile, ...], *packed: Ranges) -> Iterator[Launch]:
+    """The calls that compute the tiles of a hop. The keys of one call lie within one range of all that is packed by
+    ranges, so that they are neighbours there too.
+    """
+    groups: dict[tuple[int, ...], list[Tile]] = {}
+    for tile in tiles:
+        groups.setdefault(tuple(bisect(ranges, tile.k0, key=lambda one: one[0]) for ranges in packed), []).append(tile)
+    for group in groups.values():
+        yield from kernel.launches(tuple(group))
+
+
 def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The local queries' part of ``softmax(scale q k^T where allowed) v`` over all keys of the ring.
 
@@ -145,15 +160,16 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
     dtype = accumulation_dtype(q.dtype)
     out = empty_like(q, v.shape[-1])
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
+    serving = kernels.serving(ring.kernel, q, v, ring.scores)
     for number, heads, kv_heads in ring.heads(q, k):
-        q_part, v_part = q[:, heads], v[:, kv_heads]
+        q_part = q[:, heads]
         partial = Partial(out[:, heads], lse[:, heads])
-        for hop, block in visits(ring, number, k[:, kv_heads], v_part):
-            for tile in hop.tiles:
-                rows = q_part[:, :, tile.q0 : tile.q1]
-                scores = ring.scores_of(tile, hop.owner, heads)
-                kernel = kernels.choose(q_part, v_part, tile, scores)
-                partial.merge(tile, *kernel.forward(rows, *block.tile(tile), tile, scores))
+        for hop, block in visits(ring, number, k[:, kv_heads], v[:, kv_heads]):
+            kernel = kernels.choose(serving, hop.bands)
+            for launch in launches(kernel, hop.bands, block.ranges):
+                rows = q_part[:, :, launch.q0 : launch.q1]
+                keys, scores = block.part(launch.k0, launch.k1), ring.scores_of(launch, hop.owner, heads)
+                partial.merge(launch.q0, launch.q1, *kernel.forward(rows, *keys, launch, scores))
         partial.finish(None if sinks is None else sinks[heads])
     return out, lse
 
@@ -209,19 +225,21 @@ def _backward_of_heads(
     """
     dout, q, out, lse = queries
     hops, dtype = ring.schedule.hops, accumulation_dtype(q.dtype)
+    serving = kernels.serving(ring.kernel, q, v, ring.scores)
     dq, home = RunningSum.to_be(gradients[0], dtype), GradientBlock.at_home(*gradients[1:], dtype)
     behind: dict[int, tuple[Transfer, Block]] = {}  # by hop, what earlier visitors of its block added up
     returning: list[tuple[Transfer, Block]] = []  # parts of this rank's own gradient
     for hop, block in visits(ring, number, k, v):
         total = home if hop.index == 0 else GradientBlock.travelling(hop.gradient, k, v, dtype)
-        for tile in hop.tiles:
-            rows = slice(tile.q0, tile.q1)
-            ours = dout[:, :, rows], q[:, :, rows], *block.tile(tile), out[:, :, rows], lse[:, :, rows]
-            scores = ring.scores_of(tile, hop.owner, heads)
-            tile_dq, tile_dk, tile_dv = kernels.choose(q, v, tile, scores).backward(*ours, tile, scores)
-            dq.add(tile.q0, tile.q1, tile_dq)
-            total.add(tile.k0, tile.k1, tile_dk, tile_dv)
-            del ours, tile_dq, tile_dk, tile_dv  # before the next ones are made
+        kernel = kernels.choose(serving, hop.bands)
+        for launch in launches(kernel, hop.bands, block.ranges, total.ranges):
+            rows, keys = slice(launch.q0, launch.q1), block.part(launch.k0, launch.k1)
+            ours = dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows]
+            scores = ring.scores_of(launch, hop.owner, heads)
+            new_dq, new_dk, new_dv = kernel.backward(*ours, launch, scores)
+            dq.add(launch.q0, launch.q1, new_dq)
+            total.add(launch.k0, launch.k1, new_dk, new_dv)
+            del ours, keys, new_dq, new_dk, new_dv  # before the next ones are made
         if hop.index in behind:
             _collect([behind.pop(hop.index)], total)
 

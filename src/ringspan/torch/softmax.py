@@ -6,7 +6,6 @@ B batch, H query heads, T local queries, E value head size.
 import torch
 from torch import Tensor
 
-from ringspan.core.tile import Tile
 from ringspan.torch.rows import Rows
 
 
@@ -25,19 +24,17 @@ class Partial:
             self._out = self._out.transpose(1, 2)
         self._rows = Rows(out.shape[2])
 
-    def merge(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
-        """Merge the partial of a tile's rows; every row of a tile sees a key, so ``lse`` is finite."""
-        mine, mine_lse = self._out[:, :, tile.q0 : tile.q1], self._lse[:, :, tile.q0 : tile.q1]
-        missing = self._rows.touch(tile.q0, tile.q1)
-        if missing == tile.num_rows:
+    def merge(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
+        """Merge the partial of rows [start, stop); out 0 and lse -inf where a row saw nothing."""
+        mine, mine_lse = self._out[:, :, start:stop], self._lse[:, :, start:stop]
+        missing = self._rows.touch(start, stop)
+        if missing == stop - start:
             mine.copy_(out)
             mine_lse.copy_(lse)
             return
         if missing:
             self._clear()
-        weight = torch.sigmoid(lse - mine_lse).to(mine.dtype)
-        mine.lerp_(out.to(mine.dtype), weight.unsqueeze(-1))
-        torch.logaddexp(mine_lse, lse.to(mine_lse.dtype), out=mine_lse)
+        merge_into(mine, mine_lse, out, lse)
 
     def finish(self, sinks: Tensor | None = None) -> None:
         """Leave the result in ``out`` and ``lse``; a row that saw nothing has out 0 and lse -inf.
@@ -58,3 +55,10 @@ class Partial:
         for start, stop in self._rows.fill():
             self._out[:, :, start:stop].zero_()
             self._lse[:, :, start:stop].fill_(-torch.inf)
+
+
+def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """The merge rule in place: (out, lse) <- (out, lse) + (new_out, new_lse), rows (B, H, rows, E) and (B, H, rows)."""
+    weight = torch.sigmoid(new_lse - lse).nan_to_num_(0.0).to(out.dtype)  # two rows that saw nothing: -inf less -inf
+    out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(lse, new_lse.to(lse.dtype), out=lse)
