@@ -102,6 +102,12 @@ class RunningSum:
             self._clear()
         mine.add_(value)
 
+    def running(self, start: int, stop: int) -> Tensor:
+        """The sum of rows [start, stop) so far, for a kernel that adds to it in place."""
+        for first, last in self._rows.fill(start, stop):
+            self._into[:, :, first:last].zero_()
+        return self._into[:, :, start:stop]
+
     def finish(self) -> Tensor:
         """The sum; zeros where nothing was added."""
         self._clear()
@@ -134,10 +140,18 @@ class GradientBlock:
 
     def add(self, start: int, stop: int, dk: Tensor, dv: Tensor) -> None:
         """Add the gradients of the owner's tokens [start, stop)."""
+        rows = self._rows(start, stop)
+        self._dk.add(*rows, dk)
+        self._dv.add(*rows, dv)
+
+    def running(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The sums of the owner's tokens [start, stop) so far, for a kernel that adds to them in place."""
+        rows = self._rows(start, stop)
+        return self._dk.running(*rows), self._dv.running(*rows)
+
+    def _rows(self, start: int, stop: int) -> tuple[int, int]:
         first = offset(self.ranges, start)
-        last = first + stop - start
-        self._dk.add(first, last, dk)
-        self._dv.add(first, last, dv)
+        return first, first + stop - start
 
     def add_block(self, block: Block) -> None:
         """Add what another rank sent."""

@@ -20,7 +20,7 @@ from ringspan.core.tile import Tile
 from ringspan.torch import kernels
 from ringspan.torch.block import Block, GradientBlock, RunningSum
 from ringspan.torch.exchange import Exchange, Transfer
-from ringspan.torch.kernels import Kernel, Launch
+from ringspan.torch.kernels import InPlace, Kernel, Launch
 from ringspan.torch.scores import Scores
 from ringspan.torch.softmax import Partial
 from ringspan.torch.wire import decode, encode
@@ -169,7 +169,10 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
             for launch in launches(kernel, hop.bands, block.ranges):
                 rows = q_part[:, :, launch.q0 : launch.q1]
                 keys, scores = block.part(launch.k0, launch.k1), ring.scores_of(launch, hop.owner, heads)
-                partial.merge(launch.q0, launch.q1, *kernel.forward(rows, *keys, launch, scores))
+                if isinstance(kernel, InPlace):
+                    kernel.forward_into(rows, *keys, launch, scores, *partial.running(launch.q0, launch.q1))
+                else:
+                    partial.merge(launch.q0, launch.q1, *kernel.forward(rows, *keys, launch, scores))
         partial.finish(None if sinks is None else sinks[heads])
     return out, lse
 
@@ -236,6 +239,10 @@ def _backward_of_heads(
             rows, keys = slice(launch.q0, launch.q1), block.part(launch.k0, launch.k1)
             ours = dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows]
             scores = ring.scores_of(launch, hop.owner, heads)
+            if isinstance(kernel, InPlace):
+                sums = dq.running(launch.q0, launch.q1), *total.running(launch.k0, launch.k1)
+                kernel.backward_into(*ours, launch, scores, *sums)
+                continue
             new_dq, new_dk, new_dv = kernel.backward(*ours, launch, scores)
             dq.add(launch.q0, launch.q1, new_dq)
             total.add(launch.k0, launch.k1, new_dk, new_dv)

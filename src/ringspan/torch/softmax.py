@@ -6,6 +6,7 @@ B batch, H query heads, T local queries, E value head size.
 import torch
 from torch import Tensor
 
+from ringspan.torch.kernels.device import runs_triton
 from ringspan.torch.rows import Rows
 
 
@@ -34,7 +35,18 @@ class Partial:
             return
         if missing:
             self._clear()
-        merge_into(mine, mine_lse, out, lse)
+        if runs_triton(mine):
+            from ringspan.torch.kernels import triton_merge
+
+            triton_merge.merge_into(mine, mine_lse, out, lse)
+        else:
+            merge_into(mine, mine_lse, out, lse)
+
+    def running(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The running out and lse of rows [start, stop), for a kernel that adds to them in place."""
+        for first, last in self._rows.fill(start, stop):
+            self._clear_rows(first, last)
+        return self._out[:, :, start:stop], self._lse[:, :, start:stop]
 
     def finish(self, sinks: Tensor | None = None) -> None:
         """Leave the result in ``out`` and ``lse``; a row that saw nothing has out 0 and lse -inf.
@@ -53,8 +65,11 @@ class Partial:
     def _clear(self) -> None:
         """Give rows that have seen nothing the partial of no keys."""
         for start, stop in self._rows.fill():
-            self._out[:, :, start:stop].zero_()
-            self._lse[:, :, start:stop].fill_(-torch.inf)
+            self._clear_rows(start, stop)
+
+    def _clear_rows(self, start: int, stop: int) -> None:
+        self._out[:, :, start:stop].zero_()
+        self._lse[:, :, start:stop].fill_(-torch.inf)
 
 
 def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Local attention kernels behind one contract, a file each, and which of them computes what."""
 
-from typing import Final, Literal, Protocol, get_args
+from typing import Final, Literal, Protocol, get_args, runtime_checkable
 
 from torch import Tensor
 
@@ -11,19 +11,20 @@ from ringspan.torch.kernels.cudnn import Cudnn
 from ringspan.torch.kernels.flash import Flash, Flash2, Flash3, Flash4, TorchFlash
 from ringspan.torch.kernels.launch import Launch, Launches
 from ringspan.torch.kernels.reference import Blockwise
+from ringspan.torch.kernels.triton import TritonAttention
 from ringspan.torch.scores import Scores
 
-KernelName = Literal["auto", "cudnn", "flash", "flash2", "flash3", "flash4", "cpu", "reference"]
+KernelName = Literal["auto", "cudnn", "flash", "flash2", "flash3", "flash4", "triton", "cpu", "reference"]
 KERNEL_NAMES: Final[tuple[str, ...]] = get_args(KernelName)
 
 
 class Kernel(Protocol):
-    """Attention of the rows and keys of a launch.
+    """Attention of the rows and keys of launches: either what it makes of one, or added to what is there already.
 
     q (B, H, rows, D), k (B, G, keys, D), v (B, G, keys, E), already cut to the launch; G divides H. ``lse`` is the
     natural log-sum-exp in float32; a row that no tile of the launch gives a key has out 0 and lse -inf. ``scores`` says
-    what a product q . k becomes, with the launch's positions where they count. ``backward`` takes the GLOBAL out and
-    lse of the rows and gives this launch's share of dq, dk, dv.
+    what a product q . k becomes, with the launch's positions where they count. Backward takes the GLOBAL out and lse of
+    the rows and makes this launch's share of dq, dk, dv.
     """
 
     name: str
@@ -38,6 +39,11 @@ class Kernel(Protocol):
         """The calls by which it computes some tiles."""
         ...
 
+
+@runtime_checkable
+class Returning(Kernel, Protocol):
+    """A kernel that returns the partial of a launch, and its share of the gradients."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]: ...
 
     def backward(
@@ -45,7 +51,31 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-KERNELS: Final[dict[str, Kernel]] = {
+@runtime_checkable
+class InPlace(Kernel, Protocol):
+    """A kernel that adds to the running out and lse, and to the running dq, dk and dv, all float32."""
+
+    def forward_into(
+        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor
+    ) -> None: ...
+
+    def backward_into(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        launch: Launch,
+        scores: Scores,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None: ...
+
+
+KERNELS: Final[dict[str, Returning | InPlace]] = {
     kernel.name: kernel
     for kernel in (
         Cudnn(),
@@ -53,6 +83,7 @@ KERNELS: Final[dict[str, Kernel]] = {
         Flash("flash4", Flash4()),
         Flash("flash2", Flash2()),
         Flash("flash", TorchFlash()),
+        TritonAttention(),
         CpuFlash(),
         Blockwise(),
     )
@@ -60,8 +91,8 @@ KERNELS: Final[dict[str, Kernel]] = {
 # What "auto" prefers, for a few rectangles and squares and for anything else: cuDNN's kernels are the fastest on Hopper
 # and later, but know no other band and cannot take several documents in one call.
 _FEW: Final = 4
-_FOR_SQUARES: Final = ("cudnn", "flash3", "flash4", "flash2", "flash", "cpu", "reference")
-_FOR_ANYTHING: Final = ("flash3", "flash2", "flash", "flash4", "cudnn", "cpu", "reference")
+_FOR_SQUARES: Final = ("cudnn", "flash3", "flash4", "flash2", "flash", "cpu", "triton", "reference")
+_FOR_ANYTHING: Final = ("flash3", "flash2", "flash", "flash4", "cudnn", "cpu", "triton", "reference")
 
 
 def check_name(kernel: str) -> None:
@@ -84,10 +115,12 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
     """The names of the kernels that may compute a pass: the one that was asked for, or for ``auto`` all that can."""
     if kernel != "auto":
         return (kernel,)
-    return tuple(name for name, one in KERNELS.items() if one.why_not(q, v, scores) is None)
+    on_cpu = q.device.type == "cpu"  # where Triton is only interpreted
+    names = (name for name in KERNELS if not (on_cpu and name == "triton"))
+    return tuple(name for name in names if KERNELS[name].why_not(q, v, scores) is None)
 
 
-def choose(names: tuple[str, ...], tiles: tuple[Tile, ...]) -> Kernel:
+def choose(names: tuple[str, ...], tiles: tuple[Tile, ...]) -> Returning | InPlace:
     """Which of the serving kernels computes the tiles of a hop."""
     are_squares = len(tiles) <= _FEW and all(
         tile.is_full or (tile.is_causal and tile.num_rows == tile.num_keys) for tile in tiles

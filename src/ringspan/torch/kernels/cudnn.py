@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels import mirror
-from ringspan.torch.kernels.flash import half_precision_on_cuda
+from ringspan.torch.kernels.device import half_precision_on_cuda
 from ringspan.torch.kernels.heads import one_size
 from ringspan.torch.kernels.launch import Launch, Launches, squares
 from ringspan.torch.kernels.reference import Blockwise

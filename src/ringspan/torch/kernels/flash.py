@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels import mirror
+from ringspan.torch.kernels.device import half_precision_on_cuda
 from ringspan.torch.kernels.heads import one_size
 from ringspan.torch.kernels.launch import Launch, Launches, Window, chains, squares
 from ringspan.torch.scores import Scores
@@ -133,20 +134,6 @@ class Flash:
 
     def _is_mirrored(self, launch: Launch) -> bool:
         return not self._calls.takes_windows and launch.tiles[0].is_anticausal
-
-
-def half_precision_on_cuda(q: Tensor, capability: tuple[int, int]) -> str | None:
-    """Why tensors like ``q`` are not of half precision on a CUDA device of this compute capability; None if they
-    are.
-    """
-    if q.device.type != "cuda":
-        return f"it needs CUDA tensors, these are on {q.device.type}"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 or float16, these are {str(q.dtype).removeprefix('torch.')}"
-    found = torch.cuda.get_device_capability(q.device)
-    if found < capability:
-        return f"it needs compute capability {capability[0]}.{capability[1]}, this device has {found[0]}.{found[1]}"
-    return None
 
 
 def _tokens_first(x: Tensor) -> Tensor:
