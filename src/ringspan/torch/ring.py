@@ -25,7 +25,7 @@ from ringspan.torch.scores import Scores
 from ringspan.torch.softmax import Partial
 from ringspan.torch.wire import decode, encode
 
-_MESSAGES_PER_HOP = 2  # keys and values before the computation, gradients after it
+MESSAGES_PER_HOP: Final = 2  # keys and values before the computation, gradients after it
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -129,7 +129,7 @@ def visits(ring: Ring, number: int, k: Tensor, v: Tensor) -> Iterator[tuple[Hop,
                 packed[ranges] = travelling.pack(ranges)
             source, carried = hops[index].arrives
             coming = _coming(carried, travelling)
-            message = _MESSAGES_PER_HOP * (number * len(hops) + index)
+            message = MESSAGES_PER_HOP * (number * len(hops) + index)
             transfer = ring.exchange.post(_message(peer, packed[ranges]), _message(source, coming), message)
             under_way[index] = transfer, coming
         del travelling, packed
@@ -259,7 +259,7 @@ def _backward_of_heads(
         coming = Block.empty(arriving, k, v, travelling)
         coming_home = Block.empty(hop.comes_home.ranges, k, v, travelling)
         receives = [*_message(source, coming), *_message(hop.comes_home.peer, coming_home)]
-        message = _MESSAGES_PER_HOP * (number * len(hops) + hop.index) + 1
+        message = MESSAGES_PER_HOP * (number * len(hops) + hop.index) + 1
         transfer = ring.exchange.post(sends, receives, message)
         behind[hop.gradient_next] = transfer, coming
         returning.append((transfer, coming_home))
