@@ -73,6 +73,7 @@ class Problem:
         has_slopes=False,
         has_sinks=False,
         is_uneven=False,
+        device="cpu",
     ):
         self.length, self.mask, self.scale, self.keys = length, mask, size**-0.5, keys or length
         self.dtype, self.is_cross, self.softcap = dtype, keys is not None, softcap
@@ -103,6 +104,9 @@ class Problem:
         self.terms = cancelling_terms(dout, q, k, v, allowed, self.scale, **extra)
         if has_sinks:
             self.dsinks = reference.sink_gradient(dout, self.out, self.lse, extra["sinks"])
+        for name in ("q", "k", "v", "dout", "slopes", "sinks"):
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else tensor.to(device))
 
     def on_ring(self, name, ranks, route="ring", wire="exact", gradient_wire="exact", kernel="auto"):
         """out, lse, dq, dk, dv in order, and the exchanges of forward and backward."""
@@ -134,7 +138,7 @@ class Problem:
         whole = [gathered([p[i] for p in partials], layout) for i in range(2)]
         whole += [gathered([g[i] for g in gradients], layout if i == 0 else keys) for i in range(3)]
         if self.sinks is not None:
-            whole.append(sum(g[3].double().numpy() for g in gradients))
+            whole.append(sum(g[3].double().cpu().numpy() for g in gradients))
         return whole, sent, sent_back
 
     def errors(self, name, ranks, route="ring", **wires):
@@ -153,7 +157,7 @@ class Problem:
 
 def gathered(parts: list[Tensor], layout: rs.Layout) -> np.ndarray:
     order = torch.from_numpy(layout.inverse[: layout.length])
-    return torch.cat(parts, 2).index_select(2, order).double().numpy()
+    return torch.cat(parts, 2).cpu().index_select(2, order).double().numpy()
 
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)

@@ -1,6 +1,5 @@
 """Our Triton kernels in Triton's interpreter on the CPU, against the rules in float64."""
 
-import threading
 from functools import wraps
 
 import numpy as np
@@ -10,13 +9,14 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core import softmax
 from ringspan.core.layout import LAYOUT_NAMES
 from ringspan.torch import kernels
 from ringspan.torch.scores import Scores
 from tests.core.strategies import masks
 from tests.fuzz import examples
+from tests.torch.merge import check_merge
 from tests.torch.test_ring import FLOAT32_LIMIT, Problem
+from tests.torch.virtual import one_at_a_time
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/torch/test_gpu.py runs them on the GPU")
@@ -25,41 +25,18 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/torch/t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [16, 5])
 def test_the_fused_merge_is_the_rule(dtype, size):
-    from ringspan.torch.kernels.triton_merge import merge_into
-
-    generator = torch.Generator().manual_seed(0)
-    wide = torch.randn(2, 301, 3, size, generator=generator)
-    out, lse = wide.transpose(1, 2)[:, :, 1:300], torch.randn(2, 3, 299, generator=generator) * 20
-    new_out = torch.randn(2, 3, 299, size, generator=generator).to(dtype)
-    new_lse = torch.randn(2, 3, 299, generator=generator) * 20
-    lse[:, :, :90] = -torch.inf  # rows that saw nothing on one side, and on both
-    out[:, :, :90] = 0
-    new_lse[:, :, 60:120] = -torch.inf
-    new_out[:, :, 60:120] = 0
-    before = wide.clone()
-    expected, expected_lse = softmax.merge(*(x.double().numpy() for x in (out, lse, new_out, new_lse)))
-    with np.errstate(divide="ignore"):
-        merge_into(out, lse, new_out, new_lse)
-    assert np.linalg.norm(out.double().numpy() - expected) < 1e-6 * np.linalg.norm(expected)
-    assert np.array_equal(np.isneginf(lse), np.isneginf(expected_lse)) and np.isneginf(lse[:, :, 60:90]).all()
-    np.testing.assert_allclose(lse[:, :, 90:], expected_lse[:, :, 90:], rtol=1e-6, atol=1e-6)
-    assert torch.equal(wide[:, [0, 300]], before[:, [0, 300]]), "rows of others are left alone"
+    check_merge(dtype, size, "cpu")
 
 
-def one_at_a_time(function):
-    """The interpreter keeps its state in globals, and virtual ranks are threads. It computes with numpy, which warns
-    where a mask hides what it computes.
-    """
+def quiet(function):
+    """The interpreter computes with numpy, which warns where a mask hides what it computes."""
 
     @wraps(function)
     def call(*args):
-        with _TURN, np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):
             return function(*args)
 
     return call
-
-
-_TURN = threading.Lock()
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +44,7 @@ def in_turn(monkeypatch):
     from ringspan.torch.kernels import triton_attention
 
     for name in ("forward_into", "backward_into"):
-        monkeypatch.setattr(triton_attention, name, one_at_a_time(getattr(triton_attention, name)))
+        monkeypatch.setattr(triton_attention, name, quiet(one_at_a_time(getattr(triton_attention, name))))
 
 
 @given(
