@@ -494,7 +494,7 @@ def _positions(q: Tensor, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _numbers(q: Tensor, k: Tensor, v: Tensor, rows: int, scores: Scores, *num_keys: int) -> tuple[Any, ...]:
-    heads, bucket = q.shape[1], min(max(rows, k.shape[2]).bit_length(), 14)
+    heads, bucket = q.shape[1], int(max(rows, k.shape[2]) >= 1024)  # small problems are tuned by themselves
     sizes = q.shape[-1], v.shape[-1]
     return heads, heads // k.shape[1], rows, *num_keys, *sizes, scores.scale, scores.softcap, bucket
 
