@@ -171,7 +171,7 @@ class Step:
 def _setup(step: Step) -> tuple[Any, Any]:
     from transformers import LlamaConfig
 
-    from ringspan.plan.dryrun import StepSetup
+    from ringspan.plan.memory import Setting
 
     config = LlamaConfig(
         vocab_size=step.vocabulary,
@@ -187,7 +187,7 @@ def _setup(step: Step) -> tuple[Any, Any]:
         tie_word_embeddings=False,
     )
     length = step.ring * step.tokens
-    return config, StepSetup(length=length, ring=step.ring, dtype=step.dtype, parameter_dtype=step.dtype)
+    return config, Setting(length=length, ring=step.ring, dtype=step.dtype, parameter_dtype=step.dtype)
 
 
 def _small(step: Step) -> Step:
@@ -214,7 +214,7 @@ def _step(ring: int) -> Callable[[bool], dict[str, Any]]:
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, step.dtype)).train()
         parameters = sum(p.numel() for p in model.parameters())
-        model = rs.parallelize(model, mesh, layout=setup.layout, checkpoint=setup.checkpoint)
+        model = rs.parallelize(model, mesh, layout=setup.layout, checkpoint="attention")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
         def one(tokens: int) -> None:

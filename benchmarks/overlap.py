@@ -36,7 +36,7 @@ from matplotlib import pyplot
 import ringspan as rs
 from ringspan.bench.machine import describe_machine
 from ringspan.bench.timing import timed
-from ringspan.torch.exchange import TOTALS, Exchange
+from ringspan.torch.exchange import TOTALS, Exchange, Room
 
 RESULT: Final = Path(__file__).parent / "results" / "overlap-cpu.json"
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "overlap.svg"
@@ -180,7 +180,7 @@ def _once(sweep: Sweep, tokens: int, rank: int, alone: Any) -> dict[str, float]:
 
     def swap() -> None:
         exchange = Exchange(dist.group.WORLD, "a block and nothing else")
-        exchange.post([(1 - rank, block)], [(1 - rank, torch.empty_like(block))], 0).wait()
+        exchange.post([(1 - rank, block)], [(1 - rank, Room.like(block))], 0)[0].wait()
 
     with torch.no_grad():
         compute = timed(partial(attention, group=alone), threads=1)

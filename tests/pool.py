@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringspan.torch import shared
+
 SIZE = 4
 TIMEOUT_SECONDS = 100
 
@@ -24,7 +26,8 @@ class Pool:
     """``SIZE`` processes, one thread each. ``run(f, ranks, ...)`` calls ``f(mesh, ...)`` on the first ``ranks`` of
     them.
 
-    ``mesh`` has the axes ``replicate`` and ``ring``; all are made at the start, since making one takes every process.
+    ``mesh`` has the axes ``replicate`` and ``ring``, and ``tp`` where that is above 1; all are made at the start, since
+    making one takes every process.
     """
 
     def __init__(self) -> None:
@@ -44,10 +47,12 @@ class Pool:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def outcomes(self, function: Callable[..., Any], ranks: int, *args: Any, replicate: int = 1) -> list[Any]:
+    def outcomes(
+        self, function: Callable[..., Any], ranks: int, *args: Any, replicate: int = 1, tp: int = 1
+    ) -> list[Any]:
         """What each rank returned, or the exception that it raised."""
         for pipe in self._pipes[:ranks]:
-            pipe.send((function, (ranks, replicate), args))
+            pipe.send((function, (ranks, replicate, tp), args))
         results = []
         for rank, pipe in enumerate(self._pipes[:ranks]):
             if not pipe.poll(TIMEOUT_SECONDS):
@@ -60,9 +65,9 @@ class Pool:
                 raise RuntimeError(f"rank {rank} died") from None
         return results
 
-    def run(self, function: Callable[..., Any], ranks: int, *args: Any, replicate: int = 1) -> list[Any]:
+    def run(self, function: Callable[..., Any], ranks: int, *args: Any, replicate: int = 1, tp: int = 1) -> list[Any]:
         """What each rank returned; the first exception of any rank is raised here."""
-        results = self.outcomes(function, ranks, *args, replicate=replicate)
+        results = self.outcomes(function, ranks, *args, replicate=replicate, tp=tp)
         for result in results:
             if isinstance(result, BaseException):
                 self.restart()  # the others may be in the middle of an exchange
@@ -83,16 +88,16 @@ class Pool:
 
 def _serve(rank: int, pipe: Connection, store: str) -> None:
     torch.set_num_threads(1)
+    shared.MIN_BYTES = 512  # so that small test messages take both ways
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)
     )
     meshes = {
-        (ranks, replicate): DeviceMesh(
-            "cpu", torch.arange(ranks).view(replicate, -1), mesh_dim_names=("replicate", "ring")
-        )
+        (ranks, replicate, tp): _mesh(ranks, replicate, tp)
         for ranks in range(1, SIZE + 1)
         for replicate in range(1, ranks + 1)
-        if ranks % replicate == 0
+        for tp in range(1, ranks + 1)
+        if ranks % (replicate * tp) == 0
     }
     while True:
         try:
@@ -105,3 +110,9 @@ def _serve(rank: int, pipe: Connection, store: str) -> None:
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
             result = error
         pipe.send(result)
+
+
+def _mesh(ranks: int, replicate: int, tp: int) -> DeviceMesh:
+    axes, shape = ("replicate", "ring", "tp"), (replicate, -1, tp)
+    num_axes = 3 if tp > 1 else 2
+    return DeviceMesh("cpu", torch.arange(ranks).view(shape[:num_axes]), mesh_dim_names=axes[:num_axes])

@@ -19,6 +19,7 @@ RING = "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[
 RING_FULL = "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-full-3-contiguous]"
 SHIFT = "torch/test_batch.py::test_labels_are_shifted_before_the_permutation"
 COUNTS = "torch/test_ring.py::test_exactly_the_scheduled_messages_are_sent[ring-causal-contiguous]"
+FREE = "torch/test_shared.py::test_a_slot_is_free_when_nobody_has_a_tensor_on_its_message"
 ANY = "torch/test_ring.py::test_any_mask_on_any_layout"
 LOSS = "torch/test_loss.py::test_loss_and_gradients_are_those_of_whole_logits[plain-7-13]"
 IGNORED_TARGETS = "torch/test_loss.py::test_tokens_without_targets_and_heads_without_biases[None-False-some]"
@@ -73,8 +74,8 @@ MUTANTS = [
     Mutant(
         "transfer not awaited",
         "torch/ring.py",
-        "            transfer, travelling = under_way.pop(hop.index)\n            transfer.wait()\n",
-        "            transfer, travelling = under_way.pop(hop.index)\n",
+        "        self.transfer.wait()\n",
+        "",
         RING_FULL,
     ),
     Mutant(
@@ -87,15 +88,15 @@ MUTANTS = [
     Mutant(
         "gradients of earlier visitors dropped",
         "torch/ring.py",
-        "            _collect([behind.pop(hop.index)], total)\n",
-        "            behind.pop(hop.index)\n",
+        "            total.add_block(behind.pop(hop.index).wait())\n",
+        "            behind.pop(hop.index).wait()\n",
         RING_FULL,
     ),
     Mutant(
         "gradients that came home dropped",
         "torch/ring.py",
-        "        _collect(returning, home)\n",
-        "        returning.clear()\n",
+        "            home.add_block(returning.pop(0).wait())\n",
+        "            returning.pop(0).wait()\n",
         RING_FULL,
     ),
     Mutant(
@@ -185,8 +186,8 @@ MUTANTS = [
     Mutant(
         "whole blocks sent where a part would do",
         "torch/ring.py",
-        "ring.exchange.post(_message(peer, packed[ranges]), _message(source, coming), message)",
-        "ring.exchange.post(_message(peer, packed[ranges]) * 2, _message(source, coming), message)",
+        "_post(ring, [(peer, packed[ranges])], [(source, form)], message)",
+        "_post(ring, [(peer, packed[ranges])] * 2, [(source, form)], message)",
         COUNTS,
     ),
     Mutant(
@@ -206,8 +207,8 @@ MUTANTS = [
     Mutant(
         "gradient of one node overwrites that of another",
         "torch/ring.py",
-        "        returning.append((transfer, coming_home))",
-        "        returning[:] = [(transfer, coming_home)]",
+        "        returning.append(coming_home)",
+        "        returning[:] = [coming_home]",
         ANY,
     ),
     Mutant(
@@ -286,5 +287,19 @@ MUTANTS = [
         "return (target - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1), here",
         "return target.clamp(0, columns.stop - columns.start - 1).unsqueeze(1), here",
         LOSS,
+    ),
+    Mutant(
+        "memory of a message written again while somebody reads it",
+        "torch/shared.py",
+        "if not self._outbox.is_marked(slot.start)]",
+        "if True]",
+        FREE,
+    ),
+    Mutant(
+        "memory of a message taken to be free when the sender is done",
+        "torch/shared.py",
+        "        self._outbox.mark(slot.start, reader, True)\n",
+        "",
+        FREE,
     ),
 ]

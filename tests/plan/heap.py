@@ -11,7 +11,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
-from ringspan.plan.dryrun import StepSetup, run_steps
+from ringspan.plan.dryrun import run_steps
+from ringspan.plan.memory import Setting
 from ringspan.plan.tracker import MemoryTracker
 
 _FIELDS = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
@@ -49,11 +50,11 @@ class HeapTracker(MemoryTracker):
         return result
 
 
-def measured_peaks(mesh: DeviceMesh, config: Any, setup: StepSetup) -> tuple[int, int]:
+def measured_peaks(mesh: DeviceMesh, config: Any, setting: Setting) -> tuple[int, int]:
     """Peak of the second step of a real run on this rank: by malloc's count, and by the tracker's."""
     torch.manual_seed(0)
     tracker = HeapTracker()
     with tracker:
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.parameter_dtype)).train()
-        run_steps(tracker, model, mesh, setup)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
+        run_steps(tracker, model, mesh, setting)
     return tracker.peak_heap_bytes, tracker.peak.total_bytes

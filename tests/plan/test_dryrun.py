@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.plan import tracker
-from ringspan.plan.dryrun import StepSetup, hugging_face_config, summary, thinned, trace
+from ringspan.plan.dryrun import hugging_face_config, summary, thinned, trace
 from ringspan.plan.memory import CATEGORIES, CHECKPOINTS, Setting, training_memory
 from ringspan.plan.shapes import MODELS, from_config
 from ringspan.torch.remat import CHECKPOINT_NAMES
@@ -34,10 +34,10 @@ MEASURED = [
 @pytest.mark.parametrize(("kind", "options"), MEASURED)
 def test_the_traced_peak_is_within_3_percent_of_a_real_run(pool, kind, options):
     config = models.config(kind, **SIZES)
-    setup = StepSetup(**options, loss_chunk_tokens=256, on_gpu=False)
-    rank = setup.ring - 1
-    heap_bytes, tracked_bytes = pool.run(measured_peaks, setup.ring, config, setup)[rank]
-    traced = trace(config, setup, rank)
+    setting = Setting(**options, loss_chunk_tokens=256, on_gpu=False)
+    rank = setting.ring - 1
+    heap_bytes, tracked_bytes = pool.run(measured_peaks, setting.ring, config, setting)[rank]
+    traced = trace(config, setting, rank)
     assert traced.peak.total_bytes == pytest.approx(tracked_bytes, rel=0.001)
     assert traced.peak.total_bytes == pytest.approx(heap_bytes, rel=0.03)
 
@@ -64,22 +64,22 @@ WIDE = {"hidden_size": 512, "intermediate_size": 1400, "vocab_size": 2000, "max_
 )
 def test_the_formula_is_within_10_percent_of_the_trace(kind, changes, options):
     config = models.config(kind, **WIDE | changes)
-    traced = trace(config, StepSetup(**options), 0).peak
+    traced = trace(config, Setting(**options), 0).peak
     formula = training_memory(from_config(config.to_dict(), kind), Setting(**options))
     assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.10)
 
 
 def test_a_trace_without_the_inside_of_the_ring_would_miss_its_buffers(monkeypatch):
     config = models.config("llama", **WIDE | {"intermediate_size": 256})
-    setup = StepSetup(length=32_768, ring=4, checkpoint="full")
-    inside = trace(config, setup).peak.total_bytes
+    setting = Setting(length=32_768, ring=4, checkpoint="full")
+    inside = trace(config, setting).peak.total_bytes
     monkeypatch.setattr(tracker, "_LOOPS", {})
-    assert trace(config, setup).peak.total_bytes < 0.9 * inside
+    assert trace(config, setting).peak.total_bytes < 0.9 * inside
 
 
 def test_the_timeline_has_all_phases_and_names_what_is_held():
-    setup = StepSetup(length=4096, ring=4)
-    traced = trace(models.config("llama", **SIZES), setup, 3)
+    setting = Setting(length=4096, ring=4)
+    traced = trace(models.config("llama", **SIZES), setting, 3)
     assert traced.rank == 3
     assert [m.phase for m in thinned(traced.moments, 50)] == sorted(
         (m.phase for m in thinned(traced.moments, 50)), key=["forward", "backward", "optimizer"].index
@@ -95,7 +95,7 @@ def test_the_timeline_has_all_phases_and_names_what_is_held():
 
 def test_what_cannot_be_traced_is_refused():
     with pytest.raises(ConfigError, match="there are 4 ranks, 0 to 3"):
-        trace(models.config("llama"), StepSetup(length=64, ring=4), 4)
+        trace(models.config("llama"), Setting(length=64, ring=4), 4)
     with pytest.raises(UnsupportedError, match="gpt2"):
         hugging_face_config(MODELS["gpt2"], 1024)
     assert not dist.is_initialized()

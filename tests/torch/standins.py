@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from ringspan.torch.kernels.device import is_installed
+
 _CALLS: list[str] = []
 
 
@@ -325,8 +327,10 @@ def installed() -> Iterator[None]:
         made[name].__dict__.update(members, __spec__=ModuleSpec(name, None))
     try:
         with patch.dict(sys.modules, made):
+            is_installed.cache_clear()
             yield
     finally:
+        is_installed.cache_clear()
         for library in libraries:
             library._destroy()
         calls()

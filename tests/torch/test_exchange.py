@@ -1,12 +1,13 @@
 """What the exchange hands to torch."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ringspan.torch.exchange import TOTALS, Exchange
+from ringspan.torch.exchange import TOTALS, Exchange, Room
 
 
 def test_receives_are_posted_before_sends(monkeypatch: pytest.MonkeyPatch):
@@ -15,7 +16,7 @@ def test_receives_are_posted_before_sends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "P2POp", lambda operation, *_, **__: operation)
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: posted.extend(operations) or [])
     block = torch.zeros(3)
-    exchange, before = Exchange(object(), "a pass"), replace(TOTALS)  # pyright: ignore[reportArgumentType]
-    exchange.post([(1, block), (2, block)], [(1, block), (2, block)], 0).wait()
+    exchange, before = Exchange(Mock(dist.ProcessGroup), "a pass"), replace(TOTALS)
+    exchange.post([(1, block), (2, block)], [(1, Room.like(block)), (2, Room.like(block))], 0)[0].wait()
     assert posted == [dist.irecv, dist.irecv, dist.isend, dist.isend]
     assert TOTALS.num_sends - before.num_sends == 2 and TOTALS.sent_bytes - before.sent_bytes == 24

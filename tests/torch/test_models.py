@@ -28,8 +28,9 @@ def labelled(batch: int, length: int, labels: str) -> tuple[Tensor, Tensor]:
 
 def ring_step(mesh: DeviceMesh, kind: str, layout: str, length: int, batch: int, accumulate: int, options: Any) -> Any:
     labels, documents = options.pop("labels", "all"), options.pop("documents", None)
+    changes = options.pop("changes", {})
     replicate = mesh["replicate"].size()
-    model = rs.parallelize(build(kind), mesh, layout=layout, **options)
+    model = rs.parallelize(build(kind, **changes), mesh, layout=layout, **options)
     ids, targets = labelled(batch * replicate * accumulate, length, labels)
     count = int((targets[:, 1:] != -100).sum())
     rows = torch.arange(len(ids)).view(accumulate, replicate, batch)[:, mesh["replicate"].get_local_rank()]
@@ -57,8 +58,10 @@ def restarting(documents: list[list[int]]) -> Tensor:
     return torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in documents])
 
 
-def one_step(kind: str, length: int, batch: int, labels: str = "all", documents: Any = None) -> Any:
-    model = build(kind)
+def one_step(
+    kind: str, length: int, batch: int, labels: str = "all", documents: Any = None, changes: Any = None
+) -> Any:
+    model = build(kind, **changes or {})
     ids, targets = labelled(batch, length, labels)
     if documents:  # each alone: not every model of transformers tells its masks of packed positions
         parts = [row.split(lengths) for row, lengths in zip(ids, documents, strict=True)]

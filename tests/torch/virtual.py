@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringspan.torch.exchange import Arrival, Room
+
 _TURN = threading.Lock()
 
 
@@ -62,9 +64,12 @@ class VirtualExchange:
         self._others[name] = inner
         return inner
 
+    def empty(self, room: Room) -> Tensor:
+        return room.empty()
+
     def post(
-        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], message: int
-    ) -> "VirtualTransfer":
+        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Room]], message: int
+    ) -> tuple["VirtualTransfer", list[Arrival]]:
         if self._ranks is not None:
             sends, receives = ([(self._ranks[peer], x) for peer, x in messages] for messages in (sends, receives))
         for peer, buffer in sends:
@@ -73,18 +78,20 @@ class VirtualExchange:
             self.num_sends += 1
             self.sent_bytes += buffer.nbytes
             self.sends.append((message, peer))
-        return VirtualTransfer([(self._mailboxes.box(peer, self._rank, message), buffer) for peer, buffer in receives])
+        arrivals = [Arrival(peer, room, room.empty()) for peer, room in receives]
+        boxes = [self._mailboxes.box(peer, self._rank, message) for peer, _ in receives]
+        return VirtualTransfer(list(zip(boxes, arrivals, strict=True))), arrivals
 
 
 class VirtualTransfer:
-    def __init__(self, receives: list[tuple["queue.Queue[Tensor]", Tensor]]) -> None:
+    def __init__(self, receives: list[tuple["queue.Queue[Tensor]", Arrival]]) -> None:
         self._receives = receives
 
     def wait(self) -> None:
-        for box, buffer in self._receives:
+        for box, arrival in self._receives:
             arrived = box.get(timeout=10)
-            assert arrived.shape == buffer.shape and arrived.dtype == buffer.dtype, "a message of another size or type"
-            buffer.copy_(arrived)
+            assert Room.like(arrived) == arrival.room, "a message of another size or type"
+            arrival.carried.copy_(arrived)
         self._receives = []
 
 

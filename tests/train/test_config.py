@@ -59,7 +59,7 @@ def test_a_minimal_file_takes_the_documented_defaults(tmp_path: Path):
     assert config.data.paths == ("corpus",)
     assert (config.data.text_field, config.data.hub_split, config.data.documents) == ("text", "train", "pack")
     assert config.data.eval_fraction == 0.02
-    assert config.mesh.model_dump() == {"ring": None, "replicate": 1}
+    assert config.mesh.model_dump() == {"ring": None, "replicate": 1, "tp": 1}
     assert config.attention.layout == "zigzag"
     assert config.memory.model_dump() == {
         "checkpoint": "attention",
@@ -245,7 +245,13 @@ def with_mesh(layout: str = "zigzag", length: int = 64, **mesh: Any) -> TrainCon
 
 @pytest.mark.parametrize(
     ("mesh", "world_size", "resolved"),
-    [({}, 1, (1, 1)), ({}, 6, (1, 6)), ({"replicate": 2}, 6, (2, 3)), ({"ring": 2, "replicate": 3}, 6, (3, 2))],
+    [
+        ({}, 1, (1, 1)),
+        ({}, 6, (1, 6)),
+        ({"replicate": 2}, 6, (2, 3)),
+        ({"ring": 2, "replicate": 3}, 6, (3, 2)),
+        ({"tp": 2, "replicate": 2}, 12, (2, 3)),
+    ],
 )
 def test_the_ring_takes_the_processes_that_replicas_leave(
     mesh: dict[str, int], world_size: int, resolved: tuple[int, int]
@@ -259,6 +265,8 @@ def test_the_ring_takes_the_processes_that_replicas_leave(
         ({"replicate": 4}, 6, "mesh.replicate = 4: does not divide the 6 processes; use one of 1, 2, 3, 6"),
         ({"ring": 4}, 6, "mesh.ring = 4: times mesh.replicate = 1 needs 4 processes, but there are 6; start 4"),
         ({"ring": 2, "replicate": 2}, 2, "mesh.ring = 2: times mesh.replicate = 2 needs 4 processes, but there are 2"),
+        ({"tp": 4}, 6, "mesh.replicate = 1 times mesh.tp = 4: does not divide the 6 processes"),
+        ({"ring": 3, "tp": 4}, 6, "mesh.ring = 3: times mesh.replicate = 1 times mesh.tp = 4 needs 12 processes"),
     ],
 )
 def test_a_mesh_that_is_not_the_processes_is_refused(mesh: dict[str, int], world_size: int, message: str):

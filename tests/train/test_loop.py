@@ -101,6 +101,14 @@ def as_toml(values: dict, prefix: str = "") -> str:
                 "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 1, "batch_size": 2},
             },
         ),
+        (
+            "heads over 2",
+            {
+                "mesh": {"tp": 2},
+                "memory": {"feedforward_chunk_tokens": 7},
+                "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 2, "batch_size": 2},
+            },
+        ),
     ],
 )
 def test_losses_do_not_depend_on_how_the_work_is_split(pool, text, alone, name, changes):

@@ -101,6 +101,7 @@ def test_a_run_that_lost_its_newest_checkpoint_goes_on_from_the_one_before_and_s
     ("name", "changes"),
     [
         ("2 x 2", {"mesh": {"replicate": 2}, "optimizer": OPTIMIZER | {"batch_size": 1}}),
+        ("heads over 2", {"mesh": {"tp": 2}, "optimizer": OPTIMIZER | {"batch_size": 2}}),
         ("striped", {"attention": {"layout": "striped"}, "optimizer": OPTIMIZER | {"batch_size": 2}}),
     ],
 )
@@ -116,6 +117,17 @@ def test_another_mesh_or_layout_goes_on_with_the_same_tokens(pool, text, name, c
         # bit-equal before, within rounding after; other tokens would differ in the second digit
         tolerance = 0 if step <= 3 else 1e-6 if what != "grad_norm" else 1e-5
         assert value == pytest.approx(expected[step, what], rel=tolerance, abs=0), (step, what)
+
+
+def test_a_run_with_split_heads_goes_on_whole(pool, text, uninterrupted):  # noqa: F811
+    pool.run(train_and_see, 4, config(text, "split", mesh={"tp": 2}), 2)
+    assert json.loads((text / "split" / "checkpoints" / "step_00000003" / "manifest.json").read_text())["manifest"][
+        "mesh"
+    ] == {"replicate": 1, "ring": 2, "tp": 2}
+    pool.run(train_and_see, 4, config(text, "split"))
+    assert curve(text / "split") == pytest.approx(curve(uninterrupted), rel=1e-5)
+    for name, weight in weights(uninterrupted).items():
+        torch.testing.assert_close(weights(text / "split")[name], weight, rtol=1e-3, atol=1e-4)
 
 
 def test_another_batch_size_takes_up_the_data_where_it_was(pool, text):  # noqa: F811

@@ -20,7 +20,7 @@ from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask
 from ringspan.core.schedule import plan
 from ringspan.torch.attention import check_tensors, ring_attention
-from ringspan.torch.exchange import TOTALS
+from ringspan.torch.exchange import TOTALS, shared_bytes
 from ringspan.torch.launch import launch, local_device
 
 KINDS: Final = {"forward": 1.0, "forward_backward": 3.5}  # FLOPs, in units of the forward pass
@@ -102,7 +102,7 @@ def _measure(case: AttentionCase) -> dict[str, Any]:
         "gflops": {kind: flops * passes / ring_seconds[kind] / 1e9 for kind, passes in KINDS.items()},
         "exposed_comm_seconds": _exposed(on_ring),
         "peak_bytes_per_token": {
-            "ring": _peak_bytes(partial(on_ring, True)) / layout.tokens_per_rank,
+            "ring": (_peak_bytes(partial(on_ring, True)) + _largest(shared_bytes())) / layout.tokens_per_rank,
             "baseline": _peak_bytes(partial(on_one, True) if rank == 0 else None) / case.length,
         },
         "max_relative_error": _error(case, inputs, dout, on_ring(True)),
@@ -121,9 +121,7 @@ def _exposed(on_ring: Callable[[bool], list[Tensor]]) -> dict[str, float]:
         dist.barrier()
         before = TOTALS.exposed_seconds
         on_ring(is_backward)
-        slowest = torch.tensor(TOTALS.exposed_seconds - before, device=local_device())
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        waits[kind] = float(slowest)
+        waits[kind] = _largest(TOTALS.exposed_seconds - before)
     return waits
 
 
@@ -131,10 +129,14 @@ def _peak_bytes(function: Callable[[], Any] | None) -> float:
     """Most bytes that forward and backward hold beside their inputs, kernels' and messages' buffers included, on any
     rank.
     """
-    peak = allocated_bytes(function) if function else 0
-    most = torch.tensor(float(peak), device=local_device())
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return float(most)
+    return _largest(allocated_bytes(function) if function else 0)
+
+
+def _largest(number: float) -> float:
+    """The largest of all ranks."""
+    largest = torch.tensor(float(number), dtype=torch.float64, device=local_device())
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def _error(case: AttentionCase, inputs: list[Tensor], dout: Tensor, ours: list[Tensor]) -> float:
@@ -154,6 +156,4 @@ def _error(case: AttentionCase, inputs: list[Tensor], dout: Tensor, ours: list[T
         np.linalg.norm(x.detach().double().cpu().numpy()[:, :, sample] - y) / np.linalg.norm(y)
         for x, y in zip(ours, expected, strict=False)
     ]
-    worst = torch.tensor(max(errors), device=local_device())
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return float(worst)
+    return _largest(float(max(errors)))

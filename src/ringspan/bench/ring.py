@@ -24,7 +24,7 @@ from ringspan.core.schedule import Schedule, plan
 from ringspan.torch import kernels, ring
 from ringspan.torch.attention import check_tensors
 from ringspan.torch.block import Block
-from ringspan.torch.exchange import Exchange, Transfer
+from ringspan.torch.exchange import Arrival, Exchange, Room, Transfer
 from ringspan.torch.kernels import InPlace
 from ringspan.torch.launch import local_device
 from ringspan.torch.ring import MESSAGES_PER_HOP, Ring, num_head_groups
@@ -130,42 +130,43 @@ class Arrivals(Exchange):
         self._zeros = torch.zeros(0, dtype=torch.uint8, device=device)
 
     def post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], message: int
-    ) -> "Arrival":
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Room]], message: int
+    ) -> tuple[Transfer, list[Arrival]]:
         """Start to copy what this message brings; nobody takes what is sent."""
-        buffers = [buffer for _, buffer in receives]
-        if not self._is_moving or not buffers:
-            return Arrival(None, buffers)
-        for buffer in buffers:
-            if self._zeros.numel() < buffer.nbytes:
-                self._zeros = self._zeros.new_zeros(buffer.nbytes)
-        sources = [
-            self._blocks[message] if message in self._blocks else self._zeros[: b.nbytes].view(b.dtype) for b in buffers
-        ]
+        arrivals = [Arrival(peer, room, room.empty()) for peer, room in receives]
+        if not self._is_moving or not arrivals:
+            return Transfer((), ()), arrivals
+        sources = [self._source(message, room) for _, room in receives]
         if self._stream is None:
-            for buffer, source in zip(buffers, sources, strict=True):
-                buffer.copy_(source)
-            return Arrival(None, buffers)
-        self._stream.wait_stream(torch.cuda.current_stream())  # what last used these buffers may still be running
+            for arrival, source in zip(arrivals, sources, strict=True):
+                arrival.carried.copy_(source)
+            return Transfer((), ()), arrivals
+        self._stream.wait_stream(torch.cuda.current_stream())  # what last used this memory may still be running
         with torch.cuda.stream(self._stream):
-            for buffer, source in zip(buffers, sources, strict=True):
-                buffer.copy_(source)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        return Arrival(arrived, buffers)
+            for arrival, source in zip(arrivals, sources, strict=True):
+                arrival.carried.copy_(source)
+            copied = torch.cuda.Event()
+            copied.record()
+        return Copies(copied, [arrival.carried for arrival in arrivals]), arrivals
+
+    def _source(self, message: int, room: Room) -> Tensor:
+        if message in self._blocks:
+            return self._blocks[message]
+        if self._zeros.numel() < room.nbytes:
+            self._zeros = self._zeros.new_zeros(room.nbytes)
+        return room.on(self._zeros[: room.nbytes])
 
 
-class Arrival(Transfer):
-    """Copies under way; the buffers belong to them until ``wait``."""
+class Copies(Transfer):
+    """Copies on a side stream; the buffers belong to them until ``wait``."""
 
-    def __init__(self, event: "torch.cuda.Event | None", buffers: list[Tensor]) -> None:
+    def __init__(self, copied: "torch.cuda.Event", buffers: list[Tensor]) -> None:
         super().__init__((), buffers)
-        self._event = event
+        self._copied = copied
 
     def wait(self) -> None:
         """Make the current stream wait until everything has arrived."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream().wait_event(self._copied)
         super().wait()
 
 
@@ -218,7 +219,7 @@ class Rehearsal:
         k, v = self.random(self.case.kv_heads, tokens), self.random(self.case.kv_heads, tokens)
         names = kernels.serving("auto", q, v, self.scores)
         names = tuple(name for name in names if name != "reference") or names
-        return {name: _alone(name, self.single, self.scores, dout, q, k, v) for name in names}
+        return {name: alone(name, self.single, self.scores, dout, q, k, v) for name in names}
 
     def _same_pairs(self) -> Layout:
         """One sequence under the mask with about as many pairs as the rank computes."""
@@ -252,7 +253,7 @@ def _arriving(one: Ring, k: Tensor, of: Callable[[int, slice], tuple[Tensor, Ten
     return found
 
 
-def _alone(
+def alone(
     name: str, schedule: Schedule, scores: Scores, dout: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Callable[[], Any]]:
     """Forward and backward of one kernel by the calls that it makes of a sequence, and nothing else."""

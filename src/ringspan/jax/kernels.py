@@ -11,13 +11,16 @@ head size, r = P x chunk rows.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ringspan.jax.program import Program
+
+_Sums = TypeVar("_Sums")
+_Rows = TypeVar("_Rows")
 
 LOWEST: Final = -1e30  # the maximum of a row that has seen no key: finite, so that no difference of two is NaN
 
@@ -105,19 +108,7 @@ class Kernel:
         def leave(query: Array, state: State, part: State) -> State:
             return State(*(_put_rows(x, y, query, queries) for x, y in zip(state, part, strict=True)))
 
-        def run(n: Array, state: State) -> State:
-            query, first, count = work.runs[n]
-            rows, part = enter(query, state)
-            none = (first, first)
-            part = _loop(count, lambda c, part: visit(rows, first + c * keys, part, None, none), part)
-            return leave(query, state, part)
-
-        def partial(n: Array, state: State) -> State:
-            query, key, *bands = work.partial[n]
-            rows, part = enter(query, state)
-            return leave(query, state, visit(rows, key, part, query, (bands[0], bands[1])))
-
-        return _loop(work.num_partial, partial, _loop(work.num_runs, run, state))
+        return self._over_pairs(work, state, enter, visit, leave)
 
     def _backward_head(
         self, work: Work, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
@@ -148,20 +139,36 @@ class Kernel:
         def leave(query: Array, sums: Gradients, part: Gradients) -> Gradients:
             return Gradients(_put_rows(sums.dq, part.dq.T, query, queries), part.block)
 
-        def run(n: Array, sums: Gradients) -> Gradients:
+        zeros = varying_like(jnp.zeros(block.shape, dtype), dq)
+        return self._over_pairs(work, Gradients(dq, zeros), enter, visit, leave)
+
+    def _over_pairs(
+        self,
+        work: Work,
+        sums: _Sums,
+        enter: Callable[[Array, _Sums], tuple[_Rows, _Sums]],
+        visit: Callable[[_Rows, Array, _Sums, Array | None, tuple[Array, Array]], _Sums],
+        leave: Callable[[Array, _Sums, _Sums], _Sums],
+    ) -> _Sums:
+        """Visit all chunk pairs: runs of whole ones, which keep their chunk of queries, and those that bands cut.
+
+        ``enter`` cuts out what belongs to a chunk of queries and ``leave`` puts it back.
+        """
+
+        def run(n: Array, sums: _Sums) -> _Sums:
             query, first, count = work.runs[n]
             rows, part = enter(query, sums)
             none = (first, first)
-            part = _loop(count, lambda c, part: visit(rows, first + c * keys, part, None, none), part)
+            size = self.program.key_size
+            part = _loop(count, lambda c, part: visit(rows, first + c * size, part, None, none), part)
             return leave(query, sums, part)
 
-        def partial(n: Array, sums: Gradients) -> Gradients:
+        def partial(n: Array, sums: _Sums) -> _Sums:
             query, key, *bands = work.partial[n]
             rows, part = enter(query, sums)
             return leave(query, sums, visit(rows, key, part, query, (bands[0], bands[1])))
 
-        zeros = varying_like(jnp.zeros(block.shape, dtype), dq)
-        return _loop(work.num_partial, partial, _loop(work.num_runs, run, Gradients(dq, zeros)))
+        return _loop(work.num_partial, partial, _loop(work.num_runs, run, sums))
 
     def _scores(self, products: Array) -> tuple[Array, Array | float]:
         """Scores from ``q k^T``, and the derivative of a score by its product."""

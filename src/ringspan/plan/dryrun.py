@@ -13,38 +13,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.layout import Layout
+from ringspan.plan.memory import Setting
 from ringspan.plan.planner import Plan
 from ringspan.plan.shapes import ModelShape
 from ringspan.plan.tracker import MemoryTracker, Moment, train_step
 from ringspan.torch import attention
 from ringspan.torch.batch import shard_batch
 from ringspan.torch.models import parallelize, refuse_config
-from ringspan.torch.remat import CheckpointName, checkpoint_name
+from ringspan.torch.remat import checkpoint_name
 
 _STEPS: Final = 2  # in the first one the optimizer has no state yet, and DTensor fills its caches
 _TIMELINE_MOMENTS: Final = 400
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSetup:
-    """One training step: its length, how it is split, and what it computes and keeps in.
-
-    ``batch`` is the number of sequences of this rank's micro-step; ``dtype`` what layers compute in,
-    ``parameter_dtype`` what parameters, gradients and moments are kept in. ``on_gpu`` traces what a GPU would do where
-    it differs from a CPU: heads of attention in one group, and the optimizer on all parameters at once.
-    """
-
-    length: int
-    ring: int = 1
-    replicate: int = 1
-    batch: int = 1
-    layout: LayoutName = "zigzag"
-    checkpoint: CheckpointName = "attention"
-    dtype: str = "bfloat16"
-    parameter_dtype: str = "float32"
-    loss_chunk_tokens: int = 1024
-    on_gpu: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,7 +39,7 @@ class Trace:
         return max(self.moments, key=lambda moment: moment.total_bytes)
 
 
-def trace(config: PreTrainedConfig, setup: StepSetup, rank: int = 0) -> Trace:
+def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
     """Trace ``parallelize``, forward, loss, backward, clipping and AdamW as ``rank`` of ``ring x replicate``.
 
     The process must not be in a process group: a fake one is made, in which nothing is sent.
@@ -68,37 +48,38 @@ def trace(config: PreTrainedConfig, setup: StepSetup, rank: int = 0) -> Trace:
         ConfigError: a rank outside of the mesh, or a process group that already exists.
         UnsupportedError: what ``parallelize`` refuses.
     """
-    ranks = setup.ring * setup.replicate
+    ranks = setting.ring * setting.replicate
     if not 0 <= rank < ranks:
         raise ConfigError(f"--rank {rank}: there are {ranks} ranks, 0 to {ranks - 1}")
     if dist.is_initialized():
         raise ConfigError("a dry run needs a process of its own: this one is already in a process group")
     refuse_config(config)
     tracker = MemoryTracker(is_fake=True)
-    with _fake_group(rank, ranks), _as_on_gpu() if setup.on_gpu else nullcontext():
-        mesh = init_device_mesh("cpu", (setup.replicate, setup.ring), mesh_dim_names=("replicate", "ring"))
+    with _fake_group(rank, ranks), _as_on_gpu() if setting.on_gpu else nullcontext():
+        mesh = init_device_mesh("cpu", (setting.replicate, setting.ring), mesh_dim_names=("replicate", "ring"))
         with FakeTensorMode(allow_non_fake_inputs=True), tracker:
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.parameter_dtype)).train()
-            run_steps(tracker, model, mesh, setup)
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
+            run_steps(tracker, model, mesh, setting)
     return Trace(rank, tuple(tracker.moments))
 
 
-def run_steps(tracker: MemoryTracker, model: Any, mesh: DeviceMesh, setup: StepSetup) -> None:
+def run_steps(tracker: MemoryTracker, model: Any, mesh: DeviceMesh, setting: Setting) -> None:
     """Training steps of a model under a tracker, which is left with the moments of the last one."""
     device = next(model.parameters()).device
     model = parallelize(
         model,
         mesh,
-        layout=setup.layout,
-        checkpoint=setup.checkpoint,
-        loss_chunk_tokens=setup.loss_chunk_tokens,
-        compute_dtype=getattr(torch, setup.dtype),
+        layout=setting.layout,
+        route=setting.route,
+        checkpoint=checkpoint_name(setting.checkpoint),
+        loss_chunk_tokens=setting.loss_chunk_tokens,
+        compute_dtype=getattr(torch, setting.dtype),
     )
     tracker.watch_model(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=setup.on_gpu)
-    padded = Layout(setup.layout, setup.length, setup.ring).padded_length
-    tokens = torch.zeros(setup.batch, padded, dtype=torch.int64)
-    batch = shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=setup.layout, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=setting.on_gpu)
+    padded = Layout(setting.layout, setting.length, setting.ring).padded_length
+    tokens = torch.zeros(setting.batch, padded, dtype=torch.int64)
+    batch = shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=setting.layout, device=device)
     del tokens
     tracker.watch("activations", batch.values())
     for _ in range(_STEPS):
@@ -129,19 +110,7 @@ def _fake_group(rank: int, ranks: int) -> Iterator[None]:
 def trace_plan(answer: Plan, rank: int) -> Trace:
     """Trace the step that a plan proposes."""
     setting = answer.setting
-    setup = StepSetup(
-        length=setting.length,
-        ring=setting.ring,
-        replicate=setting.replicate,
-        batch=setting.batch,
-        layout=setting.layout,
-        checkpoint=checkpoint_name(setting.checkpoint),
-        dtype=setting.dtype,
-        parameter_dtype=setting.parameter_dtype,
-        loss_chunk_tokens=setting.loss_chunk_tokens,
-        on_gpu=setting.on_gpu,
-    )
-    return trace(hugging_face_config(answer.question.shape, setting.length), setup, rank)
+    return trace(hugging_face_config(answer.question.shape, setting.length), setting, rank)
 
 
 def summary(traced: Trace, budget_bytes: int) -> dict[str, Any]:

@@ -25,7 +25,12 @@ _INDICES: Final = 3 * 8  # tokens, positions and labels are int64
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How one step is run; the names are those of ``dryrun.StepSetup``."""
+    """One training step: its length, how it is split, and what it computes and keeps in.
+
+    ``batch`` is the number of sequences of a rank's micro-step; ``dtype`` what layers compute in, ``parameter_dtype``
+    what parameters, gradients and moments are kept in. ``on_gpu`` is what a GPU does where it differs from a CPU: heads
+    of attention in one group, and the optimizer on all parameters at once.
+    """
 
     length: int
     ring: int = 1

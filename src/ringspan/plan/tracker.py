@@ -24,7 +24,7 @@ CATEGORIES: Final[tuple[Category, ...]] = (
     "communication",
 )
 
-_COMMUNICATION: Final = frozenset({"c10d", "_c10d_functional", "fsdp"})
+COMMUNICATION: Final = frozenset({"c10d", "_c10d_functional", "fsdp"})
 _ops = torch.ops
 
 
@@ -84,7 +84,7 @@ class MemoryTracker(TorchDispatchMode):
     def watch(self, category: Category, tensors: Iterable[Tensor]) -> None:
         """Count these tensors from now on, as this category."""
         for tensor in tensors:
-            storage = _local(tensor).untyped_storage()
+            storage = local_part(tensor).untyped_storage()
             if storage._cdata in self._storages:
                 self._move(self._storages[storage._cdata], category)
             else:
@@ -106,7 +106,7 @@ class MemoryTracker(TorchDispatchMode):
         """What has become a parameter's gradient counts as one."""
         for parameter in self._sharded:
             if parameter.grad is not None:
-                known = self._storages.get(_local(parameter.grad).untyped_storage()._cdata)
+                known = self._storages.get(local_part(parameter.grad).untyped_storage()._cdata)
                 if known is not None:
                     self._move(known, "gradients")
 
@@ -138,15 +138,15 @@ class MemoryTracker(TorchDispatchMode):
             self.claim_gradients()
         result = func(*args, **(kwargs or {}))
         self._operators += 1
-        communicates = func.namespace in _COMMUNICATION
+        communicates = func.namespace in COMMUNICATION
         given = set[int]()
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_of((args, kwargs)):
             storage = tensor.untyped_storage()
             given.add(storage._cdata)
             known = self._storages.get(storage._cdata)
             if communicates and known is not None and known.category == "temporaries":
                 self._move(known, "gradients" if func in _TAKES_GRADIENTS else "communication")
-        for tensor in _tensors(result):
+        for tensor in tensors_of(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self._storages:
                 self._add(storage, "communication" if communicates else "temporaries")
@@ -222,9 +222,11 @@ _ANSWERS: Final[dict[Any, Any]] = {_ops.aten._local_scalar_dense.default: 1, _op
 _TAKES_GRADIENTS: Final = {_ops.fsdp.chunk_cat.default}
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """The tensors with storage of their own in an operator's arguments or results."""
     return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor) and type(leaf) is not DTensor)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

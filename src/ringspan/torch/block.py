@@ -4,13 +4,66 @@ message.
 B batch, G key/value heads, D head size, E value head size, n packed tokens.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ringspan.core.ranges import Ranges, offset, size
+from ringspan.torch.exchange import Room
 from ringspan.torch.rows import Rows
+
+
+@dataclass(frozen=True)
+class Form:
+    """How some ranges of keys (B, G, n, D) and values (B, G, n, E) lie in one flat buffer: k, v, one behind the other.
+
+    Coded ones, ``scaled``, lie behind their factors, in bytes.
+    """
+
+    ranges: Ranges
+    batch: int
+    heads: int
+    k_size: int
+    v_size: int
+    dtype: torch.dtype
+    device: torch.device
+    scaled: bool = False
+
+    @staticmethod
+    def of(ranges: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype | None = None, scaled: bool = False) -> "Form":
+        """For some ranges of ``k`` and ``v``, in their dtype or another."""
+        return Form(ranges, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], dtype or k.dtype, k.device, scaled)
+
+    @property
+    def room(self) -> Room:
+        """What the buffer needs."""
+        numbers = self.batch * self.heads * size(self.ranges) * (self.k_size + self.v_size)
+        if self.scaled:
+            return Room((self._factors + numbers * self.dtype.itemsize,), torch.uint8, self.device)
+        return Room((numbers,), self.dtype, self.device)
+
+    @property
+    def _factors(self) -> int:
+        return 2 * self.batch * self.heads * torch.float32.itemsize if self.scaled else 0
+
+    def on(self, buffer: Tensor) -> "Block":
+        """The block that lies in a buffer."""
+        scales = None
+        numbers = buffer
+        if self.scaled:
+            scales = buffer[: self._factors].view(torch.float32).view(2, self.batch, self.heads, 1, 1)
+            numbers = buffer[self._factors :].view(self.dtype)
+        shape = (self.batch, self.heads, size(self.ranges))
+        keys = math.prod(shape) * self.k_size
+        k, v = numbers[:keys].view(*shape, self.k_size), numbers[keys:].view(*shape, self.v_size)
+        return Block(self.ranges, k, v, buffer, scales)
+
+    def empty(self) -> "Block":
+        """An uninitialised block."""
+        return self.on(self.room.empty())
 
 
 @dataclass(frozen=True)
@@ -27,29 +80,12 @@ class Block:
     buffer: Tensor | None = None
     scales: Tensor | None = None
 
-    @staticmethod
-    def empty(ranges: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype | None = None, scaled: bool = False) -> "Block":
-        """An uninitialised packed block shaped for some ranges of ``k`` and ``v``."""
-        batch, heads, _, k_size = k.shape
-        tokens, v_size = size(ranges), v.shape[-1]
-        rows, dtype = batch * heads * tokens, dtype or k.dtype
-        factors = 2 * batch * heads * torch.float32.itemsize if scaled else 0
-        buffer = torch.empty(
-            factors + rows * (k_size + v_size) * (dtype.itemsize if scaled else 1),
-            dtype=torch.uint8 if scaled else dtype,
-            device=k.device,
-        )
-        scales = buffer[:factors].view(torch.float32).view(2, batch, heads, 1, 1) if scaled else None
-        numbers = buffer[factors:].view(dtype)
-        packed_k, packed_v = numbers[: rows * k_size], numbers[rows * k_size :]
-        shape = (batch, heads, tokens)
-        return Block(ranges, packed_k.view(*shape, k_size), packed_v.view(*shape, v_size), buffer, scales)
-
-    def pack(self, ranges: Ranges) -> "Block":
-        """The block cut down to some of its ranges, as one buffer; itself when nothing is cut."""
+    def pack(self, ranges: Ranges, make: Callable[[Room], Tensor] = Room.empty) -> "Block":
+        """The block cut down to some of its ranges, as one buffer that ``make`` makes; itself when nothing is cut."""
         if ranges == self.ranges and self.buffer is not None:
             return self
-        packed = Block.empty(ranges, self.k, self.v, scaled=self.scales is not None)
+        form = Form.of(ranges, self.k, self.v, scaled=self.scales is not None)
+        packed = form.on(make(form.room))
         if self.scales is not None and packed.scales is not None:
             packed.scales.copy_(self.scales)
         for start, stop in ranges:
@@ -63,7 +99,7 @@ class Block:
         """The block in another dtype; itself when it has that one."""
         if self.k.dtype == dtype:
             return self
-        other = Block.empty(self.ranges, self.k, self.v, dtype)
+        other = Form.of(self.ranges, self.k, self.v, dtype).empty()
         other.k.copy_(self.k)
         other.v.copy_(self.v)
         return other
@@ -133,10 +169,10 @@ class GradientBlock:
         return GradientBlock(((0, dk.shape[2]),), RunningSum.to_be(dk, dtype), RunningSum.to_be(dv, dtype))
 
     @staticmethod
-    def travelling(ranges: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype) -> "GradientBlock":
-        """The sums for some ranges of another rank's block, ready to be sent."""
-        packed = Block.empty(ranges, k, v, dtype)
-        return GradientBlock(ranges, RunningSum(packed.k), RunningSum(packed.v), packed.buffer)
+    def travelling(form: Form, make: Callable[[Room], Tensor] = Room.empty) -> "GradientBlock":
+        """The sums for some ranges of another rank's block, ready to be sent in the buffer that ``make`` makes."""
+        packed = form.on(make(form.room))
+        return GradientBlock(form.ranges, RunningSum(packed.k), RunningSum(packed.v), packed.buffer)
 
     def add(self, start: int, stop: int, dk: Tensor, dv: Tensor) -> None:
         """Add the gradients of the owner's tokens [start, stop)."""

@@ -3,6 +3,7 @@ first.
 """
 
 import hashlib
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core.errors import PeerMismatch
+from ringspan.torch.shared import PLACE, SharedMemory
 
 
 @dataclass
@@ -34,12 +37,54 @@ class Totals:
 TOTALS: Final = Totals()
 
 
-class Transfer:
-    """Sends and receives under way. The buffers belong to it until ``wait`` returns."""
+@dataclass(frozen=True)
+class Room:
+    """What a message needs: a contiguous tensor of this shape."""
 
-    def __init__(self, works: Sequence[dist.Work], buffers: Sequence[Tensor]) -> None:
-        self._works = list(works)
-        self._buffers = list(buffers)
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def like(x: Tensor) -> "Room":
+        return Room(tuple(x.shape), x.dtype, x.device)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def empty(self) -> Tensor:
+        """Such a tensor, uninitialised."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def on(self, memory: Tensor) -> Tensor:
+        """Such a tensor on these bytes."""
+        return memory.view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A message on its way to this rank. ``carried`` is what the socket brings: itself, or its place in ``shared``."""
+
+    sender: int
+    room: Room
+    carried: Tensor
+    shared: SharedMemory | None = None
+
+    def read(self) -> Tensor:
+        """The message, once its transfer was waited for. It lies with the sender as long as it is kept, and may not be
+        changed.
+        """
+        if self.shared is None:
+            return self.carried
+        return self.room.on(self.shared.message_at(self.carried, self.sender, self.room.nbytes))
+
+
+class Transfer:
+    """Sends and receives under way. What is sent must stay as it is until ``wait`` returns."""
+
+    def __init__(self, works: Sequence[dist.Work], sends: Sequence[Tensor]) -> None:
+        self._works, self._sends = list(works), list(sends)
 
     def wait(self) -> None:
         """Block (on CUDA: make the current stream wait) until everything has arrived and been sent."""
@@ -47,7 +92,7 @@ class Transfer:
         for work in self._works:
             work.wait()
         self._works.clear()
-        self._buffers.clear()
+        self._sends.clear()
         TOTALS.exposed_seconds += time.perf_counter() - started
 
 
@@ -62,6 +107,7 @@ class Exchange:
         self._group = group
         self._signature = signature
         self._ranks = ranks
+        self._shared = _shared.get(group) if group is not None else None
         # Gloo keys its buffers by an int32 tag; leave room below it for the message numbers of one pass.
         self._tag: Final = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:4], "big") % (1 << 30)
 
@@ -69,33 +115,63 @@ class Exchange:
         """The same pass between some of the ranks, which are its peers 0, 1, ..."""
         return Exchange(self._group, f"{self._signature} {name}", ranks)
 
+    def empty(self, room: Room) -> Tensor:
+        """Where to make a message that is to be sent once: uninitialised, and where its receiver can read it, if any
+        place is.
+        """
+        memory = None
+        if self._shared is not None and room.device.type == "cpu":
+            memory = self._shared.allocate(room.nbytes)
+        return room.empty() if memory is None else room.on(memory)
+
     def post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], message: int
-    ) -> Transfer:
-        """Start all sends (to, buffer) and receives (from, buffer) of one moment together, so that no order of ranks
-        blocks.
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Room]], message: int
+    ) -> tuple[Transfer, list[Arrival]]:
+        """Start all sends (to, buffer) and receives (from, room) of one moment together, so that no order of ranks
+        blocks; what to wait for, and what will have arrived then, in the order of ``receives``.
 
         Between one pair of ranks the order of sends is the order of receives. Buffers are contiguous.
         """
         assert self._group is not None or not (sends or receives), "a single rank has nobody to talk to"
         # Receives first: over gloo a receive asks for its message on the connection that also carries the sends, and a
         # request behind a block waits for that block, so that the two directions take turns instead of overlapping.
-        operations = [self._operation(dist.irecv, *receive, message) for receive in receives]
-        operations += [self._operation(dist.isend, *send, message) for send in sends]
+        arrivals = [self._arrival(self._rank(peer), room) for peer, room in receives]
+        outgoing = [(rank, self._carried(rank, buffer)) for rank, buffer in ((self._rank(p), b) for p, b in sends)]
+        operations = [self._operation(dist.irecv, arrival.sender, arrival.carried, message) for arrival in arrivals]
+        operations += [self._operation(dist.isend, rank, carried, message) for rank, carried in outgoing]
         works = dist.batch_isend_irecv(operations) if operations else []
         TOTALS.num_posts += 1
         TOTALS.hop = message // 2
         TOTALS.num_sends += len(sends)
         TOTALS.sent_bytes += sum(buffer.nbytes for _, buffer in sends)
-        return Transfer(works, [buffer for _, buffer in (*sends, *receives)])
+        return Transfer(works, [carried for _, carried in outgoing]), arrivals
 
-    def _operation(self, call: Any, peer: int, buffer: Tensor, message: int) -> dist.P2POp:
-        rank = peer if self._ranks is None else self._ranks[peer]
+    def _rank(self, peer: int) -> int:
+        return peer if self._ranks is None else self._ranks[peer]
+
+    def _arrival(self, rank: int, room: Room) -> Arrival:
+        if self._shared is not None and room.device.type == "cpu" and self._shared.carries_from(rank, room.nbytes):
+            return Arrival(rank, room, torch.empty(PLACE, dtype=torch.int64), self._shared)
+        return Arrival(rank, room, room.empty())
+
+    def _carried(self, rank: int, buffer: Tensor) -> Tensor:
+        """What goes to a rank: the place of a message that it can read where it lies, or the message."""
+        if self._shared is not None and buffer.device.type == "cpu" and self._shared.carries_to(rank, buffer.nbytes):
+            return self._shared.place_of(buffer, rank)
+        return buffer
+
+    def _operation(self, call: Any, rank: int, buffer: Tensor, message: int) -> dist.P2POp:
         return dist.P2POp(call, buffer, group=self._group, tag=self._tag + message, group_peer=rank)
 
 
 _KNOWN_FACTS: Final = 4096  # sets of facts remembered for a group; packed batches bring new ones with every step
 _agreed: WeakKeyDictionary[dist.ProcessGroup, OrderedDict[tuple[Any, ...], None]] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[dist.ProcessGroup, SharedMemory] = WeakKeyDictionary()
+
+
+def shared_bytes() -> int:
+    """Memory that this process keeps for messages which its peers on the host read where they lie."""
+    return sum(shared.reserved_bytes for shared in _shared.values())
 
 
 def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
@@ -121,6 +197,8 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
                 f"the ranks of this ring were given different {name}: "
                 + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             )
+    if group not in _shared and dist.get_backend(group) == "gloo":
+        _shared[group] = SharedMemory(group)
     known[key] = None
     if len(known) > _KNOWN_FACTS:  # on all ranks alike, since they agree on the order
         known.popitem(last=False)

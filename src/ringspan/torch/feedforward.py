@@ -15,10 +15,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.torch.modules import mix_in
 
 # Tokens of the probe: enough for a router that fills experts to a capacity to drop some when all choose alike.
 _PROBE_TOKENS: Final = 24
@@ -39,7 +41,7 @@ def chunk_feedforwards(model: PreTrainedModel, chunk_tokens: int) -> None:
     if chunk_tokens < 1:
         raise ConfigError(f"feedforward_chunk_tokens must be at least 1, got {chunk_tokens}; leave it out for none")
     for module in find_feedforwards(model):
-        _become_blockwise(module, chunk_tokens)
+        mix_in(module, _Blockwise, feedforward_chunk_tokens=chunk_tokens)
 
 
 def find_feedforwards(model: PreTrainedModel) -> list[nn.Module]:
@@ -131,13 +133,6 @@ def _mixes_tokens(module: nn.Module, size: int) -> str:
 
 def _hidden(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
-
-
-def _become_blockwise(module: nn.Module, chunk_tokens: int) -> None:
-    """Give the module a subclass of its own class whose forward runs in blocks, as FSDP2 does; names stay."""
-    plain = type(module)
-    namespace = {"__module__": plain.__module__, "feedforward_chunk_tokens": chunk_tokens}
-    module.__class__ = type(plain.__name__, (_Blockwise, plain), namespace)
 
 
 class _Blockwise:
@@ -234,7 +229,8 @@ def _accumulate(sums: list[Tensor | None], parts: list[Tensor | None], d_out: Te
 
 def _owns(part: Tensor, d_out: Tensor) -> bool:
     """Whether a gradient has memory of its own, not that of the one it was made from."""
-    return part.untyped_storage().data_ptr() != d_out.untyped_storage().data_ptr()
+    local = part.to_local() if isinstance(part, DTensor) else part
+    return local.untyped_storage().data_ptr() != d_out.untyped_storage().data_ptr()
 
 
 def _blocks(hidden: Tensor, chunk_tokens: int) -> Iterator[slice]:

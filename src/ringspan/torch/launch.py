@@ -86,14 +86,17 @@ def launch(
     return [results[rank] for rank in range(num_ranks)]
 
 
-def join(folder: str | None = None) -> None:
-    """Join the default process group: the one torchrun describes, or that of ``launch`` when a folder is given."""
+def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None:
+    """Join the default process group: the one torchrun describes, or that of ``launch`` when a folder is given.
+
+    ``timeout`` is how long torchrun's ranks wait for each other, torch's own default when None.
+    """
     device = local_device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if folder is None:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.torch.batch import IGNORED
@@ -58,6 +58,7 @@ def blockwise_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     impl: LossName = "auto",
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Summed cross-entropy of ``hidden @ weight.T + bias`` in float32, a block of tokens x vocabulary at a time.
 
@@ -82,12 +83,16 @@ def blockwise_cross_entropy(
         softcap: largest logit (Gemma 2).
         impl: ``blockwise`` is this file; ``liger`` is Liger's fused kernel, which chooses its own blocks; ``auto``
             takes Liger's on CUDA where it is installed.
+        group: ranks that share the vocabulary, each calling with the same hidden and targets: weight and bias are this
+            rank's share of V, all of one size and in the order of the ranks. The loss is the whole one on each; the
+            gradient of hidden is this rank's part, still to be summed.
 
     Returns:
         A scalar in float32, or in float64 when hidden is; 0 when no token has a target.
 
     Raises:
-        ConfigError: an option outside of its range, or ``impl="liger"`` where it is not installed or not on CUDA.
+        ConfigError: an option outside of its range, or ``impl="liger"`` where it is not installed, not on CUDA, or has
+            a share of the vocabulary.
         UnsupportedError: a target that is no entry of the vocabulary.
 
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Liu and Abbeel 2023, "Blockwise
@@ -100,8 +105,8 @@ def blockwise_cross_entropy(
         label_smoothing=label_smoothing,
         softcap=softcap,
     )
-    _check_targets(targets, len(weight))
-    if fused := _choose_liger(impl, hidden):
+    _check_targets(targets, len(weight) * _size(group))
+    if fused := _choose_liger(impl, hidden, group):
         return fused(
             hidden,
             weight,
@@ -115,7 +120,7 @@ def blockwise_cross_entropy(
             accum_dtype=torch.float32,
         ).float()
     differentiate = torch.is_grad_enabled()
-    return _BlockwiseCrossEntropy.apply(hidden, weight, bias, targets, options, differentiate)
+    return _BlockwiseCrossEntropy.apply(hidden, weight, bias, targets, options, differentiate, group)
 
 
 def loss_bytes(
@@ -151,12 +156,17 @@ def _check_targets(targets: Tensor, vocabulary: int) -> None:
         )
 
 
-def _choose_liger(impl: LossName, hidden: Tensor) -> Callable[..., Tensor] | None:
+def _choose_liger(
+    impl: LossName, hidden: Tensor, group: dist.ProcessGroup | None = None
+) -> Callable[..., Tensor] | None:
     """Liger's fused linear cross-entropy when it is wanted and can add the weight's gradient up in float32."""
     if impl not in ("auto", "blockwise", "liger"):
         raise ConfigError(f"unknown loss {impl!r}; choose one of auto, blockwise, liger")
-    if impl == "blockwise" or (impl == "auto" and (not _is_cuda(hidden) or hidden.dtype == torch.float64)):
+    unfit = group is not None or not _is_cuda(hidden) or hidden.dtype == torch.float64
+    if impl == "blockwise" or (impl == "auto" and unfit):
         return None
+    if group is not None:
+        raise ConfigError("loss 'liger' needs the whole vocabulary on every rank; use 'blockwise'")
     if not _is_cuda(hidden):
         raise ConfigError(f"loss 'liger' runs on CUDA, not on {hidden.device.type}; use 'blockwise'")
     if importlib.util.find_spec("liger_kernel") is not None:
@@ -168,6 +178,10 @@ def _choose_liger(impl: LossName, hidden: Tensor) -> Callable[..., Tensor] | Non
     if impl == "auto":
         return None
     raise ConfigError("loss 'liger' needs liger-kernel 0.6 or newer: pip install liger-kernel; or use 'blockwise'")
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
 
 
 def _is_cuda(x: Tensor) -> bool:
@@ -184,9 +198,10 @@ class _BlockwiseCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         options: LossOptions,
         differentiate: bool,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
         wants = [differentiate and wanted for wanted in ctx.needs_input_grad[:3]]
-        total, gradients = _Blocks(hidden, weight, bias, options).run(targets, wants)
+        total, gradients = _Blocks(hidden, weight, bias, options, group).run(targets, wants)
         # Kept as attributes: the one backward pass takes them away and scales them where they are.
         ctx.gradients = gradients
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
@@ -204,14 +219,23 @@ class _BlockwiseCrossEntropy(torch.autograd.Function):
             results.append(None if gradient is None else gradient.mul_(d_total).to(dtype))
             del gradient
         ctx.gradients = None
-        return (*results, None, None, None)
+        return (*results, None, None, None, None)
 
 
 class _Blocks:
     """One pass over the blocks of tokens, and within each over the blocks of vocabulary."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LossOptions) -> None:
-        self.hidden, self.weight, self.bias, self.options = hidden, weight, bias, options
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: LossOptions,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.options, self.group = hidden, weight, bias, options, group
+        self.vocabulary = len(weight) * _size(group)
+        self.first = 0 if group is None else len(weight) * dist.get_rank(group)
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         size = min(options.chunk_vocabulary or len(weight), len(weight))
         self.columns = list(_slices(len(weight), size))
@@ -227,8 +251,8 @@ class _Blocks:
         d_bias = self._new(len(self.weight)).zero_() if wants[2] else None
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for rows in _slices(len(hidden), self.options.chunk_tokens):
-            target, chunk = targets[rows], hidden[rows]
-            valid = (target != IGNORED).to(self.dtype)
+            target, chunk = targets[rows] - self.first, hidden[rows]
+            valid = (targets[rows] != IGNORED).to(self.dtype)
             top, exponentials, picked, mean = self._scan(chunk, target)
             smoothing, lse = self.options.label_smoothing, top + exponentials.log()
             # From the largest logit, so that large ones do not cancel.
@@ -265,11 +289,22 @@ class _Blocks:
             index, here = _local(target, columns)
             picked += logits.gather(1, index).squeeze(1) * here
             if self.options.label_smoothing:
-                mean += logits.sum(1) / len(self.weight)
+                mean += logits.sum(1) / self.vocabulary
             highest = torch.maximum(top, logits.amax(1))
             total.mul_((top - highest).exp_()).add_(logits.sub_(highest.unsqueeze(1)).exp_().sum(1))
             top = highest
-        return top, total, picked, mean
+        return self._over_ranks(top, total, picked, mean) if self.group else (top, total, picked, mean)
+
+    def _over_ranks(self, top: Tensor, *sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What ``_scan`` found in the whole vocabulary, from what it found in this rank's share of it."""
+        highest = top.clone()
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
+        shrink = (top - highest).exp_()
+        self._block(self.buffer, top, self.columns[-1]).mul_(shrink.unsqueeze(1))
+        total, picked, mean = sums
+        parts = torch.stack((total * shrink, picked, mean))
+        dist.all_reduce(parts, group=self.group)
+        return highest, parts[0], parts[1], parts[2]
 
     def _logits(self, chunk: Tensor, columns: slice) -> Tensor:
         """The block's logits in the buffer, and with a softcap the slopes of the cap beside it."""
@@ -290,7 +325,7 @@ class _Blocks:
         index, here = _local(target, columns)
         d_logits.scatter_add_(1, index, (-(1 - smoothing) * valid * here).unsqueeze(1))
         if smoothing:
-            d_logits.sub_((valid * smoothing / len(self.weight)).unsqueeze(1))
+            d_logits.sub_((valid * smoothing / self.vocabulary).unsqueeze(1))
         return d_logits if self.slopes is None else d_logits.mul_(self._block(self.slopes, d_logits, columns))
 
     def _block(self, buffer: Tensor, chunk: Tensor, columns: slice) -> Tensor:
@@ -334,22 +369,3 @@ def _add_outer(sums: Tensor, d_logits: Tensor, chunk: Tensor) -> None:
         return
     for rows in _slices(len(sums), _PRODUCT_ROWS):
         sums[rows] += d_logits[:, rows].T @ chunk
-
-
-class GlobalSum(torch.autograd.Function):
-    """The sum over ranks of a value to which each rank contributes; its gradient is each rank's own part.
-
-    Every rank sees the whole loss, and since gradients are summed over ranks too, each differentiates only what is its
-    own.
-    """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, value: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
-        total = value.clone()
-        for group in groups:
-            dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None

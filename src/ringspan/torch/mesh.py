@@ -1,4 +1,4 @@
-"""The device mesh: replicas of a ring, ``world size = replicate x ring``."""
+"""The device mesh: replicas of a ring of tensor-parallel groups, ``world size = replicate x ring x tp``."""
 
 import os
 
@@ -10,35 +10,45 @@ from ringspan.core.errors import ConfigError
 from ringspan.torch.launch import join, local_device
 
 
-def init_mesh(*, ring: int | None = None, replicate: int = 1) -> DeviceMesh:
-    """A mesh with the axes ``replicate`` and ``ring``; neighbours of a ring are neighbouring ranks.
+def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> DeviceMesh:
+    """A mesh with the axes ``replicate`` and ``ring``, and ``tp`` where that is above 1; ranks that are neighbours on
+    the last axis are neighbours.
 
     Joins the process group that torchrun describes when none exists, or makes one of a single process.
-    Replicas take different examples; the ranks of a ring share one. ``ring=None`` takes all ranks that ``replicate``
-    leaves.
+    Replicas take different examples; the ranks of a ring share one; those of ``tp`` share tokens and split heads,
+    feed-forward and vocabulary. ``ring=None`` takes all ranks that the other two leave.
 
     Raises:
-        ConfigError: the two numbers do not multiply to the world size.
+        ConfigError: the numbers do not multiply to the world size.
     """
     if not dist.is_initialized():
         if "RANK" in os.environ:
             join()
         else:
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    replicate, ring = split_world(dist.get_world_size(), ring, replicate)
-    return init_device_mesh(local_device().type, (replicate, ring), mesh_dim_names=("replicate", "ring"))
+    sizes, axes = split_world(dist.get_world_size(), ring, replicate, tp), ("replicate", "ring")
+    if tp > 1:
+        sizes, axes = (*sizes, tp), (*axes, "tp")
+    return init_device_mesh(local_device().type, sizes, mesh_dim_names=axes)
 
 
-def split_world(world_size: int, ring: int | None, replicate: int) -> tuple[int, int]:
-    """(replicate, ring) with product ``world_size``.
+def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The axis ``tp`` of a mesh; None when it has none, or one of a single rank."""
+    tp = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else None
+    return tp if tp is not None and tp.size() > 1 else None
+
+
+def split_world(world_size: int, ring: int | None, replicate: int, tp: int = 1) -> tuple[int, int]:
+    """(replicate, ring) with product ``world_size / tp``.
 
     Raises:
         ConfigError: there is no such pair; the message names the numbers.
     """
-    if replicate < 1 or world_size % replicate or (ring is not None and replicate * ring != world_size):
-        shown = "?" if ring is None else ring
+    others = replicate * tp
+    if min(replicate, tp) < 1 or world_size % others or (ring is not None and others * ring != world_size):
+        shown = f"replicate {replicate} x ring {'?' if ring is None else ring}" + (f" x tp {tp}" if tp != 1 else "")
         raise ConfigError(
-            f"replicate {replicate} x ring {shown} must equal the world size {world_size}; "
+            f"{shown} must equal the world size {world_size}; "
             f"rings that divide it: {', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)}"
         )
-    return replicate, world_size // replicate
+    return replicate, world_size // others

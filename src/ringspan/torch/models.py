@@ -27,11 +27,15 @@ from ringspan.torch.attention import ring_attention
 from ringspan.torch.batch import IGNORED, document_positions
 from ringspan.torch.exchange import agree
 from ringspan.torch.feedforward import chunk_feedforwards
-from ringspan.torch.loss import GlobalSum, LossOptions, blockwise_cross_entropy
+from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
+from ringspan.torch.mesh import tensor_axis
+from ringspan.torch.modules import mix_in
 from ringspan.torch.offload import OffloadName
 from ringspan.torch.remat import CheckpointName, checkpoint_layers
 from ringspan.torch.rope import chunk_rotary_tables, is_rotary, set_global_length
 from ringspan.torch.scores import Scores
+from ringspan.torch.sums import Sum, SumOfGradients
+from ringspan.torch.tensor_parallel import local_part, refuse_split, split_model, splits_vocabulary
 from ringspan.torch.wire import check_wire
 
 # Config fields that change attention or logits in a way that the ring does not compute yet.
@@ -65,6 +69,8 @@ def parallelize(
 
     Attention becomes ``ring_attention`` over ``mesh["ring"]``; parameters, gradients and optimizer state are sharded
     over the ring and replicated over ``mesh["replicate"]`` (FSDP2); gradients are summed over all ranks, in float32.
+    With an axis ``tp`` heads, feed-forward and vocabulary are split over it first, as transformers' plan for the model
+    says (``ringspan.torch.tensor_parallel``).
     ``model(**batch).loss`` is the loss of the whole batch on every rank: the sum over all valid targets over their
     count (pass ``num_items_in_batch`` to count over several batches, for gradient accumulation). Without labels
     ``model(**batch)`` gives the local logits (B, T, V).
@@ -88,8 +94,11 @@ def parallelize(
     Raises:
         UnsupportedError: the model or its config asks for something that would not be exact; by name.
     """
+    tp = tensor_axis(mesh)
     refuse_unsupported(model)
-    refuse_route(model.config, mesh["ring"].size(), route, wire)
+    if tp is not None:
+        refuse_split(model, tp.size())
+    refuse_route(model.config, mesh["ring"].size(), route, wire, 1 if tp is None else tp.size())
     _refuse_kernel(model, kernel, compute_dtype, mesh["ring"].get_group())
     loss = LossOptions(
         chunk_tokens=loss_chunk_tokens,
@@ -112,8 +121,10 @@ def parallelize(
     checkpoint_layers(model, checkpoint, offload)
     chunk_rotary_tables(model)
     _become_ring_model(model, mesh, layout, loss)
+    if tp is not None:
+        split_model(model, tp)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    sharded = mesh if mesh["replicate"].size() > 1 else mesh["ring"]
+    sharded = mesh["replicate", "ring"] if mesh["replicate"].size() > 1 else mesh["ring"]
     for module in (*layers, model):
         fully_shard(module, mesh=sharded, mp_policy=precision)
     for module in model.modules():
@@ -169,16 +180,17 @@ class RingCausalLM:
                 )
         if input_ids is None or position_ids is None:
             raise UnsupportedError("input_ids and position_ids are needed; make the batch with rs.shard_batch")
-        groups = [self.ring_mesh[axis].get_group() for axis in self.ring_mesh.mesh_dim_names]
-        ring = self.ring_mesh["ring"]
+        ring, tp = self.ring_mesh["ring"], tensor_axis(self.ring_mesh)
+        groups = [self.ring_mesh[axis].get_group() for axis in ("replicate", "ring")]
         layout = Layout(self.ring_layout, ring.size() * input_ids.shape[1], ring.size())
         _check_positions(position_ids, layout, ring, document_lengths)
         set_global_length(self, layout.length if sequence_length is None else int(sequence_length))
         packed = None if document_lengths is None else _Packed(document_lengths, position_ids)
         if packed:
             kwargs["ring_packed"] = packed
-        agree(ring.get_group(), {"layout": self.ring_layout, "local batch": tuple(input_ids.shape)})
-        count = _count_targets(shift_labels, input_ids, groups, num_items_in_batch)
+        for axis in (ring, tp) if tp is not None else (ring,):
+            agree(axis.get_group(), {"layout": self.ring_layout, "local batch": tuple(input_ids.shape)})
+        count = _count_targets(shift_labels, input_ids, groups, tp, num_items_in_batch)
         hidden = getattr(self, self.ring_decoder)(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs
         ).last_hidden_state
@@ -192,14 +204,16 @@ class RingCausalLM:
             return CausalLMOutputWithPast(logits=_cap(head(hidden), self.ring_loss.softcap))
         # Evaluation is plain cross-entropy, whatever training adds to it.
         loss = self.ring_loss if self.training else replace(self.ring_loss, z_loss=0.0, label_smoothing=0.0)
+        share = tp.get_group() if tp is not None and splits_vocabulary(head) else None
         total = blockwise_cross_entropy(
-            hidden.flatten(0, 1),
-            head.weight,
+            (hidden if share is None else SumOfGradients.apply(hidden, share)).flatten(0, 1),
+            local_part(head.weight),
             shift_labels.flatten(),
-            bias=head.bias,
+            bias=None if head.bias is None else local_part(head.bias),
+            group=share,
             **asdict(loss),
         )
-        return CausalLMOutputWithPast(loss=GlobalSum.apply(total / count, groups))
+        return CausalLMOutputWithPast(loss=Sum.apply(total / count, groups))
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
@@ -242,13 +256,16 @@ def refuse_config(config: PreTrainedConfig) -> None:
         raise UnsupportedError(f"{kind}: bidirectional attention is not supported yet")
 
 
-def refuse_route(config: PreTrainedConfig, ranks: int, route: str, wire: str) -> None:
-    """Raise an UnsupportedError when a route or wire does not exist, or does not fit the ring and the model's heads."""
+def refuse_route(config: PreTrainedConfig, ranks: int, route: str, wire: str, tp: int = 1) -> None:
+    """Raise an UnsupportedError when a route or wire does not exist, or does not fit the ring and the heads that each
+    of ``tp`` ranks has.
+    """
     check_wire(wire, "exact")
     if route == "auto":
         return
     heads = config.num_attention_heads
-    member_heads(heads, getattr(config, "num_key_value_heads", None) or heads, Route.parse(route, ranks).ulysses)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    member_heads(heads // tp, kv_heads // tp, Route.parse(route, ranks).ulysses)
 
 
 class LayerKind(NamedTuple):
@@ -321,17 +338,8 @@ class _Decoder(nn.Module):
 
 
 def _become_ring_model(model: PreTrainedModel, mesh: DeviceMesh, layout: LayoutName, loss: LossOptions) -> None:
-    """Give the model a subclass of its own class with our forward, as FSDP2 does; saved configs keep the class's
-    name.
-    """
-    plain = type(model)
-    settings = {
-        "ring_mesh": mesh,
-        "ring_layout": layout,
-        "ring_loss": loss,
-        "ring_decoder": _decoder_name(model),
-    }
-    model.__class__ = type(plain.__name__, (RingCausalLM, plain), {"__module__": plain.__module__, **settings})
+    """Give the model our forward."""
+    mix_in(model, RingCausalLM, ring_mesh=mesh, ring_layout=layout, ring_loss=loss, ring_decoder=_decoder_name(model))
 
 
 class _Packed:
@@ -459,18 +467,25 @@ def _check_positions(positions: Tensor, layout: Layout, ring: DeviceMesh, docume
 
 
 def _count_targets(
-    labels: Tensor | None, tokens: Tensor, groups: list[dist.ProcessGroup], given: int | Tensor | None
+    labels: Tensor | None,
+    tokens: Tensor,
+    groups: list[dist.ProcessGroup],
+    tp: DeviceMesh | None,
+    given: int | Tensor | None,
 ) -> Tensor:
-    """Valid targets of the whole batch (at least 1), in a reduction that also notices ranks with unequal lengths."""
+    """Valid targets of the whole batch (at least 1), in a reduction that also notices ranks with unequal lengths.
+
+    The ranks of the axis ``tp`` have the same tokens.
+    """
     length = tokens.shape[1]
     valid = 0 if labels is None else int((labels != IGNORED).sum())
     counts = torch.tensor([valid, length, length * length, 1], dtype=torch.int64, device=tokens.device)
-    for group in groups:
+    for group in groups if tp is None else [*groups, tp.get_group()]:
         dist.all_reduce(counts, group=group)
     total, lengths, squares, ranks = counts.tolist()
     if ranks * squares != lengths * lengths:
         raise PeerMismatch(
             f"the ranks were given unequal lengths: this one {length} tokens, {lengths / ranks} on average"
         )
-    count = total if given is None else int(given)
+    count = total // (1 if tp is None else tp.size()) if given is None else int(given)
     return torch.tensor(float(max(count, 1)), device=tokens.device)

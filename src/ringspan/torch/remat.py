@@ -4,13 +4,13 @@ from functools import partial
 from typing import Any, Final, Literal, cast, get_args
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import ConfigError
 from ringspan.torch import attention as attention  # registers the ring's operator
+from ringspan.torch.modules import mix_in
 from ringspan.torch.offload import OffloadName, Store, offload_name
 
 CheckpointName = Literal["none", "full", "attention"]
@@ -29,11 +29,17 @@ def checkpoint_name(name: str) -> CheckpointName:
 
 
 def kept_bytes(
-    config: PreTrainedConfig, policy: CheckpointName, dtype: torch.dtype, *, feedforward_in_chunks: bool = False
+    config: PreTrainedConfig,
+    policy: CheckpointName,
+    dtype: torch.dtype,
+    *,
+    tp: int = 1,
+    feedforward_in_chunks: bool = False,
 ) -> int:
     """Bytes that one layer keeps of one token for its backward pass.
 
-    With hidden size C, H query heads and G key/value heads of size D, intermediate size F, and s bytes an entry:
+    With hidden size C and s bytes an entry; H query heads and G key/value heads of size D and intermediate size F, of
+    which each of ``tp`` ranks has its share:
 
         full        s C                                   the layer's input
         attention   s C + s H D + 4 H                     and the ring's result and log-sum-exp
@@ -44,13 +50,15 @@ def kept_bytes(
     ``none`` is that of layers in the shape of Llama's; norms on queries and keys or behind a sublayer keep more.
     """
     s, hidden, heads = dtype.itemsize, config.hidden_size, config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
+    groups = (getattr(config, "num_key_value_heads", None) or heads) // tp
     size = getattr(config, "head_dim", None) or hidden // heads
+    heads //= tp
     if policy == "full":
         return s * hidden
     if policy == "attention":
         return s * hidden + s * heads * size + 4 * heads
-    between = 0 if feedforward_in_chunks else 4 * s * (getattr(config, "intermediate_size", None) or 4 * hidden)
+    intermediate = (getattr(config, "intermediate_size", None) or 4 * hidden) // tp
+    between = 0 if feedforward_in_chunks else 4 * s * intermediate
     return 2 * (4 * (hidden + 1) + 2 * s * hidden) + 2 * s * (heads + groups) * size + 4 * heads + between
 
 
@@ -60,6 +68,7 @@ def choose_checkpoint(
     budget_bytes: int,
     dtype: torch.dtype,
     *,
+    tp: int = 1,
     feedforward_in_chunks: bool = False,
 ) -> CheckpointName:
     """The policy that computes least again and keeps at most so many bytes of ``tokens`` local tokens in all layers.
@@ -69,7 +78,7 @@ def choose_checkpoint(
     """
     needed = 0
     for policy in ("none", "attention", "full"):
-        bytes_ = kept_bytes(config, policy, dtype, feedforward_in_chunks=feedforward_in_chunks)
+        bytes_ = kept_bytes(config, policy, dtype, tp=tp, feedforward_in_chunks=feedforward_in_chunks)
         needed = bytes_ * tokens * config.num_hidden_layers
         if needed <= budget_bytes:
             return policy
@@ -106,14 +115,7 @@ def checkpoint_layers(model: PreTrainedModel, policy: CheckpointName, offload: O
     else:  # its name before transformers 5.2x
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if store is not None:
-        _store_what_is_kept(model.base_model, store)
-
-
-def _store_what_is_kept(decoder: nn.Module, store: Store) -> None:
-    """Give the decoder a subclass of its own class in whose forward autograd keeps tensors in the store."""
-    plain = type(decoder)
-    namespace = {"__module__": plain.__module__, "activation_store": store}
-    decoder.__class__ = type(plain.__name__, (_Stored, plain), namespace)
+        mix_in(model.base_model, _Stored, activation_store=store)
 
 
 class _Stored:

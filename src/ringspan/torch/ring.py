@@ -7,9 +7,9 @@ tokens, D head size, E value head size.
 """
 
 from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from ringspan.core.ranges import Ranges
 from ringspan.core.schedule import Hop, Parcel, Schedule
 from ringspan.core.tile import Tile
 from ringspan.torch import kernels
-from ringspan.torch.block import Block, GradientBlock, RunningSum
-from ringspan.torch.exchange import Exchange, Transfer
+from ringspan.torch.block import Block, Form, GradientBlock, RunningSum
+from ringspan.torch.exchange import Arrival, Exchange, Transfer
 from ringspan.torch.kernels import InPlace, Kernel, Launch
 from ringspan.torch.scores import Scores
 from ringspan.torch.softmax import Partial
@@ -109,35 +109,56 @@ def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -
     return max(needed, next(fitting, 1))
 
 
+class _Coming(NamedTuple):
+    """A block under way to this rank; with no message where it holds nothing."""
+
+    form: Form
+    transfer: Transfer
+    arrival: Arrival | None
+
+    def wait(self) -> Block:
+        """The block, when everything of its transfer has arrived and been sent."""
+        self.transfer.wait()
+        return self.form.empty() if self.arrival is None else self.form.on(self.arrival.read())
+
+
 def visits(ring: Ring, number: int, k: Tensor, v: Tensor) -> Iterator[tuple[Hop, Block]]:
     """Each hop with the block that is here for it; while the caller computes, the blocks that follow are on their
     way.
     """
     hops = ring.schedule.hops
     own = Block(((0, k.shape[2]),), k, v)
-    under_way: dict[int, tuple[Transfer, Block]] = {}
+    under_way: dict[int, _Coming] = {}
     for hop in hops:
         if hop.index:
-            transfer, travelling = under_way.pop(hop.index)
-            transfer.wait()
+            travelling = under_way.pop(hop.index).wait()
             block = decode(travelling, k.dtype)
         else:
             block, travelling = own, encode(own, ring.wire) if hop.sends else own
         packed: dict[Ranges, Block] = {}
         for index, (peer, ranges) in hop.sends:
             if ranges not in packed:
-                packed[ranges] = travelling.pack(ranges)
+                packed[ranges] = travelling.pack(ranges, ring.exchange.empty)
             source, carried = hops[index].arrives
-            coming = _coming(carried, travelling)
+            form = Form.of(carried, travelling.k, travelling.v, scaled=travelling.scales is not None)
             message = MESSAGES_PER_HOP * (number * len(hops) + index)
-            transfer = ring.exchange.post(_message(peer, packed[ranges]), _message(source, coming), message)
-            under_way[index] = transfer, coming
+            under_way[index], *_ = _post(ring, [(peer, packed[ranges])], [(source, form)], message)
         del travelling, packed
         yield hop, block
+        del block
 
 
-def _coming(ranges: Ranges, like: Block) -> Block:
-    return Block.empty(ranges, like.k, like.v, like.k.dtype, scaled=like.scales is not None)
+def _post(
+    ring: Ring, sends: Sequence[tuple[int, Block]], receives: Sequence[tuple[int, Form]], message: int
+) -> list[_Coming]:
+    """Start sending packed blocks and receiving others; blocks that hold nothing are no messages."""
+    transfer, arrivals = ring.exchange.post(
+        [(peer, block.buffer) for peer, block in sends if block.buffer is not None and block.ranges],
+        [(peer, form.room) for peer, form in receives if form.ranges],
+        message,
+    )
+    arrived = iter(arrivals)
+    return [_Coming(form, transfer, next(arrived) if form.ranges else None) for _, form in receives]
 
 
 def launches(kernel: Kernel, tiles: tuple[Tile, ...], *packed: Ranges) -> Iterator[Launch]:
@@ -146,7 +167,8 @@ def launches(kernel: Kernel, tiles: tuple[Tile, ...], *packed: Ranges) -> Iterat
     """
     groups: dict[tuple[int, ...], list[Tile]] = {}
     for tile in tiles:
-        groups.setdefault(tuple(bisect(ranges, tile.k0, key=lambda one: one[0]) for ranges in packed), []).append(tile)
+        places = tuple(bisect(ranges, tile.k0, key=lambda one: one[0]) for ranges in packed)
+        groups.setdefault(places, []).append(tile)
     for group in groups.values():
         yield from kernel.launches(tuple(group))
 
@@ -173,6 +195,8 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
                     kernel.forward_into(rows, *keys, launch, scores, *partial.running(launch.q0, launch.q1))
                 else:
                     partial.merge(launch.q0, launch.q1, *kernel.forward(rows, *keys, launch, scores))
+                del keys
+            del block
         partial.finish(None if sinks is None else sinks[heads])
     return out, lse
 
@@ -230,10 +254,13 @@ def _backward_of_heads(
     hops, dtype = ring.schedule.hops, accumulation_dtype(q.dtype)
     serving = kernels.serving(ring.kernel, q, v, ring.scores)
     dq, home = RunningSum.to_be(gradients[0], dtype), GradientBlock.at_home(*gradients[1:], dtype)
-    behind: dict[int, tuple[Transfer, Block]] = {}  # by hop, what earlier visitors of its block added up
-    returning: list[tuple[Transfer, Block]] = []  # parts of this rank's own gradient
+    travelling = ring.gradient_dtype(q.dtype)
+    behind: dict[int, _Coming] = {}  # by hop, what earlier visitors of its block added up
+    returning: list[_Coming] = []  # parts of this rank's own gradient
     for hop, block in visits(ring, number, k, v):
-        total = home if hop.index == 0 else GradientBlock.travelling(hop.gradient, k, v, dtype)
+        total = home
+        if hop.index:
+            total = GradientBlock.travelling(Form.of(hop.gradient, k, v, dtype), ring.exchange.empty)
         kernel = kernels.choose(serving, hop.bands)
         for launch in launches(kernel, hop.bands, block.ranges, total.ranges):
             rows, keys = slice(launch.q0, launch.q1), block.part(launch.k0, launch.k1)
@@ -242,34 +269,35 @@ def _backward_of_heads(
             if isinstance(kernel, InPlace):
                 sums = dq.running(launch.q0, launch.q1), *total.running(launch.k0, launch.k1)
                 kernel.backward_into(*ours, launch, scores, *sums)
+                del ours, keys, sums
                 continue
             new_dq, new_dk, new_dv = kernel.backward(*ours, launch, scores)
             dq.add(launch.q0, launch.q1, new_dq)
             total.add(launch.k0, launch.k1, new_dk, new_dv)
             del ours, keys, new_dq, new_dk, new_dv  # before the next ones are made
         if hop.index in behind:
-            _collect([behind.pop(hop.index)], total)
-
-        sends: list[tuple[int, Tensor]] = []
-        travelling = ring.gradient_dtype(q.dtype)
-        for peer, ranges in (hop.gradient_on, Parcel(hop.owner, hop.gradient_home)):
-            if ranges:
-                sends += _message(peer, total.finish().pack(ranges).to(travelling))
+            total.add_block(behind.pop(hop.index).wait())
+        sends = [
+            (peer, total.finish().pack(ranges, ring.exchange.empty).to(travelling))
+            for peer, ranges in (hop.gradient_on, Parcel(hop.owner, hop.gradient_home))
+            if ranges
+        ]
         source, arriving = hops[hop.gradient_next].gradient_in
-        coming = Block.empty(arriving, k, v, travelling)
-        coming_home = Block.empty(hop.comes_home.ranges, k, v, travelling)
-        receives = [*_message(source, coming), *_message(hop.comes_home.peer, coming_home)]
+        receives = [(peer, Form.of(ranges, k, v, travelling)) for peer, ranges in ((source, arriving), hop.comes_home)]
         message = MESSAGES_PER_HOP * (number * len(hops) + hop.index) + 1
-        transfer = ring.exchange.post(sends, receives, message)
-        behind[hop.gradient_next] = transfer, coming
-        returning.append((transfer, coming_home))
+        coming, coming_home = _post(ring, sends, receives, message)
+        if hop.gradient_next:
+            behind[hop.gradient_next] = coming
+        returning.append(coming_home)
+        del total, sends
         if meanwhile and hop.index == 0:
             meanwhile()
 
     _store(dq.finish(), gradients[0])
 
     def finish() -> None:
-        _collect(returning, home)
+        while returning:
+            home.add_block(returning.pop(0).wait())
         total = home.finish()
         _store(total.k, gradients[1])
         _store(total.v, gradients[2])
@@ -277,19 +305,6 @@ def _backward_of_heads(
     return finish
 
 
-def _collect(transfers: list[tuple[Transfer, Block]], total: GradientBlock) -> None:
-    """Wait for gradients that other ranks sent and add them."""
-    for transfer, block in transfers:
-        transfer.wait()
-        total.add_block(block)
-    transfers.clear()
-
-
 def _store(total: Tensor, gradient: Tensor) -> None:
     if total is not gradient:
         gradient.copy_(total)
-
-
-def _message(peer: int, block: Block) -> list[tuple[int, Tensor]]:
-    """A packed block as one message; nothing when it holds nothing."""
-    return [(peer, block.buffer)] if block.buffer is not None and block.ranges else []

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ringspan.torch.modules import mix_in
+
 # Positions whose float32 tables exist at once.
 _CHUNK_TOKENS: Final = 4096
 
@@ -24,8 +26,7 @@ def chunk_rotary_tables(model: PreTrainedModel) -> None:
     """
     for module in model.modules():
         if is_rotary(module):
-            plain = type(module)
-            module.__class__ = type(plain.__name__, (_Blockwise, plain), {"__module__": plain.__module__})
+            mix_in(module, _Blockwise)
 
 
 def set_global_length(model: PreTrainedModel, length_tokens: int) -> None:

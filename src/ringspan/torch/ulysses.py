@@ -4,7 +4,7 @@ group's tokens of its own heads (DeepSpeed Ulysses, Jacobs et al. 2023; between 
 U members a group, B batch, H query heads, G key/value heads, T local tokens, D head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ringspan.core.layout import Layout
 from ringspan.core.route import Heads
 from ringspan.torch import ring as rings
-from ringspan.torch.exchange import Exchange
+from ringspan.torch.exchange import Exchange, Room
 from ringspan.torch.ring import Ring
 
 _TO_HEADS, _TO_TOKENS = 0, 1  # message numbers
@@ -80,7 +80,7 @@ class Ulysses:
     def _to_heads(self, *trades: _Trade) -> list[Tensor]:
         """(B, heads, T, size) of the local tokens -> (B, my heads, U T, size) of the group's tokens."""
         sends: list[tuple[int, Tensor]] = []
-        receives: list[tuple[int, Tensor]] = []
+        receives: list[tuple[int, Room]] = []
         results: list[Tensor] = []
         for tensor, heads, layout in trades:
             mine = tensor[:, heads[self.member]]
@@ -90,14 +90,22 @@ class Ulysses:
             results.append(result)
             for other in self._others():
                 sends.append((other, tensor[:, heads[other]].contiguous()))
-                receives.append((other, torch.empty(mine.shape, dtype=tensor.dtype, device=tensor.device)))
-        self.exchange.post(sends, receives, _TO_HEADS).wait()
-        arrived = iter(receives)
+                receives.append((other, Room.like(mine)))
+        arrived = self._trade(sends, receives, _TO_HEADS)
         for result, (_, _, layout) in zip(results, trades, strict=True):
             for _ in self._others():
                 member, part = next(arrived)
                 _place(result, part, layout.places(member))
         return results
+
+    def _trade(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Room]], message: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Each received tensor with the member that sent it."""
+        transfer, arrivals = self.exchange.post(sends, receives, message)
+        transfer.wait()
+        for (member, _), arrival in zip(receives, arrivals, strict=True):
+            yield member, arrival.read()
 
     def _to_tokens(self, tensors: Sequence[Tensor], into: Sequence[_Trade]) -> None:
         """(B, my heads, U T, size) of the group's tokens -> (B, heads, T, size) of the local tokens.
@@ -105,14 +113,13 @@ class Ulysses:
         A head that several members computed gets the sum of what they made of it, in the dtype of ``tensors``.
         """
         sends: list[tuple[int, Tensor]] = []
-        receives: list[tuple[int, Tensor]] = []
+        receives: list[tuple[int, Room]] = []
         for tensor, (result, heads, layout) in zip(tensors, into, strict=True):
             for other in self._others():
                 sends.append((other, _take(tensor, layout.places(other))))
-                shape = result[:, heads[other]].shape
-                receives.append((other, torch.empty(shape, dtype=tensor.dtype, device=tensor.device)))
-        self.exchange.post(sends, receives, _TO_TOKENS).wait()
-        arrived = iter(receives)
+                shape = tuple(result[:, heads[other]].shape)
+                receives.append((other, Room(shape, tensor.dtype, tensor.device)))
+        arrived = self._trade(sends, receives, _TO_TOKENS)
         for tensor, (result, heads, layout) in zip(tensors, into, strict=True):
             parts = {self.member: _take(tensor, layout.places(self.member))}
             parts |= dict(next(arrived) for _ in self._others())

@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import torch
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.block import Block
+from ringspan.torch.block import Block, Form
 
 WireName = Literal["exact", "bfloat16", "float8", "int8"]
 WIRE_NAMES: Final[tuple[str, ...]] = get_args(WireName)
@@ -34,7 +34,7 @@ def encode(block: Block, wire: str) -> Block:
     if wire == "bfloat16":
         return block.to(torch.bfloat16)
     dtype, largest = _CODES[wire]
-    coded = Block.empty(block.ranges, block.k, block.v, dtype, scaled=True)
+    coded = Form.of(block.ranges, block.k, block.v, dtype, scaled=True).empty()
     assert coded.scales is not None
     for x, code, scale in zip((block.k, block.v), (coded.k, coded.v), coded.scales, strict=True):
         x = x.float()

@@ -148,12 +148,14 @@ class DataConfig(_Table):
 
 
 class MeshConfig(_Table):
-    """[mesh]: how the processes are arranged; ring times replicate is their number."""
+    """[mesh]: how the processes are arranged; ring times replicate times tp is their number."""
 
     ring: int | None = Field(default=None, ge=1)
-    """Processes that share one sequence; default: all of them divided by replicate."""
+    """Parts that a sequence is split into; default: all processes divided by replicate and tp."""
     replicate: int = Field(default=1, ge=1)
     """Rings that work on different sequences."""
+    tp: int = Field(default=1, ge=1)
+    """Processes that share a part and split heads, feed-forward and vocabulary (tensor parallelism)."""
 
 
 class AttentionConfig(_Table):
@@ -348,20 +350,21 @@ class TrainConfig(_Table):
         """The mesh (replicate, ring) for this number of processes; the sequence is known to fill the ring.
 
         Raises:
-            ConfigError: ring times replicate is not world_size, the sequence has fewer tokens than the layout has
-                chunks (two a rank for zigzag, one for the others), or the route does not exist for such a ring.
+            ConfigError: ring times replicate times tp is not world_size, the sequence has fewer tokens than the layout
+                has chunks (two a rank for zigzag, one for the others), or the route does not exist for such a ring.
         """
-        replicate = self.mesh.replicate
-        if self.mesh.ring is None and world_size % replicate:
+        replicate, tp = self.mesh.replicate, self.mesh.tp
+        what, others = f"mesh.replicate = {replicate}", replicate * tp
+        if tp > 1:
+            what += f" times mesh.tp = {tp}"
+        if self.mesh.ring is None and world_size % others:
             divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            raise ConfigError(f"{what}: does not divide the {world_size} processes; use one of {divisors}")
+        ring = world_size // others if self.mesh.ring is None else self.mesh.ring
+        if ring * others != world_size:
             raise ConfigError(
-                f"mesh.replicate = {replicate}: does not divide the {world_size} processes; use one of {divisors}"
-            )
-        ring = world_size // replicate if self.mesh.ring is None else self.mesh.ring
-        if ring * replicate != world_size:
-            raise ConfigError(
-                f"mesh.ring = {ring}: times mesh.replicate = {replicate} needs {ring * replicate} processes, but there "
-                f"are {world_size}; start {ring * replicate}, or change the mesh"
+                f"mesh.ring = {ring}: times {what} needs {ring * others} processes, but there "
+                f"are {world_size}; start {ring * others}, or change the mesh"
             )
         length = self.data.sequence_length_tokens
         needed = Layout(self.attention.layout, length, ring).granularity

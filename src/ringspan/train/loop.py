@@ -315,7 +315,7 @@ def _prepare(config: TrainConfig) -> _Job:
         data = build_data(config, tokenizer)
     model: Any = build_model(config, model_config)
     num_parameters, num_weights = model.num_parameters(), num_matmul_parameters(model)
-    mesh = init_mesh(ring=ring, replicate=replicate)
+    mesh = init_mesh(ring=ring, replicate=replicate, tp=config.mesh.tp)
     model = parallelize(
         model.to(device).train(),
         mesh,
@@ -340,6 +340,7 @@ def _prepare(config: TrainConfig) -> _Job:
         "ranks": dist.get_world_size(),
         "replicate": replicate,
         "ring": ring,
+        "tp": config.mesh.tp,
         "sequence_length_tokens": length,
         "tokens_per_step": batches.num_tokens,
         "documents": data.num_documents,
@@ -453,6 +454,7 @@ def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.
         split.tokens_per_rank * config.optimizer.batch_size,
         memory.activation_bytes,
         dtype,
+        tp=config.mesh.tp,
         feedforward_in_chunks=memory.feedforward_chunk_tokens is not None,
     )
 

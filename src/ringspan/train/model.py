@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ringspan.core.errors import ConfigError
 from ringspan.torch.models import refuse_config
+from ringspan.torch.tensor_parallel import refuse_heads
 from ringspan.train.config import TrainConfig
 from ringspan.train.data import train_tokenizer
 from ringspan.train.documents import load_documents
@@ -35,6 +36,7 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"model: {_one_line(error)}") from error
     refuse_config(model_config)
+    refuse_heads(model_config, config.mesh.tp)
     if settings.rope is not None:
         scale_rope(model_config, settings.rope)
     limit = getattr(model_config, "max_position_embeddings", None)

@@ -13,9 +13,17 @@ def runs_triton(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype == torch.float32 and has_triton()
 
 
-@lru_cache(maxsize=1)
 def has_triton() -> bool:
-    return find_spec("triton") is not None
+    return is_installed("triton")
+
+
+@lru_cache(maxsize=16)
+def is_installed(module: str) -> bool:
+    """Whether a module could be imported; nothing is."""
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # the package above is not there
+        return False
 
 
 def interprets_triton() -> bool:

@@ -6,7 +6,6 @@ other (varlen), and return the natural log-sum-exp. B batch, H query heads, G ke
 
 from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import groupby
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.tile import Tile
-from ringspan.torch.kernels import mirror
-from ringspan.torch.kernels.device import half_precision_on_cuda
+from ringspan.torch.kernels import device, mirror
 from ringspan.torch.kernels.heads import one_size
 from ringspan.torch.kernels.launch import Launch, Launches, Window, chains, squares
 from ringspan.torch.scores import Scores
@@ -79,7 +77,7 @@ class Flash:
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         calls = self._calls
-        reason = half_precision_on_cuda(q, calls.capability) or calls.missing()
+        reason = device.half_precision_on_cuda(q, calls.capability) or calls.missing()
         if reason:
             return reason
         largest = max(q.shape[-1], v.shape[-1])
@@ -143,7 +141,7 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _cuts(launch: Launch, batch: int, device: torch.device) -> Cuts:
+def _cuts(launch: Launch, batch: int, where: torch.device) -> Cuts:
     """The launch's tiles as sequences, of every batch entry; what lies between them as sequences without keys or
     queries.
     """
@@ -155,7 +153,7 @@ def _cuts(launch: Launch, batch: int, device: torch.device) -> Cuts:
         ends += [(row + launch.num_rows, ends[-1][1]), (row + launch.num_rows, key + launch.num_keys)]
     cuts = torch.tensor([end for end, _ in groupby(ends)], dtype=torch.int32)
     most_queries, most_keys = cuts.diff(dim=0).amax(0).tolist()
-    queries, keys = (one.contiguous().to(device) for one in cuts.unbind(1))
+    queries, keys = (one.contiguous().to(where) for one in cuts.unbind(1))
     return Cuts(queries, keys, most_queries, most_keys)
 
 
@@ -321,11 +319,7 @@ class Flash4:
 
 
 def _missing(module: str, package: str) -> str | None:
-    try:
-        found = find_spec(module)
-    except ImportError:  # of the package above
-        found = None
-    return None if found else f"{package} is not installed"
+    return None if device.is_installed(module) else f"{package} is not installed"
 
 
 def _is_causal(window: Window) -> bool:

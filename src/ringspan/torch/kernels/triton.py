@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.tile import Tile
-from ringspan.torch.kernels.device import has_triton, interprets_triton
+from ringspan.torch.kernels import device
 from ringspan.torch.kernels.launch import Launch, Launches, whole
 from ringspan.torch.scores import Scores
 
@@ -23,9 +23,9 @@ class TritonAttention:
     name = "triton"
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
-        if q.device.type != "cuda" and not interprets_triton():
+        if q.device.type != "cuda" and not device.interprets_triton():
             return f"it needs CUDA tensors, these are on {q.device.type}"
-        if not has_triton():
+        if not device.has_triton():
             return "triton is not installed (pip install triton)"
         if q.dtype not in _DTYPES:
             return f"it computes in bfloat16, float16 or float32, these are {str(q.dtype).removeprefix('torch.')}"

@@ -1,0 +1,229 @@
+"""Messages between ranks of one host through memory that they share: made there by the sender, read there by the
+receiver.
+
+Over gloo a block goes through a socket, into the kernel and out of it again, by a thread that takes its time from the
+computation. Here only the place of a message goes that way, with the tag, the order and the errors of any other.
+"""
+
+import ctypes
+import mmap
+import os
+import platform
+import secrets
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringspan.core.errors import PeerMismatch
+
+PLACE: Final = 2  # numbers that say where a message lies: slot and bytes
+MIN_BYTES = 1 << 16  # a smaller message is through the socket before its place would be
+MAX_RANKS: Final = 64  # of a group that shares memory: a byte each in the line of a slot
+
+_LINE: Final = 64  # bytes before a message: a mark for each rank, in a cache line of their own
+_PAGE: Final = mmap.PAGESIZE
+_IDLE_CALLS = 256  # a slot that so many allocations passed by gives its memory back when another is needed
+
+
+@dataclass
+class _Slot:
+    """A line of marks and room for a message behind it. Rank r has mark r set as long as it uses the message."""
+
+    start: int
+    stop: int
+    used: int = 0  # the number of the allocation that used it last
+
+    @property
+    def message(self) -> int:
+        return self.start + _LINE
+
+
+class SharedMemory:
+    """What this rank of a group writes for its peers on the host, and theirs for it.
+
+    Each rank has one anonymous file, empty and as large as the machine's memory; pages come with messages. A slot is
+    free again as soon as no rank has a tensor on its message, so a steady state allocates nothing. Nothing is left
+    behind when processes end, in whatever way.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Find out, together with all ranks of the group, who can read whom."""
+        token = secrets.token_bytes(_LINE)
+        self._rank, self._slots, self._calls = dist.get_rank(group), list[_Slot](), 0
+        self._outbox: _Memory | None = None
+        card = None
+        if (descriptor := _anonymous_file(dist.get_world_size(group))) is not None:
+            self._outbox = _Memory(descriptor)
+            self._outbox.write(0, token)
+            # Ranks in network namespaces of their own are hosts of their own: a link between them is meant to be used.
+            card = os.readlink("/proc/self/ns/net"), os.getpid(), descriptor, token
+        cards = _all_gather(card, group)
+        self._inboxes = {
+            rank: memory
+            for rank, theirs in enumerate(cards)
+            if rank != self._rank and card is not None and (memory := _open(theirs, namespace=card[0])) is not None
+        }
+        self._readers = {
+            r for r, readable in enumerate(_all_gather(set(self._inboxes), group)) if self._rank in readable
+        }
+        if descriptor is not None:
+            os.close(descriptor)  # everybody has mapped it
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of memory behind this rank's slots."""
+        return sum(slot.stop - slot.start for slot in self._slots)
+
+    def carries_to(self, rank: int, size: int) -> bool:
+        """Whether a message to a rank goes this way; that rank's ``carries_from`` says the same."""
+        return rank in self._readers and size >= MIN_BYTES
+
+    def carries_from(self, rank: int, size: int) -> bool:
+        """Whether a message from a rank comes this way."""
+        return rank in self._inboxes and size >= MIN_BYTES
+
+    def allocate(self, size: int) -> Tensor | None:
+        """Bytes for a message of this rank, taken as long as a tensor lies on them; None when nobody could read it."""
+        if not self._readers or self._outbox is None or size < MIN_BYTES:
+            return None
+        slot = self._free_slot(size)
+        return self._outbox.view(slot.start, slot.message, size, self._rank)
+
+    def place_of(self, message: Tensor, reader: int) -> Tensor:
+        """Where a message lies for a rank to read it, as numbers to be sent; a message from elsewhere is copied in."""
+        assert self._outbox is not None, "nobody reads what nobody could map"
+        slot = self._slot_of(message)
+        if slot is None:
+            room = self.allocate(message.nbytes)
+            assert room is not None, "a message that is carried has readers"
+            slot = self._slot_of(room.copy_(message.view(-1).view(torch.uint8)))
+            assert slot is not None, "it was just made"
+        self._outbox.mark(slot.start, reader, True)
+        return torch.tensor([slot.start, message.nbytes])
+
+    def message_at(self, place: Tensor, sender: int, size: int) -> Tensor:
+        """The bytes of a message of another rank, which it keeps as long as a tensor lies on them.
+
+        Raises:
+            PeerMismatch: the message has another size.
+        """
+        start, sent = place.tolist()
+        if sent != size:
+            raise PeerMismatch(f"rank {sender} sent {sent} bytes where {size} were expected")
+        return self._inboxes[sender].view(start, start + _LINE, size, self._rank)
+
+    def _slot_of(self, message: Tensor) -> _Slot | None:
+        """The slot that a message of this rank lies in."""
+        assert self._outbox is not None
+        at = message.data_ptr() - self._outbox.address
+        return next((slot for slot in self._slots if slot.message == at), None)
+
+    def _free_slot(self, size: int) -> _Slot:
+        """The smallest free slot that fits and is not much too large; a new one if there is none."""
+        assert self._outbox is not None
+        self._calls += 1
+        free = [slot for slot in self._slots if not self._outbox.is_marked(slot.start)]
+        fitting = [slot for slot in free if size <= slot.stop - slot.message <= 2 * size]
+        if fitting:
+            slot = min(fitting, key=lambda slot: slot.stop - slot.start)
+        else:
+            for idle in free:
+                if self._calls - idle.used > _IDLE_CALLS:
+                    self._outbox.discard(idle.start, idle.stop)
+                    self._slots.remove(idle)
+            slot = self._new_slot(-(-(size + _LINE) // _PAGE) * _PAGE)
+        slot.used = self._calls
+        return slot
+
+    def _new_slot(self, size: int) -> _Slot:
+        """A slot in the first gap between the others."""
+        assert self._outbox is not None
+        start = _PAGE  # the token is before it
+        for slot in self._slots:
+            if slot.start - start >= size:
+                break
+            start = slot.stop
+        if start + size > self._outbox.size:
+            raise MemoryError(f"{start + size} bytes of messages are under way, more than this machine's memory")
+        self._slots.append(_Slot(start, start + size))
+        self._slots.sort(key=lambda slot: slot.start)
+        return next(slot for slot in self._slots if slot.start == start)
+
+
+class _Memory:
+    """A mapped file, as bytes."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.size = os.fstat(descriptor).st_size
+        self._map = mmap.mmap(descriptor, self.size)
+        self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._map))
+
+    def view(self, mark: int, start: int, size: int, rank: int) -> Tensor:
+        """Some bytes; the rank's mark in the line at ``mark`` is set until no tensor lies on them."""
+        self.mark(mark, rank, True)
+        exporter = (ctypes.c_ubyte * size).from_buffer(self._map, start)
+        weakref.finalize(exporter, self.mark, mark, rank, False).atexit = False
+        return torch.frombuffer(exporter, dtype=torch.uint8)
+
+    def write(self, start: int, data: bytes) -> None:
+        self._map[start : start + len(data)] = data
+
+    def read(self, start: int, size: int) -> bytes:
+        return self._map[start : start + size]
+
+    def mark(self, start: int, rank: int, is_used: bool) -> None:
+        self._map[start + rank] = is_used
+
+    def is_marked(self, start: int) -> bool:
+        return any(self.read(start, _LINE))
+
+    def discard(self, start: int, stop: int) -> None:
+        """Give the pages back; they read as zeros."""
+        self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+
+def _anonymous_file(ranks: int) -> int | None:
+    """A descriptor of an empty file in memory; None where ranks cannot share one.
+
+    x86 alone: its cores see each other's stores in order, so that a message is complete when its place arrives, and
+    read when its mark is gone.
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64" or ranks > MAX_RANKS:
+        return None
+    descriptor = os.memfd_create("ringspan")
+    os.ftruncate(descriptor, os.sysconf("SC_PHYS_PAGES") * _PAGE)
+    return descriptor
+
+
+def _open(card: tuple[str, int, int, bytes] | None, namespace: str) -> _Memory | None:
+    """A peer's memory; None when it has none, or is on another host."""
+    if card is None or card[0] != namespace:
+        return None
+    _, process, number, token = card
+    # Another host has other processes, or hides them from each other; whatever has that number here has no token.
+    with suppress(OSError, ValueError), _descriptor(Path("/proc", str(process), "fd", str(number))) as descriptor:
+        memory = _Memory(descriptor)
+        return memory if memory.read(0, _LINE) == token else None
+    return None
+
+
+@contextmanager
+def _descriptor(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _all_gather(thing: Any, group: dist.ProcessGroup) -> list[Any]:
+    things: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(things, thing, group=group)
+    return things

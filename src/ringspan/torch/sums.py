@@ -1,0 +1,43 @@
+"""Differentiable sums over ranks: which side of a computation each rank does for itself decides where the sum is."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+
+class Sum(torch.autograd.Function):
+    """The sum over the ranks of some groups of a value to which each contributes; its gradient is each rank's own part.
+
+    Every rank goes on with the whole sum, and differentiates only what is its own.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, value: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
+        total = value.clone()
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class SumOfGradients(torch.autograd.Function):
+    """A value that all ranks of a group have and each uses for a part of the result; the parts of its gradient are
+    summed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -1,0 +1,54 @@
+"""Which kernel serves what, against the rule of choice itself, and the table that says so."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringspan.bench.kernels import CASES, fill, kernel_report, serving
+from ringspan.core.tile import Tile
+from ringspan.torch import kernels
+from ringspan.torch.scores import Scores
+
+PAGE = (Path(__file__).parents[2] / "docs" / "masks.md").read_text(encoding="utf-8")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_the_table_of_the_page_is_what_the_kernels_say():
+    assert all(f"| {title} |" in PAGE for title in CASES)
+    assert fill(PAGE) == PAGE
+    assert fill(PAGE.replace("| causal | cpu |", "| causal | reference |")) == PAGE
+
+
+def test_shares_are_of_all_pairs():
+    for case in CASES.values():
+        served = serving(case, CPU)
+        assert not served or sum(served.values()) == pytest.approx(1)
+
+
+def test_a_kernel_that_refuses_a_tile_loses_its_share(monkeypatch):
+    assert serving(CASES["causal"], CPU) == {"cpu": 1.0}
+    choose, full = kernels.choose, ("cpu", "reference")
+    monkeypatch.setattr(kernels, "choose", lambda _, tiles: choose(full[not all(t.is_full for t in tiles) :], tiles))
+    shares = serving(CASES["causal"], CPU)
+    assert set(shares) == {"cpu", "reference"} and 0.5 < shares["cpu"] < 0.9
+
+
+def test_what_does_not_run_here_says_why(monkeypatch):
+    report = kernel_report([CPU])
+    assert report["cpu"]["available"] and report["cpu"]["why_not"] is None
+    assert report["flash"] == {
+        "available": False, "serves": {}, "why_not": "it needs CUDA tensors, these are on cpu; this machine has cpu",
+    }  # fmt: skip
+    assert set(report["reference"]["serves"]) == {"causal, soft cap (Gemma 2)", "causal, ALiBi"}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    report = kernel_report([CUDA])
+    assert re.match("it needs compute capability 8.0, this device has 7.5", report["flash"]["why_not"])
+    assert report["reference"]["serves"]["causal"] == 1.0
+
+
+def test_no_kernel_is_chosen_where_it_does_not_run():
+    q = torch.empty(1, 1, 8, 16, device="meta")
+    names = kernels.serving("auto", q, q, Scores(1.0))
+    assert kernels.choose(names, (Tile.full(0, 8, 0, 8),)).name == "reference"

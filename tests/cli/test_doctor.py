@@ -1,0 +1,78 @@
+"""``ringspan doctor``: its object, its tables, its exit codes."""
+
+import json
+import sys
+
+import pytest
+
+from ringspan.bench import doctor
+from ringspan.cli.main import main
+from tests.cli.test_bad_input import refusal
+
+
+def printed(monkeypatch, capsys, *arguments, code=0):
+    monkeypatch.setattr(sys, "argv", ["ringspan", "doctor", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == code
+    return capsys.readouterr().out
+
+
+def check(result, ranks):
+    assert {
+        "devices",
+        "backends",
+        "kernels",
+        "flops",
+        "bandwidth_bytes_per_second",
+        "min_block_tokens",
+        "problems",
+    } <= (result.keys())
+    assert result["min_block_tokens"] == round(result["flops"] / result["bandwidth_bytes_per_second"])
+    assert all({"available", "serves", "why_not"} == kernel.keys() for kernel in result["kernels"].values())
+    assert len(result["cluster"]["ranks"]) == ranks and result["cluster"]["ring_error"] < 1e-6
+    assert result["backends"]["gloo"] and result["can_train"]
+
+
+def test_it_prints_one_object(monkeypatch, capsys):
+    result = json.loads(printed(monkeypatch, capsys, "--ranks", "2", "--json"))
+    check(result, 2)
+    listens = [address for rank in result["cluster"]["ranks"] for address in rank["listens"]]
+    assert all(address.startswith("127.0.0.1:") for address in listens), "local ranks listen on loopback alone"
+
+
+RESULT = {
+    "versions": {"python": "3.11.7", "nccl": None},
+    "devices": [{"kind": "cpu", "name": "a processor", "cores": 2, "memory_bytes": 8 << 30}],
+    "backends": {"gloo": True, "nccl": False},
+    "kernels": {"cpu": {"available": True, "serves": {"causal": 1.0, "window": 0.6}, "why_not": None}},
+    "measured_flops": [{"what": "attention", "dtype": "bfloat16", "flops": 2e12}],
+    "bandwidth_bytes_per_second": None,
+    "min_block_tokens": None,
+    "cluster": None,
+    "missing": [{"name": "torchao", "needed_for": "8 bits", "remedy": "pip install torchao"}],
+    "problems": [{"what": "torch is [old]", "remedy": "renew it", "stops": True}],
+    "can_train": False,
+}
+
+
+def test_people_see_what_stops_and_the_exit_code_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda ranks: RESULT)
+    text = printed(monkeypatch, capsys, code=1)
+    for expected in ("a processor", "window 60%", "! torch is [old]; renew it", "cannot train", "pip install torchao"):
+        assert expected in text
+
+
+@pytest.mark.parametrize(("ranks", "message"), [("0", "at least 1"), ("two", "--ranks")])
+def test_bad_input_is_refused(monkeypatch, capsys, ranks, message):
+    assert message in refusal(monkeypatch, capsys, "doctor", "--ranks", ranks)
+
+
+def test_ranks_are_not_started_under_torchrun(monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert "under torchrun" in refusal(monkeypatch, capsys, "doctor", "--ranks", "2")
+
+
+def test_help_has_an_example(monkeypatch, capsys):
+    assert "Example" in printed(monkeypatch, capsys, "--help")

@@ -1,0 +1,228 @@
+"""Messages through memory that ranks of one host share."""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringspan.core.errors import PeerMismatch
+from ringspan.torch import shared
+from ringspan.torch.exchange import Exchange, Room, agree, shared_bytes
+from ringspan.torch.shared import SharedMemory
+
+CPU = torch.device("cpu")
+
+
+def pattern(sender, size, number):
+    return torch.arange(size, dtype=torch.float32) + 1000 * sender + number
+
+
+def opened(mesh, name):
+    """The group of a ring that has agreed on something, which is when ranks look for each other's memory."""
+    group = mesh["ring"].get_group()
+    agree(group, {"test": name})
+    return group, dist.get_rank(group), dist.get_world_size(group)
+
+
+def pass_around(mesh, sizes, rounds):
+    group, rank, ranks = opened(mesh, "pass around")
+    before, reserved = shared_bytes(), []
+    for number in range(rounds):
+        exchange = Exchange(group, "pass around")
+        for index, size in enumerate(sizes):
+            room = Room((size,), torch.float32, CPU)
+            message = exchange.empty(room).copy_(pattern(rank, size, number))
+            transfer, (arrival,) = exchange.post([((rank + 1) % ranks, message)], [((rank - 1) % ranks, room)], index)
+            del message
+            transfer.wait()
+            assert torch.equal(arrival.read(), pattern((rank - 1) % ranks, size, number))
+        dist.barrier(group)
+        reserved.append(shared_bytes() - before)
+    return reserved
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_messages_of_all_sizes_arrive_and_memory_is_used_again(pool, ranks):
+    sizes = (1, 127, 128, 5000, 40_000, 5001)
+    for reserved in pool.run(pass_around, ranks, sizes, 20):
+        assert reserved[0] > 4 * 40_000, "the large ones went through shared memory"
+        assert reserved[-1] <= 2 * sum(4 * size + 4096 for size in sizes), "at most one waits for a slower reader"
+
+
+def keep(mesh):
+    group, rank, _ = opened(mesh, "keep")
+    exchange, room, peer = Exchange(group, "keep"), Room((3000,), torch.float32, CPU), 1 - rank
+    kept = []
+    for number in range(3):  # each from memory of its own, copied when it is sent
+        transfer, (arrival,) = exchange.post([(peer, pattern(rank, 3000, number))], [(peer, room)], number)
+        transfer.wait()
+        kept.append(arrival.read())
+    assert all(torch.equal(message, pattern(peer, 3000, number)) for number, message in enumerate(kept))
+    addresses = [message.data_ptr() for message in kept]
+    part = kept[1].view(torch.int32)[7:]
+    del kept, transfer
+    dist.barrier(group)
+    transfer, (arrival,) = exchange.post([(peer, pattern(rank, 3000, 9))], [(peer, room)], 9)
+    transfer.wait()
+    again = arrival.read().data_ptr()
+    assert torch.equal(part.view(torch.float32), pattern(peer, 3000, 1)[7:]), "a part keeps the whole"
+    return addresses.index(again)
+
+
+def test_a_message_stays_as_long_as_a_tensor_lies_on_it(pool):
+    assert all(place in (0, 2) for place in pool.run(keep, 2))
+
+
+def two_readers(mesh):
+    group, rank, _ = opened(mesh, "two readers")
+    exchange, room = Exchange(group, "two readers"), Room((3000,), torch.float32, CPU)
+    if rank == 0:
+        places = []
+        for number in range(3):
+            message = exchange.empty(room).copy_(pattern(0, 3000, number))
+            places.append(message.data_ptr())
+            exchange.post([(1, message), (2, message)], [], number)[0].wait()
+            del message
+            dist.barrier(group)  # rank 1 has read all, rank 2 still holds the first
+        return places
+    kept = []
+    for number in range(3):
+        transfer, (arrival,) = exchange.post([], [(0, room)], number)
+        transfer.wait()
+        message = arrival.read()
+        assert torch.equal(message, pattern(0, 3000, number))
+        if rank == 2 and number == 0:
+            kept.append(message)
+        del message
+        dist.barrier(group)
+    return [torch.equal(message, pattern(0, 3000, 0)) for message in kept]
+
+
+def test_memory_is_free_when_the_last_reader_is_done(pool):
+    (first, second, third), _, kept = pool.run(two_readers, 3)
+    assert first != second == third
+    assert kept == [True]
+
+
+class Group:
+    """A process group of threads, as far as shared memory asks for one."""
+
+    def __init__(self, rank, barrier, given):
+        self.rank, self.barrier, self.given = rank, barrier, given
+
+    def all_gather(self, thing):
+        self.given[self.rank] = thing
+        self.barrier.wait(10)
+        things = list(self.given)
+        self.barrier.wait(10)
+        return things
+
+
+def test_a_slot_is_free_when_nobody_has_a_tensor_on_its_message(monkeypatch):
+    monkeypatch.setattr(shared, "_all_gather", lambda thing, group: group.all_gather(thing))
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    barrier, given = threading.Barrier(3), [None] * 3
+    with ThreadPoolExecutor(3) as threads:
+        writer, *readers = threads.map(SharedMemory, [Group(rank, barrier, given) for rank in range(3)])
+    if not writer.carries_to(1, 1 << 20):
+        pytest.skip("no shared memory on this machine")
+
+    def start():
+        """Where the next message would be."""
+        return writer.allocate(1 << 16).data_ptr()
+
+    message = writer.allocate(1 << 16).fill_(7)
+    first, places = message.data_ptr(), [writer.place_of(message, rank) for rank in (1, 2)]
+    assert start() != first, "the writer has it"
+    del message
+    assert start() != first, "nobody has read it"
+    read = readers[0].message_at(places[0], 0, 1 << 16)
+    part = read.view(torch.int16)[100:]
+    del read
+    readers[1].message_at(places[1], 0, 1 << 16)
+    assert start() != first, "rank 1 still has a part of it"
+    assert part.eq(0x0707).all()
+    del part
+    assert start() == first
+
+
+def another_size(mesh):
+    group, rank, _ = opened(mesh, "another size")
+    transfer, (arrival,) = Exchange(group, "another size").post(
+        [(1 - rank, torch.zeros(3000 + rank))], [(1 - rank, Room((3000 + rank,), torch.float32, CPU))], 0
+    )
+    transfer.wait()
+    with pytest.raises(PeerMismatch, match=f"rank {1 - rank} sent {12004 - 4 * rank} bytes where {12000 + 4 * rank}"):
+        arrival.read()
+
+
+def test_a_message_of_another_size_is_refused(pool):
+    pool.run(another_size, 2)
+
+
+def many_sizes(mesh):
+    shared._IDLE_CALLS = 8
+    group, rank, _ = opened(mesh, "many sizes")
+    exchange, before = Exchange(group, "many sizes"), shared_bytes()
+    most = 0
+    for number in range(60):
+        room = Room((1000 * (1 + number % 30) ** 2,), torch.float32, CPU)
+        transfer, (arrival,) = exchange.post(
+            [(1 - rank, torch.full(room.shape, float(number)))], [(1 - rank, room)], number
+        )
+        transfer.wait()
+        assert arrival.read().eq(number).all()
+        del transfer
+        dist.barrier(group)
+        most = max(most, shared_bytes())
+    shared._IDLE_CALLS = 256
+    return most - before
+
+
+def test_memory_that_is_no_longer_used_is_given_back(pool):
+    newest = sum(4000 * number**2 + 8192 for number in range(21, 31))  # those that were used last, of thirty
+    assert all(most <= newest for most in pool.run(many_sizes, 2))
+
+
+def test_only_a_peer_on_this_host_is_opened():
+    here, token = os.readlink("/proc/self/ns/net"), b"t" * 64
+    descriptor = shared._anonymous_file(2)
+    if descriptor is None:
+        pytest.skip("no shared memory on this machine")
+    memory = shared._Memory(descriptor)
+    memory.write(0, token)
+    card = here, os.getpid(), descriptor, token
+    opened = shared._open(card, here)
+    assert opened is not None and opened.read(0, 64) == token
+    assert shared._open(None, here) is None, "it has no memory"
+    assert shared._open(card, "net:[1]") is None, "it is in another network"
+    assert shared._open((*card[:3], b"u" * 64), here) is None, "another host's process has this number"
+    assert shared._open((here, os.getpid(), 9999, token), here) is None, "no such file"
+    with open(os.devnull) as file:
+        assert shared._open((here, os.getpid(), file.fileno(), token), here) is None, "not a file in memory"
+    os.close(descriptor)
+
+
+def test_too_many_ranks_or_another_machine_share_nothing(monkeypatch):
+    assert shared._anonymous_file(shared.MAX_RANKS + 1) is None
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert shared._anonymous_file(2) is None
+
+
+def alone(mesh):
+    group, rank, _ = opened(mesh, "alone")
+    monkey = shared._anonymous_file
+    shared._anonymous_file = (lambda ranks: None) if rank == 1 else monkey
+    try:
+        memory = SharedMemory(group)
+    finally:
+        shared._anonymous_file = monkey
+    return memory.carries_to(1 - rank, 1 << 20), memory.carries_from(1 - rank, 1 << 20), memory.allocate(1 << 20)
+
+
+def test_both_sides_know_when_one_cannot_share(pool):
+    assert pool.run(alone, 2) == [(False, False, None)] * 2
