@@ -1,12 +1,17 @@
 """Settings and the pool of ranks that every test shares."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.fuzz import FACTOR
 from tests.pool import Pool
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before our Triton kernels are imported: Triton reads it when it decorates
 
 # `make test` draws the same examples each time, so that a red run is about the change; `make fuzz` draws new ones.
 # No deadline: the first call in a process pays for warming up.
@@ -19,3 +24,16 @@ def pool() -> Iterator[Pool]:
     ranks = Pool()
     yield ranks
     ranks.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = sum("no GPU" in str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
+    if skipped:
+        terminalreporter.write_line(f"{skipped} GPU tests skipped: there is no GPU")

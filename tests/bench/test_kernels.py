@@ -18,7 +18,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_the_table_of_the_page_is_what_the_kernels_say():
     assert all(f"| {title} |" in PAGE for title in CASES)
     assert fill(PAGE) == PAGE
-    assert fill(PAGE.replace("| causal | cpu-flash |", "| causal | blockwise |")) == PAGE
+    assert fill(PAGE.replace("| causal | cpu |", "| causal | reference |")) == PAGE
 
 
 def test_shares_are_of_all_pairs():
@@ -28,25 +28,27 @@ def test_shares_are_of_all_pairs():
 
 
 def test_a_kernel_that_refuses_a_tile_loses_its_share(monkeypatch):
-    assert serving(CASES["causal"], CPU) == {"cpu-flash": 1.0}
-    monkeypatch.setattr(kernels.CpuFlash, "serves", lambda self, q, v, tile, scores: tile.is_full)
+    assert serving(CASES["causal"], CPU) == {"cpu": 1.0}
+    choose, full = kernels.choose, ("cpu", "reference")
+    monkeypatch.setattr(kernels, "choose", lambda _, tiles: choose(full[not all(t.is_full for t in tiles) :], tiles))
     shares = serving(CASES["causal"], CPU)
-    assert set(shares) == {"cpu-flash", "blockwise"} and 0.7 < shares["cpu-flash"] < 0.9
+    assert set(shares) == {"cpu", "reference"} and 0.5 < shares["cpu"] < 0.9
 
 
 def test_what_does_not_run_here_says_why(monkeypatch):
     report = kernel_report([CPU])
-    assert report["cpu-flash"]["available"] and report["cpu-flash"]["why_not"] is None
-    assert report["cuda-flash"] == {
-        "available": False, "serves": {}, "why_not": "runs on CUDA devices; this machine has cpu",
+    assert report["cpu"]["available"] and report["cpu"]["why_not"] is None
+    assert report["flash"] == {
+        "available": False, "serves": {}, "why_not": "it needs CUDA tensors, these are on cpu; this machine has cpu",
     }  # fmt: skip
-    assert set(report["blockwise"]["serves"]) == {"causal, soft cap (Gemma 2)", "causal, ALiBi"}
+    assert set(report["reference"]["serves"]) == {"causal, soft cap (Gemma 2)", "causal, ALiBi"}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     report = kernel_report([CUDA])
-    assert re.match("needs compute capability 8.0, cuda has 7.5", report["cuda-flash"]["why_not"])
-    assert report["blockwise"]["serves"]["causal"] == 1.0
+    assert re.match("it needs compute capability 8.0, this device has 7.5", report["flash"]["why_not"])
+    assert report["reference"]["serves"]["causal"] == 1.0
 
 
 def test_no_kernel_is_chosen_where_it_does_not_run():
     q = torch.empty(1, 1, 8, 16, device="meta")
-    assert kernels.choose(q, q, Tile.full(0, 8, 0, 8), Scores(1.0)).name == "blockwise"
+    names = kernels.serving("auto", q, q, Scores(1.0))
+    assert kernels.choose(names, (Tile.full(0, 8, 0, 8),)).name == "reference"

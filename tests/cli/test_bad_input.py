@@ -67,6 +67,8 @@ def refusal(monkeypatch, capsys, *arguments):
         (["attention.route=pass-q", "attention.wire=int8"], "attention.route: wire 'int8' is for keys and values"),
         (["mesh.tp=4", "--nproc", "4"], "llama: tp=4 does not divide num_key_value_heads=2"),
         (["mesh.tp=3", "--nproc", "4"], "mesh.tp = 3: does not divide the 4 processes"),
+        (["attention.kernel=abacus"], "attention.kernel"),
+        (["attention.kernel=cudnn"], "kernel 'cudnn' cannot serve: it needs CUDA tensors, these are on cpu"),
         (["model.config.attention_dropout=0.5"], "attention_dropout=0.5 is not supported"),
         (["model.config.model_type=nosuch"], "nosuch"),
         (['model.rope={type="spiral",factor=2.0}'], "model.rope.type = 'spiral': choose one of linear, dynamic"),

@@ -45,7 +45,7 @@ RESULT = {
     "versions": {"python": "3.11.7", "nccl": None},
     "devices": [{"kind": "cpu", "name": "a processor", "cores": 2, "memory_bytes": 8 << 30}],
     "backends": {"gloo": True, "nccl": False},
-    "kernels": {"cpu-flash": {"available": True, "serves": {"causal": 1.0, "window": 0.6}, "why_not": None}},
+    "kernels": {"cpu": {"available": True, "serves": {"causal": 1.0, "window": 0.6}, "why_not": None}},
     "measured_flops": [{"what": "attention", "dtype": "bfloat16", "flops": 2e12}],
     "bandwidth_bytes_per_second": None,
     "min_block_tokens": None,

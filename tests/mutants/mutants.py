@@ -31,38 +31,38 @@ MUTANTS = [
     Mutant(
         "merge by plain mean",
         "torch/softmax.py",
-        "weight = torch.sigmoid(lse - mine_lse)",
+        "weight = torch.sigmoid(new_lse - lse)",
         "weight = torch.full_like(lse, 0.5)",
         RING_FULL,
     ),
     Mutant(
         "lse not updated by the merge",
         "torch/softmax.py",
-        "torch.logaddexp(mine_lse, lse.to(mine_lse.dtype), out=mine_lse)",
-        "mine_lse.copy_(mine_lse)",
+        "torch.logaddexp(lse, new_lse.to(lse.dtype), out=lse)",
+        "lse.copy_(lse)",
         RING_FULL,
     ),
     Mutant(
         "merge weight the wrong way round",
         "torch/softmax.py",
-        "torch.sigmoid(lse - mine_lse)",
-        "torch.sigmoid(mine_lse - lse)",
+        "torch.sigmoid(new_lse - lse)",
+        "torch.sigmoid(lse - new_lse)",
         RING_FULL,
     ),
     Mutant(
         "local lse in backward",
         "torch/ring.py",
-        "ours = dout[:, :, rows], q[:, :, rows], *block.tile(tile), out[:, :, rows], lse[:, :, rows]",
-        "k_, v_ = block.tile(tile); ours = (dout[:, :, rows], q[:, :, rows], k_, v_, out[:, :, rows], "
-        "kernels.choose(q, v, tile, ring.scores).forward(q[:, :, rows], k_, v_, tile, ring.scores)[1])",
+        "ours = dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows]",
+        "ours = (dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], "
+        "kernel.forward(q[:, :, rows], *keys, launch, ring.scores)[1])",
         RING_FULL,
     ),
     Mutant(
         "local out in backward (delta of the block)",
         "torch/ring.py",
-        "ours = dout[:, :, rows], q[:, :, rows], *block.tile(tile), out[:, :, rows], lse[:, :, rows]",
-        "k_, v_ = block.tile(tile); ours = (dout[:, :, rows], q[:, :, rows], k_, v_, kernels.choose(q, v, tile, "
-        "ring.scores).forward(q[:, :, rows], k_, v_, tile, ring.scores)[0], lse[:, :, rows])",
+        "ours = dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows]",
+        "ours = (dout[:, :, rows], q[:, :, rows], *keys, "
+        "kernel.forward(q[:, :, rows], *keys, launch, ring.scores)[0], lse[:, :, rows])",
         RING_FULL,
     ),
     Mutant(
@@ -158,10 +158,31 @@ MUTANTS = [
     ),
     Mutant(
         "anticausal tile not mirrored",
-        "torch/kernels/cpu.py",
-        "self.forward(q.flip(2), k.flip(2), v.flip(2), mirrored, scores)",
-        "self.forward(q, k, v, mirrored, scores)",
+        "torch/kernels/mirror.py",
+        "kernel.forward(q.flip(2), k.flip(2), v.flip(2), _mirrored(launch), scores)",
+        "kernel.forward(q, k, v, _mirrored(launch), scores)",
         ANY,
+    ),
+    Mutant(
+        "window from the first corner",
+        "torch/kernels/launch.py",
+        "shift = tile.num_keys - tile.num_rows",
+        "shift = 0",
+        "torch/test_kernels.py::test_a_band_is_a_window_from_the_last_corner",
+    ),
+    Mutant(
+        "triangle with more rows than keys taken for a square",
+        "torch/kernels/launch.py",
+        "    return square, Tile.full(last, tile.q1, tile.k0, tile.k1)",
+        "    return (square,)",
+        "torch/test_kernels.py::test_however_tiles_are_grouped_each_pair_is_computed_once",
+    ),
+    Mutant(
+        "row without a key taken for one that saw infinitely much",
+        "torch/kernels/flash.py",
+        "lse = lse.masked_fill(lse == torch.inf, -torch.inf)",
+        "lse = lse.clone()",
+        "torch/test_kernels.py::test_any_mask_through_the_kernels_of_cuda[flash]",
     ),
     Mutant(
         "mask dropped",

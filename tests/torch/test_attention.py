@@ -179,7 +179,7 @@ def test_an_odd_local_length_for_zigzag_says_what_to_do():
 
 def test_the_operator_passes_torchs_own_checks():
     q, k, v, _ = (x.requires_grad_() for x in tensors(8))
-    arguments = (q, k, v, None, None, 0.25, 0.0, rs.causal().spec, "zigzag", 8, 8, "ring", "exact", "exact", "")
+    arguments = (q, k, v, None, None, 0.25, 0.0, rs.causal().spec, "zigzag", 8, 8, "ring", "exact", "exact", "auto", "")
     torch.library.opcheck(torch.ops.ringspan.ring_attention, arguments)
 
 

@@ -75,6 +75,7 @@ class Problem:
         has_slopes=False,
         has_sinks=False,
         is_uneven=False,
+        device="cpu",
     ):
         self.length, self.mask, self.scale, self.keys = length, mask, size**-0.5, keys or length
         self.dtype, self.is_cross, self.softcap = dtype, keys is not None, softcap
@@ -105,13 +106,16 @@ class Problem:
         self.terms = cancelling_terms(dout, q, k, v, allowed, self.scale, **extra)
         if has_sinks:
             self.dsinks = reference.sink_gradient(dout, self.out, self.lse, extra["sinks"])
+        for name in ("q", "k", "v", "dout", "slopes", "sinks"):
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else tensor.to(device))
 
-    def on_ring(self, name, ranks, route="ring", wire="exact", gradient_wire="exact"):
+    def on_ring(self, name, ranks, route="ring", wire="exact", gradient_wire="exact", kernel="auto"):
         """out, lse, dq, dk, dv in order, and the exchanges of forward and backward."""
         layout = rs.Layout(name, self.length, ranks)
         keys = rs.Layout(name, self.keys, ranks) if self.is_cross else layout
         lengths = name, self.length, self.keys
-        options = _Options(self.scale, self.softcap, self.mask.spec, *lengths, route, wire, gradient_wire, "")
+        options = _Options(self.scale, self.softcap, self.mask.spec, *lengths, route, wire, gradient_wire, kernel, "")
 
         def local(rank):
             q, dout = (rs.shard(x, layout, rank, 2) for x in (self.q, self.dout))
@@ -136,7 +140,7 @@ class Problem:
         whole = [gathered([p[i] for p in partials], layout) for i in range(2)]
         whole += [gathered([g[i] for g in gradients], layout if i == 0 else keys) for i in range(3)]
         if self.sinks is not None:
-            whole.append(sum(g[3].double().numpy() for g in gradients))
+            whole.append(sum(g[3].double().cpu().numpy() for g in gradients))
         return whole, sent, sent_back
 
     def errors(self, name, ranks, route="ring", **wires):
@@ -153,7 +157,7 @@ class Problem:
 
 def gathered(parts: list[Tensor], layout: rs.Layout) -> np.ndarray:
     order = torch.from_numpy(layout.inverse[: layout.length])
-    return torch.cat(parts, 2).index_select(2, order).double().numpy()
+    return torch.cat(parts, 2).cpu().index_select(2, order).double().numpy()
 
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)

@@ -6,12 +6,26 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringspan.torch.exchange import Arrival, Room
+
+_TURN = threading.Lock()
+
+
+def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For what keeps its state in globals, as Triton's interpreter and its tuner do: virtual ranks are threads."""
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        with _TURN:
+            return function(*args)
+
+    return call
 
 
 class Mailboxes:

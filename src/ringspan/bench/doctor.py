@@ -26,10 +26,11 @@ from ringspan.bench.cluster import (
 )
 from ringspan.bench.kernels import kernel_report
 from ringspan.bench.machine import describe_machine, num_cores
+from ringspan.bench.ring import alone
 from ringspan.core import reference
 from ringspan.core.layout import Layout
 from ringspan.core.mask import causal
-from ringspan.core.tile import Tile
+from ringspan.core.schedule import plan
 from ringspan.plan.hardware import min_block_tokens
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring_attention
@@ -211,14 +212,15 @@ def attention_flops(device: torch.device, dtype: torch.dtype, *, tokens: int | N
     """
     heads, head_dim, tokens = 8, 128, tokens or (8192 if device.type == "cuda" else 1024)
     q, k, v, dout = (torch.randn(1, heads, tokens, head_dim, device=device).to(dtype) for _ in range(4))
-    tile, scores = Tile(0, tokens, 0, tokens, 0, tokens - 1), Scores(head_dim**-0.5)
-    kernel = kernels.choose(q, v, tile, scores)
+    schedule, scores = plan(Layout("contiguous", tokens, 1), causal(), 0), Scores(head_dim**-0.5)
+    kernel = kernels.choose(kernels.serving("auto", q, v, scores), schedule.hops[0].bands)
+    passes = alone(kernel.name, schedule, scores, dout, q, k, v)
 
     def both() -> None:
-        out, lse = kernel.forward(q, k, v, tile, scores)
-        kernel.backward(dout, q, k, v, out.to(dtype), lse, tile, scores)
+        passes["forward"]()
+        passes["backward"]()
 
-    return 14.0 * tile.num_pairs * heads * head_dim / _fastest(both, device)
+    return 14.0 * schedule.num_pairs * heads * head_dim / _fastest(both, device)
 
 
 def _fastest(function: Callable[[], Any], device: torch.device, repeats: int = 4) -> float:

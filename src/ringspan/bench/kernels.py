@@ -19,8 +19,9 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
 from ringspan.core.schedule import plan
+from ringspan.torch import kernels
 from ringspan.torch.attention import check_tensors
-from ringspan.torch.kernels import KERNELS, choose
+from ringspan.torch.kernels import device
 from ringspan.torch.scores import Scores
 
 _RANKS: Final = 4
@@ -57,7 +58,7 @@ CASES: Final[dict[str, Case]] = {
 }
 
 
-def serving(case: Case, device: torch.device) -> dict[str, float]:
+def serving(case: Case, where: torch.device) -> dict[str, float]:
     """The kernels that compute a case on a device, and the share of its (query, key) pairs that each computes.
 
     Empty when the ring refuses it there.
@@ -66,15 +67,15 @@ def serving(case: Case, device: torch.device) -> dict[str, float]:
     hops = (hop for rank in range(_RANKS) for hop in plan(layout, case.mask, rank).hops)
     pairs: Counter[str] = Counter()
     with FakeTensorMode():
-        q, v = (torch.empty(1, 1, 1, d, dtype=case.dtype, device=device) for d in (case.head_dim, case.value_dim))
+        q, v = (torch.empty(1, 1, 1, d, dtype=case.dtype, device=where) for d in (case.head_dim, case.value_dim))
         try:
             check_tensors(q, q, v)
         except UnsupportedError:
             return {}
-        scores = Scores(case.head_dim**-0.5, case.softcap, torch.empty(1, device=device) if case.has_slopes else None)
+        scores = Scores(case.head_dim**-0.5, case.softcap, torch.empty(1, device=where) if case.has_slopes else None)
+        names = kernels.serving("auto", q, v, scores)
         for hop in hops:
-            for tile in hop.tiles:
-                pairs[choose(q, v, tile, scores).name] += tile.num_pairs
+            pairs[kernels.choose(names, hop.bands).name] += hop.num_pairs
     return {name: count / pairs.total() for name, count in pairs.most_common()}
 
 
@@ -83,24 +84,38 @@ def kernel_report(devices: list[torch.device]) -> dict[str, dict[str, Any]]:
 
     The share is the largest on any device.
     """
-    served: dict[str, dict[str, float]] = {kernel.name: {} for kernel in KERNELS}
-    for device in devices:
+    served: dict[str, dict[str, float]] = {name: {} for name in kernels.KERNELS}
+    for where in devices:
         for title, case in CASES.items():
-            for name, share in serving(case, device).items():
+            for name, share in serving(case, where).items():
                 served[name][title] = max(share, served[name].get(title, 0.0))
     report: dict[str, dict[str, Any]] = {}
-    for kernel in KERNELS:
-        reasons = [kernel.why_not(device) for device in devices]
+    for name in kernels.KERNELS:
+        reasons = [_why_not(name, where) for where in devices]
         runs = None in reasons
         why = None if runs else f"{reasons[0]}; this machine has {', '.join(sorted({d.type for d in devices}))}"
-        report[kernel.name] = {"available": runs, "serves": served[kernel.name], "why_not": why}
+        report[name] = {"available": runs, "serves": served[name], "why_not": why}
     return report
 
 
+def _why_not(name: str, where: torch.device) -> str | None:
+    """What keeps a kernel from plain attention in bfloat16 on a device."""
+    with FakeTensorMode():
+        probe = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device=where)
+        return kernels.why_not(name, probe, probe, Scores(1.0))
+
+
 def markdown() -> str:
-    """The table of docs/masks.md: a column for CPUs and one for CUDA devices of compute capability 8.0."""
+    """The table of docs/masks.md: a column for CPUs and one for CUDA devices of compute capability 8.0, with cuDNN and
+    Triton, as PyTorch's builds bring them, and without the flash-attn packages.
+    """
     lines = ["| attention | CPU | CUDA |", "| --- | --- | --- |"]
-    with patch.object(torch.cuda, "get_device_capability", lambda _: (8, 0)):
+    with (
+        patch.object(torch.cuda, "get_device_capability", lambda _: (8, 0)),
+        patch.object(torch.backends.cudnn, "is_available", lambda: True),
+        patch.object(device, "has_triton", lambda: True),
+        patch.object(device, "is_installed", lambda _: False),
+    ):
         for title, case in CASES.items():
             cells = (shares(serving(case, torch.device(kind))) for kind in ("cpu", "cuda"))
             lines.append(f"| {title} | {' | '.join(cells)} |")

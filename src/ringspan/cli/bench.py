@@ -84,6 +84,77 @@ def attention(
     print(f"largest relative error against float64 {result['max_relative_error']:.1e}")
 
 
+@app.command("ring", epilog="Example: ringspan bench ring --virtual-ranks 8 --tokens 8192 --dtype bfloat16 --json")
+def ring(
+    virtual_ranks: Annotated[int, typer.Option(min=1, help="Ranks of the ring that is rehearsed.")] = 8,
+    rank: Annotated[int, typer.Option(min=0, help="Which of them this device is.")] = 0,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens a rank.")] = 8192,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads; they divide the query heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 128,
+    dtype: Dtype = "bfloat16",
+    mask: Annotated[str, typer.Option(help="causal, full, window:4096, documents:700,1300,...")] = "causal",
+    layout: LayoutOption = "zigzag",
+    kernel: Annotated[str, typer.Option(help="auto, cudnn, flash, flash2, flash3, flash4, triton, ...")] = "auto",
+    repeats: Repeats = 5,
+    error_ranks: Annotated[
+        str, typer.Option(help="Sizes of rings to compare with float64; empty for none.")
+    ] = "1,8,64",
+    error_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the whole sequence of that comparison.")] = 4096,
+    as_json: Json = False,
+) -> None:
+    """One rank's whole schedule on this device, blocks arriving by copies, against the fastest single kernel."""
+    from ringspan.bench.ring import RingCase, run
+    from ringspan.core.errors import ConfigError
+    from ringspan.core.layout import layout_name
+    from ringspan.torch.kernels import check_name
+
+    _check_dtype(dtype)
+    check_name(kernel)
+    try:
+        sizes = tuple(int(size) for size in error_ranks.split(",") if size)
+    except ValueError:
+        raise ConfigError(f"--error-ranks {error_ranks!r}: write numbers with commas, such as 1,8,64") from None
+    result = run(
+        RingCase(
+            virtual_ranks=virtual_ranks,
+            rank=rank,
+            tokens=tokens,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            mask=mask,
+            layout=layout_name(layout),
+            kernel=kernel,
+            repeats=repeats,
+            error_ranks=sizes,
+            error_tokens=error_tokens,
+        )
+    )
+    if as_json:
+        print(json.dumps(result))
+        return
+    rows = [
+        [
+            kind,
+            f"{result['seconds']['ring'][kind] * 1e3:.2f}",
+            f"{result['flops_per_second']['ring'][kind] / 1e12:.2f}",
+            f"{result['fastest_kernel'][kind]}",
+            f"{result['efficiency'][kind]:.3f}",
+            f"{result['transfer_share'][kind]:.3f}",
+        ]
+        for kind in ("forward", "backward")
+    ]
+    headers = ["", "hops ms", "TFLOP/s", "fastest kernel", "hops / kernel", "transfers cost"]
+    _table(f"rank {rank} of {virtual_ranks}, {tokens:,} tokens a rank, {mask}, {dtype}", headers, rows)
+    for row in result["errors"]:
+        print(
+            f"{row['ranks']} ranks: relative error of out {row['out']:.1e}, of dq {row['dq']:.1e}; "
+            f"one kernel alone {row['alone_out']:.1e}, {row['alone_dq']:.1e}"
+        )
+
+
 @app.command("step", epilog="Example: ringspan bench step --ranks 2 --dtype bfloat16 --json")
 def step(
     ranks: Ranks = 2,

@@ -20,7 +20,7 @@ from ringspan.core.layout import Layout, Span
 from ringspan.core.mask import UNBOUNDED, Mask
 from ringspan.core.ranges import Ranges, minus, size, union
 from ringspan.core.route import IntArray, Itinerary, Route
-from ringspan.core.tile import Tile, meet, tiles_between
+from ringspan.core.tile import Tile, bands_between, meet
 
 _MAX_MEETINGS: Final = 1 << 20  # spans x spans x regions met in one numpy call: bounds the schedule's own memory
 
@@ -38,10 +38,12 @@ class Hop:
 
     Ranges are indices into the owner's own storage. Hop 0 is the rank's own block, which nothing carried here. A
     block's gradient is dk and dv, in the backward pass; of a block of queries it is their partial, in the same pass.
+    ``bands`` are what it computes as few tiles with any band; ``tiles`` the same as tiles that every flash kernel runs.
     """
 
     index: int
     owner: int
+    bands: tuple[Tile, ...]
     tiles: tuple[Tile, ...]
     arrives: Parcel  # the block, and who sent it
     sends: tuple[tuple[int, Parcel], ...]  # what of this block goes out, and for which hop of whoever gets it
@@ -54,7 +56,7 @@ class Hop:
 
     @property
     def num_pairs(self) -> int:
-        return sum(tile.num_pairs for tile in self.tiles)
+        return sum(band.num_pairs for band in self.bands)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +119,9 @@ def plan(
         start, stop = _part(int(way.half[index]), blocks.tokens_per_rank)
         block = _cut(blocks.spans(owner), start, stop)
         if route.passes_queries:
-            tiles = tuple(tile.shifted(start, 0) for tile in tiles_between(block, keys.spans(rank), regions))
+            bands = tuple(band.shifted(start, 0) for band in bands_between(block, keys.spans(rank), regions))
         else:
-            tiles = tuple(tile.shifted(0, start) for tile in tiles_between(layout.spans(rank), block, regions))
+            bands = tuple(band.shifted(0, start) for band in bands_between(layout.spans(rank), block, regions))
         sends = tuple(
             (later, Parcel(int(travel.visitor[later, owner]), _ranges(travel.carried[owner, later])))
             for later in np.flatnonzero(way.posted == index).tolist()
@@ -130,7 +132,8 @@ def plan(
             Hop(
                 index=index,
                 owner=owner,
-                tiles=tiles,
+                bands=bands,
+                tiles=tuple(tile for band in bands for tile in band.split()),
                 arrives=Parcel(int(way.source[index, rank]), _ranges(travel.carried[owner, index])),
                 sends=sends,
                 gradient=_ranges(travel.gradient[owner, index]),

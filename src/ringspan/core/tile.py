@@ -173,8 +173,10 @@ def _clip_to_span(
     return np.maximum(-((start - first) // step), 0), np.minimum(-((start - stop) // step), count)
 
 
-def tiles_between(queries: tuple[Span, ...], keys: tuple[Span, ...], regions: NDArray[np.int64]) -> tuple[Tile, ...]:
-    """All tiles of one rank's queries against one rank's keys, in rank-local indices, joined where they touch."""
+def bands_between(queries: tuple[Span, ...], keys: tuple[Span, ...], regions: NDArray[np.int64]) -> tuple[Tile, ...]:
+    """All tiles of one rank's queries against one rank's keys, in rank-local indices, joined where they touch, each
+    with whatever band it has.
+    """
     found: list[Tile] = []
     row = 0
     for query in queries:
@@ -189,7 +191,7 @@ def tiles_between(queries: tuple[Span, ...], keys: tuple[Span, ...], regions: ND
                 found.append(tile.shifted(row, column))
             column += key.count
         row += query.count
-    return tuple(tile for joined in join(found) for tile in joined.split())
+    return tuple(join(found))
 
 
 def join(tiles: Iterable[Tile]) -> list[Tile]:

@@ -22,6 +22,7 @@ from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal
 from ringspan.core.route import Route, member_heads
 from ringspan.core.schedule import Schedule, plan
+from ringspan.torch import kernels
 from ringspan.torch.exchange import Exchange, agree
 from ringspan.torch.ring import (
     Ring,
@@ -56,6 +57,7 @@ def ring_attention(
     route: str = "ring",
     wire: str = "exact",
     gradient_wire: str = "exact",
+    kernel: str = "auto",
 ) -> Tensor:
     """Exact attention of the local queries to the keys of all ranks; differentiable. Every rank of the group calls it
     alike.
@@ -84,6 +86,8 @@ def ring_attention(
             ``ringspan.core.choice`` and logs why.
         wire: how keys and values travel, see ``ringspan.torch.wire``: exact, bfloat16, float8 or int8.
         gradient_wire: how dk and dv travel: exact (float32) or bfloat16.
+        kernel: what computes on the local device, see ``ringspan.torch.kernels``: cudnn, flash, flash2, flash3, flash4,
+            cpu, reference, or ``auto``, the fastest that serves. One that cannot serve is refused.
 
     Returns:
         The local part of the result (B, H, T, E), in q's dtype.
@@ -97,6 +101,7 @@ def ring_attention(
     """
     check_tensors(q, k, v)
     check_wire(wire, gradient_wire)
+    kernels.check_name(kernel)
     softcap = _check_scores(q, softcap, slopes, sinks)
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
@@ -113,7 +118,8 @@ def ring_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     lengths = layout.name, layout.length, key_layout.length
     name = group.group_name if group is not None else ""
-    out, _ = _forward(q, k, v, sinks, slopes, scale, softcap, mask.spec, *lengths, route, wire, gradient_wire, name)
+    wires = wire, gradient_wire
+    out, _ = _forward(q, k, v, sinks, slopes, scale, softcap, mask.spec, *lengths, route, *wires, kernel, name)
     return out
 
 
@@ -182,9 +188,10 @@ def _forward(
     route: str,
     wire: str,
     gradient_wire: str,
+    kernel: str,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    options = _Options(scale, softcap, mask, layout, length, key_length, route, wire, gradient_wire, group)
+    options = _Options(scale, softcap, mask, layout, length, key_length, route, wire, gradient_wire, kernel, group)
     ring, ulysses = _prepare("forward", q, k, v, sinks, slopes, options)
     return ulysses.forward(ring, q, k, v, sinks) if ulysses else forward(ring, q, k, v, sinks)
 
@@ -208,9 +215,10 @@ def _backward(
     route: str,
     wire: str,
     gradient_wire: str,
+    kernel: str,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options = _Options(scale, softcap, mask, layout, length, key_length, route, wire, gradient_wire, group)
+    options = _Options(scale, softcap, mask, layout, length, key_length, route, wire, gradient_wire, kernel, group)
     ring, ulysses = _prepare("backward", q, k, v, sinks, slopes, options)
     dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
     inputs = dout, q, k, v, out, lse
@@ -256,6 +264,7 @@ class _Options(NamedTuple):
     route: str
     wire: str
     gradient_wire: str
+    kernel: str
     group: str
 
 
@@ -279,8 +288,12 @@ def _prepare(
         "scores": f"scale {options.scale}, softcap {options.softcap}",
         "slopes": slopes is not None,
         "sinks": sinks is not None,
+        "kernel": options.kernel,
     }
-    agree(group, facts)
+    refusal = kernels.why_not(options.kernel, q, v, Scores(options.scale, options.softcap, slopes))
+    agree(group, facts | {"kernel": f"{options.kernel} ({refusal})"} if refusal else facts)
+    if refusal:
+        raise kernels.refused(options.kernel, refusal)
     exchange = Exchange(group, f"{what} {facts}")
     return assemble(rank, ranks, exchange, q, k, slopes, options, is_backward=what == "backward")
 
@@ -324,6 +337,7 @@ def assemble(
         positions,
         options.wire,
         options.gradient_wire,
+        options.kernel,
     )
     return ring, ulysses
 

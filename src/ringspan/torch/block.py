@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ringspan.core.ranges import Ranges, offset, size
-from ringspan.core.tile import Tile
 from ringspan.torch.exchange import Room
 from ringspan.torch.rows import Rows
 from ringspan.torch.softmax import Partial
@@ -119,9 +118,9 @@ class Block:
         first = offset(self.ranges, start)
         return slice(first, first + stop - start)
 
-    def tile(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """The keys and values that a tile reads."""
-        rows = self.rows(tile.k0, tile.k1)
+    def part(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the owner's tokens [start, stop), which lie within one range."""
+        rows = self.rows(start, stop)
         return self.k[:, :, rows], self.v[:, :, rows]
 
 
@@ -148,6 +147,12 @@ class RunningSum:
             self._clear()
         mine.add_(value)
 
+    def running(self, start: int, stop: int) -> Tensor:
+        """The sum of rows [start, stop) so far, for a kernel that adds to it in place."""
+        for first, last in self._rows.fill(start, stop):
+            self._into[:, :, first:last].zero_()
+        return self._into[:, :, start:stop]
+
     def finish(self) -> Tensor:
         """The sum; zeros where nothing was added."""
         self._clear()
@@ -165,7 +170,7 @@ class GradientBlock:
     """
 
     def __init__(self, ranges: Ranges, dk: RunningSum, dv: RunningSum, buffer: Tensor | None = None) -> None:
-        self._ranges, self._dk, self._dv, self._buffer = ranges, dk, dv, buffer
+        self.ranges, self._dk, self._dv, self._buffer = ranges, dk, dv, buffer
 
     @staticmethod
     def at_home(dk: Tensor, dv: Tensor, dtype: torch.dtype) -> "GradientBlock":
@@ -180,10 +185,18 @@ class GradientBlock:
 
     def add(self, start: int, stop: int, dk: Tensor, dv: Tensor) -> None:
         """Add the gradients of the owner's tokens [start, stop)."""
-        first = offset(self._ranges, start)
-        last = first + stop - start
-        self._dk.add(first, last, dk)
-        self._dv.add(first, last, dv)
+        rows = self._rows(start, stop)
+        self._dk.add(*rows, dk)
+        self._dv.add(*rows, dv)
+
+    def running(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The sums of the owner's tokens [start, stop) so far, for a kernel that adds to them in place."""
+        rows = self._rows(start, stop)
+        return self._dk.running(*rows), self._dv.running(*rows)
+
+    def _rows(self, start: int, stop: int) -> tuple[int, int]:
+        first = offset(self.ranges, start)
+        return first, first + stop - start
 
     def add_block(self, block: Block) -> None:
         """Add what another rank sent."""
@@ -193,7 +206,7 @@ class GradientBlock:
 
     def finish(self) -> Block:
         """The sums as a block; zeros where nothing was added."""
-        return Block(self._ranges, self._dk.finish(), self._dv.finish(), self._buffer)
+        return Block(self.ranges, self._dk.finish(), self._dv.finish(), self._buffer)
 
 
 class PartialBlock:
@@ -220,6 +233,11 @@ class PartialBlock:
         for start, stop in block.ranges:
             rows = block.rows(start, stop)
             self.add(start, stop, block.k[:, :, rows], block.v[:, :, rows].squeeze(-1))
+
+    def running(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The running out and lse of the owner's queries [start, stop), for a kernel that adds to them in place."""
+        rows = self._block.rows(start, stop)
+        return self._partial.running(rows.start, rows.stop)
 
     def finish(self, sinks: Tensor | None = None) -> Block:
         """The partial as a block, see ``Partial.finish``."""

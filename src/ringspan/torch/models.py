@@ -22,6 +22,7 @@ from ringspan.core.errors import LayoutError, PeerMismatch, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal, documents, sliding_window
 from ringspan.core.route import Route, member_heads
+from ringspan.torch import kernels
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.batch import IGNORED, document_positions
 from ringspan.torch.exchange import agree
@@ -32,6 +33,7 @@ from ringspan.torch.modules import mix_in
 from ringspan.torch.offload import OffloadName
 from ringspan.torch.remat import CheckpointName, checkpoint_layers
 from ringspan.torch.rope import chunk_rotary_tables, is_rotary, set_global_length
+from ringspan.torch.scores import Scores
 from ringspan.torch.sums import Sum, SumOfGradients
 from ringspan.torch.tensor_parallel import local_part, refuse_split, split_model, splits_vocabulary
 from ringspan.torch.wire import check_wire
@@ -53,6 +55,7 @@ def parallelize(
     layout: LayoutName = "zigzag",
     route: str = "ring",
     wire: str = "exact",
+    kernel: str = "auto",
     checkpoint: CheckpointName = "attention",
     loss_chunk_tokens: int = 1024,
     loss_chunk_vocabulary: int | None = None,
@@ -78,6 +81,7 @@ def parallelize(
         layout: how sequences are split; ``shard_batch`` needs the same.
         route: how keys and values get to other ranks, see ``ring_attention``.
         wire: how they travel, see ``ring_attention``; ``exact`` changes nothing.
+        kernel: what computes attention on each device, see ``ring_attention``.
         checkpoint: what layers keep for backward, see ``checkpoint_layers``.
         loss_chunk_tokens: tokens whose logits exist at once.
         loss_chunk_vocabulary: vocabulary entries for which they do, all when None; see ``blockwise_cross_entropy``, for
@@ -95,6 +99,7 @@ def parallelize(
     if tp is not None:
         refuse_split(model, tp.size())
     refuse_route(model.config, mesh["ring"].size(), route, wire, 1 if tp is None else tp.size())
+    _refuse_kernel(model, kernel, compute_dtype, mesh["ring"].get_group())
     loss = LossOptions(
         chunk_tokens=loss_chunk_tokens,
         chunk_vocabulary=loss_chunk_vocabulary,
@@ -104,7 +109,7 @@ def parallelize(
     )
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     ring = mesh["ring"].get_group()
-    model.set_attn_implementation(_register(layout, ring, layer_kinds(model.config), route, wire))
+    model.set_attn_implementation(_register(layout, ring, layer_kinds(model.config), route, wire, kernel))
     attention: Any
     for attention in model.modules():
         if getattr(attention, "attn_temperature_tuning", False):
@@ -128,6 +133,21 @@ def parallelize(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def _refuse_kernel(
+    model: PreTrainedModel, kernel: str, compute_dtype: torch.dtype | None, ring: dist.ProcessGroup
+) -> None:
+    """Refuse, on every rank alike, a kernel that is none or cannot serve this model's attention on this device."""
+    kernels.check_name(kernel)
+    config, parameter = model.config, next(model.parameters())
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    probe = torch.empty(1, 1, 1, size, dtype=compute_dtype or parameter.dtype, device=parameter.device)
+    scores = Scores(1.0, softcap=getattr(config, "attn_logit_softcapping", None) or 0.0)
+    refusal = kernels.why_not(kernel, probe, probe, scores)
+    agree(ring, {"kernel": f"{kernel} ({refusal})" if refusal else kernel})
+    if refusal:
+        raise kernels.refused(kernel, refusal)
 
 
 class RingCausalLM:
@@ -349,7 +369,9 @@ def _layer_mask(kind: LayerKind, length: int, lengths: tuple[int, ...] | None) -
     return causal() if kind.window is None else sliding_window(kind.window)
 
 
-def _register(layout: LayoutName, ring: dist.ProcessGroup, kinds: tuple[LayerKind, ...], route: str, wire: str) -> str:
+def _register(
+    layout: LayoutName, ring: dist.ProcessGroup, kinds: tuple[LayerKind, ...], route: str, wire: str, kernel: str
+) -> str:
     """Make this ring an attention implementation of transformers and return its name.
 
     ``kinds`` is what the config says of each layer; a layer that asks for something else is refused.
@@ -404,13 +426,14 @@ def _register(layout: LayoutName, ring: dist.ProcessGroup, kinds: tuple[LayerKin
                 sinks=s_aux,
                 route=route,
                 wire=wire,
+                kernel=kernel,
             )
             for part, lengths in zip(rows, sequences, strict=True)
         ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.transpose(1, 2), None
 
-    settings = layout, ring.group_name, route, wire, kinds
+    settings = layout, ring.group_name, route, wire, kernel, kinds
     name = f"ringspan_{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, _no_mask)

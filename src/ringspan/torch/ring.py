@@ -7,6 +7,7 @@ the last gradients of a group come home while the next one computes. B batch, H 
 tokens, D head size, E value head size.
 """
 
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -20,10 +21,11 @@ from ringspan.core.tile import Tile
 from ringspan.torch import kernels
 from ringspan.torch.block import Block, Form, GradientBlock, PartialBlock, RunningSum
 from ringspan.torch.exchange import Arrival, Exchange, Transfer
+from ringspan.torch.kernels import InPlace, Kernel, Launch
 from ringspan.torch.scores import Scores
 from ringspan.torch.wire import decode, encode
 
-_MESSAGES_PER_HOP = 2  # keys and values before the computation, gradients after it
+MESSAGES_PER_HOP: Final = 2  # keys and values before the computation, gradients after it
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,7 +45,8 @@ class Ring:
     """One rank's way through one attention: whom it meets, how they talk, what scores are, and heads at a time.
 
     ``positions`` are those of each rank's queries and of each rank's keys, where ``scores`` needs them. ``wire`` and
-    ``gradient_wire`` are how keys, values and gradients travel (``ringspan.torch.wire``).
+    ``gradient_wire`` are how keys, values and gradients travel (``ringspan.torch.wire``), ``kernel`` who computes
+    (``ringspan.torch.kernels``).
     """
 
     schedule: Schedule
@@ -53,6 +56,7 @@ class Ring:
     positions: tuple[Callable[[int], Tensor], Callable[[int], Tensor]] | None = None
     wire: str = "exact"
     gradient_wire: str = "exact"
+    kernel: str = "auto"
 
     def heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
         """Number, query heads and key/value heads of each group; a key/value head stays with the queries that share
@@ -65,8 +69,8 @@ class Ring:
             )
             yield number, heads, kv_heads
 
-    def scores_of(self, tile: Tile, owner: int, heads: slice) -> Scores:
-        """What scores are in a tile."""
+    def scores_of(self, launch: Launch, owner: int, heads: slice) -> Scores:
+        """What scores are in a launch."""
         if self.positions is None:
             return self.scores
         queries, keys = self.positions
@@ -74,8 +78,8 @@ class Ring:
         of_queries, of_keys = (owner, here) if self.schedule.passes_queries else (here, owner)
         return replace(
             self.scores.heads(heads),
-            query_positions=queries(of_queries)[tile.q0 : tile.q1],
-            key_positions=keys(of_keys)[tile.k0 : tile.k1],
+            query_positions=queries(of_queries)[launch.q0 : launch.q1],
+            key_positions=keys(of_keys)[launch.k0 : launch.k1],
         )
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -138,7 +142,7 @@ def visits(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, Block]]:
                 packed[ranges] = travelling.pack(ranges, ring.exchange.empty)
             source, carried = hops[index].arrives
             form = Form.of(carried, travelling.k, travelling.v, scaled=travelling.scales is not None)
-            message = _MESSAGES_PER_HOP * (number * len(hops) + index)
+            message = MESSAGES_PER_HOP * (number * len(hops) + index)
             under_way[index], *_ = _post(ring, [(peer, packed[ranges])], [(source, form)], message)
         del travelling, packed
         yield hop, block
@@ -158,6 +162,21 @@ def _post(
     return [_Coming(form, transfer, next(arrived) if form.ranges else None) for _, form in receives]
 
 
+def launches(
+    kernel: Kernel, tiles: tuple[Tile, ...], *packed: Ranges, passes_queries: bool = False
+) -> Iterator[Launch]:
+    """The calls that compute the tiles of a hop. The keys of one call (when queries travel, its rows) lie within one
+    range of all that is packed by ranges, so that they are neighbours there too.
+    """
+    groups: dict[tuple[int, ...], list[Tile]] = {}
+    for tile in tiles:
+        first = tile.q0 if passes_queries else tile.k0
+        places = tuple(bisect(ranges, first, key=lambda one: one[0]) for ranges in packed)
+        groups.setdefault(places, []).append(tile)
+    for group in groups.values():
+        yield from kernel.launches(tuple(group))
+
+
 def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The local queries' part of ``softmax(scale q k^T where allowed) v`` over all keys of the ring.
 
@@ -167,28 +186,35 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
     dtype = accumulation_dtype(q.dtype)
     out = empty_like(q, v.shape[-1])
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
+    serving = kernels.serving(ring.kernel, q, v, ring.scores)
     passes_queries = ring.schedule.passes_queries
     for number, heads, kv_heads in ring.heads(q, k):
-        queries, keys = Block.whole(q[:, heads], q[:, heads, :, :0]), Block.whole(k[:, kv_heads], v[:, kv_heads])
+        own = Block.whole(q[:, heads], q[:, heads, :, :0]), Block.whole(k[:, kv_heads], v[:, kv_heads])
+        travelling, staying = own if passes_queries else reversed(own)
         partial = out[:, heads], lse[:, heads].unsqueeze(-1)
         home = PartialBlock(Block.whole(*partial))
         returning: list[_Coming] = []  # what other ranks made of this rank's queries
-        for hop, block in visits(ring, number, queries if passes_queries else keys):
-            queries, keys = (block, keys) if passes_queries else (queries, block)
+        for hop, block in visits(ring, number, travelling):
+            queries, keys = (block, staying) if passes_queries else (staying, block)
             total, is_sent = home, passes_queries and hop.index > 0
             if is_sent:
                 total = PartialBlock.travelling(Form.of(hop.gradient_home, *partial, dtype), ring.exchange.empty)
-            for tile in hop.tiles:
-                rows = queries.rows(tile.q0, tile.q1)
-                scores = ring.scores_of(tile, hop.owner, heads)
-                kernel = kernels.choose(queries.k, keys.v, tile, scores)
-                total.add(tile.q0, tile.q1, *kernel.forward(queries.k[:, :, rows], *keys.tile(tile), tile, scores))
+            kernel = kernels.choose(serving, hop.bands)
+            for launch in launches(kernel, hop.bands, block.ranges, passes_queries=passes_queries):
+                rows, _ = queries.part(launch.q0, launch.q1)
+                here, scores = keys.part(launch.k0, launch.k1), ring.scores_of(launch, hop.owner, heads)
+                if isinstance(kernel, InPlace):
+                    kernel.forward_into(rows, *here, launch, scores, *total.running(launch.q0, launch.q1))
+                else:
+                    total.add(launch.q0, launch.q1, *kernel.forward(rows, *here, launch, scores))
+                del rows, here
             if is_sent:
                 receives = [(hop.comes_home.peer, Form.of(hop.comes_home.ranges, *partial, dtype))]
-                message = _MESSAGES_PER_HOP * (number * len(ring.schedule.hops) + hop.index) + 1
+                message = MESSAGES_PER_HOP * (number * len(ring.schedule.hops) + hop.index) + 1
                 coming = _post(ring, [(hop.owner, total.finish())], receives, message)
                 _collect(returning, home)  # of the hop before: no more than two wait
                 returning += coming
+            del block, queries, keys, total  # before the next block is waited for
         _collect(returning, home)
         home.finish(None if sinks is None else sinks[heads])
     return out, lse
@@ -245,6 +271,7 @@ def _backward_of_heads(
     """
     dout, q, out, lse = queries
     hops, dtype = ring.schedule.hops, accumulation_dtype(q.dtype)
+    serving = kernels.serving(ring.kernel, q, v, ring.scores)
     dq, home = RunningSum.to_be(gradients[0], dtype), GradientBlock.at_home(*gradients[1:], dtype)
     travelling = ring.gradient_dtype(q.dtype)
     behind: dict[int, _Coming] = {}  # by hop, what earlier visitors of its block added up
@@ -253,14 +280,20 @@ def _backward_of_heads(
         total = home
         if hop.index:
             total = GradientBlock.travelling(Form.of(hop.gradient, k, v, dtype), ring.exchange.empty)
-        for tile in hop.tiles:
-            rows = slice(tile.q0, tile.q1)
-            ours = dout[:, :, rows], q[:, :, rows], *block.tile(tile), out[:, :, rows], lse[:, :, rows]
-            scores = ring.scores_of(tile, hop.owner, heads)
-            tile_dq, tile_dk, tile_dv = kernels.choose(q, v, tile, scores).backward(*ours, tile, scores)
-            dq.add(tile.q0, tile.q1, tile_dq)
-            total.add(tile.k0, tile.k1, tile_dk, tile_dv)
-            del ours, tile_dq, tile_dk, tile_dv  # before the next ones are made
+        kernel = kernels.choose(serving, hop.bands)
+        for launch in launches(kernel, hop.bands, block.ranges, total.ranges):
+            rows, keys = slice(launch.q0, launch.q1), block.part(launch.k0, launch.k1)
+            ours = dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows]
+            scores = ring.scores_of(launch, hop.owner, heads)
+            if isinstance(kernel, InPlace):
+                sums = dq.running(launch.q0, launch.q1), *total.running(launch.k0, launch.k1)
+                kernel.backward_into(*ours, launch, scores, *sums)
+                del ours, keys, sums
+                continue
+            new_dq, new_dk, new_dv = kernel.backward(*ours, launch, scores)
+            dq.add(launch.q0, launch.q1, new_dq)
+            total.add(launch.k0, launch.k1, new_dk, new_dv)
+            del ours, keys, new_dq, new_dk, new_dv  # before the next ones are made
         if hop.index in behind:
             total.add_block(behind.pop(hop.index).wait())
         sends = [
@@ -270,7 +303,7 @@ def _backward_of_heads(
         ]
         source, arriving = hops[hop.gradient_next].gradient_in
         receives = [(peer, Form.of(ranges, k, v, travelling)) for peer, ranges in ((source, arriving), hop.comes_home)]
-        message = _MESSAGES_PER_HOP * (number * len(hops) + hop.index) + 1
+        message = MESSAGES_PER_HOP * (number * len(hops) + hop.index) + 1
         coming, coming_home = _post(ring, sends, receives, message)
         if hop.gradient_next:
             behind[hop.gradient_next] = coming

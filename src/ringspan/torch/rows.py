@@ -18,10 +18,13 @@ class Rows:
             self._written[start:stop] = True
         return stop - start - before
 
-    def fill(self) -> Ranges:
-        """The ranges of rows that are still to be written with neutral numbers, and now count as written."""
-        if self._written.all():
+    def fill(self, start: int = 0, stop: int | None = None) -> Ranges:
+        """The ranges of rows, within [start, stop), that are still to be written with neutral numbers, and now count as
+        written.
+        """
+        written = self._written[start:stop]
+        if written.all():
             return ()
-        edges = np.flatnonzero(np.diff(np.concatenate(([True], self._written, [True]))))
-        self._written[:] = True
-        return tuple((int(start), int(stop)) for start, stop in edges.reshape(-1, 2))
+        edges = np.flatnonzero(np.diff(np.concatenate(([True], written, [True])))) + start
+        written[:] = True
+        return tuple((int(first), int(last)) for first, last in edges.reshape(-1, 2))

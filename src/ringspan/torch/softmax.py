@@ -6,6 +6,7 @@ B batch, H query heads, T local queries, E value head size.
 import torch
 from torch import Tensor
 
+from ringspan.torch.kernels.device import runs_triton
 from ringspan.torch.rows import Rows
 
 
@@ -25,7 +26,7 @@ class Partial:
         self._rows = Rows(out.shape[2])
 
     def merge(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
-        """Merge the partial of rows [start, stop); one that saw no key, its lse -inf, changes nothing."""
+        """Merge the partial of rows [start, stop); out 0 and lse -inf where a row saw nothing."""
         mine, mine_lse = self._out[:, :, start:stop], self._lse[:, :, start:stop]
         missing = self._rows.touch(start, stop)
         if missing == stop - start:
@@ -34,9 +35,18 @@ class Partial:
             return
         if missing:
             self._clear()
-        weight = torch.sigmoid(lse - mine_lse).masked_fill_(lse.isneginf(), 0).to(mine.dtype)
-        mine.lerp_(out.to(mine.dtype), weight.unsqueeze(-1))
-        torch.logaddexp(mine_lse, lse.to(mine_lse.dtype), out=mine_lse)
+        if runs_triton(mine):
+            from ringspan.torch.kernels import triton_merge
+
+            triton_merge.merge_into(mine, mine_lse, out, lse)
+        else:
+            merge_into(mine, mine_lse, out, lse)
+
+    def running(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The running out and lse of rows [start, stop), for a kernel that adds to them in place."""
+        for first, last in self._rows.fill(start, stop):
+            self._clear_rows(first, last)
+        return self._out[:, :, start:stop], self._lse[:, :, start:stop]
 
     def finish(self, sinks: Tensor | None = None) -> None:
         """Leave the result in ``out`` and ``lse``; a row that saw nothing has out 0 and lse -inf.
@@ -55,5 +65,15 @@ class Partial:
     def _clear(self) -> None:
         """Give rows that have seen nothing the partial of no keys."""
         for start, stop in self._rows.fill():
-            self._out[:, :, start:stop].zero_()
-            self._lse[:, :, start:stop].fill_(-torch.inf)
+            self._clear_rows(start, stop)
+
+    def _clear_rows(self, start: int, stop: int) -> None:
+        self._out[:, :, start:stop].zero_()
+        self._lse[:, :, start:stop].fill_(-torch.inf)
+
+
+def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """The merge rule in place: (out, lse) <- (out, lse) + (new_out, new_lse), rows (B, H, rows, E) and (B, H, rows)."""
+    weight = torch.sigmoid(new_lse - lse).nan_to_num_(0.0).to(out.dtype)  # two rows that saw nothing: -inf less -inf
+    out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(lse, new_lse.to(lse.dtype), out=lse)

@@ -171,6 +171,8 @@ class AttentionConfig(_Table):
     "auto"."""
     wire: Literal["exact", "bfloat16", "float8", "int8"] = "exact"
     """How they travel; anything but "exact" adds the error that docs/routes.md states."""
+    kernel: Literal["auto", "cudnn", "flash", "flash2", "flash3", "flash4", "triton", "cpu", "reference"] = "auto"
+    """What computes attention on each device, see docs/kernels.md; "auto": the fastest that serves."""
 
 
 class MemoryConfig(_Table):

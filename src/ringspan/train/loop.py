@@ -322,6 +322,7 @@ def _prepare(config: TrainConfig) -> _Job:
         layout=config.attention.layout,
         route=config.attention.route,
         wire=config.attention.wire,
+        kernel=config.attention.kernel,
         checkpoint=_checkpoint(config, model_config, ring, dtype),
         loss_chunk_tokens=config.memory.loss_chunk_tokens,
         loss_chunk_vocabulary=config.memory.loss_chunk_vocabulary,

@@ -1,45 +1,128 @@
-"""Local attention kernels behind one contract, a file each. The first one that serves a tile computes it."""
+"""Local attention kernels behind one contract, a file each, and which of them computes what."""
 
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol, get_args, runtime_checkable
 
-import torch
 from torch import Tensor
 
+from ringspan.core.errors import UnsupportedError
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels.cpu import CpuFlash
-from ringspan.torch.kernels.cuda import CudaFlash
+from ringspan.torch.kernels.cudnn import Cudnn
+from ringspan.torch.kernels.flash import Flash, Flash2, Flash3, Flash4, TorchFlash
+from ringspan.torch.kernels.launch import Launch, Launches
 from ringspan.torch.kernels.reference import Blockwise
+from ringspan.torch.kernels.triton import TritonAttention
 from ringspan.torch.scores import Scores
+
+KernelName = Literal["auto", "cudnn", "flash", "flash2", "flash3", "flash4", "triton", "cpu", "reference"]
+KERNEL_NAMES: Final[tuple[str, ...]] = get_args(KernelName)
 
 
 class Kernel(Protocol):
-    """Attention of one tile's rows and keys.
+    """Attention of the rows and keys of launches: either what it makes of one, or added to what is there already.
 
-    q (B, H, rows, D), k (B, G, keys, D), v (B, G, keys, E), already cut to the tile; G divides H. ``lse`` is the
-    natural log-sum-exp in float32. ``scores`` says what a product q . k becomes, with the tile's positions where they
-    count. ``backward`` takes the GLOBAL out and lse of the rows and gives this tile's share of dq, dk, dv.
+    q (B, H, rows, D), k (B, G, keys, D), v (B, G, keys, E), already cut to the launch; G divides H. ``lse`` is the
+    natural log-sum-exp in float32; a row that no tile of the launch gives a key has out 0 and lse -inf. ``scores`` says
+    what a product q . k becomes, with the launch's positions where they count. Backward takes the GLOBAL out and lse of
+    the rows and makes this launch's share of dq, dk, dv.
     """
 
     name: str
 
-    def why_not(self, device: torch.device) -> str | None:
-        """What keeps this kernel from running on a device; None when nothing does."""
+    def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
+        """Why this kernel cannot serve such tensors (device, dtype, head sizes, packages) and scores; None if it
+        can. It then serves any tiles.
+        """
         ...
 
-    def serves(self, q: Tensor, v: Tensor, tile: Tile, scores: Scores) -> bool:
-        """Whether this kernel, where it runs, computes such a tile for such tensors (dtype, head sizes) and scores."""
+    def launches(self, tiles: tuple[Tile, ...]) -> Launches:
+        """The calls by which it computes some tiles."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> tuple[Tensor, Tensor]: ...
+
+@runtime_checkable
+class Returning(Kernel, Protocol):
+    """A kernel that returns the partial of a launch, and its share of the gradients."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scores: Scores
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-KERNELS: Final[tuple[Kernel, ...]] = (CpuFlash(), CudaFlash(), Blockwise())
+@runtime_checkable
+class InPlace(Kernel, Protocol):
+    """A kernel that adds to the running out and lse, and to the running dq, dk and dv, all float32."""
+
+    def forward_into(
+        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor
+    ) -> None: ...
+
+    def backward_into(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        launch: Launch,
+        scores: Scores,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None: ...
 
 
-def choose(q: Tensor, v: Tensor, tile: Tile, scores: Scores) -> Kernel:
-    """The kernel for a tile: the fastest that serves it; ``Blockwise`` serves everything."""
-    return next(k for k in KERNELS if k.why_not(q.device) is None and k.serves(q, v, tile, scores))
+KERNELS: Final[dict[str, Returning | InPlace]] = {
+    kernel.name: kernel
+    for kernel in (
+        Cudnn(),
+        Flash("flash3", Flash3()),
+        Flash("flash4", Flash4()),
+        Flash("flash2", Flash2()),
+        Flash("flash", TorchFlash()),
+        TritonAttention(),
+        CpuFlash(),
+        Blockwise(),
+    )
+}
+# What "auto" prefers, for a few rectangles and squares and for anything else: cuDNN's kernels are the fastest on Hopper
+# and later, but know no other band and cannot take several documents in one call.
+_FEW: Final = 4
+_FOR_SQUARES: Final = ("cudnn", "flash3", "flash4", "flash2", "flash", "cpu", "triton", "reference")
+_FOR_ANYTHING: Final = ("flash3", "flash2", "flash", "flash4", "cudnn", "cpu", "triton", "reference")
+
+
+def check_name(kernel: str) -> None:
+    """Refuse a name that is no kernel."""
+    if kernel not in KERNEL_NAMES:
+        raise UnsupportedError(f"unknown kernel {kernel!r}; choose one of {', '.join(KERNEL_NAMES)}")
+
+
+def why_not(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> str | None:
+    """Why a kernel that was asked for by name cannot serve; None if it can."""
+    return None if kernel == "auto" else KERNELS[kernel].why_not(q, v, scores)
+
+
+def refused(kernel: str, reason: str) -> UnsupportedError:
+    """What to raise, on every rank alike, for a kernel that cannot serve."""
+    return UnsupportedError(f"kernel {kernel!r} cannot serve: {reason}; choose another, or auto")
+
+
+def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...]:
+    """The names of the kernels that may compute a pass: the one that was asked for, or for ``auto`` all that can."""
+    if kernel != "auto":
+        return (kernel,)
+    on_cpu = q.device.type == "cpu"  # where Triton is only interpreted
+    names = (name for name in KERNELS if not (on_cpu and name == "triton"))
+    return tuple(name for name in names if KERNELS[name].why_not(q, v, scores) is None)
+
+
+def choose(names: tuple[str, ...], tiles: tuple[Tile, ...]) -> Returning | InPlace:
+    """Which of the serving kernels computes the tiles of a hop."""
+    are_squares = len(tiles) <= _FEW and all(
+        tile.is_full or (tile.is_causal and tile.num_rows == tile.num_keys) for tile in tiles
+    )
+    return KERNELS[next(name for name in (_FOR_SQUARES if are_squares else _FOR_ANYTHING) if name in names)]

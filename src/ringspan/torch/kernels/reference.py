@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.tile import Tile
+from ringspan.torch.kernels.launch import Launch, Launches, bands
 from ringspan.torch.scores import Scores
 
 _ROWS: Final = 256
@@ -20,15 +21,16 @@ _KEYS: Final = 1024
 class Blockwise:
     """Scores of at most ``_ROWS x _KEYS`` a head exist at any time; chunks outside of the band are never touched."""
 
-    name = "blockwise"
+    name = "reference"
 
-    def why_not(self, device: torch.device) -> str | None:
+    def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         return None
 
-    def serves(self, q: Tensor, v: Tensor, tile: Tile, scores: Scores) -> bool:
-        return True
+    def launches(self, tiles: tuple[Tile, ...]) -> Launches:
+        return bands(tiles)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]:
+        tile = launch.tile
         dtype = torch.promote_types(q.dtype, torch.float32)
         grouped = _group(q, k)
         out = torch.zeros(*grouped.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
@@ -45,8 +47,9 @@ class Blockwise:
         return out.flatten(1, 2), lse.flatten(1, 2)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scores: Scores
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
+        tile = launch.tile
         dtype = torch.promote_types(q.dtype, torch.float32)
         q_groups, dout_groups, out_groups = _group(q, k), _group(dout, k), _group(out, k)
         lse_groups = lse.unflatten(1, q_groups.shape[1:3]).unsqueeze(-1)

@@ -1,0 +1,77 @@
+"""cuDNN's attention as PyTorch calls it: FULL and square causal tiles in half precision."""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ringspan.core.tile import Tile
+from ringspan.torch.kernels import mirror
+from ringspan.torch.kernels.device import half_precision_on_cuda
+from ringspan.torch.kernels.heads import one_size
+from ringspan.torch.kernels.launch import Launch, Launches, squares
+from ringspan.torch.kernels.reference import Blockwise
+from ringspan.torch.scores import Scores
+
+_ops = torch.ops.aten
+_LARGEST_HEAD: Final = 128
+_HEAD_MULTIPLE: Final = 8
+_FEWEST: Final = 2  # rows and keys: the operator has no backward for one of them
+
+
+class Cudnn:
+    """``aten::_scaled_dot_product_cudnn_attention`` and its backward, since torch 2.11.
+
+    An anticausal tile runs as its mirror image, any other band as the squares it consists of. Grouped heads run as they
+    are. What the operator has no backward for, a single row or key, is left to the reference.
+    """
+
+    name = "cudnn"
+
+    def __init__(self) -> None:
+        self._thin = Blockwise()
+
+    def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
+        if reason := half_precision_on_cuda(q, (8, 0)):
+            return reason
+        if not torch.backends.cudnn.is_available():
+            return "this build of PyTorch has no cuDNN"
+        largest = max(q.shape[-1], v.shape[-1])
+        if largest > _LARGEST_HEAD:
+            return f"its heads have at most {_LARGEST_HEAD} numbers, these have {largest}"
+        return None if scores.is_plain else "it has no softcap and no ALiBi slopes"
+
+    def launches(self, tiles: tuple[Tile, ...]) -> Launches:
+        return squares(tiles)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]:
+        if min(launch.num_rows, launch.num_keys) < _FEWEST:
+            return self._thin.forward(q, k, v, launch, scores)
+        if launch.tile.is_anticausal:
+            return mirror.forward(self, q, k, v, launch, scores)
+        value_size = v.shape[-1]
+        q, k, v = (_last_contiguous(x) for x in one_size(q, k, v, multiple=_HEAD_MULTIPLE))
+        out, lse, *_ = _ops._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, launch.tile.is_causal, False, scale=scores.scale
+        )
+        return out[..., :value_size], lse.squeeze(-1) if lse.dim() == q.dim() else lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if min(launch.num_rows, launch.num_keys) < _FEWEST:
+            return self._thin.backward(dout, q, k, v, out, lse, launch, scores)
+        if launch.tile.is_anticausal:
+            return mirror.backward(self, dout, q, k, v, out, lse, launch, scores)
+        size, value_size = q.shape[-1], v.shape[-1]
+        dout, q, k, v, out = (_last_contiguous(x) for x in one_size(dout, q, k, v, out, multiple=_HEAD_MULTIPLE))
+        no_dropout = [torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2)]
+        dq, dk, dv = _ops._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse.contiguous().unsqueeze(-1), *no_dropout, None, None, None, q.shape[2], k.shape[2],
+            0.0, launch.tile.is_causal, scale=scores.scale,
+        )  # fmt: skip
+        return dq[..., :size], dk[..., :size], dv[..., :value_size]
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,355 @@
+"""FlashAttention 2, 3 and 4: PyTorch's own build of 2, and the packages where they are installed.
+
+All of them take any band as a window, grouped heads as they are, and packed documents as sequences that lie behind each
+other (varlen), and return the natural log-sum-exp. B batch, H query heads, G key/value heads, T rows, D head size.
+"""
+
+from functools import lru_cache
+from importlib import import_module
+from itertools import groupby
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ringspan.core.tile import Tile
+from ringspan.torch.kernels import device, mirror
+from ringspan.torch.kernels.heads import one_size
+from ringspan.torch.kernels.launch import Launch, Launches, Window, chains, squares
+from ringspan.torch.scores import Scores
+
+_LARGEST_HEAD: Final = 256
+_HEAD_MULTIPLE: Final = 8
+
+
+class Cuts(NamedTuple):
+    """Sequences that lie behind each other: where each begins and ends, int32, and the longest one."""
+
+    queries: Tensor
+    keys: Tensor
+    most_queries: int
+    most_keys: int
+
+
+class Calls(Protocol):
+    """One build of FlashAttention. Tensors are (B, T, H, D) with an lse of (B, H, T); with ``cuts``, (T, H, D) and (H,
+    T). ``backward`` takes the global out and lse.
+    """
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The least compute capability."""
+        ...
+
+    takes_windows: bool
+    takes_softcap: bool
+
+    def missing(self) -> str | None:
+        """What is not installed, and how to get it."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cuts: Cuts | None,
+        window: Window,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Flash:
+    """Any tile in half precision on CUDA. Tiles with the same window that lie behind each other are one call.
+
+    Smaller value heads, and sizes that are no multiple of eight, are filled up with zeros.
+    """
+
+    def __init__(self, name: str, calls: Calls) -> None:
+        self.name, self._calls = name, calls
+
+    def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
+        calls = self._calls
+        reason = device.half_precision_on_cuda(q, calls.capability) or calls.missing()
+        if reason:
+            return reason
+        largest = max(q.shape[-1], v.shape[-1])
+        if largest > _LARGEST_HEAD:
+            return f"its heads have at most {_LARGEST_HEAD} numbers, these have {largest}"
+        if scores.slopes is not None:
+            return "it does not know the positions that ALiBi slopes need"
+        if scores.softcap and not calls.takes_softcap:
+            return "it has no softcap"
+        return None
+
+    def launches(self, tiles: tuple[Tile, ...]) -> Launches:
+        if self._calls.takes_windows:
+            return chains(tiles)
+        found = squares(tiles)
+        plain = (one.tile.shifted(one.q0, one.k0) for one in found if not one.tile.is_anticausal)
+        return (*chains(tuple(plain)), *(one for one in found if one.tile.is_anticausal))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]:
+        if self._is_mirrored(launch):
+            return mirror.forward(self, q, k, v, launch, scores)
+        value_size = v.shape[-1]
+        q, k, v = (_tokens_first(x) for x in one_size(q, k, v, multiple=_HEAD_MULTIPLE))
+        window = Window.of(launch.tiles[0])
+        if len(launch.tiles) == 1:
+            out, lse = self._calls.forward(q, k, v, None, window, scores)
+            return out[..., :value_size].transpose(1, 2), lse[..., : launch.num_rows]
+        cuts = _cuts(launch, len(q), q.device)
+        out, lse = self._calls.forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cuts, window, scores)
+        lse = lse[..., : len(q) * launch.num_rows].unflatten(1, (len(q), -1)).transpose(0, 1)
+        # A row without a key: these kernels say that it has seen infinitely much.
+        lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+        return out.unflatten(0, q.shape[:2])[..., :value_size].transpose(1, 2), lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self._is_mirrored(launch):
+            return mirror.backward(self, dout, q, k, v, out, lse, launch, scores)
+        size, value_size = q.shape[-1], v.shape[-1]
+        tensors = [_tokens_first(x) for x in one_size(dout, q, k, v, out, multiple=_HEAD_MULTIPLE)]
+        batch, window, cuts = len(q), Window.of(launch.tiles[0]), None
+        if len(launch.tiles) > 1:
+            cuts = _cuts(launch, batch, q.device)
+            tensors = [x.flatten(0, 1) for x in tensors]
+            lse = lse.transpose(0, 1).flatten(1, 2)
+        gradients = self._calls.backward(*tensors, lse.contiguous(), cuts, window, scores)
+        if cuts:
+            gradients = tuple(x.unflatten(0, (batch, -1)) for x in gradients)
+        dq, dk, dv = (x.transpose(1, 2) for x in gradients)
+        return dq[..., :size], dk[..., :size], dv[..., :value_size]
+
+    def _is_mirrored(self, launch: Launch) -> bool:
+        return not self._calls.takes_windows and launch.tiles[0].is_anticausal
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """(B, H, T, D) -> (B, T, H, D), whose last dimension is contiguous."""
+    x = x.transpose(1, 2)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@lru_cache(maxsize=256)
+def _cuts(launch: Launch, batch: int, where: torch.device) -> Cuts:
+    """The launch's tiles as sequences, of every batch entry; what lies between them as sequences without keys or
+    queries.
+    """
+    ends = [(0, 0)]
+    for entry in range(batch):
+        row, key = entry * launch.num_rows, entry * launch.num_keys
+        for tile in launch.tiles:
+            ends += [(row + tile.q0, ends[-1][1]), (row + tile.q0, key + tile.k0), (row + tile.q1, key + tile.k1)]
+        ends += [(row + launch.num_rows, ends[-1][1]), (row + launch.num_rows, key + launch.num_keys)]
+    cuts = torch.tensor([end for end, _ in groupby(ends)], dtype=torch.int32)
+    most_queries, most_keys = cuts.diff(dim=0).amax(0).tolist()
+    queries, keys = (one.contiguous().to(where) for one in cuts.unbind(1))
+    return Cuts(queries, keys, most_queries, most_keys)
+
+
+class TorchFlash:
+    """``aten::_flash_attention_forward`` and its backward: FlashAttention 2 as PyTorch builds it, since 2.11."""
+
+    capability = (8, 0)
+    takes_windows, takes_softcap = True, False
+
+    def missing(self) -> str | None:
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *_cut(cuts, q, k), 0.0, _is_causal(window), False, scale=scores.scale,
+            window_size_left=window.left, window_size_right=window.right,
+        )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cuts: Cuts | None,
+        window: Window,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        return torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *_cut(cuts, q, k), 0.0, _is_causal(window), *no_dropout, scale=scores.scale,
+            window_size_left=window.left, window_size_right=window.right,
+        )  # fmt: skip
+
+
+class Flash2:
+    """The package flash-attn, from 2.7 on."""
+
+    capability = (8, 0)
+    takes_windows, takes_softcap = True, True
+
+    def missing(self) -> str | None:
+        return _missing("flash_attn.flash_attn_interface", "flash-attn (pip install flash-attn)")
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        package = import_module("flash_attn.flash_attn_interface")
+        options: dict[str, Any] = _flash2_options(window, scores) | {"return_softmax": False}
+        if cuts is None:
+            out, lse, *_ = package._flash_attn_forward(q, k, v, **options)
+        else:
+            out, lse, *_ = package._flash_attn_varlen_forward(q, k, v, *cuts, **options)
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cuts: Cuts | None,
+        window: Window,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        package = import_module("flash_attn.flash_attn_interface")
+        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        options: dict[str, Any] = _flash2_options(window, scores) | {"deterministic": _is_deterministic()}
+        if cuts is None:
+            package._flash_attn_backward(dout, q, k, v, out, lse, *gradients, **options)
+        else:
+            package._flash_attn_varlen_backward(dout, q, k, v, out, lse, *gradients, *cuts, **options)
+        return gradients
+
+
+class Flash3:
+    """The package flash_attn_3 (Hopper), by the operators that it registers with torch."""
+
+    capability = (9, 0)
+    takes_windows, takes_softcap = True, True
+
+    def missing(self) -> str | None:
+        return _missing("flash_attn_interface", "flash_attn_3 (from the folder hopper of flash-attention's sources)")
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        import_module("flash_attn_interface")
+        queries, keys, most_queries, most_keys = cuts or (None, None, None, None)
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(
+            q, k, v,
+            None, None, None, None,  # new keys and values, qv, out
+            queries, keys, None, None, None, most_queries, most_keys,
+            None, None, None,  # pages, batch indices, padding on the left
+            None, None, None, None, None, None,  # rotary embedding, scales of 8-bit tensors
+            scores.scale, _is_causal(window), window.left, window.right, 0, scores.softcap,
+            True, None, 1, None, 0,  # rotary order, scheduler, splits, packed groups, multiprocessors to leave
+        )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cuts: Cuts | None,
+        window: Window,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        import_module("flash_attn_interface")
+        queries, keys, most_queries, most_keys = cuts or (None, None, None, None)
+        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        torch.ops.flash_attn_3.bwd(
+            dout, q, k, v, out, lse, *gradients, queries, keys, None, None, most_queries, most_keys,
+            scores.scale, _is_causal(window), window.left, window.right, scores.softcap, _is_deterministic(), 0,
+        )  # fmt: skip
+        return gradients
+
+
+class Flash4:
+    """The package flash-attn-4, flash_attn.cute (Hopper and Blackwell). Its backward has no window but the causal one,
+    so other bands come as squares.
+    """
+
+    capability = (9, 0)
+    takes_windows, takes_softcap = False, False
+
+    def missing(self) -> str | None:
+        return _missing("flash_attn.cute.interface", "flash-attn-4 (pip install flash-attn-4)")
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        package = import_module("flash_attn.cute.interface")
+        out, lse, *_ = package._flash_attn_fwd(q, k, v, return_lse=True, **_flash4_options(cuts, window, scores))
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cuts: Cuts | None,
+        window: Window,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        package = import_module("flash_attn.cute.interface")
+        options = _flash4_options(cuts, window, scores) | {"deterministic": _is_deterministic()}
+        return package._flash_attn_bwd(q, k, v, out, dout, lse, **options)
+
+
+def _missing(module: str, package: str) -> str | None:
+    return None if device.is_installed(module) else f"{package} is not installed"
+
+
+def _is_causal(window: Window) -> bool:
+    return window == (-1, 0)
+
+
+def _is_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
+
+
+def _cut(cuts: Cuts | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
+    return cuts or (None, None, q.shape[1], k.shape[1])
+
+
+def _flash2_options(window: Window, scores: Scores) -> dict[str, Any]:
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": scores.scale,
+        "causal": _is_causal(window),
+        "window_size_left": window.left,
+        "window_size_right": window.right,
+        "softcap": scores.softcap,
+        "alibi_slopes": None,
+    }
+
+
+def _flash4_options(cuts: Cuts | None, window: Window, scores: Scores) -> dict[str, Any]:
+    return {
+        "softmax_scale": scores.scale,
+        "causal": _is_causal(window),
+        "cu_seqlens_q": cuts and cuts.queries,
+        "cu_seqlens_k": cuts and cuts.keys,
+    }

@@ -1,0 +1,43 @@
+"""An anticausal tile is a causal one with rows and keys in reverse order, for kernels that know only that one."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ringspan.torch.kernels.launch import Launch
+from ringspan.torch.scores import Scores
+
+
+class _Kernel(Protocol):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def forward(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]:
+    """``kernel.forward`` of a launch of one tile, by its mirror image."""
+    out, lse = kernel.forward(q.flip(2), k.flip(2), v.flip(2), _mirrored(launch), scores)
+    return out.flip(2), lse.flip(2)
+
+
+def backward(
+    kernel: _Kernel,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    launch: Launch,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``kernel.backward`` of a launch of one tile, by its mirror image."""
+    dout, q, k, v, out, lse = (x.flip(2) for x in (dout, q, k, v, out, lse))
+    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, _mirrored(launch), scores)
+    return dq.flip(2), dk.flip(2), dv.flip(2)
+
+
+def _mirrored(launch: Launch) -> Launch:
+    return Launch.of(launch.tile.mirrored(launch.num_rows, launch.num_keys))

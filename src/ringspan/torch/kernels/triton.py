@@ -1,0 +1,65 @@
+"""Our own kernel for what the others do not serve: any tiles of a hop in one launch, added up in place."""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ringspan.core.tile import Tile
+from ringspan.torch.kernels import device
+from ringspan.torch.kernels.launch import Launch, Launches, whole
+from ringspan.torch.scores import Scores
+
+_LARGEST_HEAD: Final = 256
+_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class TritonAttention:
+    """``ringspan.torch.kernels.triton_attention``, imported when it first runs.
+
+    On a CPU it runs only in Triton's interpreter (TRITON_INTERPRET=1), which is how it is tested without a GPU.
+    """
+
+    name = "triton"
+
+    def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
+        if q.device.type != "cuda" and not device.interprets_triton():
+            return f"it needs CUDA tensors, these are on {q.device.type}"
+        if not device.has_triton():
+            return "triton is not installed (pip install triton)"
+        if q.dtype not in _DTYPES:
+            return f"it computes in bfloat16, float16 or float32, these are {str(q.dtype).removeprefix('torch.')}"
+        largest = max(q.shape[-1], v.shape[-1])
+        if largest > _LARGEST_HEAD:
+            return f"its heads have at most {_LARGEST_HEAD} numbers, these have {largest}"
+        if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
+            return "it needs compute capability 8.0"
+        return None
+
+    def launches(self, tiles: tuple[Tile, ...]) -> Launches:
+        return whole(tiles)
+
+    def forward_into(
+        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor
+    ) -> None:
+        from ringspan.torch.kernels import triton_attention
+
+        triton_attention.forward_into(q, k, v, launch, scores, out, lse)
+
+    def backward_into(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        launch: Launch,
+        scores: Scores,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        from ringspan.torch.kernels import triton_attention
+
+        triton_attention.backward_into(dout, q, k, v, out, lse, launch, scores, dq, dk, dv)

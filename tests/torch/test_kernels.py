@@ -1,0 +1,225 @@
+"""Local kernels: which computes what, what each refuses, and those of CUDA through stand-ins for their operators."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.core.schedule import plan
+from ringspan.core.tile import Tile
+from ringspan.torch import kernels
+from ringspan.torch.kernels.launch import Launch, Window, bands, chains, pieces, squares, whole
+from ringspan.torch.scores import Scores
+from tests.core.strategies import layouts, masks
+from tests.fuzz import examples
+from tests.torch.standins import calls, installed
+from tests.torch.test_ring import FLOAT32_LIMIT, Problem
+
+PLAIN = Scores(1.0)
+OF_CUDA = ("cudnn", "flash", "flash2", "flash3", "flash4")
+
+
+@pytest.fixture
+def standins():
+    with installed():
+        yield
+
+
+def pairs(tiles):
+    """Every (row, key) of some tiles, as often as it is there."""
+    return sorted(
+        (tile.q0 + i, tile.k0 + j)
+        for tile in tiles
+        for i in range(tile.num_rows)
+        for j in range(tile.num_keys)
+        if tile.lo <= i - j <= tile.hi
+    )
+
+
+@given(layouts, masks)
+@examples(100)
+def test_however_tiles_are_grouped_each_pair_is_computed_once(layout, mask):
+    hops = [hop for rank in range(layout.ranks) for hop in plan(layout, mask, rank).hops]
+    for tiles in (hop.bands for hop in hops):
+        expected = pairs(tiles)
+        for group in (bands, pieces, squares, chains, whole):
+            found = [(launch, tile) for launch in group(tiles) for tile in launch.tiles]
+            assert pairs(tile.shifted(launch.q0, launch.k0) for launch, tile in found) == expected
+            for launch, tile in found:
+                assert 0 <= tile.q0 < tile.q1 <= launch.num_rows and 0 <= tile.k0 < tile.k1 <= launch.num_keys
+        for launch in squares(tiles):
+            tile = launch.tile
+            assert tile.is_full or (tile.num_rows == tile.num_keys and (tile.is_causal or tile.is_anticausal))
+
+
+@given(layouts, masks)
+@examples(100)
+def test_a_band_is_a_window_from_the_last_corner(layout, mask):
+    for tile in (tile for rank in range(layout.ranks) for hop in plan(layout, mask, rank).hops for tile in hop.bands):
+        window, shift = Window.of(tile), tile.num_keys - tile.num_rows
+        assert min(window) >= -1
+        inside = [
+            (tile.q0 + i, tile.k0 + j)
+            for i in range(tile.num_rows)
+            for j in range(tile.num_keys)
+            if (window.right < 0 or j - i - shift <= window.right)
+            and (window.left < 0 or j - i - shift >= -window.left)
+        ]
+        assert inside == pairs([tile])
+
+
+@pytest.mark.parametrize("kernel", OF_CUDA)
+@given(
+    length=st.integers(1, 50),
+    mask=masks,
+    layout=st.sampled_from(LAYOUT_NAMES),
+    ranks=st.integers(1, 4),
+    grouping=st.sampled_from([(1, 1), (4, 2)]),
+    sizes=st.sampled_from([(8, 8), (12, 8), (5, 7)]),
+    batch=st.integers(1, 2),
+    softcap=st.sampled_from([0.0, 2.0]),
+    has_sinks=st.booleans(),
+)
+@examples(25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+def test_any_mask_through_the_kernels_of_cuda(
+    standins, kernel, length, mask, layout, ranks, grouping, sizes, batch, softcap, has_sinks
+):
+    if kernel not in ("flash2", "flash3"):
+        softcap = 0.0
+    heads, groups = grouping
+    shape = {"batch": batch, "heads": heads, "groups": groups, "size": sizes[0], "value_size": sizes[1]}
+    problem = Problem(length, mask, softcap=softcap, has_sinks=has_sinks, **shape)
+    assert max(problem.errors(layout, ranks, kernel=kernel)) < FLOAT32_LIMIT
+
+
+@pytest.mark.parametrize("kernel", ["flash", "flash2", "flash3", "flash4"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_packed_documents_are_a_call_a_hop_or_two(standins, kernel, layout):
+    documents = rs.documents([3, 9, 4, 7, 1, 12, 5, 8, 2, 6, 7])
+    calls()
+    out = Problem(64, documents, batch=2).on_ring(layout, 2, kernel=kernel)[0][0]
+    forward = [name for name in calls() if name.startswith(kernel) and "backward" not in name]
+    groups, ranks, hops = 2, 2, 2
+    assert out.shape[2] == 64
+    # A document that crosses the border of a chunk is a rectangle, beside the squares of the others.
+    assert 0 < len(forward) <= 2 * groups * ranks * hops
+
+
+def test_auto_takes_the_first_kernel_that_knows_the_tiles():
+    square, rectangle = Tile(0, 8, 0, 8, 0, 7), Tile.full(0, 8, 0, 4)
+    band = Tile(0, 8, 0, 8, 0, 3)
+    everything = tuple(kernels.KERNELS)
+    assert kernels.choose(everything, (square, rectangle)).name == "cudnn"
+    assert kernels.choose(everything, (band,)).name == "flash3"
+    assert kernels.choose(everything, tuple(square.shifted(8 * i, 8 * i) for i in range(9))).name == "flash3"
+    assert kernels.choose(("cudnn", "flash", "reference"), (band,)).name == "flash"
+    assert kernels.choose(("cudnn", "reference"), (band,)).name == "cudnn"
+    q = torch.zeros(1, 2, 8, 16)
+    assert kernels.serving("auto", q, q, PLAIN) == ("cpu", "reference")
+    assert kernels.serving("auto", q, q, Scores(1.0, softcap=2.0)) == ("reference",)
+    assert kernels.serving("flash", q, q, PLAIN) == ("flash",)
+
+
+@pytest.mark.parametrize("kernel", [name for name in kernels.KERNEL_NAMES if name in OF_CUDA])
+def test_a_kernel_of_cuda_is_refused_on_a_cpu(kernel):
+    q = torch.zeros(1, 2, 8, 16)
+    with pytest.raises(rs.UnsupportedError, match=f"kernel '{kernel}' cannot serve: it needs CUDA tensors"):
+        rs.ring_attention(q, q, q, kernel=kernel)
+
+
+def test_refusals_name_the_reason(monkeypatch):
+    def why_not(name, *, dtype=torch.bfloat16, size=64, value_size=None, scores=PLAIN, capability=(9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+        q, v = (FakeCuda(dtype, (1, 2, 8, d)) for d in (size, value_size or size))
+        return kernels.why_not(name, q, v, scores)
+
+    assert why_not("cudnn") is None and why_not("flash") is None
+    assert "bfloat16 or float16, these are float32" in why_not("cudnn", dtype=torch.float32)
+    assert "at most 128 numbers, these have 192" in why_not("cudnn", size=192)
+    assert "at most 256 numbers, these have 512" in why_not("flash", value_size=512)
+    assert "compute capability 8.0, this device has 7.5" in why_not("flash", capability=(7, 5))
+    assert "no softcap" in why_not("flash", scores=Scores(1.0, softcap=30.0))
+    assert "ALiBi" in why_not("flash", scores=Scores(1.0, slopes=torch.ones(2)))
+    for name in ("flash2", "flash3", "flash4"):
+        assert "not installed" in why_not(name)
+    assert "CPU" in why_not("cpu")
+    with installed():
+        assert [why_not(name, scores=Scores(1.0, softcap=30.0)) for name in ("flash2", "flash3")] == [None, None]
+        assert "no softcap" in why_not("flash4", scores=Scores(1.0, softcap=30.0))
+    with pytest.raises(rs.UnsupportedError, match="unknown kernel 'abacus'; choose one of auto, cudnn"):
+        q = torch.zeros(1, 2, 8, 16)
+        rs.ring_attention(q, q, q, kernel="abacus")
+
+
+class FakeCuda:
+    """What a kernel looks at in a CUDA tensor before it says whether it serves."""
+
+    def __init__(self, dtype, shape):
+        self.dtype, self.shape, self.device = dtype, shape, torch.device("cuda", 0)
+
+
+def ask_for(mesh, kernel):
+    q = torch.zeros(1, 2, 8, 16)
+    one = kernel[mesh["ring"].get_local_rank()]
+    rs.ring_attention(q, q, q, group=mesh["ring"].get_group(), kernel=one)
+    return one
+
+
+def test_every_rank_refuses_alike(pool):
+    for outcome in pool.outcomes(ask_for, 2, ["flash", "flash"]):
+        assert isinstance(outcome, rs.UnsupportedError) and "needs CUDA" in str(outcome)
+    for outcome in pool.outcomes(ask_for, 2, ["auto", "flash2"]):  # as when one rank lacks a package
+        assert isinstance(outcome, rs.PeerMismatch) and "rank 1: flash2 (it needs CUDA" in str(outcome)
+    assert pool.run(ask_for, 2, ["reference", "reference"]) == ["reference"] * 2
+
+
+META = [(1, 4, 64, 64), (1, 2, 64, 64)]
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+@pytest.mark.parametrize("tiles", [(Tile.full(0, 64, 0, 64),), (Tile(0, 64, 0, 64, 0, 63),)], ids=["full", "causal"])
+def test_the_operators_of_this_pytorch_take_what_they_are_given(kernel, tiles):
+    """By their own shape functions, which PyTorch ships without CUDA too."""
+    one = kernels.KERNELS[kernel]
+    (launch,) = one.launches(tiles)
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in (META[0], META[1], META[1]))
+    out, lse = one.forward(q, k, v, launch, PLAIN)
+    assert (out.shape, out.dtype) == (q.shape, q.dtype) and (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+    gradients = one.backward(out, q, k, v, out, lse, launch, PLAIN)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+
+
+def arguments(operator):
+    schema = operator._schema
+    return [argument.name for argument in schema.arguments], len(schema.returns)
+
+
+def test_the_operators_have_the_signatures_that_are_called():
+    """Those of PyTorch 2.11 to 2.13; what later releases append has defaults."""
+    aten = torch.ops.aten
+    flash, returns = arguments(aten._flash_attention_forward.default)
+    assert returns == 5 and flash[:13] == [
+        "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal",
+        "return_debug_mask", "scale", "window_size_left", "window_size_right",
+    ]  # fmt: skip
+    assert arguments(aten._flash_attention_backward.default) == ([
+        "grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
+        "dropout_p", "is_causal", "rng_state", "unused", "scale", "window_size_left", "window_size_right",
+    ], 3)  # fmt: skip
+    assert arguments(aten._scaled_dot_product_cudnn_attention.default) == ([
+        "query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "return_debug_mask",
+        "scale",
+    ], 9)  # fmt: skip
+    assert arguments(aten._scaled_dot_product_cudnn_attention_backward.default) == ([
+        "grad_out", "query", "key", "value", "out", "logsumexp", "philox_seed", "philox_offset", "attn_bias",
+        "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "scale",
+    ], 3)  # fmt: skip
+
+
+def test_a_launch_counts_from_its_corner():
+    launch = Launch.of(Tile(4, 8, 2, 6, 0, 3), Tile(8, 10, 6, 8, 0, 1))
+    assert (launch.q0, launch.q1, launch.k0, launch.k1) == (4, 10, 2, 8)
+    assert launch.tiles == (Tile(0, 4, 0, 4, 0, 3), Tile(4, 6, 4, 6, 0, 1))
