@@ -115,8 +115,8 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
     """The names of the kernels that may compute a pass: the one that was asked for, or for ``auto`` all that can."""
     if kernel != "auto":
         return (kernel,)
-    on_cpu = q.device.type == "cpu"  # where Triton is only interpreted
-    names = (name for name in KERNELS if not (on_cpu and name == "triton"))
+    # Elsewhere Triton is only interpreted.
+    names = (name for name in KERNELS if name != "triton" or q.device.type == "cuda")
     return tuple(name for name in names if KERNELS[name].why_not(q, v, scores) is None)
 
 
