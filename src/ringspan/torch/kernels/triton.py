@@ -23,7 +23,8 @@ class TritonAttention:
     name = "triton"
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
-        if q.device.type != "cuda" and not device.interprets_triton():
+        is_interpreted = q.device.type == "cpu" and device.interprets_triton()
+        if q.device.type != "cuda" and not is_interpreted:
             return f"it needs CUDA tensors, these are on {q.device.type}"
         if not device.has_triton():
             return "triton is not installed (pip install triton)"
