@@ -124,8 +124,8 @@ MUTANTS = [
     Mutant(
         "queries that saw nothing merged as if they had",
         "torch/softmax.py",
-        ".masked_fill_(lse.isneginf(), 0)",
-        "",
+        "torch.sigmoid(new_lse - lse).nan_to_num_(0.0)",
+        "torch.sigmoid(new_lse - lse)",
         "torch/test_ring.py::test_queries_that_nobody_answers_between_others_that_several_answer",
     ),
     Mutant(
