@@ -128,6 +128,8 @@ class _Arrivals(Exchange):
         for arrival in arrivals:
             arrival.carried.normal_()
         _Arrivals.seconds += time.perf_counter() - started
+        if TOTALS.passages and arrivals:
+            TOTALS.passages[-1].posted = now(arrivals[0].carried.device)  # making it up is no part of its travel
         return transfer, arrivals
 
     def among(self, ranks: Sequence[int], name: str) -> "_Arrivals":

@@ -25,6 +25,7 @@ class Passage:
     """One exchange of blocks: when it was posted, when this rank began to wait for it, and when it went on."""
 
     hop: int
+    is_gradient: bool
     sent_bytes: int
     received_bytes: int
     device: torch.device
@@ -34,12 +35,22 @@ class Passage:
 
 
 @dataclass
+class Visit:
+    """One hop's computation: with whose block, how many (query, key) pairs, and from when until when."""
+
+    owner: int
+    num_pairs: int
+    started: Moment
+    ended: Moment | None = None
+
+
+@dataclass
 class Totals:
     """What this process has sent and how long it has waited, over all exchanges, and where it is.
 
     Written by the ring, read by benchmarks and, in another thread, by the watchdog. ``hop`` is that of the last
-    exchange in its pass, which numbers two messages a hop; each further group of heads goes on counting. Where a list
-    is put for ``passages``, every exchange is noted in it.
+    exchange in its pass, which numbers two messages a hop; each further group of heads goes on counting. Where lists
+    are put for ``passages`` and ``visits``, every exchange and every hop is noted in them.
     """
 
     num_posts: int = 0
@@ -48,6 +59,7 @@ class Totals:
     exposed_seconds: float = 0.0
     hop: int | None = None
     passages: list[Passage] | None = None
+    visits: list[Visit] | None = None
 
 
 TOTALS: Final = Totals()
@@ -192,7 +204,7 @@ def _passage(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, 
         return None
     sent, received = (sum(message.nbytes for _, message in each) for each in (sends, receives))
     device = messages[0][1].device
-    TOTALS.passages.append(Passage(message // 2, sent, received, device, now(device)))
+    TOTALS.passages.append(Passage(message // 2, bool(message % 2), sent, received, device, now(device)))
     return TOTALS.passages[-1]
 
 
