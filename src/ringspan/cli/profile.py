@@ -44,8 +44,10 @@ def command(
 
     from ringspan.core.errors import ConfigError
     from ringspan.core.layout import Layout, layout_name
+    from ringspan.plan.dryrun import hugging_face_config
     from ringspan.plan.memory import Setting, dtype_bytes
     from ringspan.plan.shapes import model_shape
+    from ringspan.torch.models import refuse_route
     from ringspan.torch.remat import checkpoint_name
 
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -67,6 +69,7 @@ def command(
     if length < needed:
         raise ConfigError(f"--length {length}: a {layout} ring of {setting.ring} needs at least {needed}")
     shape = model_shape(model)
+    refuse_route(hugging_face_config(shape, length), setting.ring, route, "exact")  # here, not in each rank
     with Console(stderr=True, quiet=as_json).status("running three steps"):
         profiles, is_first = _profiled(shape, setting, out, under_torchrun)
     if is_first:
