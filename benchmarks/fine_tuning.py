@@ -45,8 +45,8 @@ STAGES: Final = {
 CURVES: Final = {
     "four devices without a ring": (4, "none", (1, 2, 4, 8)),
     "ring of four": (1, "none", (1, 4, 8, 16, 32)),
-    "ring, attention kept": (1, "attention", (1, 8, 64, 118, 256)),
-    "ring, inputs kept": (1, "full", (1, 64, 256, 512)),
+    "ring, attention kept": (1, "attention", (1, 8, 64, 118)),
+    "ring, inputs kept": (1, "full", (512,)),
 }
 
 
@@ -111,8 +111,8 @@ def _draw_stages(stages: dict[str, Any], path: Path) -> None:
         panel.axis("off")
     for panel, (name, stage) in zip(panels.flat, stages.items(), strict=False):
         points = stage["timeline"]
-        last = points[-1]["operator"]
-        shares = [point["operator"] / last for point in points]
+        first, last = points[0]["operator"], points[-1]["operator"]
+        shares = [(point["operator"] - first) / (last - first) for point in points]
         areas = [[point["bytes"][category] / GB for point in points] for category in COLOURS]
         panel.stackplot(shares, areas, colors=list(COLOURS.values()), labels=list(COLOURS), linewidth=0)
         panel.axhline(DEVICE_GB, color="#D00000", linewidth=0.8, linestyle="--")
@@ -138,7 +138,7 @@ def _draw_lengths(curves: dict[str, dict[str, int]], path: Path) -> None:
     ticks = [1, 4, 16, 64, 256]
     panel.set_xticks(ticks, [f"{tick}K" for tick in ticks])
     panel.set(xlabel="tokens of a sequence", ylabel="peak of a device, GB", ylim=(0, 100))
-    panel.legend(frameon=False)
+    panel.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.6))
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
