@@ -69,6 +69,7 @@ def refusal(monkeypatch, capsys, *arguments):
         (["mesh.tp=3", "--nproc", "4"], "mesh.tp = 3: does not divide the 4 processes"),
         (["attention.kernel=abacus"], "attention.kernel"),
         (["attention.kernel=cudnn"], "kernel 'cudnn' cannot serve: it needs CUDA tensors, these are on cpu"),
+        (["profile=true"], "takes three steps, and steps = 1"),
         (["model.config.attention_dropout=0.5"], "attention_dropout=0.5 is not supported"),
         (["model.config.model_type=nosuch"], "nosuch"),
         (['model.rope={type="spiral",factor=2.0}'], "model.rope.type = 'spiral': choose one of linear, dynamic"),

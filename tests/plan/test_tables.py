@@ -1,8 +1,11 @@
 """The page says what the code computes, and what was published."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from ringspan.plan.hardware import DEVICES
 from ringspan.plan.memory import Setting, longest, training_memory
@@ -40,3 +43,15 @@ def test_what_the_page_says_about_its_tables():
     traced = training_memory(MODELS["llama-3.1-8b"], Setting(length=131_072, ring=4))
     assert f"peaks at {traced.peak_bytes / 1e9:.1f} GB" in PAGE
     assert any("(ring 32)" in cell and cell.startswith("9%") for cell in rows("utilizations")[-1])
+
+
+def test_the_traced_story_is_that_of_the_result_and_of_the_formula():
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "fine-tuning-trace.json"
+    stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
+    assert len(stages) == 7
+    for name, stage in stages.items():
+        assert f"| {name} | {stage['peak_bytes'] / 1e9:.1f} | {stage['phase']} |" in PAGE
+        assert max(sum(point["bytes"].values()) for point in stage["timeline"]) == stage["peak_bytes"]
+        if stage["setting"]["length"] >= 32_768:
+            formula = training_memory(MODELS["llama-3.1-8b"], Setting(**stage["setting"]))
+            assert formula.peak_bytes == pytest.approx(stage["peak_bytes"], rel=0.01)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import ringspan as rs
-from ringspan.bench.peak import allocated_bytes
+from ringspan.plan.peak import allocated_bytes
 from ringspan.torch import loss as loss_module
 from ringspan.torch.loss import LossOptions, loss_bytes
 from tests.torch.models import relative

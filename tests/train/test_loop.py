@@ -121,6 +121,23 @@ def test_losses_do_not_depend_on_how_the_work_is_split(pool, text, alone, name, 
         torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-4)
 
 
+def test_a_profiled_run_is_drawn_and_loses_nothing(pool, text, alone):
+    accumulated = {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 4}
+    pool.run(train_on, 4, settings(text, "profiled", profile=True, optimizer=accumulated))
+    assert losses(text / "profiled") == pytest.approx(losses(alone), rel=2e-6)
+    folder = text / "profiled" / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "memory.png",
+        "profile.json",
+        "report.html",
+        "timeline.png",
+    ]
+    profiles = json.loads((folder / "profile.json").read_text())
+    phases = [name for name, _ in profiles[1]["phases"]]
+    assert [each["rank"] for each in profiles] == [0, 1, 2, 3]
+    assert phases == ["forward", "loss", "backward"] * 4 + ["optimizer"]
+
+
 def load(folder: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder)
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringspan.bench.machine import describe_machine
-from ringspan.bench.peak import allocated_bytes
 from ringspan.bench.timing import timed
 from ringspan.core import reference
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask
 from ringspan.core.schedule import plan
+from ringspan.plan.peak import allocated_bytes
 from ringspan.torch.attention import check_tensors, ring_attention
 from ringspan.torch.exchange import TOTALS, shared_bytes
 from ringspan.torch.launch import launch, local_device

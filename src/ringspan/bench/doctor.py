@@ -32,6 +32,7 @@ from ringspan.core.layout import Layout
 from ringspan.core.mask import causal
 from ringspan.core.schedule import plan
 from ringspan.plan.hardware import min_block_tokens
+from ringspan.plan.rehearsal import host_memory_bytes
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.launch import join, launch, local_device
@@ -173,7 +174,7 @@ def _devices() -> list[dict[str, Any]]:
         "kind": "cpu",
         "name": describe_machine()["processor"],
         "cores": num_cores(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": host_memory_bytes(),
     }
     found = [cpu]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

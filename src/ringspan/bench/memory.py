@@ -147,8 +147,8 @@ def _measure(case: MemoryCase, lengths: tuple[int, ...]) -> list[dict[str, Any]]
 
 def _bytes(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, int]:
     """Activations held for backward, and the most of every other category."""
-    held = held_activations(model, batch)
-    return step_bytes(model, batch) | {"activations": held}
+    most = step_bytes(model, batch)  # first: FSDP makes its buffers in the model's first step
+    return most | {"activations": held_activations(model, batch)}
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from ringspan.cli import bench, demo, doctor, plan, train
+from ringspan.cli import bench, demo, doctor, plan, profile, rehearse, train
 from ringspan.core.errors import RingspanError
 
 # typer carries its own click, or uses the installed one, by version.
@@ -22,6 +22,8 @@ app = typer.Typer(
 app.command("train", epilog=train.EPILOG)(train.command)
 app.command("demo", epilog=demo.EPILOG)(demo.command)
 app.command("plan", epilog=plan.EPILOG)(plan.command)
+app.command("rehearse", epilog=rehearse.EPILOG)(rehearse.command)
+app.command("profile", epilog=profile.EPILOG)(profile.command)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.command)
 app.add_typer(bench.app, name="bench")
 

@@ -11,23 +11,34 @@ if TYPE_CHECKING:
 EPILOG = "Example: ringspan plan --model llama-3.1-8b --devices 8 --device h100-80gb --length 1048576"
 
 
+Model = Annotated[
+    str, typer.Option("--model", help="A name such as llama-3.1-8b, a config.json or its folder, or a Hugging Face id.")
+]
+Devices = Annotated[int, typer.Option("--devices", min=1, help="Accelerators in all.")]
+Device = Annotated[
+    str, typer.Option("--device", help="Their kind: a name such as h100-80gb, or flops=...,memory_bytes=... by hand.")
+]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", min=1, help="Machines that hold them; default: as the kind is usually built.")
+]
+Length = Annotated[int, typer.Option("--length", min=1, help="Tokens of one sequence.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences of one optimizer step, on all devices.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="What layers compute in: bfloat16 or float32.")]
+ParameterDtype = Annotated[
+    str,
+    typer.Option("--parameter-dtype", help="What parameters, gradients and moments are kept in: float32 or bfloat16."),
+]
+
+
 def command(
-    model: Annotated[
-        str, typer.Option(help="A name such as llama-3.1-8b, a config.json or its folder, or a Hugging Face id.")
-    ] = "llama-3.1-8b",
-    devices: Annotated[int, typer.Option(min=1, help="Accelerators in all.")] = 8,
-    device: Annotated[
-        str, typer.Option(help="Their kind: a name such as h100-80gb, or flops=...,memory_bytes=... by hand.")
-    ] = "h100-80gb",
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Machines that hold them; default: as the kind is usually built.")
-    ] = None,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")] = 131_072,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of one optimizer step, on all devices.")] = 1,
-    dtype: Annotated[str, typer.Option(help="What layers compute in: bfloat16 or float32.")] = "bfloat16",
-    parameter_dtype: Annotated[
-        str, typer.Option(help="What parameters, gradients and moments are kept in: float32 or bfloat16.")
-    ] = "float32",
+    model: Model = "llama-3.1-8b",
+    devices: Devices = 8,
+    device: Device = "h100-80gb",
+    nodes: Nodes = None,
+    length: Length = 131_072,
+    batch: Batch = 1,
+    dtype: Dtype = "bfloat16",
+    parameter_dtype: ParameterDtype = "float32",
     trace: Annotated[
         bool, typer.Option("--trace", help="Trace the real training step on fake tensors for the memory.")
     ] = False,
@@ -38,6 +49,27 @@ def command(
 
     Analytic and without a framework, in under a second; with --trace the real step is traced as one of its ranks.
     """
+    answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype)
+    result = answer.as_json()
+    if trace:
+        result |= _traced(answer, rank, quiet=as_json)
+    if as_json:
+        print(json.dumps(result))
+        return
+    _show(answer, result)
+
+
+def planned(
+    model: str,
+    devices: int,
+    device: str,
+    nodes: int | None,
+    length: int,
+    batch: int,
+    dtype: str,
+    parameter_dtype: str,
+) -> "Plan":
+    """The plan that the options of the command line ask for."""
     from dataclasses import replace
 
     from ringspan.core.errors import ConfigError
@@ -50,23 +82,17 @@ def command(
         if devices % nodes:
             raise ConfigError(f"--nodes {nodes} do not share {devices} devices evenly")
         kind = replace(kind, devices_per_node=devices // nodes)
-    question = Question(
-        shape=model_shape(model),
-        device=kind,
-        devices=devices,
-        length=length,
-        batch=batch,
-        dtype=dtype,
-        parameter_dtype=parameter_dtype,
+    return make_plan(
+        Question(
+            shape=model_shape(model),
+            device=kind,
+            devices=devices,
+            length=length,
+            batch=batch,
+            dtype=dtype,
+            parameter_dtype=parameter_dtype,
+        )
     )
-    answer = make_plan(question)
-    result = answer.as_json()
-    if trace:
-        result |= _traced(answer, rank, quiet=as_json)
-    if as_json:
-        print(json.dumps(result))
-        return
-    _show(answer, result)
 
 
 def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:

@@ -50,24 +50,29 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: 
         ConfigError: a rank outside of the mesh, or a process group that already exists.
         UnsupportedError: what ``parallelize`` refuses.
     """
-    ranks = setting.ring * setting.replicate
-    if not 0 <= rank < ranks:
-        raise ConfigError(f"--rank {rank}: there are {ranks} ranks, 0 to {ranks - 1}")
-    if dist.is_initialized():
-        raise ConfigError("a dry run needs a process of its own: this one is already in a process group")
-    refuse_config(config)
+    check_rank(config, setting, rank)
     tracker = MemoryTracker(is_fake=True)
-    with _fake_group(rank, ranks), _as_on_gpu() if setting.on_gpu else nullcontext():
-        mesh = init_device_mesh("cpu", (setting.replicate, setting.ring), mesh_dim_names=("replicate", "ring"))
-        with FakeTensorMode(allow_non_fake_inputs=True), tracker:
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
-            run_steps(tracker, model, mesh, setting, **options)
+    with (
+        fake_mesh(setting, rank, "cpu") as mesh,
+        _as_on_gpu() if setting.on_gpu else nullcontext(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        tracker,
+    ):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
+        run_steps(tracker, model, mesh, setting, **options)
     return Trace(rank, tuple(tracker.moments))
 
 
 def run_steps(tracker: MemoryTracker, model: Any, mesh: DeviceMesh, setting: Setting, **options: Any) -> None:
     """Training steps of a model under a tracker, which is left with the moments of the last one."""
-    device = next(model.parameters()).device
+    model, optimizer, batch = prepare(model, mesh, setting, **options)
+    watch_steps(tracker, model, optimizer, batch)
+
+
+def prepare(
+    model: Any, mesh: DeviceMesh, setting: Setting, **options: Any
+) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+    """The model on a mesh, its optimizer and a batch of one token over and over."""
     model = parallelize(
         model,
         mesh,
@@ -78,12 +83,22 @@ def run_steps(tracker: MemoryTracker, model: Any, mesh: DeviceMesh, setting: Set
         compute_dtype=getattr(torch, setting.dtype),
         **options,
     )
-    tracker.watch_model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=setting.on_gpu)
     padded = Layout(setting.layout, setting.length, setting.ring).padded_length
     tokens = torch.zeros(setting.batch, padded, dtype=torch.int64)
-    batch = shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=setting.layout, device=device)
-    del tokens
+    device = next(model.parameters()).device
+    return (
+        model,
+        optimizer,
+        shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=setting.layout, device=device),
+    )
+
+
+def watch_steps(
+    tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
+) -> None:
+    """Training steps with the model, its batch and the optimizer known to a tracker, which keeps the last one."""
+    tracker.watch_model(model)
     tracker.watch("activations", batch.values())
     for _ in range(_STEPS):
         tracker.restart()
@@ -101,11 +116,28 @@ def _as_on_gpu() -> Iterator[None]:
         attention.num_head_groups = choose
 
 
+def check_rank(config: PreTrainedConfig, setting: Setting, rank: int) -> None:
+    """Refuse what cannot be played by one process.
+
+    Raises:
+        ConfigError: a rank outside of the mesh, or a process group that already exists.
+        UnsupportedError: a model that the ring does not run.
+    """
+    ranks = setting.ring * setting.replicate
+    if not 0 <= rank < ranks:
+        raise ConfigError(f"--rank {rank}: there are {ranks} ranks, 0 to {ranks - 1}")
+    if dist.is_initialized():
+        raise ConfigError("one rank of many needs a process of its own: this one is already in a process group")
+    refuse_config(config)
+
+
 @contextmanager
-def _fake_group(rank: int, ranks: int) -> Iterator[None]:
+def fake_mesh(setting: Setting, rank: int, device_type: str) -> Iterator[DeviceMesh]:
+    """The mesh of a step as one of its ranks sees it, in a process group in which nothing is sent."""
+    ranks = setting.ring * setting.replicate
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
-        yield
+        yield init_device_mesh(device_type, (setting.replicate, setting.ring), mesh_dim_names=("replicate", "ring"))
     finally:
         dist.destroy_process_group()
 

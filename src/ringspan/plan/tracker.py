@@ -1,5 +1,6 @@
 """Every living tensor, by what it is for: bytes per category at each operator of a training step, real or traced."""
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -30,11 +31,12 @@ _ops = torch.ops
 
 @dataclass(frozen=True)
 class Moment:
-    """What is held after one operator: its number in the run, the phase, and bytes per category."""
+    """What is held after one operator: its number in the run, the phase, bytes per category, and the host's time."""
 
     index: int
     phase: str
     bytes: dict[str, int]
+    seconds: float = 0.0
 
     @property
     def total_bytes(self) -> int:
@@ -193,7 +195,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _note(self, *, always: bool = False) -> None:
         if self._changed or always:
-            self.moments.append(Moment(self._operators, self.phase, dict(self._totals)))
+            self.moments.append(Moment(self._operators, self.phase, dict(self._totals), time.perf_counter()))
             self._changed = False
 
 

@@ -16,7 +16,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core.errors import PeerMismatch
+from ringspan.torch.clock import Moment, now
 from ringspan.torch.shared import PLACE, SharedMemory
+
+
+@dataclass
+class Passage:
+    """One exchange of blocks: when it was posted, when this rank began to wait for it, and when it went on."""
+
+    hop: int
+    is_gradient: bool
+    sent_bytes: int
+    received_bytes: int
+    device: torch.device
+    posted: Moment
+    waited: Moment | None = None
+    arrived: Moment | None = None
+
+
+@dataclass
+class Visit:
+    """One hop's computation: with whose block, how many (query, key) pairs, and from when until when."""
+
+    owner: int
+    num_pairs: int
+    started: Moment
+    ended: Moment | None = None
 
 
 @dataclass
@@ -24,7 +49,8 @@ class Totals:
     """What this process has sent and how long it has waited, over all exchanges, and where it is.
 
     Written by the ring, read by benchmarks and, in another thread, by the watchdog. ``hop`` is that of the last
-    exchange in its pass, which numbers two messages a hop; each further group of heads goes on counting.
+    exchange in its pass, which numbers two messages a hop; each further group of heads goes on counting. Where lists
+    are put for ``passages`` and ``visits``, every exchange and every hop is noted in them.
     """
 
     num_posts: int = 0
@@ -32,6 +58,8 @@ class Totals:
     sent_bytes: int = 0
     exposed_seconds: float = 0.0
     hop: int | None = None
+    passages: list[Passage] | None = None
+    visits: list[Visit] | None = None
 
 
 TOTALS: Final = Totals()
@@ -83,14 +111,19 @@ class Arrival:
 class Transfer:
     """Sends and receives under way. What is sent must stay as it is until ``wait`` returns."""
 
-    def __init__(self, works: Sequence[dist.Work], sends: Sequence[Tensor]) -> None:
-        self._works, self._sends = list(works), list(sends)
+    def __init__(self, works: Sequence[dist.Work], sends: Sequence[Tensor], passage: Passage | None = None) -> None:
+        self._works, self._sends, self._passage = list(works), list(sends), passage
 
     def wait(self) -> None:
         """Block (on CUDA: make the current stream wait) until everything has arrived and been sent."""
         started = time.perf_counter()
+        passage, self._passage = self._passage, None  # a transfer may be waited for again
+        if passage:
+            passage.waited = now(passage.device)
         for work in self._works:
             work.wait()
+        if passage:
+            passage.arrived = now(passage.device)
         self._works.clear()
         self._sends.clear()
         TOTALS.exposed_seconds += time.perf_counter() - started
@@ -144,7 +177,7 @@ class Exchange:
         TOTALS.hop = message // 2
         TOTALS.num_sends += len(sends)
         TOTALS.sent_bytes += sum(buffer.nbytes for _, buffer in sends)
-        return Transfer(works, [carried for _, carried in outgoing]), arrivals
+        return Transfer(works, [carried for _, carried in outgoing], _passage(sends, receives, message)), arrivals
 
     def _rank(self, peer: int) -> int:
         return peer if self._ranks is None else self._ranks[peer]
@@ -162,6 +195,17 @@ class Exchange:
 
     def _operation(self, call: Any, rank: int, buffer: Tensor, message: int) -> dist.P2POp:
         return dist.P2POp(call, buffer, group=self._group, tag=self._tag + message, group_peer=rank)
+
+
+def _passage(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Room]], message: int) -> Passage | None:
+    """The note of an exchange that has just been posted, where notes are taken."""
+    messages = [*sends, *receives]
+    if TOTALS.passages is None or not messages:
+        return None
+    sent, received = (sum(message.nbytes for _, message in each) for each in (sends, receives))
+    device = messages[0][1].device
+    TOTALS.passages.append(Passage(message // 2, bool(message % 2), sent, received, device, now(device)))
+    return TOTALS.passages[-1]
 
 
 _KNOWN_FACTS: Final = 4096  # sets of facts remembered for a group; packed batches bring new ones with every step

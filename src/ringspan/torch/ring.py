@@ -20,7 +20,8 @@ from ringspan.core.schedule import Hop, Parcel, Schedule
 from ringspan.core.tile import Tile
 from ringspan.torch import kernels
 from ringspan.torch.block import Block, Form, GradientBlock, PartialBlock, RunningSum
-from ringspan.torch.exchange import Arrival, Exchange, Transfer
+from ringspan.torch.clock import now
+from ringspan.torch.exchange import TOTALS, Arrival, Exchange, Transfer, Visit
 from ringspan.torch.kernels import InPlace, Kernel, Launch
 from ringspan.torch.scores import Scores
 from ringspan.torch.wire import decode, encode
@@ -145,7 +146,13 @@ def visits(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, Block]]:
             message = MESSAGES_PER_HOP * (number * len(hops) + index)
             under_way[index], *_ = _post(ring, [(peer, packed[ranges])], [(source, form)], message)
         del travelling, packed
+        visit = None
+        if TOTALS.visits is not None:
+            visit = Visit(hop.owner, hop.num_pairs, now(own.k.device))
+            TOTALS.visits.append(visit)
         yield hop, block
+        if visit:
+            visit.ended = now(own.k.device)
         del block
 
 

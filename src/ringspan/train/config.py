@@ -314,6 +314,8 @@ class TrainConfig(_Table):
     """Seed of new weights and of the order of the data."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps of the whole run."""
+    profile: bool = False
+    """Draw what the first three steps hold and do, in the folder profile of the run; the first two are slower."""
     model: ModelConfig
     """Which model, and where its weights and its tokenizer come from."""
     data: DataConfig
@@ -342,6 +344,8 @@ class TrainConfig(_Table):
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: is more than steps = {self.steps}; "
                 f"set it to at most {self.steps}"
             )
+        if self.profile and self.steps < 3:
+            raise ConfigError(f"profile = true: takes three steps, and steps = {self.steps}; raise it")
         if self.evaluation.every_steps and not self.data.eval_fraction:
             raise ConfigError(
                 f"evaluation.every_steps = {self.evaluation.every_steps}: data.eval_fraction = 0 holds out no text to "

@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.layout import Layout, LayoutName
+from ringspan.plan.profile import Profiler, gathered
 from ringspan.torch.batch import IGNORED, shard_batch
 from ringspan.torch.launch import local_device
 from ringspan.torch.mesh import init_mesh
@@ -100,6 +101,12 @@ class _Run:
             asynchronous=settings.asynchronous,
         )
         self._step, self._loss, self._eval_loss = 0, math.nan, None
+        self._profile = self._folder / "profile"
+        self._profiler = None
+        if job.config.profile:
+            self._profile.mkdir(exist_ok=True)
+            rank = dist.get_rank()
+            self._profiler = Profiler(job.model, job.optimizer, rank, self._profile / f"snapshot-{rank}.pickle")
 
     def train(self) -> TrainResult:
         """All steps that are left, and the model."""
@@ -135,7 +142,11 @@ class _Run:
         """A step, its evaluation and its checkpoint where they are due; whether all ranks stop here."""
         self._step += 1
         self._watchdog.step(self._step)
-        metrics, verdict = self._job.step(self._step, self._guard)
+        with self._profiler.step() if self._profiler else nullcontext():
+            metrics, verdict = self._job.step(self._step, self._guard)
+        if self._profiler and self._profiler.result:
+            self._write_profile(self._profiler)
+            self._profiler = None
         self._notice(verdict.problem)
         if verdict.rewind and self._rewind():
             return False
@@ -153,6 +164,17 @@ class _Run:
             self._save(wait=verdict.stop)
         self._notice(self._checkpoints.poll())
         return verdict.stop and not is_last
+
+    def _write_profile(self, profiler: Profiler) -> None:
+        """The pictures of the profiled steps, on rank 0."""
+        with self._watchdog.doing("drawing the profile"):
+            profiles = gathered(profiler)
+            if dist.get_rank() == 0:
+                from ringspan.plan.report import write_report  # plotly takes a second, and few runs are profiled
+
+                mesh = " x ".join(f"{axis} {self._job.mesh[axis].size()}" for axis in ("replicate", "ring"))
+                title = f"{self._config.run}: {self._config.data.sequence_length_tokens:,} tokens, {mesh}"
+                self._notice(f"profile  {write_report(profiles, self._profile, title)[0]}")
 
     def _evaluate(self, sequences: TokenSequences) -> None:
         self._eval_loss = evaluate(self._job.model, self._job.mesh, sequences, self._config, self._job.device)

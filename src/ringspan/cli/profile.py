@@ -1,0 +1,114 @@
+"""``ringspan profile``: where memory and time of a training step go, on real ranks, as pictures."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ringspan.cli import plan
+
+if TYPE_CHECKING:
+    from ringspan.plan.memory import Setting
+    from ringspan.plan.profile import RankProfile
+
+EPILOG = (
+    "Example: ringspan profile --model ./my-model --ranks 2 --length 8192 --out profile. "
+    "On a cluster: torchrun --nnodes 2 --nproc-per-node 8 ... -m ringspan profile --length 131072. "
+    "Of a training run of your own: profile = true in its TOML file."
+)
+
+
+def command(
+    model: plan.Model = "qwen3-0.6b",
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Local processes; default: one a CUDA device, else two. Not under torchrun."),
+    ] = None,
+    length: plan.Length = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a micro-step.")] = 1,
+    layout: Annotated[str, typer.Option(help="zigzag, striped or contiguous.")] = "zigzag",
+    route: Annotated[str, typer.Option(help="ring, bidirectional, double-ring:I, all-gather, ulysses[:U].")] = "ring",
+    checkpoint: Annotated[str, typer.Option(help="none, attention or full.")] = "attention",
+    dtype: plan.Dtype = "bfloat16",
+    parameter_dtype: plan.ParameterDtype = "float32",
+    out: Annotated[Path, typer.Option(help="Folder for report.html, PNG files and profile.json.")] = Path("profile"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Run three real steps of a model with random weights on a ring of real ranks, and draw what they hold and do.
+
+    A memory timeline by category and a hop timeline with computing, transfers and waits, interactive in one HTML file.
+    """
+    from rich.console import Console
+
+    from ringspan.core.errors import ConfigError
+    from ringspan.core.layout import Layout, layout_name
+    from ringspan.plan.dryrun import hugging_face_config
+    from ringspan.plan.memory import Setting, dtype_bytes
+    from ringspan.plan.shapes import model_shape
+    from ringspan.torch.models import refuse_route
+    from ringspan.torch.remat import checkpoint_name
+
+    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if under_torchrun and ranks is not None:
+        raise ConfigError(f"--ranks {ranks} under torchrun, which has started the processes; leave it out")
+    setting = Setting(
+        length=length,
+        ring=int(os.environ["WORLD_SIZE"]) if under_torchrun else _default_ranks() if ranks is None else ranks,
+        batch=batch,
+        layout=layout_name(layout),
+        route=route,
+        checkpoint=checkpoint_name(checkpoint),
+        dtype=dtype,
+        parameter_dtype=parameter_dtype,
+    )
+    for name in (dtype, parameter_dtype):
+        dtype_bytes(name)
+    needed = Layout(setting.layout, length, setting.ring).granularity
+    if length < needed:
+        raise ConfigError(f"--length {length}: a {layout} ring of {setting.ring} needs at least {needed}")
+    shape = model_shape(model)
+    refuse_route(hugging_face_config(shape, length), setting.ring, route, "exact")  # here, not in each rank
+    with Console(stderr=True, quiet=as_json).status("running three steps"):
+        profiles, is_first = _profiled(shape, setting, out, under_torchrun)
+    if is_first:
+        _show(profiles, shape.name, setting, out, as_json)
+
+
+def _default_ranks() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 2
+
+
+def _profiled(shape: Any, setting: "Setting", out: Path, under_torchrun: bool) -> "tuple[list[RankProfile], bool]":
+    import torch.distributed as dist
+
+    from ringspan.plan.profile import profile_rank
+    from ringspan.torch.launch import join, launch
+
+    if not under_torchrun:
+        return launch(profile_rank, setting.ring, shape, setting, out)[0], True
+    join()
+    try:
+        return profile_rank(shape, setting, out), dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+def _show(profiles: "list[RankProfile]", name: str, setting: "Setting", out: Path, as_json: bool) -> None:
+    from ringspan.plan.report import write_report
+
+    title = f"{name}: {setting.length:,} tokens on a ring of {setting.ring}, {setting.dtype}"
+    paths = write_report(profiles, out, title)
+    if as_json:
+        files = [str(path) for path in paths]
+        print(json.dumps({"ranks": [profile.as_json() for profile in profiles], "files": files}))
+        return
+    for profile in profiles:
+        print(
+            f"rank {profile.rank}: peak {profile.peak_bytes / 1e6:,.1f} MB, step {profile.step_seconds:.3f} s, of "
+            f"which {profile.exposed_seconds:.3f} s waiting"
+        )
+    print(*paths, sep="\n")

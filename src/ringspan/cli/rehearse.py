@@ -1,0 +1,116 @@
+"""``ringspan rehearse``: one rank of a planned cluster, for real, on the device at hand."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ringspan.cli import plan
+
+if TYPE_CHECKING:
+    from ringspan.plan.planner import Plan
+    from ringspan.plan.rehearsal import Rehearsal
+
+EPILOG = "Example: ringspan rehearse --model llama-3.1-8b --devices 32 --device h100-80gb --length 524288 --rank 5"
+
+
+def command(
+    model: plan.Model = "llama-3.1-8b",
+    devices: plan.Devices = 8,
+    device: plan.Device = "h100-80gb",
+    nodes: plan.Nodes = None,
+    length: plan.Length = 131_072,
+    batch: plan.Batch = 1,
+    dtype: plan.Dtype = "bfloat16",
+    parameter_dtype: plan.ParameterDtype = "float32",
+    rank: Annotated[int, typer.Option(min=0, help="The rank to play.")] = 0,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(help="Bytes/s at which a neighbour's blocks arrive; default: that of the kind of device."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Run the planned step as one rank on this machine's one device: real kernels and memory, made-up neighbours.
+
+    Measures peak memory, seconds of a step and of each layer, and MFU; predicts what the links add.
+    """
+    from rich.console import Console
+
+    from ringspan.core.errors import ConfigError
+    from ringspan.plan.rehearsal import rehearse_plan
+
+    answer = plan.planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype)
+    link = answer.question.device.bandwidth(answer.setting.ring) if bandwidth is None else bandwidth
+    if not 0 < link < float("inf"):
+        raise ConfigError(f"--bandwidth {bandwidth}: should be a positive number of bytes/s")
+    with Console(stderr=True, quiet=as_json).status(f"rehearsing rank {rank} of {devices}"):
+        measured = rehearse_plan(answer, rank, link)
+        result = answer.as_json() | _measured(answer, measured)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _show(result)
+
+
+def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
+    """What was measured, in the plan's terms; a step is all micro-steps of the plan's."""
+    import torch
+
+    from ringspan.bench.machine import describe_machine
+    from ringspan.plan.cost import model_flops
+    from ringspan.torch.launch import local_device
+    from ringspan.train.metrics import measure_flops
+
+    question, setting = answer.question, answer.setting
+    micro_steps = question.batch // (setting.replicate * setting.batch)
+    step_seconds = micro_steps * measured.step_seconds
+    flops = question.batch * model_flops(question.shape, setting.length) / question.devices
+    peak_flops = measure_flops(local_device(), getattr(torch, setting.dtype))
+    predicted = max(
+        step_seconds + micro_steps * measured.exposed_seconds,
+        (answer.cost.ring_bytes + answer.cost.shard_bytes) / measured.bandwidth,
+    )
+    return {
+        "rank": measured.rank,
+        "measured_peak_bytes": measured.peak_bytes,
+        "measured_bytes": measured.bytes,
+        "measured_step_seconds": step_seconds,
+        "measured_mfu": flops / step_seconds / peak_flops,
+        "measured_flops": peak_flops,
+        "layers": [{"forward_seconds": f, "backward_seconds": b} for f, b in measured.layer_seconds],
+        "bandwidth_bytes_per_second": measured.bandwidth,
+        "predicted_exposed_seconds": predicted - step_seconds,
+        "predicted_step_seconds": predicted,
+        "machine": describe_machine(),
+    }
+
+
+def _show(result: dict[str, Any]) -> None:
+    from statistics import median
+
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    mesh = " x ".join(f"{name} {size}" for name, size in result["mesh"].items())
+    console.print(f"[bold]rank {result['rank']}[/] of {mesh}, on {result['machine']['device']}")
+    memory = Table(title="bytes at the peak", title_justify="left")
+    for column in ("category", "planned GB", "measured GB"):
+        memory.add_column(column, justify="left" if column == "category" else "right")
+    for name, planned in result["bytes"].items():
+        memory.add_row(name, f"{planned / 1e9:.3f}", f"{result['measured_bytes'][name] / 1e9:.3f}")
+    memory.add_section()
+    peaks = (f"{result[name] / 1e9:.3f}" for name in ("peak_bytes", "measured_peak_bytes"))
+    memory.add_row("peak, kernels' own included", *peaks)
+    console.print(memory)
+    forward, backward = (median(each[f"{way}_seconds"] for each in result["layers"]) for way in ("forward", "backward"))
+    exposed = result["predicted_exposed_seconds"]
+    for line in (
+        f"computing a step {result['measured_step_seconds']:.4g} s; a layer {forward:.3g} s forward, "
+        f"{backward:.3g} s backward",
+        f"model FLOPs used {result['measured_mfu']:.1%} of the {result['measured_flops'] / 1e12:.3g} TFLOP/s that "
+        "matrix products reach here",
+        f"waiting for links of {result['bandwidth_bytes_per_second'] / 1e9:.3g} GB/s adds {exposed:.3g} s: "
+        f"{result['predicted_step_seconds']:.4g} s a step",
+    ):
+        console.print(line, soft_wrap=True)

@@ -1,0 +1,66 @@
+"""``ringspan profile``: its files, its object, its refusals."""
+
+import json
+import sys
+
+import pytest
+
+from ringspan.cli.main import main
+from tests.cli.test_bad_input import refusal
+
+
+@pytest.fixture
+def model(tmp_path):
+    config = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 101}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def printed(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["ringspan", "profile", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_it_writes_pictures_and_prints_one_object(monkeypatch, capsys, model, tmp_path):
+    out = tmp_path / "out"
+    options = ("--model", model, "--ranks", "2", "--length", "128", "--out", str(out))
+    result = json.loads(printed(monkeypatch, capsys, *options, "--json"))
+    assert [each["rank"] for each in result["ranks"]] == [0, 1]
+    assert all(each["peak_bytes"] > 0 and each["step_seconds"] > 0 for each in result["ranks"])
+    assert sorted(path.name for path in out.iterdir()) == ["memory.png", "profile.json", "report.html", "timeline.png"]
+    assert result["files"] == [
+        str(out / name) for name in ("report.html", "memory.png", "timeline.png", "profile.json")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layout", "spiral"], "unknown layout 'spiral'"),
+        (["--checkpoint", "some"], "unknown checkpoint policy 'some'"),
+        (["--route", "teleport"], "unknown route 'teleport'"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--ranks", "0"], "--ranks"),
+        (["--ranks", "2", "--length", "3"], "--length 3: a zigzag ring of 2 needs at least 4"),
+        (["--model", "lama-7b"], "did you mean llama-7b"),
+        (["--model", "gpt2", "--ranks", "1", "--length", "64"], "not gpt2"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_is_written(monkeypatch, capsys, model, tmp_path, arguments, message):
+    out = tmp_path / "out"
+    assert message in refusal(monkeypatch, capsys, "profile", "--model", model, "--out", str(out), *arguments)
+    assert not out.exists()
+
+
+def test_ranks_are_not_started_under_torchrun(monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert "under torchrun" in refusal(monkeypatch, capsys, "profile", "--ranks", "2")
+
+
+def test_help_has_an_example(monkeypatch, capsys):
+    assert "Example" in printed(monkeypatch, capsys, "--help")

@@ -1,0 +1,64 @@
+"""``ringspan rehearse``: the plan's object and what was measured, tables, refusals."""
+
+import json
+import sys
+
+import pytest
+
+from ringspan.cli.main import main
+from tests.cli.test_bad_input import refusal
+
+
+@pytest.fixture
+def model(tmp_path):
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 101}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def printed(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["ringspan", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_it_prints_the_plan_and_what_was_measured(monkeypatch, capsys, model):
+    options = ("--model", model, "--devices", "4", "--length", "512", "--json")
+    plan = json.loads(printed(monkeypatch, capsys, "plan", *options))
+    result = json.loads(printed(monkeypatch, capsys, "rehearse", *options, "--rank", "2", "--bandwidth", "1e3"))
+    assert plan.items() <= result.items()
+    assert result["rank"] == 2 and len(result["layers"]) == 2
+    assert result["measured_peak_bytes"] >= sum(result["measured_bytes"].values())
+    assert 0 < result["measured_mfu"] < 1 and result["measured_step_seconds"] > 0
+    waits = result["predicted_exposed_seconds"]
+    assert result["predicted_step_seconds"] == pytest.approx(result["measured_step_seconds"] + waits)
+    assert waits > plan["link_bytes_per_step"]["ring"] / 1e3 / 2
+
+
+def test_it_prints_tables_for_people(monkeypatch, capsys, model):
+    text = printed(monkeypatch, capsys, "rehearse", "--model", model, "--devices", "2", "--length", "256")
+    for expected in ("rank 0 of replicate 1 x ring 2", "measured GB", "communication", "waiting for links"):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rank", "8", "--length", "256"], "there are 4 ranks, 0 to 3"),
+        (["--bandwidth", "0"], "should be a positive number"),
+        (["--bandwidth", "nan"], "should be a positive number"),
+        (["--model", "gpt-175b"], "rehearse with more --devices"),
+        (["--model", "lama-7b"], "did you mean llama-7b"),
+        (["--model", "gpt2", "--length", "1024"], "not gpt2"),
+    ],
+)
+def test_bad_input_is_refused(monkeypatch, capsys, model, arguments, message):
+    given = ["--model", model, "--devices", "4", *arguments]
+    assert message in refusal(monkeypatch, capsys, "rehearse", *given)
+
+
+def test_help_has_an_example(monkeypatch, capsys):
+    assert "Example" in printed(monkeypatch, capsys, "rehearse", "--help")
