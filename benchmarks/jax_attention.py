@@ -123,7 +123,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--chunks", nargs="+", default=["512x512"], help="query x key chunks of ringspan to try")
+    parser.add_argument(
+        "--chunks", nargs="+", default=["256x256", "512x512"], help="query x key chunks of ringspan to try"
+    )
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.ranks)
     chunks = [(int(a), int(b)) for a, b in (pair.split("x") for pair in options.chunks)]

@@ -120,6 +120,18 @@ def test_sinks_and_softcap(layout, ranks, softcap, with_sinks, mask):
         assert np.linalg.norm(ours - theirs) < FLOAT32_LIMIT * np.linalg.norm(theirs)
 
 
+def test_a_negative_scale_is_as_good_as_negative_queries():
+    """Scores of up to hundreds, so that any but the highest of a row as its maximum would overflow."""
+    problem = Problem(48, rs.full(), heads=2, groups=1, size=16)
+    q, *others = arrays(problem)
+    split = rs.Layout("zigzag", 48, 2)
+    results = attention_and_gradients(q, *others, split, rs.full(), scale=-20.0, query_chunk=12, key_chunk=8)
+    expected = attention_and_gradients(-q, *others, split, rs.full(), scale=20.0, query_chunk=12, key_chunk=8)
+    expected[1] *= -1
+    for ours, theirs in zip(results, expected, strict=True):
+        assert np.linalg.norm(ours - theirs) < 1e-6 * np.linalg.norm(theirs)
+
+
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_bfloat16_is_as_good_as_on_one_device(ranks):
     problem = Problem(256, rs.causal(), heads=4, groups=2, size=64, dtype=torch.bfloat16)

@@ -82,9 +82,9 @@ def test_nothing_is_larger_than_the_tensors_of_a_rank(ranks):
     arrays = [np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(r"f32\[([\d,]+)\]", program.as_text())]
     assert CHUNK * CHUNK * HEADS // GROUPS <= local == GROUPS * tokens * 2 * SIZE < tokens * tokens
     assert max(arrays) == local
-    # Two blocks, two gradient blocks and what is added to them, dq twice, out, lse, delta and chunks. If all blocks
-    # of 8 ranks were kept from forward to backward, or sent ahead, it would be 33.
-    assert program.memory_analysis().temp_size_in_bytes / 4 < 12 * local
+    # Two blocks, two gradient blocks and what is added to them, dq, out, lse, delta and chunks; not the blocks of all
+    # 8 ranks, kept from forward to backward or sent ahead.
+    assert program.memory_analysis().temp_size_in_bytes / 4 < 9 * local
 
 
 @pytest.mark.parametrize(("layout", "lists"), [("contiguous", 3), ("zigzag", 3), ("striped", 2)])

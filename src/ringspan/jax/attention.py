@@ -37,8 +37,8 @@ def ring_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
-    query_chunk: int = 512,
-    key_chunk: int = 512,
+    query_chunk: int = 256,
+    key_chunk: int = 256,
 ) -> Array:
     """Exact attention of the local queries to the keys of all ranks, inside ``shard_map``; differentiable in reverse.
 

@@ -11,6 +11,7 @@ head size, r = P x chunk rows.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import jax
@@ -45,8 +46,8 @@ class Rows(NamedTuple):
 class Gradients(NamedTuple):
     """Running sums in backward."""
 
-    dq: Array  # (P, T, D); while its chunk is computed, of this and transposed, (D, r)
-    block: Array  # (T', D + E): dk beside dv
+    dq: Array  # (F, P, T, D); while its chunk is computed, of this and transposed, (D, r)
+    block: Array  # (F, T', D + E): dk beside dv
 
 
 class Work(NamedTuple):
@@ -75,28 +76,32 @@ class Kernel:
 
     def forward(self, work: Work, q: Array, block: Array, state: State) -> State:
         """``state`` with the keys of one block added. q (F, P, T, D), block (F, T', D + E): keys beside values."""
-        return _over_heads(lambda q, block, state: self._forward_head(work, q, block, state), q, block, state)
+        return _over_heads(partial(self._forward_head, work), (q, block), state)
 
     def backward(
         self, work: Work, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
-    ) -> tuple[Array, Array]:
+    ) -> Gradients:
         """dq with the block's part added, and dk beside dv of the block from these queries; all in lse's dtype.
 
         ``lse`` is the GLOBAL one, +inf where a row sees no key; ``delta = sum(dout out)``. Both (F, P, T).
         """
-        one_head = lambda *tensors: self._backward_head(work, *tensors)  # noqa: E731
-        return _over_heads(one_head, q, block, dout, lse, delta, dq)
+        sums = Gradients(dq, varying_like(jnp.zeros(block.shape, lse.dtype), dq))
+        return _over_heads(partial(self._backward_head, work), (q, block, dout, lse, delta), sums)
 
     def _forward_head(self, work: Work, q: Array, block: Array, state: State) -> State:
         queries, keys = self.program.query_size, self.program.key_size
 
         def visit(rows: Array, key: Array, part: State, query: Array | None, bands: tuple[Array, Array]) -> State:
             k_chunk, v_chunk = _cut(block, key, keys, q.shape[-1])
-            scores, _ = self._scores(_dot(rows, k_chunk, ((1,), (1,)), part.top.dtype))
-            if query is not None:
+            products = _dot(rows, k_chunk, ((1,), (1,)), part.top.dtype)
+            scores, _ = self._scores(products)
+            if query is None:
+                highest = self._highest(products)
+            else:
                 allowed = self._allowed(query, key, *bands)
                 scores = jnp.where(allowed, scores.reshape(-1, queries, keys), -jnp.inf).reshape(scores.shape)
-            top = jnp.maximum(part.top, scores.max(-1))
+                highest = scores.max(-1)
+            top = jnp.maximum(part.top, highest)
             p = jnp.exp(scores - top[:, None])
             kept = jnp.exp(part.top - top)
             added = _dot(p.astype(q.dtype), v_chunk, ((1,), (0,)), part.top.dtype)
@@ -111,8 +116,8 @@ class Kernel:
         return self._over_pairs(work, state, enter, visit, leave)
 
     def _backward_head(
-        self, work: Work, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
-    ) -> tuple[Array, Array]:
+        self, work: Work, q: Array, block: Array, dout: Array, lse: Array, delta: Array, sums: Gradients
+    ) -> Gradients:
         queries, keys = self.program.query_size, self.program.key_size
         dtype = lse.dtype
 
@@ -130,7 +135,7 @@ class Kernel:
             ds = ds.astype(q.dtype)
             dk, dv = _dot(ds, rows.q, ((1,), (0,)), dtype), _dot(p.astype(q.dtype), rows.dout, ((1,), (0,)), dtype)
             dq_transposed = sums.dq + _dot(k_chunk, ds, ((0,), (0,)), dtype)
-            return Gradients(dq_transposed, _add(sums.block, jnp.concatenate((dk, dv), -1), key))
+            return Gradients(dq_transposed, _add(_add(sums.block, dk, key, 0), dv, key, q.shape[-1]))
 
         def enter(query: Array, sums: Gradients) -> tuple[Rows, Gradients]:
             rows = Rows(*(_cut_rows(x, query, queries) for x in (q, dout, lse, delta)))
@@ -139,8 +144,7 @@ class Kernel:
         def leave(query: Array, sums: Gradients, part: Gradients) -> Gradients:
             return Gradients(_put_rows(sums.dq, part.dq.T, query, queries), part.block)
 
-        zeros = varying_like(jnp.zeros(block.shape, dtype), dq)
-        return self._over_pairs(work, Gradients(dq, zeros), enter, visit, leave)
+        return self._over_pairs(work, sums, enter, visit, leave)
 
     def _over_pairs(
         self,
@@ -163,12 +167,12 @@ class Kernel:
             part = _loop(count, lambda c, part: visit(rows, first + c * size, part, None, none), part)
             return leave(query, sums, part)
 
-        def partial(n: Array, sums: _Sums) -> _Sums:
+        def cut_pair(n: Array, sums: _Sums) -> _Sums:
             query, key, *bands = work.partial[n]
             rows, part = enter(query, sums)
             return leave(query, sums, visit(rows, key, part, query, (bands[0], bands[1])))
 
-        return _loop(work.num_partial, partial, _loop(work.num_runs, run, sums))
+        return _loop(work.num_partial, cut_pair, _loop(work.num_runs, run, sums))
 
     def _scores(self, products: Array) -> tuple[Array, Array | float]:
         """Scores from ``q k^T``, and the derivative of a score by its product."""
@@ -177,6 +181,10 @@ class Kernel:
         bent = jnp.tanh(products * (self.scale / self.softcap))
         return bent * self.softcap, (1 - bent * bent) * self.scale
 
+    def _highest(self, products: Array) -> Array:
+        """The highest score of each row. Scores grow with products, so none but the highest need be made for it."""
+        return self._scores(products.max(-1) if self.scale >= 0 else products.min(-1))[0]
+
     def _allowed(self, query: Array, key: Array, first: Array, count: Array) -> Array:
         """Which pairs of a chunk pair any of its bands allows. bool (query chunk, key chunk)."""
         row = query + jnp.arange(self.program.query_size, dtype=jnp.int32)[:, None]
@@ -184,9 +192,10 @@ class Kernel:
         table = jnp.asarray(self.program.bands)
 
         def inside(n: Array) -> Array:
+            """A band is one run of keys a row, so that two comparisons a pair are enough."""
             q0, q1, k0, k1, lo, hi = table[n]
-            across = row - column
-            return (row >= q0) & (row < q1) & (column >= k0) & (column < k1) & (across >= lo) & (across <= hi)
+            first = jnp.where((row >= q0) & (row < q1), jnp.maximum(row - hi, k0), k1)
+            return (column >= first) & (column < jnp.minimum(row - lo + 1, k1))
 
         return _loop(count - 1, lambda n, seen: seen | inside(first + 1 + n), inside(first))
 
@@ -206,11 +215,17 @@ def _varying_axes(x: Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def _over_heads(one_head: Callable[..., Any], *tensors: Any) -> Any:
-    """``one_head`` for each entry of the first dimension: in turn on CPU, all at once elsewhere."""
-    if jax.default_backend() == "cpu":
-        return lax.map(lambda each: one_head(*each), tensors)
-    return jax.vmap(one_head)(*tensors)
+def _over_heads(one_head: Callable[..., _Sums], inputs: tuple[Any, ...], sums: _Sums) -> _Sums:
+    """``one_head(*inputs, sums)`` for each head: in turn and in place on CPU, else all at once."""
+    if jax.default_backend() != "cpu":
+        return jax.vmap(one_head)(*inputs, sums)
+
+    def turn(n: Array, sums: _Sums) -> _Sums:
+        one = lambda x: lax.dynamic_index_in_dim(x, n, 0, keepdims=False)  # noqa: E731
+        new = one_head(*jax.tree.map(one, inputs), jax.tree.map(one, sums))
+        return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, n, 0), sums, new)
+
+    return lax.fori_loop(0, len(inputs[0]), turn, sums)
 
 
 def _loop(count: Array, body: Callable[[Array, Any], Any], start: Any) -> Any:
@@ -230,9 +245,10 @@ def _cut(block: Array, start: Array, size: int, head_size: int) -> tuple[Array, 
     return chunk[:, :head_size], chunk[:, head_size:]
 
 
-def _add(x: Array, chunk: Array, start: Array) -> Array:
-    sums = lax.dynamic_slice_in_dim(x, start, len(chunk), 0) + chunk
-    return lax.dynamic_update_slice_in_dim(x, sums, start, 0)
+def _add(x: Array, part: Array, row: Array, column: int) -> Array:
+    """``x`` with ``part`` added to its rows and columns from there on, in place."""
+    corner = row, jnp.asarray(column, row.dtype)
+    return lax.dynamic_update_slice(x, lax.dynamic_slice(x, corner, part.shape) + part, corner)
 
 
 def _cut_rows(x: Array, start: Array, size: int) -> Array:
