@@ -107,6 +107,16 @@ def test_packed_documents_are_a_call_a_hop_or_two(standins, kernel, layout):
     assert 0 < len(forward) <= 2 * groups * ranks * hops
 
 
+@pytest.mark.parametrize("kernel", ["flash", "flash2", "flash3", "flash4"])
+def test_a_row_between_documents_saw_nothing(standins, kernel):
+    launch = Launch.of(Tile.full(0, 4, 0, 4), Tile.full(6, 9, 6, 9))
+    q, k = torch.randn(1, 2, 9, 16), torch.randn(1, 1, 9, 16)
+    out, lse = kernels.KERNELS[kernel].forward(q, k, k, launch, Scores(0.25))
+    seen = torch.arange(9).sub(4.5).abs() > 1
+    assert lse[:, :, seen].isfinite().all() and lse[:, :, ~seen].isneginf().all()
+    assert out[:, :, seen].abs().amin() > 0 and out[:, :, ~seen].eq(0).all()
+
+
 def test_auto_takes_the_first_kernel_that_knows_the_tiles():
     square, rectangle = Tile(0, 8, 0, 8, 0, 7), Tile.full(0, 8, 0, 4)
     band = Tile(0, 8, 0, 8, 0, 3)
