@@ -231,6 +231,7 @@ def _save_for_ever(rank: int, store: Path, folder: Path, step: int) -> None:
 
     from ringspan.train.checkpoint import Checkpoints
 
+    torch.set_num_threads(1)  # a forked process cannot use its parent's threads
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  the survivor's trace is not news
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -250,6 +251,7 @@ def _load_after(store: Path, folder: Path, outcome: Any) -> None:
 
     from ringspan.train.checkpoint import Checkpoints
 
+    torch.set_num_threads(1)  # a forked process cannot use its parent's threads
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     checkpoints = Checkpoints(folder, run_id="run")
     found = checkpoints.find()
