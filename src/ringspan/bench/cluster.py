@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from ringspan.torch.exchange import Exchange, Room
+from ringspan.torch.gather import gather
 from ringspan.torch.launch import local_device
 
 PACKAGES: Final = ("ringspan", "torch", "transformers", "numpy")
@@ -61,9 +62,7 @@ def examine_ranks(group: dist.ProcessGroup) -> dict[str, Any]:
     ``bandwidth_bytes_per_second`` is what the slowest rank reaches when all send to the next and receive from the one
     before at once, as in a ring; a link's is what it reaches alone. None for a single rank.
     """
-    ranks = dist.get_world_size(group)
-    facts: list[Any] = [None] * ranks
-    dist.all_gather_object(facts, _facts(), group=group)
+    ranks, facts = dist.get_world_size(group), gather(_facts(), group)
     offsets, uncertainty = clock_offsets(group)
     return {
         "ranks": facts,
@@ -138,9 +137,7 @@ def _transfer_rates(group: dist.ProcessGroup, senders: Iterable[int], name: str)
         synchronize(device)
         if message:  # the first round connects
             best = min(best, time.perf_counter() - started)
-    rates: list[Any] = [None] * ranks
-    dist.all_gather_object(rates, block.nbytes / best, group=group)
-    return rates
+    return gather(block.nbytes / best, group)
 
 
 def synchronize(device: torch.device) -> None:

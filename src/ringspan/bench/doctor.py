@@ -35,6 +35,7 @@ from ringspan.plan.hardware import min_block_tokens
 from ringspan.plan.rehearsal import host_memory_bytes
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring_attention
+from ringspan.torch.gather import gather
 from ringspan.torch.launch import join, launch, local_device
 from ringspan.torch.scores import Scores
 from ringspan.train.metrics import measure_flops
@@ -94,8 +95,7 @@ def examine_rank() -> dict[str, Any]:
     assert group is not None, "called inside of a process group"
     examined = examine_ranks(group)
     dist.barrier(group)  # all compute at once, as in training: ranks of one machine share its cores
-    speeds: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(speeds, measure_speeds(local_device()), group=group)
+    speeds = gather(measure_speeds(local_device()), group)
     return examined | {"speeds": speeds, "ring_error": ring_error(group)}
 
 

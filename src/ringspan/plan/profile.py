@@ -22,6 +22,7 @@ from ringspan.plan.shapes import ModelShape
 from ringspan.plan.tracker import MemoryTracker
 from ringspan.torch.clock import Moment, now, seconds
 from ringspan.torch.exchange import TOTALS
+from ringspan.torch.gather import gather
 from ringspan.torch.mesh import init_mesh
 from ringspan.torch.models import refuse_config
 
@@ -203,6 +204,4 @@ def profile_rank(shape: ModelShape, setting: Setting, folder: Path) -> list[Rank
 
 def gathered(profiler: Profiler) -> list[RankProfile]:
     """The profiles of all ranks of the default process group, on each of them."""
-    profiles: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(profiles, profiler.result)
-    return profiles
+    return gather(profiler.result)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringspan.core.errors import PeerMismatch
 from ringspan.torch.clock import Moment, now
+from ringspan.torch.gather import gather
 from ringspan.torch.shared import PLACE, SharedMemory
 
 
@@ -232,8 +233,7 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     key = tuple(facts.items())
     if key in known:
         return
-    given: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(given, facts, group=group)
+    given = gather(facts, group)
     for name in facts:
         values = [peer.get(name) if isinstance(peer, dict) else None for peer in given]
         if any(value != values[0] for value in values):

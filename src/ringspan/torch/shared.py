@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core.errors import PeerMismatch
+from ringspan.torch.gather import gather
 
 PLACE: Final = 2  # numbers that say where a message lies: slot and bytes
 MIN_BYTES = 1 << 16  # a smaller message is through the socket before its place would be
@@ -64,15 +65,13 @@ class SharedMemory:
             self._outbox.write(0, token)
             # Ranks in network namespaces of their own are hosts of their own: a link between them is meant to be used.
             card = os.readlink("/proc/self/ns/net"), os.getpid(), descriptor, token
-        cards = _all_gather(card, group)
+        cards = gather(card, group)
         self._inboxes = {
             rank: memory
             for rank, theirs in enumerate(cards)
             if rank != self._rank and card is not None and (memory := _open(theirs, namespace=card[0])) is not None
         }
-        self._readers = {
-            r for r, readable in enumerate(_all_gather(set(self._inboxes), group)) if self._rank in readable
-        }
+        self._readers = {r for r, readable in enumerate(gather(set(self._inboxes), group)) if self._rank in readable}
         if descriptor is not None:
             os.close(descriptor)  # everybody has mapped it
 
@@ -221,9 +220,3 @@ def _descriptor(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _all_gather(thing: Any, group: dist.ProcessGroup) -> list[Any]:
-    things: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(things, thing, group=group)
-    return things

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import CheckpointError
+from ringspan.torch.gather import gather
 from ringspan.train.manifest import (
     MANIFEST,
     FileEntry,
@@ -299,8 +300,7 @@ class Checkpoints:
         except (CheckpointError, OSError, SafetensorError, ValueError, MemoryError) as error:
             known = isinstance(error, CheckpointError)
             problem = str(error) if known else f"{type(error).__name__}: {error}"
-        votes: list[Any] = [None] * self._num_ranks
-        dist.all_gather_object(votes, (problem, result), group=self._group)
+        votes = gather((problem, result), self._group)
         problems = {rank: problem for rank, (problem, _) in enumerate(votes) if problem is not None}
         if problems:
             rank, first = next(iter(problems.items()))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import PeerMismatch, RingspanError
+from ringspan.torch.gather import gather
 from ringspan.train.config import GuardConfig
 from ringspan.train.signals import StopRequest
 
@@ -160,8 +161,7 @@ def _where(parameters: Iterable[tuple[str, Tensor]]) -> str:
         for found, tensor in ((weights, parameter), (gradients, parameter.grad)):
             if tensor is not None and not bool(torch.isfinite(_local(tensor)).all()):
                 found.append(name)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (weights, gradients))
+    everyone = gather((weights, gradients))
     for index, what in enumerate(("weights", "gradient")):
         found = {rank: lists[index] for rank, lists in enumerate(everyone) if lists[index]}
         if found:
