@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
+from ringspan.torch.clock import synchronize
 from ringspan.torch.exchange import Exchange, Room
 from ringspan.torch.gather import gather
 from ringspan.torch.launch import local_device
@@ -138,11 +139,6 @@ def _transfer_rates(group: dist.ProcessGroup, senders: Iterable[int], name: str)
         if message:  # the first round connects
             best = min(best, time.perf_counter() - started)
     return gather(block.nbytes / best, group)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def listening(process: int) -> list[str] | None:

@@ -15,6 +15,7 @@ from ringspan.bench.machine import describe_machine
 from ringspan.core.errors import ConfigError
 from ringspan.core.layout import LayoutName
 from ringspan.torch.batch import shard_batch
+from ringspan.torch.clock import synchronize
 from ringspan.torch.launch import launch, local_device
 from ringspan.torch.mesh import init_mesh
 from ringspan.torch.models import parallelize
@@ -142,8 +143,7 @@ def _measure(case: ContextCase, length: int) -> dict[str, Any]:
     loss = model(**batch).loss
     loss.backward()
     optimizer.step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     seconds = time.perf_counter() - started
     if not math.isfinite(float(loss)):
         raise AssertionError(f"the loss of {length} tokens is {float(loss)}")

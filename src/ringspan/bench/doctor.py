@@ -21,7 +21,6 @@ from ringspan.bench.cluster import (
     examine_ranks,
     package_version,
     problems_between,
-    synchronize,
     versions,
 )
 from ringspan.bench.kernels import kernel_report
@@ -35,6 +34,7 @@ from ringspan.plan.hardware import min_block_tokens
 from ringspan.plan.rehearsal import host_memory_bytes
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring_attention
+from ringspan.torch.clock import synchronize
 from ringspan.torch.gather import gather
 from ringspan.torch.launch import join, launch, local_device
 from ringspan.torch.scores import Scores

@@ -5,7 +5,6 @@ kernel on one sequence of as many pairs, under the same mask.
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -21,7 +20,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask
 from ringspan.core.schedule import Schedule, plan
-from ringspan.torch import kernels, ring
+from ringspan.torch import clock, kernels, ring
 from ringspan.torch.attention import check_tensors
 from ringspan.torch.block import Block
 from ringspan.torch.exchange import Arrival, Exchange, Room, Transfer
@@ -103,17 +102,12 @@ def run(case: RingCase) -> dict[str, Any]:
 
 def timed(function: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one call, by the device's own clock where it has one."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        function()
-        return time.perf_counter() - started
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    start.record()
+    clock.synchronize(device)
+    start = clock.now(device)
     function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    end = clock.now(device)
+    clock.synchronize(device)
+    return clock.seconds(start, end)
 
 
 class Arrivals(Exchange):

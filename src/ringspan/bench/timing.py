@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringspan.torch.clock import synchronize
 from ringspan.torch.launch import local_device
 
 
@@ -14,17 +15,13 @@ def timed(function: Callable[[], Any] | None, *, threads: int) -> float:
     """Seconds from a barrier until the slowest rank is done; a rank without a function sleeps."""
     torch.set_num_threads(threads)
     dist.barrier()
-    _synchronize()
+    device = local_device()
+    synchronize(device)
     started = time.perf_counter()
     if function:
         function()
-    _synchronize()
-    seconds = torch.tensor(time.perf_counter() - started if function else 0.0, device=local_device())
+    synchronize(device)
+    seconds = torch.tensor(time.perf_counter() - started if function else 0.0, device=device)
     torch.set_num_threads(1)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

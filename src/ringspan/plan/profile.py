@@ -20,7 +20,7 @@ from ringspan.plan.dryrun import hugging_face_config, prepare, thinned
 from ringspan.plan.memory import Setting
 from ringspan.plan.shapes import ModelShape
 from ringspan.plan.tracker import MemoryTracker
-from ringspan.torch.clock import Moment, now, seconds
+from ringspan.torch.clock import Moment, now, seconds, synchronize
 from ringspan.torch.exchange import TOTALS
 from ringspan.torch.gather import gather
 from ringspan.torch.mesh import init_mesh
@@ -120,7 +120,7 @@ class Profiler:
             torch.cuda.memory._dump_snapshot(str(self._snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
         if is_kept:
-            self._synchronize()
+            synchronize(self._device)
             shown = thinned(self._tracker.moments, _MEMORY_MOMENTS)
             categories = {name: [moment.bytes[name] for moment in shown] for name in shown[0].bytes}
             self._memory = {
@@ -145,7 +145,7 @@ class Profiler:
             TOTALS.passages = TOTALS.visits = None
             for handle in self._handles:
                 handle.remove()
-        self._synchronize()
+        synchronize(self._device)
 
         def at(moment: Moment | None) -> float:
             assert moment is not None, "every hop ends and every exchange is waited for"
@@ -174,10 +174,6 @@ class Profiler:
             ],
             **self._memory,
         )
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def profile_rank(shape: ModelShape, setting: Setting, folder: Path) -> list[RankProfile]:

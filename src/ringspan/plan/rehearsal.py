@@ -24,7 +24,7 @@ from ringspan.plan.peak import allocated_bytes
 from ringspan.plan.planner import Plan
 from ringspan.plan.tracker import MemoryTracker, train_step
 from ringspan.torch import attention
-from ringspan.torch.clock import Moment, now, seconds
+from ringspan.torch.clock import Moment, now, seconds, synchronize
 from ringspan.torch.exchange import TOTALS, Arrival, Exchange, Passage, Room, Transfer
 from ringspan.torch.launch import local_device
 
@@ -163,8 +163,7 @@ def _timed_step(step: Any, model: Any, device: torch.device, arrivals: type[_Arr
         started = now(device)
         step()
         ended = now(device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     passages, TOTALS.passages = TOTALS.passages, None
     made_up = arrivals.seconds - before if device.type == "cpu" else 0.0
     return _Timed(seconds(started, ended) - made_up, layers.seconds(), _events(passages, started))

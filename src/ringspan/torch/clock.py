@@ -16,8 +16,14 @@ def now(device: torch.device) -> Moment:
     return event
 
 
+def synchronize(device: torch.device) -> None:
+    """Let the host wait for all that the device was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def seconds(start: Moment, end: Moment) -> float:
-    """From one moment to another; on CUDA both must have passed (``torch.cuda.synchronize``)."""
+    """From one moment to another; on CUDA both must have passed (``synchronize``)."""
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         return start.elapsed_time(end) / 1e3
     assert isinstance(start, float) and isinstance(end, float), "two moments of one device"

@@ -153,9 +153,8 @@ class Exchange:
         """Where to make a message that is to be sent once: uninitialised, and where its receiver can read it, if any
         place is.
         """
-        memory = None
-        if self._shared is not None and room.device.type == "cpu":
-            memory = self._shared.allocate(room.nbytes)
+        shared = self._shared_for(room.device)
+        memory = shared.allocate(room.nbytes) if shared else None
         return room.empty() if memory is None else room.on(memory)
 
     def post(
@@ -184,15 +183,19 @@ class Exchange:
         return peer if self._ranks is None else self._ranks[peer]
 
     def _arrival(self, rank: int, room: Room) -> Arrival:
-        if self._shared is not None and room.device.type == "cpu" and self._shared.carries_from(rank, room.nbytes):
-            return Arrival(rank, room, torch.empty(PLACE, dtype=torch.int64), self._shared)
+        shared = self._shared_for(room.device)
+        if shared and shared.carries_from(rank, room.nbytes):
+            return Arrival(rank, room, torch.empty(PLACE, dtype=torch.int64), shared)
         return Arrival(rank, room, room.empty())
 
     def _carried(self, rank: int, buffer: Tensor) -> Tensor:
         """What goes to a rank: the place of a message that it can read where it lies, or the message."""
-        if self._shared is not None and buffer.device.type == "cpu" and self._shared.carries_to(rank, buffer.nbytes):
-            return self._shared.place_of(buffer, rank)
-        return buffer
+        shared = self._shared_for(buffer.device)
+        return shared.place_of(buffer, rank) if shared and shared.carries_to(rank, buffer.nbytes) else buffer
+
+    def _shared_for(self, device: torch.device) -> SharedMemory | None:
+        """What carries messages of tensors on a device, if anything but the socket does."""
+        return self._shared if device.type == "cpu" else None
 
     def _operation(self, call: Any, rank: int, buffer: Tensor, message: int) -> dist.P2POp:
         return dist.P2POp(call, buffer, group=self._group, tag=self._tag + message, group_peer=rank)

@@ -11,6 +11,7 @@ import os
 import platform
 import secrets
 import weakref
+from bisect import insort
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -100,10 +101,9 @@ class SharedMemory:
         assert self._outbox is not None, "nobody reads what nobody could map"
         slot = self._slot_of(message)
         if slot is None:
-            room = self.allocate(message.nbytes)
-            assert room is not None, "a message that is carried has readers"
-            slot = self._slot_of(room.copy_(message.view(-1).view(torch.uint8)))
-            assert slot is not None, "it was just made"
+            slot = self._free_slot(message.nbytes)
+            copy = self._outbox.view(slot.start, slot.message, message.nbytes, self._rank)
+            copy.copy_(message.view(-1).view(torch.uint8))
         self._outbox.mark(slot.start, reader, True)
         return torch.tensor([slot.start, message.nbytes])
 
@@ -151,9 +151,9 @@ class SharedMemory:
             start = slot.stop
         if start + size > self._outbox.size:
             raise MemoryError(f"{start + size} bytes of messages are under way, more than this machine's memory")
-        self._slots.append(_Slot(start, start + size))
-        self._slots.sort(key=lambda slot: slot.start)
-        return next(slot for slot in self._slots if slot.start == start)
+        slot = _Slot(start, start + size)
+        insort(self._slots, slot, key=lambda slot: slot.start)
+        return slot
 
 
 class _Memory:

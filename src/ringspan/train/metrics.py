@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from ringspan.torch.clock import synchronize
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
@@ -102,7 +104,6 @@ def measure_flops(device: torch.device, dtype: torch.dtype, *, size: int | None 
     for _ in range(6):
         started = time.perf_counter()
         torch.mm(a, a)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - started)
     return 2.0 * size**3 / best

@@ -8,7 +8,7 @@ from torch import Tensor
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels import mirror
 from ringspan.torch.kernels.device import half_precision_on_cuda
-from ringspan.torch.kernels.heads import one_size
+from ringspan.torch.kernels.heads import neighbours, one_size, too_large
 from ringspan.torch.kernels.launch import Launch, Launches, squares
 from ringspan.torch.kernels.reference import Blockwise
 from ringspan.torch.scores import Scores
@@ -36,9 +36,8 @@ class Cudnn:
             return reason
         if not torch.backends.cudnn.is_available():
             return "this build of PyTorch has no cuDNN"
-        largest = max(q.shape[-1], v.shape[-1])
-        if largest > _LARGEST_HEAD:
-            return f"its heads have at most {_LARGEST_HEAD} numbers, these have {largest}"
+        if reason := too_large(q, v, _LARGEST_HEAD):
+            return reason
         return None if scores.is_plain else "it has no softcap and no ALiBi slopes"
 
     def launches(self, tiles: tuple[Tile, ...]) -> Launches:
@@ -50,7 +49,7 @@ class Cudnn:
         if launch.tile.is_anticausal:
             return mirror.forward(self, q, k, v, launch, scores)
         value_size = v.shape[-1]
-        q, k, v = (_last_contiguous(x) for x in one_size(q, k, v, multiple=_HEAD_MULTIPLE))
+        q, k, v = (neighbours(x) for x in one_size(q, k, v, multiple=_HEAD_MULTIPLE))
         out, lse, *_ = _ops._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, launch.tile.is_causal, False, scale=scores.scale
         )
@@ -64,14 +63,10 @@ class Cudnn:
         if launch.tile.is_anticausal:
             return mirror.backward(self, dout, q, k, v, out, lse, launch, scores)
         size, value_size = q.shape[-1], v.shape[-1]
-        dout, q, k, v, out = (_last_contiguous(x) for x in one_size(dout, q, k, v, out, multiple=_HEAD_MULTIPLE))
+        dout, q, k, v, out = (neighbours(x) for x in one_size(dout, q, k, v, out, multiple=_HEAD_MULTIPLE))
         no_dropout = [torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2)]
         dq, dk, dv = _ops._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse.contiguous().unsqueeze(-1), *no_dropout, None, None, None, q.shape[2], k.shape[2],
             0.0, launch.tile.is_causal, scale=scores.scale,
         )  # fmt: skip
         return dq[..., :size], dk[..., :size], dv[..., :value_size]
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

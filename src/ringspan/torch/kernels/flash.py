@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels import device, mirror
-from ringspan.torch.kernels.heads import one_size
+from ringspan.torch.kernels.heads import neighbours, one_size, too_large
 from ringspan.torch.kernels.launch import Launch, Launches, Window, chains, squares
 from ringspan.torch.scores import Scores
 
@@ -78,11 +78,8 @@ class Flash:
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         calls = self._calls
         reason = device.half_precision_on_cuda(q, calls.capability) or calls.missing()
-        if reason:
+        if reason := reason or too_large(q, v, _LARGEST_HEAD):
             return reason
-        largest = max(q.shape[-1], v.shape[-1])
-        if largest > _LARGEST_HEAD:
-            return f"its heads have at most {_LARGEST_HEAD} numbers, these have {largest}"
         if scores.slopes is not None:
             return "it does not know the positions that ALiBi slopes need"
         if scores.softcap and not calls.takes_softcap:
@@ -136,8 +133,7 @@ class Flash:
 
 def _tokens_first(x: Tensor) -> Tensor:
     """(B, H, T, D) -> (B, T, H, D), whose last dimension is contiguous."""
-    x = x.transpose(1, 2)
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return neighbours(x.transpose(1, 2))
 
 
 @lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels import device
+from ringspan.torch.kernels.heads import too_large
 from ringspan.torch.kernels.launch import Launch, Launches, whole
 from ringspan.torch.scores import Scores
 
@@ -30,9 +31,8 @@ class TritonAttention:
             return "triton is not installed (pip install triton)"
         if q.dtype not in _DTYPES:
             return f"it computes in bfloat16, float16 or float32, these are {str(q.dtype).removeprefix('torch.')}"
-        largest = max(q.shape[-1], v.shape[-1])
-        if largest > _LARGEST_HEAD:
-            return f"its heads have at most {_LARGEST_HEAD} numbers, these have {largest}"
+        if reason := too_large(q, v, _LARGEST_HEAD):
+            return reason
         if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
             return "it needs compute capability 8.0"
         return None

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringspan.torch.kernels.device import interprets_triton
+from ringspan.torch.kernels.heads import neighbours
 from ringspan.torch.kernels.launch import Launch
 from ringspan.torch.scores import Scores
 
@@ -437,7 +438,7 @@ def _lists(spans: list[tuple[int, int]], length: int) -> tuple[Tensor, Tensor]:
 def forward_into(q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor) -> None:
     """Add the launch's keys to the running (out, lse) of its rows: float32, (B, H, R, E) and (B, H, R)."""
     table = _table(launch, q.device)
-    q, k, v = (_last_contiguous(x) for x in (q, k, v))
+    q, k, v = (neighbours(x) for x in (q, k, v))
     _forward_tuned[lambda meta: (triton.cdiv(q.shape[2], meta["ROWS"]), q.shape[0] * q.shape[1])](
         q, k, v, out, lse, *_positions(q, scores), table.tiles, *table.of_rows,
         *_numbers(q, k, v, q.shape[2], scores),
@@ -465,7 +466,7 @@ def backward_into(
     result is the same every time.
     """
     table = _table(launch, q.device)
-    dout, q, k, v, out = (_last_contiguous(x) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = (neighbours(x) for x in (dout, q, k, v, out))
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     shared = *_positions(q, scores), table.tiles
     _queries_tuned[lambda meta: (triton.cdiv(q.shape[2], meta["ROWS"]), q.shape[0] * q.shape[1])](
@@ -479,10 +480,6 @@ def backward_into(
         *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *lse.stride(), *dk.stride()[:3],
         *dv.stride()[:3], **_options(q, v, scores),
     )  # fmt: skip
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _positions(q: Tensor, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
