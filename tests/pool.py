@@ -88,7 +88,9 @@ class Pool:
 
 def _serve(rank: int, pipe: Connection, store: str) -> None:
     torch.set_num_threads(1)
-    shared.MIN_BYTES = 512  # so that small test messages take both ways
+    share = shared._anonymous_file
+    # Rings of three talk through sockets, as between hosts, so that the tests go both ways.
+    shared._anonymous_file = lambda ranks: None if ranks == 3 else share(ranks)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)
     )

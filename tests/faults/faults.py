@@ -340,8 +340,8 @@ def _measure_cost(folder: str, times: int) -> dict[str, float]:
     import torch.distributed as dist
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from ringspan.torch.agreement import agree
     from ringspan.torch.batch import shard_batch
-    from ringspan.torch.exchange import agree
     from ringspan.torch.mesh import init_mesh
     from ringspan.torch.models import parallelize
     from ringspan.train.config import GuardConfig, WatchdogConfig

@@ -19,6 +19,7 @@ RING = "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[
 RING_FULL = "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-full-3-contiguous]"
 SHIFT = "torch/test_batch.py::test_labels_are_shifted_before_the_permutation"
 COUNTS = "torch/test_ring.py::test_exactly_the_scheduled_messages_are_sent[ring-causal-contiguous]"
+FULL_MAILBOX = "torch/test_shared.py::test_a_full_mailbox_waits_for_its_reader"
 FREE = "torch/test_shared.py::test_a_slot_is_free_when_nobody_has_a_tensor_on_its_message"
 ANY = "torch/test_ring.py::test_any_mask_on_any_layout"
 LOSS = "torch/test_loss.py::test_loss_and_gradients_are_those_of_whole_logits[plain-7-13]"
@@ -330,5 +331,19 @@ MUTANTS = [
         "        self._outbox.mark(slot.start, reader, True)\n",
         "",
         FREE,
+    ),
+    Mutant(
+        "message of another pass taken for the expected one",
+        "torch/mail.py",
+        "if letter.tag != expected.tag:",
+        "if False:",
+        FULL_MAILBOX,
+    ),
+    Mutant(
+        "letters written again before they were read",
+        "torch/mail.py",
+        "if number - self._words[0] > _LETTERS:",
+        "if False:",
+        FULL_MAILBOX,
     ),
 ]

@@ -1,18 +1,21 @@
 """Messages through memory that ranks of one host share."""
 
 import os
+import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ringspan.core.errors import PeerMismatch
-from ringspan.torch import exchange as exchanges
-from ringspan.torch import shared
-from ringspan.torch.exchange import Exchange, Room, agree, shared_bytes
-from ringspan.torch.shared import SharedMemory
+from ringspan.torch import mail, shared
+from ringspan.torch.agreement import agree, mail_of, shared_bytes
+from ringspan.torch.exchange import Exchange, Room
+from ringspan.torch.mail import Mail, OutOfStepError
 
 CPU = torch.device("cpu")
 
@@ -30,7 +33,7 @@ def opened(mesh, name):
 
 def reserved_bytes(group):
     """Of this group alone; earlier tests have used it too."""
-    return exchanges._shared[group].reserved_bytes
+    return mail_of(group).memory.reserved_bytes
 
 
 def pass_around(mesh, sizes, rounds):
@@ -51,7 +54,7 @@ def pass_around(mesh, sizes, rounds):
     return reserved
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_messages_of_all_sizes_arrive_and_memory_is_used_again(pool, ranks):
     sizes = (1, 127, 128, 5000, 40_000, 5001)
     for reserved in pool.run(pass_around, ranks, sizes, 20):
@@ -72,7 +75,7 @@ def keep(mesh):
     assert all(torch.equal(message, pattern(peer, 3000, number)) for number, message in enumerate(kept))
     addresses = [message.data_ptr() for message in kept]
     part = kept[1].view(torch.int32)[7:]
-    del kept, transfer
+    del kept, transfer, arrival
     dist.barrier(group)
     transfer, (arrival,) = exchange.post([(peer, pattern(rank, 3000, 9))], [(peer, room)], 9)
     transfer.wait()
@@ -99,19 +102,22 @@ def two_readers(mesh):
         return places
     kept = []
     for number in range(3):
+        if rank == 3:
+            dist.barrier(group)
+            continue
         transfer, (arrival,) = exchange.post([], [(0, room)], number)
         transfer.wait()
         message = arrival.read()
         assert torch.equal(message, pattern(0, 3000, number))
         if rank == 2 and number == 0:
             kept.append(message)
-        del message
+        del message, arrival
         dist.barrier(group)
     return [torch.equal(message, pattern(0, 3000, 0)) for message in kept]
 
 
 def test_memory_is_free_when_the_last_reader_is_done(pool):
-    (first, second, third), _, kept = pool.run(two_readers, 3)
+    (first, second, third), _, kept, _ = pool.run(two_readers, 4)
     assert first != second == third
     assert kept == [True]
 
@@ -130,29 +136,75 @@ class Group:
         return things
 
 
-def test_a_slot_is_free_when_nobody_has_a_tensor_on_its_message(monkeypatch):
+@pytest.fixture
+def ranks_in_threads(monkeypatch):
+    """Makes the shared memory of three ranks."""
     monkeypatch.setattr(shared, "gather", lambda thing, group: group.all_gather(thing))
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
-    barrier, given = threading.Barrier(3), [None] * 3
-    with ThreadPoolExecutor(3) as threads:
-        writer, *readers = threads.map(SharedMemory, [Group(rank, barrier, given) for rank in range(3)])
-    if not writer.carries_to(1, 1 << 20):
-        pytest.skip("no shared memory on this machine")
+
+    def make(seconds=10.0):
+        barrier, given = threading.Barrier(3), [None] * 3
+        with ThreadPoolExecutor(3) as threads:
+            ranks = list(threads.map(partial(Mail, seconds=seconds), [Group(r, barrier, given) for r in range(3)]))
+        if not ranks[0].carries(1):
+            pytest.skip("no shared memory on this machine")
+        return ranks
+
+    return make
+
+
+def test_a_message_that_does_not_come_ends_with_the_rank_that_owes_it(ranks_in_threads):
+    reader, _, writer = ranks_in_threads(seconds=0.1)
+    expected = reader.expect(2, 5, 8)
+    with pytest.raises(RuntimeError, match="rank 2 of this ring has sent nothing for 0 s"):
+        reader.receive(expected)
+    process = subprocess.Popen(["sleep", "60"])
+    reader._pulses[2] = mail._Pulse(process.pid)
+    assert reader._pulses[2].beats
+    process.kill()
+    started = time.perf_counter()
+    with pytest.raises(RuntimeError, match="rank 2 of this ring has ended"):
+        reader.receive(expected)
+    assert time.perf_counter() - started < 0.5
+    process.wait()
+    writer.send(torch.arange(8, dtype=torch.uint8), 0, tag=5)
+    assert reader.receive(expected).tolist() == list(range(8)), "what it sent before it ended has come"
+
+
+def test_a_full_mailbox_waits_for_its_reader(ranks_in_threads):
+    writer, reader, _ = ranks_in_threads()
+    message, count = torch.zeros(4, dtype=torch.uint8), mail._LETTERS + 3
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(lambda: [writer.send(message, 1, tag) for tag in range(count)])
+        time.sleep(0.3)
+        assert not sending.done()
+        for tag in range(count):
+            reader.receive(reader.expect(0, tag, 4))
+        sending.result(10)
+    with pytest.raises(OutOfStepError, match="another pass"):
+        writer.send(message, 1, tag=1)
+        reader.receive(reader.expect(0, 2, 4))
+
+
+def test_a_slot_is_free_when_nobody_has_a_tensor_on_its_message(ranks_in_threads):
+    writer, *readers = ranks_in_threads()
 
     def start():
         """Where the next message would be."""
-        return writer.allocate(1 << 16).data_ptr()
+        return writer.memory.allocate(1 << 16).data_ptr()
 
-    message = writer.allocate(1 << 16).fill_(7)
-    first, places = message.data_ptr(), [writer.place_of(message, rank) for rank in (1, 2)]
+    message = writer.memory.allocate(1 << 16).fill_(7)
+    first = message.data_ptr()
+    for rank in (1, 2):
+        writer.send(message, rank, tag=5)
     assert start() != first, "the writer has it"
     del message
     assert start() != first, "nobody has read it"
-    read = readers[0].message_at(places[0], 0, 1 << 16)
+    read = readers[0].receive(readers[0].expect(0, 5, 1 << 16))
     part = read.view(torch.int16)[100:]
     del read
-    readers[1].message_at(places[1], 0, 1 << 16)
+    readers[1].receive(readers[1].expect(0, 5, 1 << 16))
     assert start() != first, "rank 1 still has a part of it"
     assert part.eq(0x0707).all()
     del part
@@ -161,16 +213,17 @@ def test_a_slot_is_free_when_nobody_has_a_tensor_on_its_message(monkeypatch):
 
 def another_size(mesh):
     group, rank, _ = opened(mesh, "another size")
-    transfer, (arrival,) = Exchange(group, "another size").post(
-        [(1 - rank, torch.zeros(3000 + rank))], [(1 - rank, Room((3000 + rank,), torch.float32, CPU))], 0
-    )
-    transfer.wait()
-    with pytest.raises(PeerMismatch, match=f"rank {1 - rank} sent {12004 - 4 * rank} bytes where {12000 + 4 * rank}"):
-        arrival.read()
+    for _ in range(2):  # what nobody received is forgotten
+        transfer, _ = Exchange(group, "another size").post(
+            [(1 - rank, torch.zeros(3000 + rank))], [(1 - rank, Room((3000 + rank,), torch.float32, CPU))], 0
+        )
+        with pytest.raises(PeerMismatch, match="rank 0: rank 1 sent 12004 bytes where 12000 were expected, rank 1: "):
+            transfer.wait()
 
 
 def test_a_message_of_another_size_is_refused(pool):
     pool.run(another_size, 2)
+    pool.run(pass_around, 2, (5000,), 2)
 
 
 def many_sizes(mesh):
@@ -227,11 +280,11 @@ def alone(mesh):
     monkey = shared._anonymous_file
     shared._anonymous_file = (lambda ranks: None) if rank == 1 else monkey
     try:
-        memory = SharedMemory(group)
+        box = Mail(group, 10.0)
     finally:
         shared._anonymous_file = monkey
-    return memory.carries_to(1 - rank, 1 << 20), memory.carries_from(1 - rank, 1 << 20), memory.allocate(1 << 20)
+    return box.carries(1 - rank), box.memory.allocate(1 << 20)
 
 
 def test_both_sides_know_when_one_cannot_share(pool):
-    assert pool.run(alone, 2) == [(False, False, None)] * 2
+    assert pool.run(alone, 2) == [(False, None)] * 2

@@ -19,8 +19,9 @@ from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask
 from ringspan.core.schedule import plan
 from ringspan.plan.peak import allocated_bytes
+from ringspan.torch.agreement import shared_bytes
 from ringspan.torch.attention import check_tensors, ring_attention
-from ringspan.torch.exchange import TOTALS, shared_bytes
+from ringspan.torch.exchange import TOTALS
 from ringspan.torch.launch import launch, local_device
 
 KINDS: Final = {"forward": 1.0, "forward_backward": 3.5}  # FLOPs, in units of the forward pass

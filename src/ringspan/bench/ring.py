@@ -133,15 +133,15 @@ class Arrivals(Exchange):
         sources = [self._source(message, room) for _, room in receives]
         if self._stream is None:
             for arrival, source in zip(arrivals, sources, strict=True):
-                arrival.carried.copy_(source)
+                arrival.read().copy_(source)
             return Transfer((), ()), arrivals
         self._stream.wait_stream(torch.cuda.current_stream())  # what last used this memory may still be running
         with torch.cuda.stream(self._stream):
             for arrival, source in zip(arrivals, sources, strict=True):
-                arrival.carried.copy_(source)
+                arrival.read().copy_(source)
             copied = torch.cuda.Event()
             copied.record()
-        return Copies(copied, [arrival.carried for arrival in arrivals]), arrivals
+        return Copies(copied, [arrival.read() for arrival in arrivals]), arrivals
 
     def _source(self, message: int, room: Room) -> Tensor:
         if message in self._blocks:

@@ -126,10 +126,10 @@ class _Arrivals(Exchange):
         transfer, arrivals = super().post(sends, receives, message)
         started = time.perf_counter()
         for arrival in arrivals:
-            arrival.carried.normal_()
+            arrival.read().normal_()
         _Arrivals.seconds += time.perf_counter() - started
         if TOTALS.passages and arrivals:
-            TOTALS.passages[-1].posted = now(arrivals[0].carried.device)  # making it up is no part of its travel
+            TOTALS.passages[-1].posted = now(arrivals[0].read().device)  # making it up is no part of its travel
         return transfer, arrivals
 
     def among(self, ranks: Sequence[int], name: str) -> "_Arrivals":

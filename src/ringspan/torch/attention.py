@@ -23,7 +23,8 @@ from ringspan.core.mask import Mask, causal
 from ringspan.core.route import Route, member_heads
 from ringspan.core.schedule import Schedule, plan
 from ringspan.torch import kernels
-from ringspan.torch.exchange import Exchange, agree
+from ringspan.torch.agreement import agree
+from ringspan.torch.exchange import Exchange
 from ringspan.torch.ring import (
     Ring,
     accumulation_dtype,

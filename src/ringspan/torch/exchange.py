@@ -1,24 +1,20 @@
-"""The only point-to-point calls: what one rank of a ring sends to and receives from the others, and what they agree on
-first.
-"""
+"""The only point-to-point calls: what one rank of a ring sends to and receives from the others."""
 
 import hashlib
 import math
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringspan.core.errors import PeerMismatch
+from ringspan.torch.agreement import complain, mail_of
 from ringspan.torch.clock import Moment, now
-from ringspan.torch.gather import gather
-from ringspan.torch.shared import PLACE, SharedMemory
+from ringspan.torch.mail import Expected, Mail, OutOfStepError
 
 
 @dataclass
@@ -91,29 +87,35 @@ class Room:
         return memory.view(self.dtype).view(self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Arrival:
-    """A message on its way to this rank. ``carried`` is what the socket brings: itself, or its place in ``shared``."""
+    """A message on its way to this rank: into ``message``, or into memory that its sender shares."""
 
     sender: int
     room: Room
-    carried: Tensor
-    shared: SharedMemory | None = None
+    message: Tensor | None
+    expected: Expected | None = None
 
     def read(self) -> Tensor:
-        """The message, once its transfer was waited for. It lies with the sender as long as it is kept, and may not be
-        changed.
+        """The message, once its transfer was waited for. It may lie with its sender, as long as it is kept, and may not
+        be changed.
         """
-        if self.shared is None:
-            return self.carried
-        return self.room.on(self.shared.message_at(self.carried, self.sender, self.room.nbytes))
+        assert self.message is not None, "it was waited for"
+        return self.message
 
 
 class Transfer:
     """Sends and receives under way. What is sent must stay as it is until ``wait`` returns."""
 
-    def __init__(self, works: Sequence[dist.Work], sends: Sequence[Tensor], passage: Passage | None = None) -> None:
-        self._works, self._sends, self._passage = list(works), list(sends), passage
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        sends: Sequence[Tensor],
+        passage: Passage | None = None,
+        receive: Callable[[], None] | None = None,
+    ) -> None:
+        """``receive`` waits for what is none of the works."""
+        self._works, self._sends, self._passage, self._receive = list(works), list(sends), passage, receive
 
     def wait(self) -> None:
         """Block (on CUDA: make the current stream wait) until everything has arrived and been sent."""
@@ -123,6 +125,9 @@ class Transfer:
             passage.waited = now(passage.device)
         for work in self._works:
             work.wait()
+        if self._receive:
+            self._receive()
+            self._receive = None
         if passage:
             passage.arrived = now(passage.device)
         self._works.clear()
@@ -141,7 +146,7 @@ class Exchange:
         self._group = group
         self._signature = signature
         self._ranks = ranks
-        self._shared = _shared.get(group) if group is not None else None
+        self._mail = mail_of(group) if group is not None else None
         # Gloo keys its buffers by an int32 tag; leave room below it for the message numbers of one pass.
         self._tag: Final = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:4], "big") % (1 << 30)
 
@@ -153,8 +158,9 @@ class Exchange:
         """Where to make a message that is to be sent once: uninitialised, and where its receiver can read it, if any
         place is.
         """
-        shared = self._shared_for(room.device)
-        memory = shared.allocate(room.nbytes) if shared else None
+        memory = None
+        if self._mail and room.device.type == "cpu":
+            memory = self._mail.memory.allocate(room.nbytes)
         return room.empty() if memory is None else room.on(memory)
 
     def post(
@@ -166,36 +172,52 @@ class Exchange:
         Between one pair of ranks the order of sends is the order of receives. Buffers are contiguous.
         """
         assert self._group is not None or not (sends or receives), "a single rank has nobody to talk to"
+        arrivals = [self._arrival(self._rank(peer), room, message) for peer, room in receives]
+        outgoing: list[tuple[int, Tensor]] = []
+        for rank, buffer in ((self._rank(peer), buffer) for peer, buffer in sends):
+            if mail := self._mail_with(rank, buffer.device):
+                mail.send(buffer, rank, self._tag + message)
+            else:
+                outgoing.append((rank, buffer))
         # Receives first: over gloo a receive asks for its message on the connection that also carries the sends, and a
         # request behind a block waits for that block, so that the two directions take turns instead of overlapping.
-        arrivals = [self._arrival(self._rank(peer), room) for peer, room in receives]
-        outgoing = [(rank, self._carried(rank, buffer)) for rank, buffer in ((self._rank(p), b) for p, b in sends)]
-        operations = [self._operation(dist.irecv, arrival.sender, arrival.carried, message) for arrival in arrivals]
-        operations += [self._operation(dist.isend, rank, carried, message) for rank, carried in outgoing]
+        operations = [self._operation(dist.irecv, a.sender, a.read(), message) for a in arrivals if not a.expected]
+        operations += [self._operation(dist.isend, rank, buffer, message) for rank, buffer in outgoing]
         works = dist.batch_isend_irecv(operations) if operations else []
         TOTALS.num_posts += 1
         TOTALS.hop = message // 2
         TOTALS.num_sends += len(sends)
         TOTALS.sent_bytes += sum(buffer.nbytes for _, buffer in sends)
-        return Transfer(works, [carried for _, carried in outgoing], _passage(sends, receives, message)), arrivals
+        kept = [buffer for _, buffer in outgoing]
+        return Transfer(works, kept, _passage(sends, receives, message), partial(self._receive, arrivals)), arrivals
 
     def _rank(self, peer: int) -> int:
         return peer if self._ranks is None else self._ranks[peer]
 
-    def _arrival(self, rank: int, room: Room) -> Arrival:
-        shared = self._shared_for(room.device)
-        if shared and shared.carries_from(rank, room.nbytes):
-            return Arrival(rank, room, torch.empty(PLACE, dtype=torch.int64), shared)
+    def _arrival(self, rank: int, room: Room, message: int) -> Arrival:
+        if mail := self._mail_with(rank, room.device):
+            return Arrival(rank, room, None, mail.expect(rank, self._tag + message, room.nbytes))
         return Arrival(rank, room, room.empty())
 
-    def _carried(self, rank: int, buffer: Tensor) -> Tensor:
-        """What goes to a rank: the place of a message that it can read where it lies, or the message."""
-        shared = self._shared_for(buffer.device)
-        return shared.place_of(buffer, rank) if shared and shared.carries_to(rank, buffer.nbytes) else buffer
+    def _receive(self, arrivals: Sequence[Arrival]) -> None:
+        """Wait for what comes through shared memory.
 
-    def _shared_for(self, device: torch.device) -> SharedMemory | None:
-        """What carries messages of tensors on a device, if anything but the socket does."""
-        return self._shared if device.type == "cpu" else None
+        Raises:
+            PeerMismatch: on every rank of the group alike, when a rank finds that another does not do the same.
+            RuntimeError: a rank is gone.
+        """
+        for arrival in arrivals:
+            if arrival.expected is None:
+                continue
+            assert self._mail is not None and self._group is not None, "it expects the message"
+            try:
+                arrival.message = arrival.room.on(self._mail.receive(arrival.expected))
+            except OutOfStepError as error:
+                complain(self._group, str(error))
+
+    def _mail_with(self, rank: int, device: torch.device) -> Mail | None:
+        """What carries messages to and from a rank, if anything but a socket does."""
+        return self._mail if self._mail and device.type == "cpu" and self._mail.carries(rank) else None
 
     def _operation(self, call: Any, rank: int, buffer: Tensor, message: int) -> dist.P2POp:
         return dist.P2POp(call, buffer, group=self._group, tag=self._tag + message, group_peer=rank)
@@ -210,42 +232,3 @@ def _passage(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, 
     device = messages[0][1].device
     TOTALS.passages.append(Passage(message // 2, bool(message % 2), sent, received, device, now(device)))
     return TOTALS.passages[-1]
-
-
-_KNOWN_FACTS: Final = 4096  # sets of facts remembered for a group; packed batches bring new ones with every step
-_agreed: WeakKeyDictionary[dist.ProcessGroup, OrderedDict[tuple[Any, ...], None]] = WeakKeyDictionary()
-_shared: WeakKeyDictionary[dist.ProcessGroup, SharedMemory] = WeakKeyDictionary()
-
-
-def shared_bytes() -> int:
-    """Memory that this process keeps for messages which its peers on the host read where they lie."""
-    return sum(shared.reserved_bytes for shared in _shared.values())
-
-
-def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
-    """Make sure that all ranks of a group were given the same facts, before any payload moves.
-
-    Talks to the others only when these facts are new to this group, so the steady state costs nothing.
-
-    Raises:
-        PeerMismatch: on every rank alike, naming what differs and which rank was given what.
-    """
-    if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
-        return
-    known = _agreed.setdefault(group, OrderedDict())
-    key = tuple(facts.items())
-    if key in known:
-        return
-    given = gather(facts, group)
-    for name in facts:
-        values = [peer.get(name) if isinstance(peer, dict) else None for peer in given]
-        if any(value != values[0] for value in values):
-            raise PeerMismatch(
-                f"the ranks of this ring were given different {name}: "
-                + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            )
-    if group not in _shared and dist.get_backend(group) == "gloo":
-        _shared[group] = SharedMemory(group)
-    known[key] = None
-    if len(known) > _KNOWN_FACTS:  # on all ranks alike, since they agree on the order
-        known.popitem(last=False)

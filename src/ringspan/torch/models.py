@@ -23,9 +23,9 @@ from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal, documents, sliding_window
 from ringspan.core.route import Route, member_heads
 from ringspan.torch import kernels
+from ringspan.torch.agreement import agree
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.batch import IGNORED, document_positions
-from ringspan.torch.exchange import agree
 from ringspan.torch.feedforward import chunk_feedforwards
 from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
 from ringspan.torch.mesh import tensor_axis

@@ -1,8 +1,7 @@
-"""Messages between ranks of one host through memory that they share: made there by the sender, read there by the
-receiver.
+"""Memory that the ranks of one host share: a message is made there by its sender and read there by its reader.
 
 Over gloo a block goes through a socket, into the kernel and out of it again, by a thread that takes its time from the
-computation. Here only the place of a message goes that way, with the tag, the order and the errors of any other.
+computation.
 """
 
 import ctypes
@@ -22,15 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringspan.core.errors import PeerMismatch
 from ringspan.torch.gather import gather
 
-PLACE: Final = 2  # numbers that say where a message lies: slot and bytes
-MIN_BYTES = 1 << 16  # a smaller message is through the socket before its place would be
 MAX_RANKS: Final = 64  # of a group that shares memory: a byte each in the line of a slot
 
 _LINE: Final = 64  # bytes before a message: a mark for each rank, in a cache line of their own
 _PAGE: Final = mmap.PAGESIZE
+_WORD: Final = 8  # bytes
 _IDLE_CALLS = 256  # a slot that so many allocations passed by gives its memory back when another is needed
 
 
@@ -50,15 +47,19 @@ class _Slot:
 class SharedMemory:
     """What this rank of a group writes for its peers on the host, and theirs for it.
 
-    Each rank has one anonymous file, empty and as large as the machine's memory; pages come with messages. A slot is
-    free again as soon as no rank has a tensor on its message, so a steady state allocates nothing. Nothing is left
-    behind when processes end, in whatever way.
+    Each rank has one anonymous file, empty and as large as the machine's memory: a token by which its peers know it,
+    some words, and slots, whose pages come with messages. A slot is free again as soon as no rank has a tensor on its
+    message, so a steady state allocates nothing. Nothing is left behind when processes end, in whatever way.
+
+    ``peers`` are the processes of the other ranks that can read this rank, and it them, by rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, num_words: int) -> None:
         """Find out, together with all ranks of the group, who can read whom."""
         token = secrets.token_bytes(_LINE)
         self._rank, self._slots, self._calls = dist.get_rank(group), list[_Slot](), 0
+        self._words = slice(_LINE // _WORD, _LINE // _WORD + num_words)
+        self._first_slot = -(-self._words.stop * _WORD // _PAGE) * _PAGE
         self._outbox: _Memory | None = None
         card = None
         if (descriptor := _anonymous_file(dist.get_world_size(group))) is not None:
@@ -67,12 +68,14 @@ class SharedMemory:
             # Ranks in network namespaces of their own are hosts of their own: a link between them is meant to be used.
             card = os.readlink("/proc/self/ns/net"), os.getpid(), descriptor, token
         cards = gather(card, group)
-        self._inboxes = {
+        readable = {
             rank: memory
             for rank, theirs in enumerate(cards)
             if rank != self._rank and card is not None and (memory := _open(theirs, namespace=card[0])) is not None
         }
-        self._readers = {r for r, readable in enumerate(gather(set(self._inboxes), group)) if self._rank in readable}
+        readers = [rank for rank, theirs in enumerate(gather(set(readable), group)) if self._rank in theirs]
+        self._inboxes = {rank: readable[rank] for rank in readers if rank in readable}
+        self.peers: dict[int, int] = {rank: cards[rank][1] for rank in self._inboxes}
         if descriptor is not None:
             os.close(descriptor)  # everybody has mapped it
 
@@ -81,23 +84,21 @@ class SharedMemory:
         """Bytes of memory behind this rank's slots."""
         return sum(slot.stop - slot.start for slot in self._slots)
 
-    def carries_to(self, rank: int, size: int) -> bool:
-        """Whether a message to a rank goes this way; that rank's ``carries_from`` says the same."""
-        return rank in self._readers and size >= MIN_BYTES
-
-    def carries_from(self, rank: int, size: int) -> bool:
-        """Whether a message from a rank comes this way."""
-        return rank in self._inboxes and size >= MIN_BYTES
+    def words(self, rank: int) -> "memoryview[int]":
+        """The words of this rank or a peer, zeros at first. Each is read and written at once, in the order of calls."""
+        memory = self._outbox if rank == self._rank else self._inboxes[rank]
+        assert memory is not None, "only who can share has words"
+        return memory.words[self._words]
 
     def allocate(self, size: int) -> Tensor | None:
         """Bytes for a message of this rank, taken as long as a tensor lies on them; None when nobody could read it."""
-        if not self._readers or self._outbox is None or size < MIN_BYTES:
+        if not size or not self.peers or self._outbox is None:
             return None
         slot = self._free_slot(size)
         return self._outbox.view(slot.start, slot.message, size, self._rank)
 
-    def place_of(self, message: Tensor, reader: int) -> Tensor:
-        """Where a message lies for a rank to read it, as numbers to be sent; a message from elsewhere is copied in."""
+    def place(self, message: Tensor, reader: int) -> int:
+        """The slot of a message, from now on taken for a reader too; a message from elsewhere is copied into one."""
         assert self._outbox is not None, "nobody reads what nobody could map"
         slot = self._slot_of(message)
         if slot is None:
@@ -105,18 +106,15 @@ class SharedMemory:
             copy = self._outbox.view(slot.start, slot.message, message.nbytes, self._rank)
             copy.copy_(message.view(-1).view(torch.uint8))
         self._outbox.mark(slot.start, reader, True)
-        return torch.tensor([slot.start, message.nbytes])
+        return slot.start
 
-    def message_at(self, place: Tensor, sender: int, size: int) -> Tensor:
-        """The bytes of a message of another rank, which it keeps as long as a tensor lies on them.
+    def view(self, sender: int, slot: int, size: int) -> Tensor:
+        """The bytes of a peer's message, which it keeps as long as a tensor lies on them."""
+        return self._inboxes[sender].view(slot, slot + _LINE, size, self._rank)
 
-        Raises:
-            PeerMismatch: the message has another size.
-        """
-        start, sent = place.tolist()
-        if sent != size:
-            raise PeerMismatch(f"rank {sender} sent {sent} bytes where {size} were expected")
-        return self._inboxes[sender].view(start, start + _LINE, size, self._rank)
+    def release(self, sender: int, slot: int) -> None:
+        """Leave a peer's message unread."""
+        self._inboxes[sender].mark(slot, self._rank, False)
 
     def _slot_of(self, message: Tensor) -> _Slot | None:
         """The slot that a message of this rank lies in."""
@@ -144,7 +142,7 @@ class SharedMemory:
     def _new_slot(self, size: int) -> _Slot:
         """A slot in the first gap between the others."""
         assert self._outbox is not None
-        start = _PAGE  # the token is before it
+        start = self._first_slot
         for slot in self._slots:
             if slot.start - start >= size:
                 break
@@ -157,11 +155,12 @@ class SharedMemory:
 
 
 class _Memory:
-    """A mapped file, as bytes."""
+    """A mapped file, as bytes and as words."""
 
     def __init__(self, descriptor: int) -> None:
         self.size = os.fstat(descriptor).st_size
         self._map = mmap.mmap(descriptor, self.size)
+        self.words = memoryview(self._map).cast("Q")
         self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._map))
 
     def view(self, mark: int, start: int, size: int, rank: int) -> Tensor:
@@ -191,8 +190,8 @@ class _Memory:
 def _anonymous_file(ranks: int) -> int | None:
     """A descriptor of an empty file in memory; None where ranks cannot share one.
 
-    x86 alone: its cores see each other's stores in order, so that a message is complete when its place arrives, and
-    read when its mark is gone.
+    x86 alone: its cores see each other's stores in order, so that a message is complete when the word after it has
+    come, and read when its mark is gone.
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64" or ranks > MAX_RANKS:
         return None
