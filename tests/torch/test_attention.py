@@ -147,7 +147,7 @@ def changes_its_mind(mesh, what):
     ("what", "message"),
     [
         ("a new shape", "queries"),
-        ("a mask that is known", "different mask: rank 0: regions:0,,0,,0,, rank 1: regions:0,,0,,,"),
+        ("a mask that is known", "different mask: rank 0: causal, rank 1: full"),
         ("another pass", "out of step: rank 0: "),
     ],
 )

@@ -87,9 +87,18 @@ class Mask:
 
     @property
     def spec(self) -> str:
-        """The mask as text that ``Mask.parse`` reads back: one region after the other, bounds that do not bind left
-        out.
+        """The mask as text that ``Mask.parse`` reads back, the same for equal masks: a name if that says all, else one
+        region after the other, bounds that do not bind left out.
         """
+        match self.regions:
+            case (only,) if only == Region():
+                return "full"
+            case (only,) if only == Region(lo=0):
+                return "causal"
+            case (only,) if only == Region(lo=0, hi=only.hi):
+                return f"window:{only.hi + 1}"
+            case _:
+                pass
         return "regions:" + ";".join(
             ",".join("" if abs(bound) >= UNBOUNDED else str(bound) for bound in region) for region in self.regions
         )
