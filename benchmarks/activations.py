@@ -34,7 +34,7 @@ BYTES: Final[dict[str, dict[str, Any]]] = {
     "nothing": {"checkpoint": "none", "loss_chunk_tokens": 1 << 30},
     "loss in blocks": {"checkpoint": "none"},
     "feed-forward in blocks": {"checkpoint": "none", "feedforward_chunk_tokens": 1024},
-    "attention kept": {"checkpoint": "attention"},
+    "attention kept": {"checkpoint": "attention", "feedforward_chunk_tokens": 0},
     "attention kept, feed-forward in blocks": {"checkpoint": "attention", "feedforward_chunk_tokens": 1024},
     "attention kept, all in blocks": {
         "checkpoint": "attention",
@@ -48,13 +48,13 @@ BYTES: Final[dict[str, dict[str, Any]]] = {
     },
 }
 TIMES: Final[dict[str, dict[str, Any]]] = {
-    "attention kept": {"checkpoint": "attention"},
+    "attention kept": {"checkpoint": "attention", "feedforward_chunk_tokens": 0},
     "nothing": {"checkpoint": "none", "loss_chunk_tokens": 1 << 30},
     "loss in blocks": {"checkpoint": "none"},
     "feed-forward in blocks": {"checkpoint": "attention", "feedforward_chunk_tokens": 1024},
-    "vocabulary in blocks": {"checkpoint": "attention", "loss_chunk_vocabulary": 4096},
-    "offload": {"checkpoint": "attention", "offload": "activations"},
-    "inputs kept": {"checkpoint": "full"},
+    "vocabulary in blocks": {"checkpoint": "attention", "feedforward_chunk_tokens": 0, "loss_chunk_vocabulary": 4096},
+    "offload": {"checkpoint": "attention", "feedforward_chunk_tokens": 0, "offload": "activations"},
+    "inputs kept": {"checkpoint": "full", "feedforward_chunk_tokens": 0},
 }
 
 

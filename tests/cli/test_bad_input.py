@@ -75,7 +75,7 @@ def refusal(monkeypatch, capsys, *arguments):
         (['model.rope={type="spiral",factor=2.0}'], "model.rope.type = 'spiral': choose one of linear, dynamic"),
         (['model.rope={type="yarn",factor=0.5}'], "model.rope.factor = 0.5: should be a number of at least 1"),
         (['model.rope={type="longrope",factor=2}'], "short_factor"),
-        (["memory.feedforward_chunk_tokens=0"], "memory.feedforward_chunk_tokens = 0"),
+        (["memory.feedforward_chunk_tokens=-1"], "memory.feedforward_chunk_tokens = -1"),
         (["memory.checkpoint=auto"], "memory.activation_bytes go together"),
         (["memory.checkpoint=auto", "memory.activation_bytes=9"], "the budget is 9; use a larger ring"),
         (["memory.checkpoint=none", "memory.offload=activations"], "memory.offload"),

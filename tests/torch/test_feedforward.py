@@ -1,15 +1,26 @@
 """The feed-forward in blocks: the same loss and gradients, what it keeps, and what is refused by name."""
 
+import logging
+import re
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ringspan as rs
-from ringspan.torch.feedforward import _Blockwise, _mixes_tokens, chunk_feedforwards, find_feedforwards
+from ringspan.torch.feedforward import (
+    CHUNK_TOKENS,
+    _Blockwise,
+    _mixes_tokens,
+    chunk_feedforwards,
+    find_feedforwards,
+    free_chunk_tokens,
+)
 from ringspan.torch.remat import checkpoint_layers
 from tests.torch.models import build, relative, tokens
 
@@ -196,3 +207,74 @@ def test_a_layer_of_another_kind_is_looked_at_by_itself():
     with pytest.raises(rs.UnsupportedError, match=r"h\.1: .*dropout 0\.5"):
         find_feedforwards(model)
     assert not any(isinstance(module, _Blockwise) for module in model.modules())
+
+
+@pytest.mark.parametrize(("kind", "is_cut"), [("llama", True), ("gemma3_text", False)])
+def test_the_default_cuts_what_then_runs_no_more_often(kind, is_cut, caplog):
+    model = build(kind).train()
+    assert free_chunk_tokens(model, checkpointed=True) == (CHUNK_TOKENS if is_cut else 0)
+    assert [message for message in caplog.messages if "Gemma3ForCausalLM" in message] == caplog.messages
+    assert len(caplog.messages) == (not is_cut)
+    runs: list[list[Any]] = [[], []]
+    for chunk, counted in ((0, runs[0]), (100, runs[1])):
+        step(kind, {}, chunk, "full", lambda *_, counted=counted: counted.append(1))
+    assert (len(runs[0]) == len(runs[1])) == is_cut
+    assert free_chunk_tokens(model, checkpointed=False) == 0, "without a checkpoint blocks cost one more pass"
+
+
+def test_trying_a_layer_leaves_nothing_behind():
+    model, results = build("llama").train(), []
+    model.model.layers[0].mlp.register_forward_hook(lambda *given: results.append(weakref.ref(given[2])))
+    model.model.layers[1].register_forward_pre_hook(lambda *_: results.append("the second layer runs"))
+    assert free_chunk_tokens(model, checkpointed=True) == CHUNK_TOKENS
+    assert results[-1]() is None and "the second layer runs" not in results
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("more", "mlp is called with more than hidden states"), ("broken", r"could not be tried out \(ValueError\)")],
+)
+def test_the_default_leaves_what_it_cannot_try(how, reason, monkeypatch, caplog):
+    model = build("llama").train()
+    forward = type(model.model.layers[0]).forward
+
+    def changed(self: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
+        if how == "broken":
+            raise ValueError
+        return forward(self, hidden, **kwargs) + 0 * self.mlp(x=hidden)
+
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", changed)
+    assert free_chunk_tokens(model, checkpointed=True) == 0
+    assert re.search(reason, caplog.text)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def on_a_ring(mesh: DeviceMesh) -> Any:
+    """Tokens at a time of some models and options, and what was logged; a number for the last is refused."""
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # pyright: ignore[reportAttributeAccessIssue]
+    logging.getLogger("ringspan").addHandler(handler)
+    chunks = []
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("llama", {}),
+        ("llama", {"checkpoint": "none"}),
+        ("llama", {"feedforward_chunk_tokens": 0}),
+        ("llama", {"feedforward_chunk_tokens": 7, "checkpoint": "none"}),
+        ("gemma3_text", {"feedforward_chunk_tokens": 7}),
+        ("llama4_text", {}),
+    ]
+    for kind, options in cases:
+        model = rs.parallelize(build(kind), mesh, **options)
+        chunks.append({getattr(module, "feedforward_chunk_tokens", 0) for module in model.modules()} - {0})
+    logging.getLogger("ringspan").removeHandler(handler)
+    with pytest.raises(rs.UnsupportedError, match="Llama4ForCausalLM has no feed-forward"):
+        rs.parallelize(build("llama4_text"), mesh, feedforward_chunk_tokens=7)
+    return chunks, [record.getMessage() for record in logged]
+
+
+def test_a_model_on_the_ring_is_cut_by_default_and_says_once_when_not(pool):
+    for rank, (chunks, logged) in enumerate(pool.run(on_a_ring, 2)):
+        assert chunks == [{CHUNK_TOKENS}, set(), set(), {7}, {7}, set()]
+        assert len(logged) == (rank == 0), "by the first rank alone"
+        assert all("all tokens at once: Llama4ForCausalLM" in line for line in logged)

@@ -21,6 +21,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"checkpoint": "none", "feedforward_chunk_tokens": 3},
     {"checkpoint": "full", "loss_chunk_vocabulary": 30},
     {"checkpoint": "attention", "feedforward_chunk_tokens": 3},
+    {"checkpoint": "attention", "feedforward_chunk_tokens": 0},
     {"checkpoint": "full", "offload": "activations"},
     {"checkpoint": "attention", "offload": "activations"},
     {"checkpoint": "full", "offload": "activations", **BLOCKS},

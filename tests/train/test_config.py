@@ -67,7 +67,7 @@ def test_a_minimal_file_takes_the_documented_defaults(tmp_path: Path):
         "activation_bytes": None,
         "loss_chunk_tokens": 1024,
         "loss_chunk_vocabulary": None,
-        "feedforward_chunk_tokens": None,
+        "feedforward_chunk_tokens": "auto",
         "offload": "none",
     }
     assert config.optimizer.model_dump() == {
@@ -189,6 +189,11 @@ def test_every_key_is_documented():
         ("mesh.ring=0", "mesh.ring = 0: should be greater than or equal to 1"),
         ("memory.checkpoint=auto", '"auto" and memory.activation_bytes go together'),
         ("memory.activation_bytes=1000", '"auto" and memory.activation_bytes go together'),
+        (
+            "memory.feedforward_chunk_tokens=-1",
+            "chunk_tokens = -1: should be greater than or equal to 0; the default is",
+        ),
+        ("memory.feedforward_chunk_tokens=some", 'feedforward_chunk_tokens = "some": should be a valid integer'),
         ("optimizer.label_smoothing=1.0", "optimizer.label_smoothing = 1.0: should be less than 1"),
         ("steps", '"steps": is not an override; write key=value'),
         (".steps=1", "is not an override; write key=value"),

@@ -24,9 +24,9 @@ from ringspan.train.metrics import peak_bytes
 VariantName = Literal["plain", "chunks", "offload"]
 # What is added to a checkpoint policy; offloading goes without "none", which leaves nothing to offload.
 VARIANTS: Final[dict[VariantName, dict[str, Any]]] = {
-    "plain": {},
+    "plain": {"feedforward_chunk_tokens": 0},
     "chunks": {"feedforward_chunk_tokens": 512, "loss_chunk_tokens": 512, "loss_chunk_vocabulary": 2048},
-    "offload": {"offload": "activations"},
+    "offload": {"offload": "activations", "feedforward_chunk_tokens": 0},
 }
 
 

@@ -20,6 +20,7 @@ CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "tem
 
 _FLOAT32: Final = 4
 _LOSS_ROWS: Final = 4096  # rows of the head whose gradient the loss multiplies at once
+_FEEDFORWARD_TOKENS: Final = 4096  # that a checkpointed layer's feed-forward works on at once
 _INDICES: Final = 3 * 8  # tokens, positions and labels are int64
 
 
@@ -218,10 +219,23 @@ class _Step:
         return parts
 
     def _feedforward(self, done: int) -> Memory:
-        """At the product's gradient: the product is gone, three more of its size are there."""
-        wide = self.tokens * self.a * self.shape.intermediate
-        weight = self.a * self.shape.hidden * self.shape.intermediate
-        return self._backward("feed-forward backward", done, sum(self._made_again.values()), 2 * wide + weight)
+        """At the product's gradient: the product is gone, three more of its size are there.
+
+        Under a checkpoint a block of tokens has them at a time, and the weights' gradients add up in float32.
+        """
+        made, a, shape = self._made_again, self.a, self.shape
+        weight = a * shape.hidden * shape.intermediate
+        if self.setting.checkpoint == "none":
+            wide = self.tokens * a * shape.intermediate
+            return self._backward("feed-forward backward", done, sum(made.values()), 2 * wide + weight)
+        block = min(_FEEDFORWARD_TOKENS, self.tokens)
+        inside = block * made.pop("feedforward") // self.tokens
+        weights = (3 if shape.family == "llama" else 2) * weight
+        sums = _FLOAT32 * weights // a if block < self.tokens else 0
+        product = sums + inside + 2 * block * a * shape.intermediate + weight
+        last = sums + weights if block < self.tokens or a == _FLOAT32 else (_FLOAT32 // a + 1) * weights
+        d_hidden = self.tokens * a * shape.hidden
+        return self._backward("feed-forward backward", done, sum(made.values()), d_hidden + max(product, last))
 
     def _attention(self, done: int) -> Memory:
         """In the ring's backward pass: its inputs, results and what the loop holds."""

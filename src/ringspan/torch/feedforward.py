@@ -9,12 +9,15 @@ Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context M
 
 import copy
 import inspect
+import logging
 from collections.abc import Iterator
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,8 +25,36 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.torch.modules import mix_in
 
+ChunkTokens = int | Literal["auto"]
+
+# What "auto" takes. Each block adds the gradients of the weights to their float32 sums: enough tokens that this is
+# little beside its products, and few enough that a block is small beside what the ring holds in backward.
+CHUNK_TOKENS: Final = 4096
+
 # Tokens of the probe: enough for a router that fills experts to a capacity to drop some when all choose alike.
 _PROBE_TOKENS: Final = 24
+
+_log: Final = logging.getLogger(__name__)
+
+
+def free_chunk_tokens(model: PreTrainedModel, *, checkpointed: bool, logs: bool = True) -> int:
+    """Tokens at a time for feed-forwards where that costs next to nothing; 0, for all at once, where it does not.
+
+    A checkpointed layer computes its feed-forward again in any case, once, unless it keeps something that comes behind
+    it, such as the input of a norm: then blocks would be computed a third time. Why a checkpointed model goes without
+    is said in the log where ``logs``.
+    """
+    if not checkpointed:
+        return 0
+    try:
+        feedforwards = find_feedforwards(model)
+    except UnsupportedError as error:
+        reason = str(error)
+    else:
+        reason = _why_not_free(model, feedforwards)
+    if reason and logs:
+        _log.warning("feed-forwards run on all tokens at once: %s", reason)
+    return 0 if reason else CHUNK_TOKENS
 
 
 def chunk_feedforwards(model: PreTrainedModel, chunk_tokens: int) -> None:
@@ -39,7 +70,7 @@ def chunk_feedforwards(model: PreTrainedModel, chunk_tokens: int) -> None:
         UnsupportedError: a layer has no such submodule, or it has dropout; by name.
     """
     if chunk_tokens < 1:
-        raise ConfigError(f"feedforward_chunk_tokens must be at least 1, got {chunk_tokens}; leave it out for none")
+        raise ConfigError(f"feedforward_chunk_tokens must be at least 1, got {chunk_tokens}; 0 is for none")
     for module in find_feedforwards(model):
         mix_in(module, _Blockwise, feedforward_chunk_tokens=chunk_tokens)
 
@@ -69,7 +100,7 @@ def find_feedforwards(model: PreTrainedModel) -> list[nn.Module]:
         if not here:
             raise UnsupportedError(
                 f"{type(model).__name__} has no feed-forward that can run in chunks in {path}: {'; '.join(reasons)}; "
-                "leave feedforward_chunk_tokens out"
+                "use feedforward_chunk_tokens=0"
             )
         found += here
     if not found:
@@ -131,6 +162,53 @@ def _mixes_tokens(module: nn.Module, size: int) -> str:
     return ""
 
 
+class _Tried(Exception):
+    """Ends a trial behind the first layer."""
+
+
+def _why_not_free(model: PreTrainedModel, feedforwards: list[nn.Module]) -> str:
+    """Run the first layer, as its model does, on two tokens: what makes blocks dear or impossible; empty for nothing.
+
+    A layer is computed again up to the last tensor that it keeps: as long as none comes behind its feed-forward, that
+    one's result is not needed again.
+    """
+    layer = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    name, feedforward = next((name, child) for name, child in layer.named_children() if child in feedforwards)
+    is_behind = False
+    reasons: list[str] = []
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        if len(args) != 1 or kwargs:
+            reasons.append(f"{name} is called with more than hidden states")
+
+    def leave(*_: Any) -> None:
+        nonlocal is_behind
+        is_behind = True
+
+    def keep(_: Tensor) -> None:  # nothing is kept: there is no backward pass
+        if is_behind and not reasons:
+            reasons.append(f"what comes behind {name} needs its result again, so blocks cost one more forward pass")
+
+    def end(*_: Any) -> None:
+        raise _Tried
+
+    handles = [
+        feedforward.register_forward_pre_hook(enter, with_kwargs=True),
+        feedforward.register_forward_hook(leave),
+        layer.register_forward_hook(end),
+    ]
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=next(layer.parameters()).device)
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x), suppress(_Tried):
+            model.base_model(input_ids=ids, use_cache=False)
+    except Exception as error:  # whatever it raises: then nobody knows
+        reasons.append(f"its first layer could not be tried out ({type(error).__name__})")
+    finally:
+        for handle in handles:
+            handle.remove()
+    return f"in {type(model).__name__} {reasons[0]}" if reasons else ""
+
+
 def _hidden(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
@@ -153,7 +231,7 @@ class _Blockwise:
 
         if args or kwargs:
             raise UnsupportedError(
-                f"{type(self).__name__} was called with more than hidden states; leave feedforward_chunk_tokens out"
+                f"{type(self).__name__} was called with more than hidden states; use feedforward_chunk_tokens=0"
             )
         flat = hidden_states.reshape(1, -1, hidden_states.shape[-1])
         parameters = [p for p in self.parameters() if p.requires_grad]
@@ -230,7 +308,7 @@ def _accumulate(sums: list[Tensor | None], parts: list[Tensor | None], d_out: Te
 def _owns(part: Tensor, d_out: Tensor) -> bool:
     """Whether a gradient has memory of its own, not that of the one it was made from."""
     local = part.to_local() if isinstance(part, DTensor) else part
-    return local.untyped_storage().data_ptr() != d_out.untyped_storage().data_ptr()
+    return local.untyped_storage()._cdata != d_out.untyped_storage()._cdata
 
 
 def _blocks(hidden: Tensor, chunk_tokens: int) -> Iterator[slice]:

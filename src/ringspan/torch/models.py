@@ -26,7 +26,7 @@ from ringspan.torch import kernels
 from ringspan.torch.agreement import agree
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.batch import IGNORED, document_positions
-from ringspan.torch.feedforward import chunk_feedforwards
+from ringspan.torch.feedforward import ChunkTokens, chunk_feedforwards, free_chunk_tokens
 from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
 from ringspan.torch.mesh import tensor_axis
 from ringspan.torch.modules import mix_in
@@ -61,7 +61,7 @@ def parallelize(
     loss_chunk_vocabulary: int | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
-    feedforward_chunk_tokens: int | None = None,
+    feedforward_chunk_tokens: ChunkTokens = "auto",
     offload: OffloadName = "none",
     compute_dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
@@ -86,8 +86,9 @@ def parallelize(
         loss_chunk_tokens: tokens whose logits exist at once.
         loss_chunk_vocabulary: vocabulary entries for which they do, all when None; see ``blockwise_cross_entropy``, for
             ``z_loss`` and ``label_smoothing`` too.
-        feedforward_chunk_tokens: tokens that a feed-forward works on at once, see ``chunk_feedforwards``; all when
-            None.
+        feedforward_chunk_tokens: tokens that a feed-forward works on at once, see ``chunk_feedforwards``; 0 for all.
+            ``auto`` takes 4,096 where that costs next to nothing: in checkpointed layers, of models whose feed-forwards
+            can be cut and come last.
         offload: where what checkpointing keeps waits for backward, see ``offload_activations``.
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
 
@@ -100,6 +101,10 @@ def parallelize(
         refuse_split(model, tp.size())
     refuse_route(model.config, mesh["ring"].size(), route, wire, 1 if tp is None else tp.size())
     _refuse_kernel(model, kernel, compute_dtype, mesh["ring"].get_group())
+    if feedforward_chunk_tokens == "auto":
+        feedforward_chunk_tokens = free_chunk_tokens(
+            model, checkpointed=checkpoint != "none", logs=mesh.get_rank() == int(mesh.mesh.min())
+        )
     loss = LossOptions(
         chunk_tokens=loss_chunk_tokens,
         chunk_vocabulary=loss_chunk_vocabulary,
@@ -116,7 +121,7 @@ def parallelize(
             # Llama 4 counts local tokens for it; ``attend`` does the same with their global positions.
             attention.attn_temperature_tuning, attention.ring_temperature = False, not attention.use_rope
     model.config.use_cache = False
-    if feedforward_chunk_tokens is not None:
+    if feedforward_chunk_tokens:
         chunk_feedforwards(model, feedforward_chunk_tokens)
     checkpoint_layers(model, checkpoint, offload)
     chunk_rotary_tables(model)

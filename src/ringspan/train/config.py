@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -187,8 +187,9 @@ class MemoryConfig(_Table):
     """Tokens for which logits exist at one time."""
     loss_chunk_vocabulary: int | None = Field(default=None, ge=1)
     """Entries of the vocabulary for which they do; default: all. With fewer, logits are computed twice."""
-    feedforward_chunk_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that a feed-forward works on at one time, again in the backward pass; default: all at once."""
+    feedforward_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Tokens that a feed-forward works on at one time, again in the backward pass; 0: all at once. "auto": 4096 where
+    that costs next to nothing, see docs/memory.md."""
     offload: Literal["none", "activations"] = "none"
     """"activations" moves what checkpointing keeps to host memory, from the CPU to memory-mapped files."""
 
@@ -423,7 +424,8 @@ def parse_config(values: Mapping[str, Any]) -> TrainConfig:
     except ValidationError as error:
         # A misspelt key often makes its right spelling "missing" as well: the misspelling is the one to show.
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        others = {_locate(problem["loc"])[0] for problem in problems} - {_locate(problems[0]["loc"])[0]}
+        more = f" (and {len(others)} more)" if others else ""
         raise ConfigError(_explain(problems[0]) + more) from error
 
 

@@ -477,7 +477,7 @@ def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.
         memory.activation_bytes,
         dtype,
         tp=config.mesh.tp,
-        feedforward_in_chunks=memory.feedforward_chunk_tokens is not None,
+        feedforward_in_chunks=memory.feedforward_chunk_tokens not in ("auto", 0),  # "auto" only under a checkpoint
     )
 
 
