@@ -26,6 +26,7 @@ from ringspan.torch import kernels
 from ringspan.torch.agreement import agree
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.batch import IGNORED, document_positions
+from ringspan.torch.embedding import sum_embedding_gradients
 from ringspan.torch.feedforward import ChunkTokens, chunk_feedforwards, free_chunk_tokens
 from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
 from ringspan.torch.mesh import tensor_axis
@@ -125,6 +126,7 @@ def parallelize(
         chunk_feedforwards(model, feedforward_chunk_tokens)
     checkpoint_layers(model, checkpoint, offload)
     chunk_rotary_tables(model)
+    sum_embedding_gradients(model)
     _become_ring_model(model, mesh, layout, loss)
     if tp is not None:
         split_model(model, tp)
