@@ -27,15 +27,12 @@ def received_bytes(mesh, route, shape, tokens):
     torch.manual_seed(mesh["ring"].get_local_rank())
     sizes = (shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.value_dim)
     q, k, v = (torch.randn(1, heads, tokens, size, requires_grad=True) for heads, size in sizes)
-    arrived = []
-    out = None
-    for run in (lambda: rs.ring_attention(q, k, v, mask=rs.full(), group=mesh["ring"].get_group(), route=route),
-                lambda: out.sum().backward()):  # fmt: skip
-        TOTALS.passages = []
-        out = run()
-        arrived.append(sum(passage.received_bytes for passage in TOTALS.passages))
-    TOTALS.passages = None
-    return arrived
+    TOTALS.passages = []
+    out = rs.ring_attention(q, k, v, mask=rs.full(), group=mesh["ring"].get_group(), route=route)
+    forward, TOTALS.passages = TOTALS.passages, []
+    out.sum().backward()
+    backward, TOTALS.passages = TOTALS.passages, None
+    return [sum(passage.received_bytes for passage in passages) for passages in (forward, backward)]
 
 
 @pytest.mark.parametrize("route", ROUTES)
