@@ -23,6 +23,7 @@ def command(
     batch: plan.Batch = 1,
     dtype: plan.Dtype = "bfloat16",
     parameter_dtype: plan.ParameterDtype = "float32",
+    route: plan.Route = "auto",
     rank: Annotated[int, typer.Option(min=0, help="The rank to play.")] = 0,
     bandwidth: Annotated[
         float | None,
@@ -39,8 +40,9 @@ def command(
     from ringspan.core.errors import ConfigError
     from ringspan.plan.rehearsal import rehearse_plan
 
-    answer = plan.planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype)
-    link = answer.question.device.bandwidth(answer.setting.ring) if bandwidth is None else bandwidth
+    answer = plan.planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route)
+    setting = answer.setting
+    link = answer.question.device.bandwidth(setting.ring * setting.tp) if bandwidth is None else bandwidth
     if not 0 < link < float("inf"):
         raise ConfigError(f"--bandwidth {bandwidth}: should be a positive number of bytes/s")
     with Console(stderr=True, quiet=as_json).status(f"rehearsing rank {rank} of {devices}"):
