@@ -1,5 +1,7 @@
 """When passes end, where that can be worked out by hand, and what arrives, against what the ring brings."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,11 +24,11 @@ ROUTES = [
 ]
 
 
-def received_bytes(mesh, route, shape, tokens):
+def received_bytes(mesh, route, shape, tokens, dtype):
     """What arrives at this rank in a forward and in a backward pass."""
     torch.manual_seed(mesh["ring"].get_local_rank())
     sizes = (shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.value_dim)
-    q, k, v = (torch.randn(1, heads, tokens, size, requires_grad=True) for heads, size in sizes)
+    q, k, v = (torch.randn(1, heads, tokens, size, dtype=dtype, requires_grad=True) for heads, size in sizes)
     TOTALS.passages = []
     out = rs.ring_attention(q, k, v, mask=rs.full(), group=mesh["ring"].get_group(), route=route)
     forward, TOTALS.passages = TOTALS.passages, []
@@ -35,13 +37,15 @@ def received_bytes(mesh, route, shape, tokens):
     return [sum(passage.received_bytes for passage in passages) for passages in (forward, backward)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("route", ROUTES)
-def test_what_arrives_is_what_the_ring_brings(pool, route):
+def test_what_arrives_is_what_the_ring_brings(pool, route, dtype):
     """With a full mask every rank gets as much."""
     layout, speeds = rs.Layout("zigzag", 4 * 6, 4), Speeds(1e12, 1e9, 1e8, 2)
-    passes = [walk(layout, rs.full(), route, HEADS, speeds) for walk in (forward_pass, backward_pass)]
+    shape = replace(HEADS, itemsize=dtype.itemsize)
+    passes = [walk(layout, rs.full(), route, shape, speeds) for walk in (forward_pass, backward_pass)]
     expected = [one.intra_node_bytes + one.inter_node_bytes for one in passes]
-    for arrived in pool.run(received_bytes, 4, route, HEADS, 6):
+    for arrived in pool.run(received_bytes, 4, route, HEADS, 6, dtype):
         assert arrived == expected
 
 
@@ -70,6 +74,18 @@ def test_links_between_nodes_carry_what_crosses_them():
     for route, inter in (("ring", 3), ("double-ring:2", 1), ("all-gather", 2)):
         one = forward_pass(layout, rs.full(), route, shape, Speeds(1e12, 1e9, 1e8, 2))
         assert (one.intra_node_bytes, one.inter_node_bytes) == ((3 - inter) * block, inter * block)
+    grouped = forward_pass(layout, rs.full(), "ulysses:2", shape, Speeds(1e12, 1e9, 1e8, 2))
+    assert grouped.inter_node_bytes == block  # of twice the tokens and half the heads
+
+
+def test_what_comes_home_waits_for_what_was_added_before():
+    """Two inner rings of two: over the slow link come two blocks, what comes home of the first and, behind the second,
+    the gradient that the last hop adds to; only then can that go home, over the fast link.
+    """
+    slow, fast, tokens = 1e6, 1e9, 64
+    layout, block = rs.Layout("contiguous", 4 * tokens, 4), tokens * 2 * 2 * 16 * 4
+    one = backward_pass(layout, rs.full(), "double-ring:2", HEADS, Speeds(1e30, slow, fast, 2))
+    assert one.seconds == pytest.approx(4 * block / slow + block / fast)
 
 
 def test_half_of_a_backward_pass_hides_behind_the_other():

@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.plan import tracker
+from ringspan.plan.cost import step_cost
 from ringspan.plan.dryrun import hugging_face_config, summary, thinned, trace
+from ringspan.plan.hardware import DEVICES
 from ringspan.plan.memory import CATEGORIES, CHECKPOINTS, Setting, training_memory
 from ringspan.plan.shapes import MODELS, from_config
 from ringspan.torch.remat import CHECKPOINT_NAMES
@@ -113,6 +115,26 @@ def test_the_formula_of_the_fine_tuning_story_is_that_of_the_trace_where_the_emb
     formula = training_memory(shape, setting)
     assert formula.moment == "embedding reduction"
     assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("vocabulary", [501, 502])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_the_sums_of_tensor_parallelism_are_those_that_the_step_asks_for(monkeypatch, checkpoint, vocabulary):
+    """A sum over two ranks brings each as many bytes as it has. A vocabulary that is not split needs none."""
+    setting = Setting(length=256, ring=2, tp=2, checkpoint=checkpoint)
+    config = models.config("llama", **SIZES | {"vocab_size": vocabulary})
+    summed, sum_up = [], dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        if tensor.ndim == 3:  # hidden states, not what the loss adds up of each token
+            summed.append(tensor.nbytes)
+        return sum_up(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", counted)
+    trace(config, setting)
+    device = DEVICES["h100-80gb"]
+    cost = step_cost(from_config(config.to_dict(), "llama"), setting, device, 1)
+    assert cost.tensor_bytes == sum(summed) / 2  # of two steps
 
 
 def test_a_trace_without_the_inside_of_the_ring_would_miss_its_buffers(monkeypatch):

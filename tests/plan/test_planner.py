@@ -145,6 +145,8 @@ def test_tensor_parallelism_is_chosen_where_a_ring_waits_for_parameters_and_says
     assert "a ring of 8 without it would need" in reason
     assert plan.as_json()["link_bytes_per_step"]["tensor_sums"] > 0
     assert all(mesh.tp == 1 for mesh in meshes(replace(plan.question, shape=MODELS["gpt2"])))
+    small_nodes = replace(plan.question, device=replace(H100, devices_per_node=4))
+    assert {mesh.tp for mesh in meshes(small_nodes)} == {1, 2, 4}
     assert any("no tensor parallelism was weighed" in r for r in plan_for(shape=MODELS["gpt2"], length=4096).reasons)
 
 

@@ -172,6 +172,7 @@ class _LayerTimes:
 
     def __init__(self, shape: ModelShape, setting: Setting, device: Device) -> None:
         self.shape, self.setting, self.device = shape.split(setting.tp), setting, device
+        self.root_sums = 2 if self.shape.vocab < shape.vocab else 0  # of the embedding, and of the head's gradient
         self.kept = saved_per_token(shape, setting) if setting.offload == "activations" else 0
         # Peak numbers are for half precision; float32 runs as TF32 at about half of it, at best.
         self.peak = device.flops if setting.number_bytes < 4 else device.flops / 2
@@ -185,7 +186,7 @@ class _LayerTimes:
     def root(self) -> _Time:
         """Embedding, head and loss."""
         compute = 3 * self.matrices(self.shape.vocab * self.shape.hidden)
-        return self._time(compute, compute, self.shape.root_parameters, Pass(0, 0, 0, 0), sums=2, kept=0)
+        return self._time(compute, compute, self.shape.root_parameters, Pass(0, 0, 0, 0), sums=self.root_sums, kept=0)
 
     def layer(self, window: int | None) -> _Time:
         """One layer whose queries see so many keys."""
