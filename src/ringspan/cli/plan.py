@@ -118,6 +118,13 @@ def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:
         return summary(trace_plan(answer, rank), answer.question.device.memory_bytes)
 
 
+def shown_mesh(result: dict[str, Any]) -> str:
+    """The axes of a plan's mesh; Ulysses groups are inside of the ring, and the route names them."""
+    axes = {name: size for name, size in result["mesh"].items() if name in ("replicate", "ring") or size > 1}
+    axes.pop("ulysses", None)
+    return " x ".join(f"{name} {size}" for name, size in axes.items())
+
+
 def _show(answer: "Plan", result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -138,7 +145,6 @@ def _show(answer: "Plan", result: dict[str, Any]) -> None:
     memory.add_row("peak", f"{result['peak_bytes'] / 1e9:.2f}")
     memory.add_row("device", f"{question.device.memory_bytes / 1e9:.2f}")
     console.print(memory)
-    mesh = " x ".join(f"{name} {size}" for name, size in result["mesh"].items())
     facts = Table(show_header=False)
     facts.add_column()
     facts.add_column()
@@ -153,7 +159,7 @@ def _show(answer: "Plan", result: dict[str, Any]) -> None:
     if result["max_length_needs"]:
         longest += f" ({result['max_length_needs']})"
     for name, value in (
-        ("mesh", mesh),
+        ("mesh", shown_mesh(result)),
         ("layout, route", f"{result['layout']}, {result['route']}"),
         ("checkpoint", kept),
         ("longest sequence", longest),

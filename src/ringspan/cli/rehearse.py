@@ -94,8 +94,7 @@ def _show(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    mesh = " x ".join(f"{name} {size}" for name, size in result["mesh"].items())
-    console.print(f"[bold]rank {result['rank']}[/] of {mesh}, on {result['machine']['device']}")
+    console.print(f"[bold]rank {result['rank']}[/] of {plan.shown_mesh(result)}, on {result['machine']['device']}")
     memory = Table(title="bytes at the peak", title_justify="left")
     for column in ("category", "planned GB", "measured GB"):
         memory.add_column(column, justify="left" if column == "category" else "right")
