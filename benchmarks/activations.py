@@ -64,7 +64,8 @@ def count_bytes() -> dict[str, Any]:
     for tokens in (8192, 32_768, 131_072):
         for name, options in BYTES.items():
             others = dict(options)
-            chosen = {key: others.pop(key) for key in ("checkpoint", "loss_chunk_tokens") if key in others}
+            known = ("checkpoint", "loss_chunk_tokens", "feedforward_chunk_tokens")
+            chosen = {key: others.pop(key) for key in known if key in others}
             setting = Setting(length=2 * tokens, ring=2, on_gpu=False, **chosen)
             config = LlamaConfig(
                 vocab_size=32_000,

@@ -72,7 +72,8 @@ def run() -> dict[str, Any]:
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {"model": MODEL, "stages": {}, "curves": {}}
     peaks: dict[str, int] = {}
     for name, setting in STAGES.items():
-        if result["stages"].get(name, {}).get("setting") != asdict(setting):
+        known = result["stages"].get(name)
+        if known is None or Setting(**known["setting"]) != setting:
             result["stages"][name] = _told(name, setting)
             _keep(result)
         peaks[repr(setting)] = result["stages"][name]["peak_bytes"]

@@ -66,7 +66,10 @@ def test_a_trace_takes_the_place_of_the_formula(monkeypatch, capsys, tmp_path):
         (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--parameter-dtype", "int8"], "unknown dtype 'int8'"),
         (["--length", "0"], "--length"),
-        (["--devices", "8", "--length", "9"], "cannot be shared"),
+        (["--model", "gpt2", "--devices", "8", "--length", "9"], "cannot be shared"),
+        (["--route", "rnig"], "unknown route 'rnig'"),
+        (["--route", "ulysses:3"], "groups of 3 do not divide 8 ranks"),
+        (["--model", "gpt2", "--route", "ulysses:8"], "12 query and 12 key/value heads do not split evenly"),
         (["--trace", "--rank", "8"], "--rank 8"),
     ],
 )

@@ -40,7 +40,7 @@ def test_it_prints_the_plan_and_what_was_measured(monkeypatch, capsys, model):
 
 def test_it_prints_tables_for_people(monkeypatch, capsys, model):
     text = printed(monkeypatch, capsys, "rehearse", "--model", model, "--devices", "2", "--length", "256")
-    for expected in ("rank 0 of replicate 1 x ring 2", "measured GB", "communication", "waiting for links"):
+    for expected in ("rank 0 of replicate 1 x ring 1 x tp 2", "measured GB", "communication", "waiting for links"):
         assert expected in text
 
 

@@ -3,8 +3,9 @@
 import pytest
 
 import ringspan as rs
-from ringspan.core.choice import Shape, Speeds, choose_route, forward_seconds
+from ringspan.core.choice import choose_route
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.timing import Shape, Speeds, forward_pass
 
 NODE = Speeds(flops=4e14, intra_node_bytes=3e11, inter_node_bytes=2.5e10, ranks_per_node=8)
 LLAMA = Shape(batch=1, heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2)
@@ -35,21 +36,21 @@ def test_heads_that_do_not_split_are_no_candidates():
     choice = choose_route(rs.Layout("zigzag", 4096, 8), rs.full(), Shape(1, 7, 7, 128, 128, 2), NODE)
     assert {route for route, _ in choice.seconds} == {"ring", "all-gather"}
     with pytest.raises(UnsupportedError):
-        forward_seconds(rs.Layout("zigzag", 4096, 8), rs.full(), "ulysses:8", Shape(1, 7, 7, 128, 128, 2), NODE)
+        forward_pass(rs.Layout("zigzag", 4096, 8), rs.full(), "ulysses:8", Shape(1, 7, 7, 128, 128, 2), NODE)
 
 
 @pytest.mark.parametrize("route", ["ring", "double-ring:4", "all-gather", "bidirectional", "pass-q", "ulysses:4"])
 def test_without_a_wire_only_the_arithmetic_counts(route):
     speeds = Speeds(1e12, 1e30, 1e30, 8)
     layout = rs.Layout("striped", 8 * 64, 8)
-    seconds = forward_seconds(layout, rs.full(), route, LLAMA, speeds)
+    seconds = forward_pass(layout, rs.full(), route, LLAMA, speeds).seconds
     assert seconds == pytest.approx(layout.length**2 / 8 * 4 * 32 * 128 / 1e12)
 
 
 def test_a_slow_wire_bounds_the_ring_by_its_bytes():
     speeds = Speeds(1e30, 1e9, 1e9, 8)
     layout = rs.Layout("contiguous", 8 * 64, 8)
-    seconds = forward_seconds(layout, rs.full(), "ring", LLAMA, speeds)
+    seconds = forward_pass(layout, rs.full(), "ring", LLAMA, speeds).seconds
     assert seconds == pytest.approx(7 * 64 * 8 * 256 * 2 / 1e9)
 
 
@@ -69,7 +70,7 @@ def test_queries_travel_when_they_are_the_smaller_message():
 
 def test_a_slow_wire_bounds_travelling_queries_by_their_bytes():
     layout, keys = rs.Layout("contiguous", 8 * 64, 8), rs.Layout("contiguous", 8 * 4096, 8)
-    seconds = forward_seconds(layout, rs.full(), "pass-q", ODD, Speeds(1e30, 1e9, 1e9, 8), keys)
+    seconds = forward_pass(layout, rs.full(), "pass-q", ODD, Speeds(1e30, 1e9, 1e9, 8), keys).seconds
     assert seconds == pytest.approx(7 * 64 * 7 * (128 * 2 + 129 * 4) / 1e9)
 
 

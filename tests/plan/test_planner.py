@@ -1,14 +1,18 @@
 """What the planner chooses, and that its words are about its numbers."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
-from ringspan.core.errors import ConfigError
+from ringspan.core.choice import WORTH_IT
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.layout import LAYOUT_NAMES
 from ringspan.plan.cost import step_cost
 from ringspan.plan.hardware import DEVICES
-from ringspan.plan.memory import CHECKPOINTS, Setting, longest, training_memory
-from ringspan.plan.planner import Question, make_plan
+from ringspan.plan.memory import CHECKPOINTS, attention_backward_bytes, longest, training_memory
+from ringspan.plan.planner import make_plan, num_extras
+from ringspan.plan.search import Question, meshes, policies
 from ringspan.plan.shapes import MODELS
 
 LLAMA = MODELS["llama-3.1-8b"]
@@ -27,25 +31,52 @@ def test_a_short_sequence_gets_no_ring_and_is_told_so():
     assert any("fits one device" in reason for reason in plan.reasons)
 
 
-@pytest.mark.parametrize("length", [8192, 131_072, 1 << 20])
-def test_no_other_ring_or_policy_that_fits_is_faster(length):
-    plan = plan_for(length=length, batch=16)
+@pytest.mark.parametrize(("length", "batch"), [(8192, 16), (8192, 1), (131_072, 16), (1 << 20, 16)])
+def test_nothing_else_that_fits_is_faster_but_for_what_must_be_worth_it(length, batch):
+    """Every mesh, layout, route and policy, one by one."""
+    plan = plan_for(length=length, batch=batch)
     assert plan.fits
-    for ring in (1, 2, 4, 8, 16):
-        for checkpoint in CHECKPOINTS:
-            other = replace(plan.setting, ring=ring, replicate=16 // ring, checkpoint=checkpoint)
-            if training_memory(LLAMA, other).peak_bytes <= H100.memory_bytes:
-                assert step_cost(LLAMA, other, H100, 16).seconds >= 0.999 * plan.cost.seconds
+
+    def weighed(setting, cost):
+        return cost.seconds / WORTH_IT ** num_extras(setting)
+
+    tried = 0
+    for tp, ring, layout in product((1, 2, 4, 8), (1, 2, 4, 8, 16), LAYOUT_NAMES):
+        replicate = 16 // (tp * ring)
+        if replicate == 0 or batch % replicate:
+            continue
+        for route, checkpoint, chunk, offload in product(
+            ("ring", "bidirectional", "double-ring:8", "all-gather", "pass-q", "ulysses:2", "ulysses:4", "ulysses:8"),
+            CHECKPOINTS,
+            (None, 1024),
+            ("none", "activations"),
+        ):
+            try:
+                other = replace(
+                    plan.setting, tp=tp, ring=ring, replicate=replicate, layout=layout, route=route,
+                    checkpoint=checkpoint, feedforward_chunk_tokens=chunk, offload=offload,
+                )  # fmt: skip
+                fits = plan.question.fits(other)
+            except (UnsupportedError, ConfigError):
+                continue
+            if fits:
+                tried += 1
+                cost = step_cost(LLAMA, other, H100, batch)
+                assert weighed(other, cost) >= 0.999 * weighed(plan.setting, plan.cost), other
+    assert tried > 100
 
 
 def test_a_fitting_plan_stays_within_the_device_and_a_longer_one_than_its_longest_does_not():
     plan = plan_for()
     assert plan.memory.peak_bytes <= H100.memory_bytes
-    setting = Setting(length=plan.max_length_tokens, ring=16, checkpoint="full")
-    assert training_memory(LLAMA, setting).peak_bytes <= H100.memory_bytes
-    longer = replace(setting, length=plan.max_length_tokens + 32)
-    assert training_memory(LLAMA, longer).peak_bytes > H100.memory_bytes
-    assert longest(LLAMA, setting, H100.memory_bytes) == plan.max_length_tokens
+    setting = plan.longest
+    assert plan.question.fits(setting)
+    assert not plan.question.fits(replace(setting, length=plan.max_length_tokens + 32))
+    assert longest(setting, plan.question.fits) == plan.max_length_tokens
+    for route in ("ring", "all-gather", "ulysses:2"):
+        for policy in policies(plan.question):
+            other = replace(setting, ring=16, tp=1, route=route, **policy)
+            assert longest(other, plan.question.fits) <= plan.max_length_tokens
 
 
 def test_windows_stay_between_neighbours():
@@ -56,18 +87,77 @@ def test_windows_stay_between_neighbours():
 
 
 def test_an_impossible_budget_says_what_would_fit():
-    plan = plan_for(devices=8, length=1 << 21)
+    length = 1 << 22
+    plan = plan_for(devices=8, length=length)
     assert not plan.fits
     assert f"the longest sequence is {plan.max_length_tokens:,} tokens" in plan.reasons[0]
     enough = next(int(r.split(" fit on ")[1].split()[0]) for r in plan.reasons if " fit on " in r)
-    assert plan_for(devices=enough, length=1 << 21).fits
-    assert not plan_for(devices=enough // 2, length=1 << 21).fits
+    assert plan_for(devices=enough, length=length).fits
+    assert not plan_for(devices=enough // 2, length=length).fits
 
 
 def test_a_model_that_no_length_fits_says_so():
     plan = plan_for(shape=MODELS["llama-3.1-405b"], devices=4)
     assert plan.max_length_tokens == 0 and not plan.fits
     assert "no length fits; parameters and optimizer alone" in plan.reasons[0]
+
+
+def test_a_given_route_is_planned_with_its_memory_and_bytes():
+    around, gathered = plan_for(route="ring"), plan_for(route="all-gather")
+    assert gathered.setting.route == "all-gather" and around.setting.route == "ring"
+    assert gathered.longest.route == "all-gather"
+    assert any("route all-gather, as asked" in reason for reason in gathered.reasons)
+    alike = replace(around.setting, route="all-gather")
+    assert plan_for(route="all-gather").memory == training_memory(LLAMA, gathered.setting)
+    assert attention_backward_bytes(LLAMA, alike) != attention_backward_bytes(LLAMA, around.setting)
+    with pytest.raises(UnsupportedError, match="groups of 3 do not divide 16 ranks"):
+        plan_for(route="ulysses:3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "route"),
+    [
+        ({"shape": MODELS["gpt2-xl"], "length": 16_384}, "double-ring:8"),
+        ({"shape": MODELS["gpt2-medium"], "length": 4096, "devices": 8}, "ulysses:8"),
+        ({"shape": MODELS["gpt2-medium"], "length": 1 << 19, "devices": 8}, "ring"),
+    ],
+)
+def test_another_route_is_chosen_where_the_ring_waits(changes, route):
+    """Two nodes; few tokens and many heads; and blocks that hide their travel."""
+    plan = plan_for(**changes)
+    assert plan.setting.route == route
+    assert plan.as_json()["mesh"]["ulysses"] == (8 if route == "ulysses:8" else 1)
+    around = plan_for(**changes, route="ring")
+    shown, other = (each.as_json()["link_bytes_per_step"] for each in (plan, around))
+    if route == "ring":
+        assert plan.cost == around.cost and any("no other route" in reason for reason in plan.reasons)
+        return
+    assert plan.cost.seconds < WORTH_IT * around.cost.seconds
+    assert any(f"route {route}, the quickest that fits" in reason for reason in plan.reasons)
+    slower = "inter_node" if route.startswith("double") else "ring"
+    assert shown[slower] < 0.7 * other[slower]
+
+
+def test_tensor_parallelism_is_chosen_where_a_ring_waits_for_parameters_and_says_what_it_costs():
+    plan = plan_for(length=8192, devices=8)
+    assert plan.setting.tp > 1 and plan.setting.ring * plan.setting.tp == 8
+    reason = next(reason for reason in plan.reasons if reason.startswith(f"tp {plan.setting.tp}"))
+    assert "a ring of 8 without it would need" in reason
+    assert plan.as_json()["link_bytes_per_step"]["tensor_sums"] > 0
+    assert all(mesh.tp == 1 for mesh in meshes(replace(plan.question, shape=MODELS["gpt2"])))
+    small_nodes = replace(plan.question, device=replace(H100, devices_per_node=4))
+    assert {mesh.tp for mesh in meshes(small_nodes)} == {1, 2, 4}
+    assert any("no tensor parallelism was weighed" in r for r in plan_for(shape=MODELS["gpt2"], length=4096).reasons)
+
+
+def test_activations_go_to_a_host_that_has_room_for_them():
+    plan = plan_for(devices=8, length=1 << 20)
+    assert plan.setting.offload == "activations"
+    assert 0 < plan.as_json()["host_bytes"] <= H100.host_memory_bytes
+    assert any("activations wait on the host" in reason for reason in plan.reasons)
+    for missing in ({"host_bandwidth": 0.0}, {"host_memory_bytes": 10**9}):
+        without = plan_for(devices=8, length=1 << 20, device=replace(H100, **missing))
+        assert without.setting.offload == "none"
 
 
 def test_slow_links_are_named():
@@ -83,7 +173,7 @@ def test_the_object_that_is_printed_has_the_documented_keys():
         "min_tokens_per_device", "step_seconds", "mfu", "tokens_per_second", "flops_per_step", "reasons",
     }  # fmt: skip
     assert documented <= set(shown)
-    assert shown["mesh"] == {"replicate": 1, "ring": 16, "ulysses": 1}
+    assert shown["mesh"] == {"replicate": 1, "ring": 16, "ulysses": 1, "tp": 1}
     assert sum(shown["bytes"].values()) == shown["peak_bytes"]
     assert shown["min_tokens_per_device"]["inter_node"] == 6 * shown["min_block_tokens"]["inter_node"]
     assert 0 < shown["mfu"] < 1
@@ -95,7 +185,7 @@ def test_the_object_that_is_printed_has_the_documented_keys():
     [
         ({"devices": 0}, "--devices 0"),
         ({"dtype": "int8"}, "unknown dtype 'int8'"),
-        ({"length": 8, "devices": 16}, "cannot be shared"),
+        ({"shape": MODELS["gpt2"], "length": 8}, "cannot be shared"),
     ],
 )
 def test_bad_questions_are_refused(changes, message):

@@ -13,7 +13,8 @@ from ringspan.plan.dryrun import trace
 from ringspan.plan.memory import Setting
 from ringspan.plan.rehearsal import exposed_seconds, rehearse
 from ringspan.torch import attention
-from ringspan.torch.exchange import TOTALS, Arrival, Exchange
+from ringspan.torch.exchange import TOTALS, Exchange
+from ringspan.torch.ring import _Coming
 from tests.plan.heap import measured_peaks
 from tests.torch import models
 
@@ -53,14 +54,16 @@ def test_the_peak_is_that_of_a_real_rank_and_of_the_trace(pool, kind, options):
 
 
 def test_blocks_that_arrive_are_normal_numbers_of_the_right_size(monkeypatch):
-    arrived, read = [], Arrival.read
+    arrived, wait = [], _Coming.wait
 
-    def looking(arrival):
-        message = read(arrival)
-        arrived.append((message.numel(), float(message.mean()), float(message.std())))
-        return message
+    def looking(coming):
+        block = wait(coming)
+        if coming.arrival:
+            message = block.buffer
+            arrived.append((message.numel(), float(message.mean()), float(message.std())))
+        return block
 
-    monkeypatch.setattr(Arrival, "read", looking)
+    monkeypatch.setattr(_Coming, "wait", looking)
     config = models.config("llama", **SIZES | {"num_hidden_layers": 1})
     rehearse(config, Setting(length=96, ring=3, dtype="float32", on_gpu=False), 1, bandwidth=1e9)
     block = 32 * config.num_key_value_heads * 2 * config.hidden_size // config.num_attention_heads

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ringspan as rs
 from ringspan.torch.feedforward import (
-    CHUNK_TOKENS,
+    FREE_CHUNK_TOKENS,
     _Blockwise,
     _mixes_tokens,
     chunk_feedforwards,
@@ -212,7 +212,7 @@ def test_a_layer_of_another_kind_is_looked_at_by_itself():
 @pytest.mark.parametrize(("kind", "is_cut"), [("llama", True), ("gemma3_text", False)])
 def test_the_default_cuts_what_then_runs_no_more_often(kind, is_cut, caplog):
     model = build(kind).train()
-    assert free_chunk_tokens(model, checkpointed=True) == (CHUNK_TOKENS if is_cut else 0)
+    assert free_chunk_tokens(model, checkpointed=True) == (FREE_CHUNK_TOKENS if is_cut else 0)
     assert [message for message in caplog.messages if "Gemma3ForCausalLM" in message] == caplog.messages
     assert len(caplog.messages) == (not is_cut)
     runs: list[list[Any]] = [[], []]
@@ -226,7 +226,7 @@ def test_trying_a_layer_leaves_nothing_behind():
     model, results = build("llama").train(), []
     model.model.layers[0].mlp.register_forward_hook(lambda *given: results.append(weakref.ref(given[2])))
     model.model.layers[1].register_forward_pre_hook(lambda *_: results.append("the second layer runs"))
-    assert free_chunk_tokens(model, checkpointed=True) == CHUNK_TOKENS
+    assert free_chunk_tokens(model, checkpointed=True) == FREE_CHUNK_TOKENS
     assert results[-1]() is None and "the second layer runs" not in results
 
 
@@ -275,6 +275,6 @@ def on_a_ring(mesh: DeviceMesh) -> Any:
 
 def test_a_model_on_the_ring_is_cut_by_default_and_says_once_when_not(pool):
     for rank, (chunks, logged) in enumerate(pool.run(on_a_ring, 2)):
-        assert chunks == [{CHUNK_TOKENS}, set(), set(), {7}, {7}, set()]
+        assert chunks == [{FREE_CHUNK_TOKENS}, set(), set(), {7}, {7}, set()]
         assert len(logged) == (rank == 0), "by the first rank alone"
         assert all("all tokens at once: Llama4ForCausalLM" in line for line in logged)

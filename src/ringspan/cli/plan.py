@@ -28,6 +28,14 @@ ParameterDtype = Annotated[
     str,
     typer.Option("--parameter-dtype", help="What parameters, gradients and moments are kept in: float32 or bfloat16."),
 ]
+Route = Annotated[
+    str,
+    typer.Option(
+        "--route",
+        help="auto, or one that is given: ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses, "
+        "ulysses:U, ulysses:U+ROUTE.",
+    ),
+]
 
 
 def command(
@@ -39,6 +47,7 @@ def command(
     batch: Batch = 1,
     dtype: Dtype = "bfloat16",
     parameter_dtype: ParameterDtype = "float32",
+    route: Route = "auto",
     trace: Annotated[
         bool, typer.Option("--trace", help="Trace the real training step on fake tensors for the memory.")
     ] = False,
@@ -49,7 +58,7 @@ def command(
 
     Analytic and without a framework, in under a second; with --trace the real step is traced as one of its ranks.
     """
-    answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype)
+    answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route)
     result = answer.as_json()
     if trace:
         result |= _traced(answer, rank, quiet=as_json)
@@ -68,13 +77,15 @@ def planned(
     batch: int,
     dtype: str,
     parameter_dtype: str,
+    route: str,
 ) -> "Plan":
     """The plan that the options of the command line ask for."""
     from dataclasses import replace
 
     from ringspan.core.errors import ConfigError
     from ringspan.plan import hardware
-    from ringspan.plan.planner import Question, make_plan
+    from ringspan.plan.planner import make_plan
+    from ringspan.plan.search import Question
     from ringspan.plan.shapes import model_shape
 
     kind = hardware.device(device)
@@ -91,6 +102,7 @@ def planned(
             batch=batch,
             dtype=dtype,
             parameter_dtype=parameter_dtype,
+            route=route,
         )
     )
 
@@ -104,6 +116,13 @@ def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:
     console = Console(stderr=True, quiet=quiet)
     with console.status("tracing the training step on fake tensors"):
         return summary(trace_plan(answer, rank), answer.question.device.memory_bytes)
+
+
+def shown_mesh(result: dict[str, Any]) -> str:
+    """The axes of a plan's mesh; Ulysses groups are inside of the ring, and the route names them."""
+    axes = {name: size for name, size in result["mesh"].items() if name in ("replicate", "ring") or size > 1}
+    axes.pop("ulysses", None)
+    return " x ".join(f"{name} {size}" for name, size in axes.items())
 
 
 def _show(answer: "Plan", result: dict[str, Any]) -> None:
@@ -126,22 +145,33 @@ def _show(answer: "Plan", result: dict[str, Any]) -> None:
     memory.add_row("peak", f"{result['peak_bytes'] / 1e9:.2f}")
     memory.add_row("device", f"{question.device.memory_bytes / 1e9:.2f}")
     console.print(memory)
-    mesh = " x ".join(f"{name} {size}" for name, size in result["mesh"].items())
     facts = Table(show_header=False)
     facts.add_column()
     facts.add_column()
     blocks, least = result["min_block_tokens"], result["min_tokens_per_device"]
-    link = result["link_bytes_per_step"]
+    link = {name: f"{num_bytes / 1e9:,.1f} GB" for name, num_bytes in result["link_bytes_per_step"].items()}
+    kept = result["checkpoint"]
+    if result["feedforward_chunk_tokens"]:
+        kept += f", feed-forward in chunks of {result['feedforward_chunk_tokens']} tokens"
+    if result["offload"] != "none":
+        kept += f", {result['host_bytes'] / 1e9:,.1f} GB of activations on the host"
+    longest = f"{result['max_length_tokens']:,} tokens"
+    if result["max_length_needs"]:
+        longest += f" ({result['max_length_needs']})"
     for name, value in (
-        ("mesh", mesh),
+        ("mesh", shown_mesh(result)),
         ("layout, route", f"{result['layout']}, {result['route']}"),
-        ("checkpoint", result["checkpoint"]),
-        ("longest sequence", f"{result['max_length_tokens']:,} tokens (checkpoint full, one ring)"),
+        ("checkpoint", kept),
+        ("longest sequence", longest),
         ("FLOPs a step", f"{cost.flops:.3g}"),
         ("time a step", f"{cost.seconds:.3g} s, of which {cost.exposed_seconds:.2g} s wait for links"),
         ("model FLOPs used", f"{cost.mfu:.1%} of the peak"),
         ("tokens/s", f"{cost.tokens_per_second:,.0f}"),
-        ("sent by a device", f"{link['ring'] / 1e9:,.1f} GB of blocks, {link['shards'] / 1e9:,.1f} GB of parameters"),
+        (
+            "arrives at a device",
+            f"{link['ring']} for attention, {link['shards']} of parameters and gradients, {link['tensor_sums']} of "
+            f"sums over tp; {link['intra_node']} through its links in the node, {link['inter_node']} from outside",
+        ),
         ("minimal block F/B", f"{blocks['intra_node']:,} tokens in a node, {blocks['inter_node']:,} between nodes"),
         ("minimal tokens 6F/B", f"{least['intra_node']:,} a device in a node, {least['inter_node']:,} between nodes"),
     ):

@@ -23,6 +23,7 @@ def command(
     batch: plan.Batch = 1,
     dtype: plan.Dtype = "bfloat16",
     parameter_dtype: plan.ParameterDtype = "float32",
+    route: plan.Route = "auto",
     rank: Annotated[int, typer.Option(min=0, help="The rank to play.")] = 0,
     bandwidth: Annotated[
         float | None,
@@ -39,8 +40,9 @@ def command(
     from ringspan.core.errors import ConfigError
     from ringspan.plan.rehearsal import rehearse_plan
 
-    answer = plan.planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype)
-    link = answer.question.device.bandwidth(answer.setting.ring) if bandwidth is None else bandwidth
+    answer = plan.planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route)
+    setting = answer.setting
+    link = answer.question.device.bandwidth(setting.ring * setting.tp) if bandwidth is None else bandwidth
     if not 0 < link < float("inf"):
         raise ConfigError(f"--bandwidth {bandwidth}: should be a positive number of bytes/s")
     with Console(stderr=True, quiet=as_json).status(f"rehearsing rank {rank} of {devices}"):
@@ -92,8 +94,7 @@ def _show(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    mesh = " x ".join(f"{name} {size}" for name, size in result["mesh"].items())
-    console.print(f"[bold]rank {result['rank']}[/] of {mesh}, on {result['machine']['device']}")
+    console.print(f"[bold]rank {result['rank']}[/] of {plan.shown_mesh(result)}, on {result['machine']['device']}")
     memory = Table(title="bytes at the peak", title_justify="left")
     for column in ("category", "planned GB", "measured GB"):
         memory.add_column(column, justify="left" if column == "category" else "right")

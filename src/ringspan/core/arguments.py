@@ -1,9 +1,15 @@
 """What every back end's attention asks of its arguments before anything moves."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
+
+# Tokens that a feed-forward works on at once where blocks cost nothing. Each block adds the gradients of the weights to
+# their float32 sums: enough tokens that this is little beside its products, and few enough that a block is small beside
+# what the ring holds in backward.
+FREE_CHUNK_TOKENS: Final = 4096
 
 
 def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:

@@ -1,57 +1,82 @@
-"""FLOPs, bytes on links and seconds of a training step, from the schedule's own counts.
+"""FLOPs, bytes on links and seconds of a training step.
 
-S tokens of a sequence, T tokens of a rank, C hidden size, H, G heads, D head size, N ranks of the ring.
+Attention is timed by ``ringspan.core.timing``, from the schedules that the ring carries out; the rest here. S tokens of
+a sequence, T tokens of a rank, C hidden size, H, G heads, D head size, N ranks of the ring, P of tensor parallelism.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import Final
 
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import causal, sliding_window
-from ringspan.core.schedule import plan
+from ringspan.core.route import Route
+from ringspan.core.timing import Pass, Shape, Speeds, backward_pass, forward_pass
 from ringspan.plan.hardware import Device
-from ringspan.plan.memory import Setting
+from ringspan.plan.memory import Setting, saved_per_token
 from ringspan.plan.shapes import ModelShape
 
-# Attention's matrix products: 2 in forward (scores, weighted values), 5 in backward (both again, and dq, dk, dv's).
-_FORWARD_PRODUCTS: Final = 2
-_BACKWARD_PRODUCTS: Final = 5
-_GRADIENT_BYTES: Final = 4  # dk and dv travel in float32, and FSDP reduces in float32
-_LARGEST_SCHEDULE: Final = 256  # ranks; above, the schedule of a causal ring is written down instead of computed
+_GRADIENT_BYTES: Final = 4  # FSDP reduces in float32
+_LARGEST_SCHEDULE: Final = 16  # ranks or groups of them; beyond, a pass grows by the same with each
+_TOKENS: Final = 8192  # of a rank, in the one schedule that stands for those of any number of tokens
+_FEW_TOKENS: Final = 256  # below, a token more or less on the diagonal counts
 
 
-@dataclass(frozen=True)
-class AttentionLoad:
-    """One rank's part in the attention of one sequence and layer, for one head."""
+@lru_cache(maxsize=1024)
+def attention_passes(
+    layout: LayoutName, length: int, ranks: int, window: int | None, route: str, shape: Shape, speeds: Speeds
+) -> tuple[Pass, Pass]:
+    """Forward and backward of one causal attention, on the rank that takes longest.
 
-    pairs: int
-    hops: int
-    sent_tokens: int
-    sent_gradient_tokens: int
-
-
-@lru_cache(maxsize=512)
-def attention_load(layout: LayoutName, length: int, ranks: int, window: int | None, route: str) -> AttentionLoad:
-    """What a rank does whose links carry as much as any, from its schedule.
-
-    A causal zigzag ring of more than 256 ranks is counted by formula (a test holds it against the schedule).
+    With as many tokens a rank, a further rank adds the same to every pass: schedules of more than 16 ranks, or Ulysses
+    groups, are not made, but drawn on from two smaller ones (a test holds them against the schedule). Nor are those of
+    every length: without a window twice the tokens of a rank are four times the pairs and twice the bytes.
     """
-    split = Layout(layout, length, ranks)
-    if window is None and layout == "zigzag" and ranks > _LARGEST_SCHEDULE and route == "ring":
-        return balanced_load(split)
+    way = Route.parse(route, ranks)
+    tokens = Layout(layout, length, ranks).tokens_per_rank
+    if window is None and tokens >= _FEW_TOKENS and tokens != _TOKENS:
+        times = tokens / _TOKENS
+        slower = replace(
+            speeds,
+            flops=speeds.flops / times**2,
+            intra_node_bytes=speeds.intra_node_bytes / times,
+            inter_node_bytes=speeds.inter_node_bytes / times,
+        )
+        scaled = attention_passes(layout, _TOKENS * ranks, ranks, None, route, shape, slower)
+        forward, backward = (
+            replace(
+                each,
+                intra_node_bytes=each.intra_node_bytes * times,
+                inter_node_bytes=each.inter_node_bytes * times,
+            )
+            for each in scaled
+        )
+        return forward, backward
+    groups = ranks // way.ulysses
     mask = causal() if window is None else sliding_window(window)
-    # The first and the last rank of a chain of blocks send less than those between them.
-    schedule = plan(split, mask, max(ranks - 2, 0) if layout == "contiguous" else min(1, ranks - 1), None, route)
-    hops = sum(1 for hop in schedule.hops if hop.num_pairs)
-    return AttentionLoad(schedule.num_pairs, hops, schedule.sent_tokens, schedule.sent_gradient_tokens)
 
+    def passes(groups: int, length: int, speeds: Speeds) -> tuple[Pass, Pass]:
+        split = Layout(layout, length, groups * way.ulysses)
+        return forward_pass(split, mask, way, shape, speeds), backward_pass(split, mask, way, shape, speeds)
 
-def balanced_load(split: Layout) -> AttentionLoad:
-    """Rank 1 of a causal zigzag ring without padding: a share of half the pairs, whole blocks, and their gradients."""
-    ranks, tokens = split.ranks, split.tokens_per_rank
-    pairs = split.padded_length * (split.padded_length + 1) // 2 // ranks
-    return AttentionLoad(pairs, ranks, (ranks - 1) * tokens, (ranks - 1) * tokens - tokens // 2)
+    large = _LARGEST_SCHEDULE // way.inner * way.inner
+    if groups <= max(large, 2 * way.inner):
+        return passes(groups, length, speeds)
+    large, small = max(large, 2 * way.inner), max(large // 2 // way.inner, 1) * way.inner
+    beyond = (groups - large) / (large - small)
+
+    def smaller(size: int) -> tuple[Pass, Pass]:
+        per_node = speeds.ranks_per_node
+        if small * way.ulysses < per_node < ranks:  # as many nodes as before, of fewer ranks
+            per_node = max(1, per_node * size // groups)
+        return passes(size, size * way.ulysses * tokens, replace(speeds, ranks_per_node=per_node))
+
+    drawn = zip(smaller(large), smaller(small), strict=True)
+    forward, backward = (
+        Pass(*(a + (a - b) * beyond for a, b in zip(astuple(more), astuple(less), strict=True))) for more, less in drawn
+    )
+    return forward, backward
 
 
 @dataclass(frozen=True)
@@ -59,7 +84,9 @@ class StepCost:
     """One training step of the whole cluster.
 
     ``flops`` are the model's, of forward and backward over all sequences, without what checkpointing computes again.
-    Bytes are what one rank sends: blocks and their gradients around the ring, parameters and gradients for FSDP.
+    Bytes are what arrives at one rank: for attention (blocks, what is made of them, heads traded for tokens), for FSDP
+    (parameters and their gradients), for tensor parallelism (sums), and the same by link; ``host_bytes`` is what goes
+    to the host and comes back.
     """
 
     flops: float
@@ -67,6 +94,10 @@ class StepCost:
     compute_seconds: float
     ring_bytes: float
     shard_bytes: float
+    tensor_bytes: float
+    intra_node_bytes: float
+    inter_node_bytes: float
+    host_bytes: float
     tokens: int
     mfu: float
 
@@ -94,79 +125,157 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 def step_cost(shape: ModelShape, setting: Setting, device: Device, batch: int) -> StepCost:
     """Time of a step of ``batch`` sequences: micro-steps of ``setting.batch`` sequences on each of the replicas.
 
-    A hop takes the longer of computing and sending; parameters and gradients travel beside the layers' computation and
-    share the link with the ring. The optimizer's own time, the loss of the first and last hop's overlap and launches
-    are left out.
+    Attention takes what its model says; the sums of tensor parallelism wait; parameters, gradients and what goes to the
+    host travel beside the computation, and no link carries more than it can. The optimizer's own time, the loss of the
+    first and last hop's overlap and launches are left out.
     """
     times = _LayerTimes(shape, setting, device)
     micro_steps = batch // (setting.replicate * setting.batch)
-    layers = [times.layer(window) for window in shape.layer_windows]
-    head = 3 * times.matrices(shape.vocab * shape.hidden)
-    root_bytes = times.shard_bytes(shape.root_parameters)
-    compute = head + sum(layer.compute for layer in layers)
-    seconds = max(head, root_bytes / times.bandwidth) + sum(layer.seconds for layer in layers)
-    ring_bytes = sum(layer.ring_bytes for layer in layers)
-    shard_bytes = root_bytes + shape.layers * times.shard_bytes(shape.layer_parameters)
-    flops = batch * model_flops(shape, setting.length)
-    devices = setting.ring * setting.replicate
+    kinds = Counter(shape.layer_windows)
+    parts = [(1, times.root()), *((count, times.layer(window)) for window, count in kinds.items())]
+
+    def total(field: str) -> float:
+        return micro_steps * sum(count * getattr(part, field) for count, part in parts)
+
+    seconds, flops = total("seconds"), batch * model_flops(shape, setting.length)
     return StepCost(
         flops=flops,
-        seconds=micro_steps * seconds,
-        compute_seconds=micro_steps * compute,
-        ring_bytes=micro_steps * ring_bytes,
-        shard_bytes=micro_steps * shard_bytes,
+        seconds=seconds,
+        compute_seconds=total("compute"),
+        ring_bytes=total("ring_bytes"),
+        shard_bytes=total("shard_bytes"),
+        tensor_bytes=total("tensor_bytes"),
+        intra_node_bytes=total("intra_bytes"),
+        inter_node_bytes=total("inter_bytes"),
+        host_bytes=total("host_bytes"),
         tokens=batch * setting.length,
-        mfu=flops / (micro_steps * seconds * device.flops * devices),
+        mfu=flops / (seconds * device.flops * setting.devices),
     )
 
 
 @dataclass(frozen=True)
-class _LayerTime:
+class _Time:
+    """Of one layer, or of all that is no layer."""
+
     compute: float
     seconds: float
     ring_bytes: float
+    shard_bytes: float
+    tensor_bytes: float
+    intra_bytes: float
+    inter_bytes: float
+    host_bytes: float
 
 
 class _LayerTimes:
     """Seconds of one layer, forward and backward, on one rank."""
 
     def __init__(self, shape: ModelShape, setting: Setting, device: Device) -> None:
-        self.shape, self.setting, self.device = shape, setting, device
+        self.shape, self.setting, self.device = shape.split(setting.tp), setting, device
+        self.root_sums = 2 if self.shape.vocab < shape.vocab else 0  # of the embedding, and of the head's gradient
+        self.kept = saved_per_token(shape, setting) if setting.offload == "activations" else 0
         # Peak numbers are for half precision; float32 runs as TF32 at about half of it, at best.
         self.peak = device.flops if setting.number_bytes < 4 else device.flops / 2
-        self.bandwidth = device.bandwidth(setting.ring)
         self.again = setting.checkpoint != "none"
         self.attention_again = setting.checkpoint == "full"
 
-    def matrices(self, weights: int) -> float:
-        """Seconds in which this rank's tokens are multiplied with so many weights."""
+    def matrices(self, weights: float) -> float:
+        """Seconds in which this rank's tokens are multiplied with so many of its weights."""
         return 2.0 * weights * self.setting.tokens / (self.peak * self.device.matmul_efficiency)
 
-    def shard_bytes(self, parameters: int) -> float:
-        """What FSDP sends for some parameters: gathered for forward and backward, gradients reduced and replicated."""
-        setting, others = self.setting, 1 - 1 / self.setting.ring
-        sent = parameters * others * (2 * setting.number_bytes + _GRADIENT_BYTES)
-        if setting.replicate > 1:
-            sent += 2 * (1 - 1 / setting.replicate) * parameters / setting.ring * _GRADIENT_BYTES
-        return sent
+    def root(self) -> _Time:
+        """Embedding, head and loss."""
+        compute = 3 * self.matrices(self.shape.vocab * self.shape.hidden)
+        return self._time(compute, compute, self.shape.root_parameters, Pass(0, 0, 0, 0), sums=self.root_sums, kept=0)
 
-    def layer(self, window: int | None) -> _LayerTime:
+    def layer(self, window: int | None) -> _Time:
+        """One layer whose queries see so many keys."""
         shape, setting = self.shape, self.setting
-        load = attention_load(setting.layout, setting.length, setting.ring, window, setting.route)
-        product = 2.0 * load.pairs * shape.query_size * setting.batch
-        product /= self.peak * self.device.attention_efficiency
-        keys = 2 * shape.kv_size * setting.batch
-        forward_bytes = load.sent_tokens * keys * setting.number_bytes
-        backward_bytes = forward_bytes + load.sent_gradient_tokens * keys * _GRADIENT_BYTES
-        passes = [(_FORWARD_PRODUCTS, forward_bytes)] * (2 if self.attention_again else 1)
-        passes.append((_BACKWARD_PRODUCTS, backward_bytes))
-        matrices = self.matrices(shape.layer_matrix_parameters) * (4 if self.again else 3)
-        compute = matrices + sum(products * product for products, _ in passes)
-        # All hops are alike but for the first, on the rank's own block: nothing need arrive before it.
-        attention = sum(max(products * product, sent / self.bandwidth) for products, sent in passes)
-        ring_bytes = sum(sent for _, sent in passes)
-        link = (ring_bytes + self.shard_bytes(shape.layer_parameters)) / self.bandwidth
-        return _LayerTime(compute, max(matrices + attention, link), ring_bytes)
+        forward, backward = attention_passes(
+            setting.layout, setting.length, setting.ring, window, setting.route, *self._attention()
+        )
+        passes = [forward] * (2 if self.attention_again else 1) + [backward]
+        times = 3
+        if self.again:  # the feed-forward's last product need not be computed again; blocks of it need nothing more
+            times += 1
+        elif setting.feedforward_tokens:
+            times += shape.feedforward_parameters / shape.layer_matrix_parameters
+        matrices = times * self.matrices(shape.layer_matrix_parameters)
+        attention = Pass(*(sum(column) for column in zip(*map(astuple, passes), strict=True)))
+        return self._time(
+            matrices + attention.compute_seconds,
+            matrices + attention.seconds,
+            shape.layer_parameters,
+            attention,
+            # Of attention and feed-forward, forward and backward; of what is computed again.
+            sums=4 + bool(self.again) + bool(setting.feedforward_tokens),
+            kept=self.kept,
+        )
+
+    def _attention(self) -> tuple[Shape, Speeds]:
+        shape, setting, device = self.shape, self.setting, self.device
+        sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim
+        return (
+            Shape(setting.batch, *sizes, setting.number_bytes),
+            Speeds(
+                self.peak * device.attention_efficiency,
+                device.intra_node_bandwidth,
+                device.inter_node_bandwidth,
+                max(1, device.devices_per_node // setting.tp),  # neighbours of a ring are as far apart as tp groups
+            ),
+        )
+
+    def _time(self, compute: float, seconds: float, parameters: int, attention: Pass, *, sums: int, kept: int) -> _Time:
+        """With what FSDP and tensor parallelism send; nothing is done before every link has carried its bytes."""
+        setting, device = self.setting, self.device
+        gathered, reduced = self._shard_bytes(parameters)
+        hidden = setting.tokens * self.shape.hidden * setting.number_bytes
+        tensor = sums * 2 * (1 - 1 / setting.tp) * hidden  # a sum is reduced in parts, which are then gathered
+        host = 2.0 * setting.tokens * kept
+        carried = {True: attention.intra_node_bytes, False: attention.inter_node_bytes}
+        apart = setting.tp * setting.ring
+        for num_bytes, ranks, distance in (
+            (tensor, setting.tp, 1),
+            (gathered, setting.ring, setting.tp),
+            (reduced, setting.replicate, apart),
+        ):
+            for inside, share in _shares(ranks, distance, device.devices_per_node).items():
+                carried[inside] += num_bytes * share
+        waited = tensor / device.bandwidth(setting.tp)
+        busiest = max(carried[True] / device.intra_node_bandwidth, carried[False] / device.inter_node_bandwidth)
+        seconds = max(seconds + waited, busiest)
+        if host:  # there in the forward pass, a quarter of the layer, and back in the other three
+            one_way = host / 2 / device.host_bandwidth
+            seconds += max(0.0, one_way - seconds / 4) + max(0.0, one_way - seconds * 3 / 4)
+        return _Time(
+            compute=compute,
+            seconds=seconds,
+            ring_bytes=attention.intra_node_bytes + attention.inter_node_bytes,
+            shard_bytes=gathered + reduced,
+            tensor_bytes=tensor,
+            intra_bytes=carried[True],
+            inter_bytes=carried[False],
+            host_bytes=host,
+        )
+
+    def _shard_bytes(self, parameters: int) -> tuple[float, float]:
+        """What FSDP brings for some parameters: gathered over a ring for forward and backward and gradients reduced;
+        the sums of the replicas' gradients.
+        """
+        setting = self.setting
+        around = parameters * (1 - 1 / setting.ring) * (2 * setting.number_bytes + _GRADIENT_BYTES)
+        return around, 2 * (1 - 1 / setting.replicate) * parameters / setting.ring * _GRADIENT_BYTES
+
+
+def _shares(ranks: int, distance: int, per_node: int) -> dict[bool, float]:
+    """Of what a collective brings to a rank, the shares that its links inside and outside of the node carry.
+
+    The rings of a collective library run through all ranks of a node and leave it by each one's adapter in turn.
+    """
+    together = max(1, min(ranks, per_node // distance))
+    if together == ranks:
+        return {True: 1.0}
+    return {True: 1.0 if together > 1 else 0.0, False: 1 / together}
 
 
 def dataset_flops_ratio(hidden: int, length: int, base_length: int) -> float:

@@ -3,13 +3,16 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import ConfigError, UnsupportedError
@@ -18,9 +21,10 @@ from ringspan.plan.memory import Setting
 from ringspan.plan.planner import Plan
 from ringspan.plan.shapes import ModelShape
 from ringspan.plan.tracker import MemoryTracker, Moment, train_step
-from ringspan.torch import attention
+from ringspan.torch import attention, offload
 from ringspan.torch.batch import shard_batch
 from ringspan.torch.models import parallelize, refuse_config
+from ringspan.torch.offload import offload_name
 from ringspan.torch.remat import checkpoint_name
 
 _STEPS: Final = 2  # in the first one the optimizer has no state yet, and DTensor fills its caches
@@ -40,7 +44,7 @@ class Trace:
 
 
 def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: Any) -> Trace:
-    """Trace ``parallelize``, forward, loss, backward, clipping and AdamW as ``rank`` of ``ring x replicate``.
+    """Trace ``parallelize``, forward, loss, backward, clipping and AdamW as ``rank`` of ``replicate x ring x tp``.
 
     ``options`` are further ones of ``parallelize``.
 
@@ -55,6 +59,7 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: 
     with (
         fake_mesh(setting, rank, "cpu") as mesh,
         _as_on_gpu() if setting.on_gpu else nullcontext(),
+        _real_meshes(),
         FakeTensorMode(allow_non_fake_inputs=True),
         tracker,
     ):
@@ -80,6 +85,8 @@ def prepare(
         route=setting.route,
         checkpoint=checkpoint_name(setting.checkpoint),
         loss_chunk_tokens=setting.loss_chunk_tokens,
+        feedforward_chunk_tokens=setting.feedforward_chunk_tokens,
+        offload=offload_name(setting.offload),
         compute_dtype=getattr(torch, setting.dtype),
         **options,
     )
@@ -107,13 +114,62 @@ def watch_steps(
 
 @contextmanager
 def _as_on_gpu() -> Iterator[None]:
-    """Let the ring take all heads at once, as on a GPU: without one there are no fake CUDA tensors either."""
-    choose = attention.num_head_groups
-    attention.num_head_groups = lambda *_: 1
+    """Let the ring take as many heads at once as on a GPU: without one there are no fake CUDA tensors either.
+
+    And let what is offloaded be away, as in a GPU's host; fake tensors have nothing that a file could hold.
+    """
+    choose, mapped = attention.num_head_groups, offload._Mapped
+
+    def on_gpu(q: Any, *others: Any) -> int:
+        return choose(SimpleNamespace(shape=q.shape, device=torch.device("cuda")), *others)  # pyright: ignore[reportArgumentType]
+
+    attention.num_head_groups, offload._Mapped = on_gpu, _Away  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        attention.num_head_groups = choose
+        attention.num_head_groups, offload._Mapped = choose, mapped
+
+
+@contextmanager
+def _real_meshes() -> Iterator[None]:
+    """Let meshes compute with numbers while tensors are fake, where axes are taken out of them and joined (by FSDP2,
+    its own and that of tensor parallelism): a mesh looks its rank up in a tensor.
+    """
+    take, join = DeviceMesh.__getitem__, DeviceMesh._concatenate
+
+    def taken(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
+        with _disable_current_modes():
+            return take(mesh, names)
+
+    def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with _disable_current_modes():
+            return join(meshes)
+
+    DeviceMesh.__getitem__, DeviceMesh._concatenate = taken, staticmethod(joined)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        DeviceMesh.__getitem__, DeviceMesh._concatenate = take, staticmethod(join)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Away(offload._Parked):
+    """A tensor that is in no device's memory until it is fetched."""
+
+    def __init__(self, tensor: Tensor, before: offload._Parked | None, folder: str | None) -> None:
+        super().__init__(before)
+        self._form = tuple(tensor.shape), tensor.dtype, tensor.device
+        self._coming: Tensor | None = None
+
+    def fetch(self) -> None:
+        shape, dtype, device = self._form
+        self._coming = torch.empty(shape, dtype=dtype, device=device)
+
+    def _bring(self) -> Tensor:
+        if self._coming is None:
+            self.fetch()
+        coming, self._coming = self._coming, None
+        assert coming is not None
+        return coming
 
 
 def check_rank(config: PreTrainedConfig, setting: Setting, rank: int) -> None:
@@ -123,7 +179,7 @@ def check_rank(config: PreTrainedConfig, setting: Setting, rank: int) -> None:
         ConfigError: a rank outside of the mesh, or a process group that already exists.
         UnsupportedError: a model that the ring does not run.
     """
-    ranks = setting.ring * setting.replicate
+    ranks = setting.devices
     if not 0 <= rank < ranks:
         raise ConfigError(f"--rank {rank}: there are {ranks} ranks, 0 to {ranks - 1}")
     if dist.is_initialized():
@@ -134,10 +190,12 @@ def check_rank(config: PreTrainedConfig, setting: Setting, rank: int) -> None:
 @contextmanager
 def fake_mesh(setting: Setting, rank: int, device_type: str) -> Iterator[DeviceMesh]:
     """The mesh of a step as one of its ranks sees it, in a process group in which nothing is sent."""
-    ranks = setting.ring * setting.replicate
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    sizes, axes = (setting.replicate, setting.ring), ("replicate", "ring")
+    if setting.tp > 1:
+        sizes, axes = (*sizes, setting.tp), (*axes, "tp")
+    dist.init_process_group("fake", rank=rank, world_size=setting.devices, store=FakeStore())
     try:
-        yield init_device_mesh(device_type, (setting.replicate, setting.ring), mesh_dim_names=("replicate", "ring"))
+        yield init_device_mesh(device_type, sizes, mesh_dim_names=axes)
     finally:
         dist.destroy_process_group()
 

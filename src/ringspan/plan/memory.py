@@ -4,24 +4,30 @@ The step is ours: FSDP2 over the ring, AdamW, checkpointed layers, the blockwise
 be the highest; each is written out below, and tests hold them against the trace.
 
 T tokens of this rank (all sequences of a micro-step), C hidden size, I intermediate size, H, G heads, D head size, V
-vocabulary, N ranks of the ring.
+vocabulary, N ranks of the ring, U of a Ulysses group.
 """
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final, Literal
 
+from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.core.errors import ConfigError
 from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.route import Heads, Route, member_heads
+from ringspan.plan.loop import loop_bytes
 from ringspan.plan.shapes import ModelShape
 
 CHECKPOINTS: Final = ("none", "attention", "full")  # from the fastest to the most frugal
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+OFFLOADS: Final = ("none", "activations")
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication")
 
 _FLOAT32: Final = 4
 _LOSS_ROWS: Final = 4096  # rows of the head whose gradient the loss multiplies at once
-_FEEDFORWARD_TOKENS: Final = 4096  # that a checkpointed layer's feed-forward works on at once
 _INDICES: Final = 3 * 8  # tokens, positions and labels are int64
+_PIECES_AHEAD: Final = 3  # what offloading brings back ahead of its use: a layer's input, attention's result and lse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +35,15 @@ class Setting:
     """One training step: its length, how it is split, and what it computes and keeps in.
 
     ``batch`` is the number of sequences of a rank's micro-step; ``dtype`` what layers compute in, ``parameter_dtype``
-    what parameters, gradients and moments are kept in. ``on_gpu`` is what a GPU does where it differs from a CPU: heads
-    of attention in one group, and the optimizer on all parameters at once.
+    what parameters, gradients and moments are kept in. ``feedforward_chunk_tokens`` and ``offload`` are the options of
+    ``parallelize``. ``on_gpu`` is what a GPU does where it differs from a CPU: no more groups of heads than a route
+    needs, and the optimizer on all parameters at once.
     """
 
     length: int
     ring: int = 1
     replicate: int = 1
+    tp: int = 1
     batch: int = 1
     layout: LayoutName = "zigzag"
     route: str = "ring"
@@ -43,7 +51,18 @@ class Setting:
     dtype: str = "bfloat16"
     parameter_dtype: str = "float32"
     loss_chunk_tokens: int = 1024
+    feedforward_chunk_tokens: int | Literal["auto"] = "auto"
+    offload: str = "none"
     on_gpu: bool = True
+
+    @property
+    def devices(self) -> int:
+        return self.replicate * self.ring * self.tp
+
+    @property
+    def way(self) -> Route:
+        """The route, read for this ring."""
+        return Route.parse(self.route, self.ring)
 
     @property
     def tokens(self) -> int:
@@ -53,6 +72,13 @@ class Setting:
     @property
     def number_bytes(self) -> int:
         return dtype_bytes(self.dtype)
+
+    @property
+    def feedforward_tokens(self) -> int:
+        """Tokens that a feed-forward works on at once, 0 for all; ``auto`` for one that can be cut and comes last."""
+        if self.feedforward_chunk_tokens == "auto":
+            return 0 if self.checkpoint == "none" else FREE_CHUNK_TOKENS
+        return self.feedforward_chunk_tokens
 
     @property
     def parameter_bytes(self) -> int:
@@ -83,24 +109,45 @@ class Memory:
 
 
 def training_memory(shape: ModelShape, setting: Setting) -> Memory:
-    """What a rank holds at the highest moment of a training step, once the optimizer has its state."""
-    if setting.checkpoint not in CHECKPOINTS:
-        raise ConfigError(f"unknown checkpoint policy {setting.checkpoint!r}; choose one of {', '.join(CHECKPOINTS)}")
+    """What a rank holds at the highest moment of a training step, once the optimizer has its state.
+
+    Raises:
+        ConfigError: an unknown checkpoint policy or offload, or nothing to offload.
+        UnsupportedError: a route or tensor parallelism that these ranks and heads do not allow.
+    """
+    check_setting(shape, setting)
     step = _Step(shape, setting)
-    moments = (step.loss(), step.loss_gradient(), *step.layers(), step.embedding(), step.update())
+    moments = (
+        step.gather(), step.loss(), step.loss_gradient(), *step.layers(), *step.embedding(), step.update()
+    )  # fmt: skip
     return max(moments, key=lambda memory: memory.peak_bytes)
 
 
-def saved_per_token(shape: ModelShape, checkpoint: str, number_bytes: int) -> int:
-    """Bytes a token that one layer keeps from its forward to its backward pass.
+def check_setting(shape: ModelShape, setting: Setting) -> None:
+    """Refuse what ``parallelize`` refuses, see ``training_memory``."""
+    if setting.checkpoint not in CHECKPOINTS:
+        raise ConfigError(f"unknown checkpoint policy {setting.checkpoint!r}; choose one of {', '.join(CHECKPOINTS)}")
+    if setting.offload not in OFFLOADS:
+        raise ConfigError(f"unknown offload {setting.offload!r}; choose one of {', '.join(OFFLOADS)}")
+    if setting.offload != "none" and setting.checkpoint == "none":
+        raise ConfigError("offload moves what checkpointing keeps; use checkpoint='attention' or 'full'")
+    local = shape.split(setting.tp)
+    member_heads(local.heads, local.kv_heads, setting.way.ulysses)
 
-    ``full`` keeps the layer's input; ``attention`` also the ring's result and its float32 log-sum-exp.
+
+def saved_per_token(shape: ModelShape, setting: Setting) -> int:
+    """Bytes a token that one layer keeps from its forward to its backward pass, on the device or away from it.
+
+    ``full`` keeps the layer's input; ``attention`` also the ring's result and its float32 log-sum-exp. A feed-forward
+    in chunks keeps its input alone.
     """
-    if checkpoint == "none":
-        return sum(_layer_parts(shape, number_bytes).values())
-    kept = number_bytes * shape.hidden
-    if checkpoint == "attention":
-        kept += number_bytes * shape.query_size + _FLOAT32 * shape.heads
+    local, a = shape.split(setting.tp), setting.number_bytes
+    if setting.checkpoint == "none":
+        parts = _layer_parts(local, a)
+        return sum(parts.values()) - (parts["feedforward"] if setting.feedforward_tokens else 0)
+    kept = a * local.hidden
+    if setting.checkpoint == "attention":
+        kept += a * local.query_size + _FLOAT32 * local.heads
     return kept
 
 
@@ -130,19 +177,27 @@ def _layer_parts(shape: ModelShape, a: int) -> dict[str, int]:
 
 
 class _Step:
-    """The moments of one step."""
+    """The moments of one step, on a rank that has its share of heads, feed-forward and vocabulary."""
 
     def __init__(self, shape: ModelShape, setting: Setting) -> None:
-        self.shape, self.setting = shape, setting
+        self.shape, self.setting = shape.split(setting.tp), setting
         self.a, self.p = setting.number_bytes, setting.parameter_bytes
         self.tokens, self.ranks = setting.tokens, setting.ring
-        self.layer, self.root = shape.layer_parameters, shape.root_parameters
-        self.parameters = self.p * shape.parameters // self.ranks
-        self.saved = self.tokens * saved_per_token(shape, setting.checkpoint, self.a)
+        self.layer, self.root = self.shape.layer_parameters, self.shape.root_parameters
+        self.parameters = self.p * self.shape.parameters // self.ranks
+        self.hidden = self.tokens * self.a * shape.hidden
+        self.saved = self.tokens * saved_per_token(shape, setting)
         rotary = 2 * self.a * shape.head_dim if shape.family == "llama" else 0
         self.inputs = self.tokens * (_INDICES + rotary)
-        self.head = shape.vocab * shape.hidden
+        self.head = self.shape.vocab * shape.hidden
         self.gathered = self.a * self.root  # the root's parameters stay whole from the first layer to the last gradient
+
+    def kept(self, layers: int, *, backward: bool = False) -> int:
+        """What so many layers keep on the device; offloaded, in backward, the few pieces that come back ahead."""
+        if self.setting.offload == "none":
+            return layers * self.saved
+        ahead = _PIECES_AHEAD if self.setting.checkpoint == "full" else 1  # layers
+        return min(ahead, layers) * self.saved if backward else 0
 
     def memory(
         self, moment: str, *, activations: int = 0, temporaries: int = 0, communication: int = 0, gradients: int = 0
@@ -166,6 +221,10 @@ class _Step:
         own_copy = a if self.shape.family == "llama" and a < _FLOAT32 else 0
         return self.tokens * (own_copy * hidden + _norm(hidden, a, self.shape.family))
 
+    def gather(self) -> Memory:
+        """When the root's parameters have arrived and are copied to their places, the first layer's behind them."""
+        return self.memory("gathering", communication=2 * self.a * (self.root + self.layer))
+
     def loss(self) -> Memory:
         """While the loss computes the gradients of a chunk of logits: ``ringspan.torch.loss.loss_bytes``."""
         a, chunk = self.a, min(self.setting.loss_chunk_tokens, self.tokens)
@@ -175,8 +234,8 @@ class _Step:
             chunk_bytes += a * logits + min(_LOSS_ROWS, self.shape.vocab) * self.shape.hidden * (a + _FLOAT32)
         return self.memory(
             "loss",
-            activations=self.shape.layers * self.saved + self._last_norm,
-            temporaries=chunk_bytes + _FLOAT32 * self.head + self.tokens * a * self.shape.hidden,
+            activations=self.kept(self.shape.layers) + self._last_norm,
+            temporaries=chunk_bytes + _FLOAT32 * self.head + self.hidden,
             communication=self.gathered + self.a * self.layer,
         )
 
@@ -185,8 +244,8 @@ class _Step:
         own = self.a if self.a < _FLOAT32 else 0
         return self.memory(
             "loss backward",
-            activations=self.shape.layers * self.saved + self._last_norm,
-            temporaries=(_FLOAT32 + own) * self.head + self.tokens * self.a * self.shape.hidden,
+            activations=self.kept(self.shape.layers) + self._last_norm,
+            temporaries=(_FLOAT32 + own) * self.head + self.hidden,
             communication=self.gathered + self.a * self.layer,
         )
 
@@ -194,18 +253,18 @@ class _Step:
         """In the backward pass of the last layer, of the one before, and of the first."""
         layers = self.shape.layers
         done = sorted({0, min(1, layers - 1), layers - 1})
-        return [moment for number in done for moment in (self._feedforward(number), self._attention(number))]
+        parts = (self._feedforward, self._norm, self._attention)
+        return [moment(number) for number in done for moment in parts]
 
     def _backward(self, moment: str, done: int, activations: int, temporaries: int, communication: int = 0) -> Memory:
         """A moment in the backward pass of a layer when ``done`` later ones are finished."""
         layers = self.shape.layers
         reducing = _FLOAT32 * self.layer if done else 0  # the last one's gradients, on their way in float32
         prefetched = self.a * self.layer if done + 1 < layers else 0
-        d_hidden = self.tokens * self.a * self.shape.hidden
         return self.memory(
             moment,
-            activations=(layers - 1 - done) * self.saved + activations,
-            temporaries=self.a * self.head + d_hidden + temporaries,
+            activations=self.kept(layers - 1 - done, backward=True) + activations,
+            temporaries=self.a * self.head + self.hidden + temporaries,
             communication=self.gathered + self.a * self.layer + prefetched + reducing + communication,
             gradients=done * self.p * self.layer // self.ranks,
         )
@@ -214,47 +273,77 @@ class _Step:
     def _made_again(self) -> dict[str, int]:
         """What a layer holds when its backward pass begins: kept, or computed again."""
         parts = {name: self.tokens * size for name, size in _layer_parts(self.shape, self.a).items()}
+        if self.setting.feedforward_tokens:
+            del parts["feedforward"]
         if self.setting.checkpoint != "none":
-            parts["input"] = self.tokens * self.a * self.shape.hidden if self.a < _FLOAT32 else 0
+            parts["input"] = self.hidden if self.a < _FLOAT32 else 0
         return parts
 
     def _feedforward(self, done: int) -> Memory:
-        """At the product's gradient: the product is gone, three more of its size are there.
-
-        Under a checkpoint a block of tokens has them at a time, and the weights' gradients add up in float32.
+        """At the product's gradient: the product is gone, three more of its size are there. In chunks, a chunk's, the
+        gradients of all tokens and of the weights: their float32 sums, and those of a chunk.
         """
-        made, a, shape = self._made_again, self.a, self.shape
-        weight = a * shape.hidden * shape.intermediate
-        if self.setting.checkpoint == "none":
+        shape, a = self.shape, self.a
+        chunk = self.setting.feedforward_tokens
+        if not chunk:
             wide = self.tokens * a * shape.intermediate
-            return self._backward("feed-forward backward", done, sum(made.values()), 2 * wide + weight)
-        block = min(_FEEDFORWARD_TOKENS, self.tokens)
-        inside = block * made.pop("feedforward") // self.tokens
-        weights = (3 if shape.family == "llama" else 2) * weight
-        sums = _FLOAT32 * weights // a if block < self.tokens else 0
-        product = sums + inside + 2 * block * a * shape.intermediate + weight
-        last = sums + weights if block < self.tokens or a == _FLOAT32 else (_FLOAT32 // a + 1) * weights
-        d_hidden = self.tokens * a * shape.hidden
-        return self._backward("feed-forward backward", done, sum(made.values()), d_hidden + max(product, last))
+            return self._backward(
+                "feed-forward backward",
+                done,
+                sum(self._made_again.values()),
+                2 * wide + a * shape.hidden * shape.intermediate,
+            )
+        parts = _layer_parts(shape, a)["feedforward"] + 2 * a * shape.intermediate
+        weights = (_FLOAT32 + (a if a < _FLOAT32 else 0)) * shape.feedforward_parameters
+        here = min(chunk, self.tokens) * (parts + 3 * a * shape.hidden)
+        return self._backward(
+            "feed-forward backward", done, sum(self._made_again.values()), self.hidden + here + weights
+        )
+
+    @cached_property
+    def _attention_bytes(self) -> tuple[int, int]:
+        return attention_backward_bytes(self.shape, self.setting)
+
+    def _norm(self, done: int) -> Memory:
+        """In the backward pass of the feed-forward's norm: an RMS norm of transformers makes four float32 copies."""
+        kept = sum(size for name, size in self._made_again.items() if name != "feedforward")
+        copies = 4 * _FLOAT32 if self.shape.family == "llama" else self.a
+        weights = self.a * self.shape.feedforward_parameters
+        return self._backward("norm backward", done, kept, self.tokens * self.shape.hidden * copies + weights)
 
     def _attention(self, done: int) -> Memory:
         """In the ring's backward pass: its inputs, results and what the loop holds."""
-        made, a = self._made_again, self.a
+        made, shape = self._made_again, self.shape
         kept = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention"))
-        heads = self.tokens * a * (2 * self.shape.query_size + 2 * self.shape.kv_size)  # dout, dq, dk, dv
-        weights = a * (self.layer - self.shape.hidden * (self.shape.query_size + 2 * self.shape.kv_size))
-        sums, travelling = ring_backward_bytes(self.shape, self.tokens, a, self.ranks)
-        return self._backward("attention backward", done, kept, heads + weights + sums, travelling)
+        weights = self.a * (self.layer - shape.hidden * (shape.query_size + 2 * shape.kv_size))
+        dout = self.tokens * self.a * shape.query_size
+        held, travelling = self._attention_bytes
+        return self._backward("attention backward", done, kept, dout + weights + held, travelling)
 
-    def embedding(self) -> Memory:
-        """When the root's gradients are reduced, after all layers."""
-        reducing = _FLOAT32 * self.root + _FLOAT32 * self.root // self.ranks
-        return self.memory(
-            "embedding backward",
-            temporaries=self.a * self.root,
-            communication=self.gathered + reducing,
-            gradients=self.p * (self.shape.parameters - self.root) // self.ranks,
-        )
+    def embedding(self) -> list[Memory]:
+        """When the root has its gradients after all layers, when they are copied to be reduced, and when they are."""
+        gradients = self.p * (self.shape.parameters - self.root) // self.ranks
+        own = self.a * self.root
+        tied = 2 * self.a * self.head if self.shape.tied else 0  # the head's, the embedding's, and their sum
+        reduced = (_FLOAT32 + (self.p if self.p < _FLOAT32 else 0)) * self.root // self.ranks
+        return [
+            self.memory(
+                "embedding backward",
+                temporaries=own + tied,
+                communication=self.gathered + _FLOAT32 * self.layer,
+                gradients=gradients,
+            ),
+            self.memory(
+                "embedding reduction", temporaries=own, communication=_FLOAT32 * self.root, gradients=gradients
+            ),
+            # The head's gradient outlives its copy.
+            self.memory(
+                "embedding reduction",
+                temporaries=self.a * self.head,
+                communication=_FLOAT32 * self.root + reduced,
+                gradients=gradients,
+            ),
+        ]
 
     def update(self) -> Memory:
         """In AdamW, which on a GPU takes the roots of all second moments at once."""
@@ -262,37 +351,69 @@ class _Step:
         return self.memory("optimizer", temporaries=roots, gradients=self.parameters)
 
 
-def ring_backward_bytes(shape: ModelShape, tokens: int, number_bytes: int, ranks: int) -> tuple[int, int]:
-    """What the loop of ``torch/ring.py`` holds in backward with all heads at once: (sums and tiles, blocks on the way).
+def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
+    """What attention holds in backward beside its inputs and dout: (results, sums and tiles; what travels).
 
-    The float32 sums of dq, dk and dv (in place when the results are float32); dq, dk and dv of a tile and of the one
-    before; two blocks of keys and values, and three of their float32 gradients: this hop's, the one that arrives and
-    the one that leaves. Two ranks exchange one of each. A layout's smaller tiles and cut blocks come to within 15%.
+    Between groups of ranks the loop of ``torch/ring.py`` (see ``loop_bytes``). In a Ulysses group dout, q, out, k and
+    v are first traded: copies stay for the loop, and a part is sent and arrives for each other member; and so at the
+    end the gradients. ``shape`` is that of this rank's share of the heads.
     """
-    queries, keys = tokens * shape.query_size, tokens * 2 * shape.kv_size
-    sums = 0 if number_bytes == _FLOAT32 else _FLOAT32 * (queries + keys)
-    tile = number_bytes * (queries + keys)
-    if ranks == 1:
-        return sums + tile, 0
-    blocks, gradients = (2, 3) if ranks > 2 else (1, 1)
-    return sums + 2 * tile, blocks * number_bytes * keys + gradients * _FLOAT32 * keys
+    way, a, tokens = setting.way.backward, setting.number_bytes, setting.tokens
+    mine = member_heads(shape.heads, shape.kv_heads, way.ulysses)[0]
+    queries, keys = (way.ulysses * _count(heads) * shape.head_dim for heads in mine)  # numbers of a local token
+    groups, between = setting.ring // way.ulysses, replace(way, ulysses=1)
+    held = loop_bytes(setting.layout, groups, between, queries, 2 * keys, _head_groups(mine, between, groups), a).times(
+        tokens
+    )
+    # Gradients of keys that members share are summed at home; the loop's float32 sums are then what is sent.
+    is_shared = way.ulysses > shape.kv_heads
+    results = tokens * (a * queries + 2 * keys * (_FLOAT32 if is_shared else a))
+    if way.ulysses == 1:
+        return results + round(held.sums), round(held.travelling)
+    lse = _FLOAT32 * shape.heads
+    copies, others = tokens * (a * (3 * queries + 2 * keys) + lse), 1 - 1 / way.ulysses
+    back = a * tokens * (shape.query_size + 2 * shape.kv_size)
+    moments = (
+        (copies, 2 * others * copies),
+        (copies + results + round(held.sums) - 2 * keys * tokens * _FLOAT32 * is_shared, round(held.travelling)),
+        (copies + results + back, 2 * others * results),
+    )
+    return max(((here, round(travelling)) for here, travelling in moments), key=sum)
 
 
-def longest(shape: ModelShape, setting: Setting, budget_bytes: int) -> int:
-    """The most tokens of one sequence for which a step fits the budget; 0 when nothing does.
+def _head_groups(mine: Heads, way: Route, ranks: int) -> int:
+    """How many groups of heads a GPU takes one after the other: ``torch.ring.num_head_groups``."""
+    kv_heads, blocks = _count(mine.keys), ranks if way.name == "all-gather" else 2
+    return next((n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and blocks <= 2 * n), kv_heads)
+
+
+def _count(heads: slice) -> int:
+    return heads.stop - heads.start
+
+
+def host_bytes(shape: ModelShape, setting: Setting) -> int:
+    """What offloading keeps in a rank's share of its host."""
+    if setting.offload == "none":
+        return 0
+    return shape.layers * setting.tokens * saved_per_token(shape, setting)
+
+
+def longest(setting: Setting, fits: Callable[[Setting], bool], *, at_least: int = 1) -> int:
+    """The most tokens of one sequence for which a step fits; 0 when that is fewer than ``at_least``.
 
     A multiple of the layout's granularity; ``setting.length`` is ignored.
     """
 
-    def fits(tokens_per_rank: int) -> bool:
-        tried = Setting(**{**setting.__dict__, "length": tokens_per_rank * setting.ring})
-        return training_memory(shape, tried).peak_bytes <= budget_bytes
+    def holds(steps: int) -> bool:
+        return fits(replace(setting, length=steps * step))
 
-    step = 2 if setting.layout == "zigzag" else 1
-    low, high = 0, 1
-    while fits(high * step):
+    step = Layout(setting.layout, 1, setting.ring).granularity
+    low, high = 0, max(1, -(-at_least // step))
+    if not holds(high):
+        return 0
+    while holds(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
-    return low * step * setting.ring
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low * step

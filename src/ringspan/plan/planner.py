@@ -2,34 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Final
 
-from ringspan.core.errors import ConfigError
-from ringspan.core.layout import LayoutName
+from ringspan.core.choice import WORTH_IT
+from ringspan.core.errors import UnsupportedError
 from ringspan.plan.cost import StepCost, block_tokens_for_overlap, step_cost
-from ringspan.plan.hardware import Device, min_block_tokens, min_tokens_per_device
-from ringspan.plan.memory import CHECKPOINTS, Memory, Setting, longest, training_memory
-from ringspan.plan.shapes import ModelShape
+from ringspan.plan.hardware import min_block_tokens, min_tokens_per_device
+from ringspan.plan.memory import CHECKPOINTS, Memory, Setting, host_bytes, training_memory
+from ringspan.plan.search import AUTO, Question, layouts, longest_setting, meshes, policies, routes
 
 _TIMED_RINGS: Final = 3  # a larger ring only sends more; the smallest that fit are worth comparing
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is to be trained, and on what. ``batch`` is the sequences of one optimizer step."""
-
-    shape: ModelShape
-    device: Device
-    devices: int
-    length: int
-    batch: int = 1
-    dtype: str = "bfloat16"
-    parameter_dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        for name in ("devices", "length", "batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} {getattr(self, name)}: at least 1 is needed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +23,16 @@ class Plan:
     setting: Setting
     memory: Memory
     cost: StepCost
-    max_length_tokens: int
+    longest: Setting | None
     reasons: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
-        return self.memory.peak_bytes <= self.question.device.memory_bytes
+        return self.question.fits(self.setting)
+
+    @property
+    def max_length_tokens(self) -> int:
+        return self.longest.length if self.longest else 0
 
     def as_json(self) -> dict[str, Any]:
         """The object that ``ringspan plan --json`` prints."""
@@ -59,14 +46,33 @@ class Plan:
             "peak_bytes": self.memory.peak_bytes,
             "bytes": self.memory.bytes,
             "peak_moment": self.memory.moment,
-            "mesh": {"replicate": setting.replicate, "ring": setting.ring, "ulysses": 1},
+            "mesh": {
+                "replicate": setting.replicate,
+                "ring": setting.ring,
+                "ulysses": setting.way.ulysses,
+                "tp": setting.tp,
+            },
             "layout": setting.layout,
             "route": setting.route,
             "checkpoint": setting.checkpoint,
+            "feedforward_chunk_tokens": setting.feedforward_tokens,
+            "offload": setting.offload,
+            "host_bytes": host_bytes(self.question.shape, setting),
             "max_length_tokens": self.max_length_tokens,
+            "max_length_needs": _needs(self.longest) if self.longest else "",
             "min_block_tokens": blocks,
             "min_tokens_per_device": {link: round(min_tokens_per_device(c)) for link, c in blocks.items()},
-            "link_bytes_per_step": {"ring": round(self.cost.ring_bytes), "shards": round(self.cost.shard_bytes)},
+            "link_bytes_per_step": {
+                name: round(getattr(self.cost, f"{field}_bytes"))
+                for name, field in (
+                    ("ring", "ring"),
+                    ("shards", "shard"),
+                    ("tensor_sums", "tensor"),
+                    ("intra_node", "intra_node"),
+                    ("inter_node", "inter_node"),
+                    ("host", "host"),
+                )
+            },
             "step_seconds": self.cost.seconds,
             "mfu": self.cost.mfu,
             "tokens_per_second": self.cost.tokens_per_second,
@@ -76,100 +82,103 @@ class Plan:
 
 
 def make_plan(question: Question) -> Plan:
-    """The fastest way that fits the devices' memory; the most frugal one when none fits."""
-    candidates = list(_fitting(question))
-    if candidates:
-        timed = [(step_cost(question.shape, c, question.device, question.batch), c) for c in candidates]
-        cost, setting = min(timed, key=lambda pair: pair[0].seconds)
+    """The fastest way that fits the devices' memory; the most frugal one when none fits.
+
+    Raises:
+        ConfigError: the batch and the devices allow no mesh.
+        UnsupportedError: the route that is given exists on no mesh.
+    """
+    timed = [(step_cost(question.shape, one, question.device, question.batch), one) for one in _fitting(question)]
+    if timed:
+        cost, setting = min(timed, key=lambda pair: pair[0].seconds / WORTH_IT ** num_extras(pair[1]))
     else:
-        setting = min(_settings(question), key=lambda each: training_memory(question.shape, each).peak_bytes)
+        setting = min(_settings(question), key=lambda one: training_memory(question.shape, one).peak_bytes)
         cost = step_cost(question.shape, setting, question.device, question.batch)
     memory = training_memory(question.shape, setting)
-    most = _longest(question)
+    longest = longest_setting(question)
     return Plan(
         question=question,
         setting=setting,
         memory=memory,
         cost=cost,
-        max_length_tokens=most,
-        reasons=tuple(_reasons(question, setting, memory, cost, most)),
+        longest=longest,
+        reasons=tuple(_reasons(question, setting, memory, cost, longest)),
     )
 
 
-def _rings(question: Question) -> list[int]:
-    """Sizes of a ring that use all devices, small ones first: replicas share the batch evenly, ranks have tokens."""
-    devices = question.devices
-    divisors = (ring for ring in range(1, devices + 1) if devices % ring == 0)
-    rings = [
-        ring
-        for ring in divisors
-        if question.batch % (devices // ring) == 0 and question.length >= _chunks(question, ring)
-    ]
-    if not rings:
-        raise ConfigError(
-            f"--batch {question.batch} sequences of {question.length} tokens cannot be shared by {devices} devices: "
-            f"a ring of {devices} needs {2 * devices} tokens, replicas need a batch that they divide"
-        )
-    return rings
-
-
-def _chunks(question: Question, ring: int) -> int:
-    return 2 * ring if _layout(question, ring) == "zigzag" else ring
-
-
-def _layout(question: Question, ring: int) -> LayoutName:
-    """Zigzag balances causal work; contiguous keeps windows between neighbours, and a single rank needs no order."""
-    windows = question.shape.layer_windows
-    if ring == 1 or all(window is not None and window <= question.length // ring for window in windows):
-        return "contiguous"
-    return "zigzag"
+def num_extras(setting: Setting) -> int:
+    """How much of a setting only a model of time speaks for: another route than the ring, tensor parallelism and
+    offloading must each save three percent.
+    """
+    return (setting.route != "ring") + (setting.tp > 1) + (setting.offload != "none")
 
 
 def _settings(question: Question) -> Iterator[Setting]:
-    """Every way to use the devices, small rings and fast policies first."""
-    for ring in _rings(question):
-        for checkpoint in CHECKPOINTS:
-            yield Setting(
-                length=question.length,
-                ring=ring,
-                replicate=question.devices // ring,
-                layout=_layout(question, ring),
-                checkpoint=checkpoint,
-                dtype=question.dtype,
-                parameter_dtype=question.parameter_dtype,
-            )
+    """Every way to use the devices."""
+    for mesh in meshes(question):
+        for route in routes(question, mesh):
+            for policy in policies(question):
+                yield replace(mesh, route=route, **policy)  # pyright: ignore[reportArgumentType]
 
 
 def _fitting(question: Question) -> Iterator[Setting]:
-    """Of the smallest rings that fit, each with the fastest policy that does."""
-    rings: set[int] = set()
-    for setting in _settings(question):
-        if setting.ring in rings or len(rings) == _TIMED_RINGS:
-            continue
-        if training_memory(question.shape, setting).peak_bytes <= question.device.memory_bytes:
-            rings.add(setting.ring)
-            yield setting
-
-
-def _longest(question: Question, devices: int | None = None) -> int:
-    """The longest sequence that fits when one ring takes all devices and layers keep their inputs alone."""
-    devices = devices or question.devices
-    frugal = Setting(
-        length=1,
-        ring=devices,
-        checkpoint=CHECKPOINTS[-1],
-        dtype=question.dtype,
-        parameter_dtype=question.parameter_dtype,
-    )
-    return longest(question.shape, frugal, question.device.memory_bytes)
-
-
-def _reasons(question: Question, setting: Setting, memory: Memory, cost: StepCost, most: int) -> Iterator[str]:
+    """Of the smallest rings that fit, for each size of tensor parallelism, the fastest policies that do; and where the
+    ring waits for its links, or has windows to exploit, those of the other routes and layouts.
+    """
     shape, device = question.shape, question.device
-    if memory.peak_bytes > device.memory_bytes:
-        yield from _what_would_fit(question, memory, most)
+    rings: dict[int, set[int]] = {}
+    for mesh in meshes(question):
+        known = rings.setdefault(mesh.tp, set())
+        if len(known) == _TIMED_RINGS:
+            continue
+        others = any(shape.layer_windows)
+        for route in routes(question, mesh):
+            if mesh.ring in known and not others:
+                break
+            for layout in layouts(mesh.ring):
+                if layout != mesh.layout and not others:
+                    break
+                for setting in _fastest_policies(question, replace(mesh, route=route, layout=layout)):
+                    yield setting
+                    if mesh.ring not in known:
+                        known.add(mesh.ring)
+                        cost = step_cost(shape, setting, device, question.batch)
+                        others = others or cost.compute_seconds < WORTH_IT * cost.seconds
+
+
+def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]:
+    """The first policy that fits on the device, and the first that fits with the host's help unless that is as fast."""
+    for needs_host, candidates in groupby(policies(question), lambda policy: policy["offload"] != "none"):
+        for policy in candidates:
+            tried = replace(setting, **policy)  # pyright: ignore[reportArgumentType]
+            if question.fits(tried):
+                yield tried
+                if not needs_host and tried.checkpoint != CHECKPOINTS[-1]:
+                    return  # nothing that offloading allows is faster
+                break
+
+
+def _needs(setting: Setting) -> str:
+    """The options of a setting, in a few words."""
+    parts = [f"ring {setting.ring}", f"tp {setting.tp}" if setting.tp > 1 else "", f"route {setting.route}"]
+    parts += [f"checkpoint {setting.checkpoint}"]
+    if setting.feedforward_tokens:
+        parts.append(f"feed-forward in chunks of {setting.feedforward_tokens}")
+    if setting.offload != "none":
+        parts.append("activations on the host")
+    return ", ".join(part for part in parts if part)
+
+
+def _reasons(
+    question: Question, setting: Setting, memory: Memory, cost: StepCost, longest: Setting | None
+) -> Iterator[str]:
+    shape, device = question.shape, question.device
+    if not question.fits(setting):
+        yield from _what_would_fit(question, setting, memory, longest)
     else:
         yield from _why_this_ring(question, setting)
+        yield from _why_this_route(question, setting, cost)
+        yield from _why_this_split(question, setting, cost)
         yield from _why_this_policy(question, setting)
     if setting.ring > 1:
         yield _why_this_layout(setting)
@@ -184,19 +193,26 @@ def _reasons(question: Question, setting: Setting, memory: Memory, cost: StepCos
         )
 
 
-def _what_would_fit(question: Question, memory: Memory, most: int) -> Iterator[str]:
+def _what_would_fit(question: Question, setting: Setting, memory: Memory, longest: Setting | None) -> Iterator[str]:
     shape, device = question.shape, question.device
     short = f"{_gigabytes(memory.peak_bytes)} a device do not fit {_gigabytes(device.memory_bytes)}"
-    if most:
-        yield f"{short}: on {question.devices} x {device.title} the longest sequence is {most:,} tokens"
+    if memory.peak_bytes <= device.memory_bytes:
+        host = host_bytes(shape, setting)
+        short = f"{_gigabytes(host)} a device do not fit its {_gigabytes(device.host_memory_bytes)} of the host"
+    if longest:
+        yield (
+            f"{short}: on {question.devices} x {device.title} the longest sequence is {longest.length:,} tokens "
+            f"({_needs(longest)})"
+        )
     else:
         state = memory.bytes["parameters"] + memory.bytes["optimizer"]
         yield f"{short}: no length fits; parameters and optimizer alone take {_gigabytes(state)} a device"
     devices = question.devices
-    while devices < 1 << 16:
+    while devices < 1 << 14:
         devices *= 2
-        if _longest(question, devices) >= question.length:
-            yield f"{question.length:,} tokens fit on {devices} x {device.title} in one ring"
+        enough = longest_setting(question, devices)
+        if enough and enough.length >= question.length:
+            yield f"{question.length:,} tokens fit on {devices} x {device.title} in one ring ({_needs(enough)})"
             return
     yield f"no number of {device.title} holds {shape.name} with {question.length:,} tokens in this way"
 
@@ -206,40 +222,99 @@ def _why_this_ring(question: Question, setting: Setting) -> Iterator[str]:
     if setting.ring == 1:
         yield "the sequence fits one device: a ring would only add communication"
         return
-    if setting.ring == question.devices and setting.replicate == 1 and question.batch == 1:
-        alone = replace(setting, ring=1, layout="contiguous", checkpoint=CHECKPOINTS[-1])
+    if setting.ring * setting.tp == question.devices and question.batch == 1:
+        alone = replace(setting, ring=1, route="ring", layout="contiguous", checkpoint=CHECKPOINTS[-1])
         if training_memory(shape, alone).peak_bytes <= device.memory_bytes:
             yield "the sequence would fit one device; the ring only makes it faster, since one sequence has no replicas"
             return
-    smaller = [ring for ring in _rings(question) if ring < setting.ring]
+    smaller = [mesh for mesh in meshes(question) if mesh.tp == setting.tp and mesh.ring < setting.ring]
     if smaller:
-        yield f"a ring of {smaller[-1]} x {question.devices // smaller[-1]} replicas does not fit, or is slower"
+        yield f"a ring of {smaller[-1].ring} x {smaller[-1].replicate} replicas does not fit, or is slower"
     else:
         yield f"{question.batch} sequences on {question.devices} devices leave no smaller ring than {setting.ring}"
 
 
+def _why_this_route(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
+    if setting.ring == 1:
+        return
+    shape, device = question.shape, question.device
+    if setting.route == "ring":
+        if question.route == AUTO:
+            yield "route ring: no other route or mesh that fits is predicted to save three percent of a step"
+        return
+    chosen = "as asked" if question.route != AUTO else "the quickest that fits"
+    around = replace(setting, route="ring")
+    try:
+        other = step_cost(shape, around, device, question.batch).seconds
+    except UnsupportedError as error:
+        yield f"route {setting.route}, {chosen}: {error}"
+        return
+    need = training_memory(shape, around).peak_bytes
+    verb = "would take" if need <= device.memory_bytes else f"would need {_gigabytes(need)} and take"
+    yield f"route {setting.route}, {chosen}: {cost.seconds:.3g} s a step, around the ring it {verb} {other:.3g} s"
+
+
+def _why_this_split(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
+    shape = question.shape
+    if shape.family == "gpt2":
+        yield f"no tensor parallelism was weighed: there is no plan for {shape.model_type} models"
+    if setting.tp == 1:
+        return
+    sums = cost.tensor_bytes / question.device.bandwidth(setting.tp)
+    merged = [mesh for mesh in meshes(question) if mesh.tp == 1 and mesh.ring == setting.ring * setting.tp]
+    without = ""
+    for mesh in merged[:1]:
+        other = replace(setting, tp=1, ring=mesh.ring, route="ring")
+        need, seconds = training_memory(shape, other).peak_bytes, step_cost(
+            shape, other, question.device, question.batch
+        ).seconds  # fmt: skip
+        without = f"; a ring of {mesh.ring} without it would need {_gigabytes(need)} and take {seconds:.3g} s"
+    yield (
+        f"tp {setting.tp}: heads, feed-forward and vocabulary are split over neighbours of a node, whose sums take "
+        f"{sums:.2g} s of a step{without}"
+    )
+
+
 def _why_this_layout(setting: Setting) -> str:
-    if setting.layout == "zigzag":
-        return "zigzag: each rank holds an early and a late chunk, so that causal work is equal on all ranks"
-    return "contiguous: windows reach only neighbours, and every rank has the same work"
+    match setting.layout:
+        case "zigzag":
+            return "zigzag: each rank holds an early and a late chunk, so that causal work is equal on all ranks"
+        case "contiguous":
+            return "contiguous: the fewest bytes travel, which counts for more than equal work on all ranks"
+        case "striped":
+            return "striped: causal work is equal on all ranks, hop by hop"
 
 
 def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
-    budget = question.device.memory_bytes
+    budget, shape = question.device.memory_bytes, question.shape
     for faster in CHECKPOINTS[: CHECKPOINTS.index(setting.checkpoint)]:
-        need = training_memory(question.shape, replace(setting, checkpoint=faster)).peak_bytes
+        offload = setting.offload if faster != "none" else "none"
+        need = training_memory(shape, replace(setting, checkpoint=faster, offload=offload)).peak_bytes
         if need > budget:
             yield f"checkpoint={faster!r} would need {_gigabytes(need)}"
         else:
-            yield f"checkpoint={faster!r} would fit ({_gigabytes(need)}), with a larger ring"
+            yield f"checkpoint={faster!r} would fit ({_gigabytes(need)}), but is slower there, or with its host"
+    if setting.feedforward_tokens and setting.checkpoint == "none":
+        need = training_memory(shape, replace(setting, feedforward_chunk_tokens=0)).peak_bytes
+        chunk = setting.feedforward_tokens
+        yield f"feed-forward in chunks of {chunk} tokens: all at once would need {_gigabytes(need)}"
+    if setting.offload != "none":
+        need = training_memory(shape, replace(setting, offload="none")).peak_bytes
+        yield (
+            f"activations wait on the host, {_gigabytes(host_bytes(shape, setting))} a device: on the device they "
+            f"would need {_gigabytes(need)}"
+        )
 
 
 def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
     device = question.device
-    if setting.ring == 1:
+    if setting.ring == 1 or setting.route != "ring":
+        if cost.exposed_seconds > 0.05 * cost.seconds:
+            yield _waiting(cost)
         return
-    bandwidth = device.bandwidth(setting.ring)
-    where = "inside a node" if setting.ring <= device.devices_per_node else "between nodes"
+    span = setting.ring * setting.tp
+    bandwidth = device.bandwidth(span)
+    where = "inside a node" if span <= device.devices_per_node else "between nodes"
     needed = block_tokens_for_overlap(question.shape, setting, device, bandwidth)
     have = setting.tokens // setting.batch
     if have >= needed:
@@ -250,7 +325,12 @@ def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterat
             "blocks' travel; use fewer ranks, or longer sequences"
         )
     if cost.exposed_seconds > 0.05 * cost.seconds:
-        yield f"{cost.exposed_seconds / cost.seconds:.0%} of the step waits for links (blocks, parameters, gradients)"
+        yield _waiting(cost)
+
+
+def _waiting(cost: StepCost) -> str:
+    share = cost.exposed_seconds / cost.seconds
+    return f"{share:.0%} of the step waits for links (blocks, parameters, gradients, sums)"
 
 
 def _gigabytes(num_bytes: float) -> str:

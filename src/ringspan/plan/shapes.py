@@ -55,8 +55,30 @@ class ModelShape:
     @property
     def layer_matrix_parameters(self) -> int:
         """Weights of one layer that every token is multiplied with."""
-        attention = self.hidden * (2 * self.query_size + 2 * self.kv_size)
-        return attention + (3 if self.family == "llama" else 2) * self.hidden * self.intermediate
+        return self.hidden * (2 * self.query_size + 2 * self.kv_size) + self.feedforward_parameters
+
+    @property
+    def feedforward_parameters(self) -> int:
+        """Weights of one feed-forward."""
+        return (3 if self.family == "llama" else 2) * self.hidden * self.intermediate
+
+    def split(self, tp: int) -> "ModelShape":
+        """What each rank of tensor parallelism has: its share of heads, feed-forward and, where it comes out even,
+        vocabulary.
+
+        Raises:
+            UnsupportedError: a family without a plan, or sizes that do not come out even.
+        """
+        if tp == 1:
+            return self
+        if self.family == "gpt2":
+            raise UnsupportedError(f"{self.name}: there is no tensor-parallel plan for {self.model_type}; use tp=1")
+        sizes = {name: getattr(self, name) for name in ("heads", "kv_heads", "intermediate")}
+        for name, size in sizes.items():
+            if size % tp:
+                raise UnsupportedError(f"{self.name}: tp={tp} does not divide {name}={size}; choose a divisor")
+        vocab = self.vocab // tp if self.vocab % tp == 0 else self.vocab
+        return replace(self, vocab=vocab, **{name: size // tp for name, size in sizes.items()})
 
     @property
     def layer_parameters(self) -> int:

@@ -9,15 +9,17 @@ from typing import Final
 
 from ringspan.plan.cost import dataset_flops_ratio
 from ringspan.plan.hardware import DEVICES, Device, min_block_tokens, min_tokens_per_device
-from ringspan.plan.memory import Memory, Setting, longest, training_memory
-from ringspan.plan.planner import Question, make_plan
+from ringspan.plan.memory import Memory, Setting, saved_per_token, training_memory
+from ringspan.plan.planner import make_plan
+from ringspan.plan.search import Question, longest_setting
 from ringspan.plan.shapes import MODELS
 
 K: Final = 1024
 
 # Hardware, devices, model, and the longest context in thousands of tokens as published: with blockwise attention and
-# feed-forward on one device, and with Ring Attention (Liu, Zaharia, Abbeel 2023). A TPU v4 chip is one device, so
-# "TPUv4-1024" (cores) are 512; of v3 each core is one.
+# feed-forward, and with Ring Attention (Liu, Zaharia, Abbeel 2023, arXiv 2310.01889v4, table 3). A TPU v4 chip is one
+# device, so "TPUv4-1024" (cores) are 512, as the 512x of that table says; of v3 each core is one. The text beside the
+# table (section 5.1) says "over 1 million tokens" of the 7B model on 32 A100, a quarter of the table's 4096.
 PUBLISHED_CONTEXT: Final = (
     ("8x A100 NVLink", "a100-80gb", 8, "llama-3b", 64, 512),
     ("8x A100 NVLink", "a100-80gb", 8, "llama-7b", 32, 256),
@@ -38,6 +40,7 @@ PUBLISHED_CONTEXT: Final = (
 def minimal_blocks() -> str:
     """Minimal block and tokens a device for each link of the published table."""
     links = (
+        # The last two columns: table 2 of arXiv 2310.01889v4.
         ("A100 NVLink", "a100-80gb", True, "1.0", "6.2"),
         ("A100 InfiniBand", "a100-80gb", False, "24.5", "149.5"),
         ("TPU v3", "tpu-v3", True, "1.1", "6.6"),
@@ -59,7 +62,10 @@ def minimal_blocks() -> str:
 
 
 def layer_bytes(kind: str, batch: int, length: int, hidden: int, block: int = 0) -> int:
-    """Published activation bytes of a layer in bfloat16: 2bhs^2, 8bsh, 2bsh and 6bch (h heads in the first)."""
+    """Published activation bytes of a layer in bfloat16: 2bhs^2, 8bsh, 2bsh and 6bch (h heads in the first).
+
+    Source: arXiv 2310.01889v4, table 1, "total"; those of blockwise layers first in arXiv 2305.19370.
+    """
     match kind:
         case "vanilla":
             return 2 * batch * hidden * length**2
@@ -90,36 +96,59 @@ def activations() -> str:
 
 
 def flops_ratios() -> str:
-    """How much dearer a dataset becomes from 4K to longer contexts."""
+    """How much dearer a dataset becomes from 4K to longer contexts; published: figure 5 of arXiv 2310.01889v4."""
     lengths = (32 * K, 128 * K, 1024 * K, 10_240 * K)
-    models = ("llama-7b", "llama-13b", "llama-30b", "llama-65b", "gpt-175b")
+    published = {"llama-7b": 37.4, "llama-13b": 31.0, "llama-30b": 23.2, "llama-65b": 20.6, "gpt-175b": 14.4}
     rows = [
-        (name, *(f"{dataset_flops_ratio(MODELS[name].hidden, length, 4 * K):.1f}" for length in lengths))
-        for name in models
+        (
+            name,
+            *(f"{dataset_flops_ratio(MODELS[name].hidden, length, 4 * K):.1f}" for length in lengths),
+            f"{at_a_million:.1f}",
+        )
+        for name, at_a_million in published.items()
     ]
-    return _table(("model", "32K", "128K", "1M", "10M"), rows)
+    return _table(("model", "32K", "128K", "1M", "10M", "1M, published"), rows)
+
+
+def longest_contexts(kind: str, devices: int, model: str) -> tuple[Setting, Setting | None]:
+    """How the longest sequence is held, in bfloat16 over float32 state: on the devices, and with their hosts' help
+    where these are known.
+    """
+    device = DEVICES[kind]
+    alone = Question(shape=MODELS[model], device=replace(device, host_bandwidth=0.0), devices=devices, length=1)
+    on_devices = longest_setting(alone)
+    assert on_devices is not None, "every published model fits its devices"
+    return on_devices, longest_setting(replace(alone, device=device)) if device.host_bandwidth else None
 
 
 def _context_row(title: str, kind: str, devices: int, model: str, blockwise: int, ring: int) -> tuple[str, ...]:
     shape, device = MODELS[model], DEVICES[kind]
     as_published = Setting(length=ring * K, ring=devices, checkpoint="full", dtype="float32", on_gpu=False)
     need = training_memory(shape, as_published).peak_bytes
-    ours = longest(shape, replace(as_published, dtype="bfloat16"), device.memory_bytes)
+    on_devices, with_host = longest_contexts(kind, devices, model)
+    memory = training_memory(shape, on_devices)
+    kept = shape.layers * on_devices.tokens * saved_per_token(shape, on_devices) / memory.peak_bytes
+    chunks = ", feed-forward in chunks" if on_devices.feedforward_tokens else ""
     return (
         title,
         model,
         f"{blockwise:,}K",
         f"{ring:,}K",
         f"{need / 1e9:.1f} of {device.memory_bytes / 1e9:.0f} GB",
-        f"{ours // K:,}K",
-        f"{ours / (ring * K):.1f}x",
+        f"{on_devices.length // K:,}K",
+        f"{on_devices.length / (ring * K):.1f}x",
+        f"{on_devices.route}{chunks}",
+        f"{memory.moment}, {kept:.0%} inputs",
+        f"{with_host.length // K:,}K" if with_host else "",
+        f"{with_host.length / (ring * K):.1f}x" if with_host else "",
     )
 
 
 def contexts() -> str:
     """The longest context of each published row, and what we reach on the same devices."""
     rows = [_context_row(*row) for row in PUBLISHED_CONTEXT]
-    return _table(("hardware", "model", "blockwise", "ring", "published, our bytes", "ours", "ours / ring"), rows)
+    ours = ("ours", "ours / ring", "route", "bound by", "with hosts", "with hosts / ring")
+    return _table(("hardware", "model", "blockwise", "ring", "published, our bytes", *ours), rows)
 
 
 def utilizations() -> str:
@@ -139,7 +168,8 @@ def _mfu(model: str, device: Device, devices: int, length: int) -> str:
     """Of the plan for 4M tokens a step, or for one sequence if it is longer; with the ring that the plan chose."""
     batch = max(devices, (4096 * K) // length) if length <= 32 * K else 1
     plan = make_plan(Question(shape=MODELS[model], device=device, devices=devices, length=length, batch=batch))
-    return f"{plan.cost.mfu:.0%} (ring {plan.setting.ring})" if plan.fits else "does not fit"
+    split = f", tp {plan.setting.tp}" if plan.setting.tp > 1 else ""
+    return f"{plan.cost.mfu:.0%} (ring {plan.setting.ring}{split})" if plan.fits else "does not fit"
 
 
 def fine_tuning() -> str:
@@ -176,9 +206,15 @@ def longest_fine_tuning() -> str:
         cells = []
         for kind in ("h100-80gb", "h200"):
             for dtype in ("bfloat16", "float32"):
-                setting = Setting(length=1, ring=devices, checkpoint="full", parameter_dtype=dtype)
-                length = longest(MODELS["llama-3.1-8b"], setting, DEVICES[kind].memory_bytes)
-                cells.append(f"{length // K:,}K" if length else "no")
+                question = Question(
+                    shape=MODELS["llama-3.1-8b"],
+                    device=replace(DEVICES[kind], host_bandwidth=0.0),
+                    devices=devices,
+                    length=1,
+                    parameter_dtype=dtype,
+                )
+                setting = longest_setting(question)
+                cells.append(f"{setting.length // K:,}K" if setting else "no")
         rows.append((str(devices), *cells))
     return _table(("devices", "H100, bf16 state", "H100, fp32 state", "H200, bf16 state", "H200, fp32 state"), rows)
 

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ringspan.core.arguments import check_shapes, find_layouts
-from ringspan.core.choice import Choice, Shape, Speeds, choose_route
+from ringspan.core.choice import Choice, choose_route
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal
 from ringspan.core.route import Route, member_heads
 from ringspan.core.schedule import Schedule, plan
+from ringspan.core.timing import Shape, Speeds
 from ringspan.torch import kernels
 from ringspan.torch.agreement import agree
 from ringspan.torch.exchange import Exchange

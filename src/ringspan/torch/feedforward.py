@@ -22,14 +22,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.torch.modules import mix_in
 
 ChunkTokens = int | Literal["auto"]
-
-# What "auto" takes. Each block adds the gradients of the weights to their float32 sums: enough tokens that this is
-# little beside its products, and few enough that a block is small beside what the ring holds in backward.
-CHUNK_TOKENS: Final = 4096
 
 # Tokens of the probe: enough for a router that fills experts to a capacity to drop some when all choose alike.
 _PROBE_TOKENS: Final = 24
@@ -54,7 +51,7 @@ def free_chunk_tokens(model: PreTrainedModel, *, checkpointed: bool, logs: bool 
         reason = _why_not_free(model, feedforwards)
     if reason and logs:
         _log.warning("feed-forwards run on all tokens at once: %s", reason)
-    return 0 if reason else CHUNK_TOKENS
+    return 0 if reason else FREE_CHUNK_TOKENS
 
 
 def chunk_feedforwards(model: PreTrainedModel, chunk_tokens: int) -> None:
@@ -69,9 +66,14 @@ def chunk_feedforwards(model: PreTrainedModel, chunk_tokens: int) -> None:
         ConfigError: ``chunk_tokens`` below one.
         UnsupportedError: a layer has no such submodule, or it has dropout; by name.
     """
+    run_in_blocks(find_feedforwards(model), chunk_tokens)
+
+
+def run_in_blocks(feedforwards: list[nn.Module], chunk_tokens: int) -> None:
+    """What ``chunk_feedforwards`` does to those that it finds; what they did before this, they do in each block."""
     if chunk_tokens < 1:
         raise ConfigError(f"feedforward_chunk_tokens must be at least 1, got {chunk_tokens}; 0 is for none")
-    for module in find_feedforwards(model):
+    for module in feedforwards:
         mix_in(module, _Blockwise, feedforward_chunk_tokens=chunk_tokens)
 
 

@@ -27,7 +27,7 @@ from ringspan.torch.agreement import agree
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.batch import IGNORED, document_positions
 from ringspan.torch.embedding import sum_embedding_gradients
-from ringspan.torch.feedforward import ChunkTokens, chunk_feedforwards, free_chunk_tokens
+from ringspan.torch.feedforward import ChunkTokens, find_feedforwards, free_chunk_tokens, run_in_blocks
 from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
 from ringspan.torch.mesh import tensor_axis
 from ringspan.torch.modules import mix_in
@@ -122,14 +122,15 @@ def parallelize(
             # Llama 4 counts local tokens for it; ``attend`` does the same with their global positions.
             attention.attn_temperature_tuning, attention.ring_temperature = False, not attention.use_rope
     model.config.use_cache = False
-    if feedforward_chunk_tokens:
-        chunk_feedforwards(model, feedforward_chunk_tokens)
+    feedforwards = find_feedforwards(model) if feedforward_chunk_tokens else []
     checkpoint_layers(model, checkpoint, offload)
     chunk_rotary_tables(model)
     sum_embedding_gradients(model)
     _become_ring_model(model, mesh, layout, loss)
     if tp is not None:
         split_model(model, tp)
+    if feedforwards:
+        run_in_blocks(feedforwards, feedforward_chunk_tokens)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     sharded = mesh["replicate", "ring"] if mesh["replicate"].size() > 1 else mesh["ring"]
     for module in (*layers, model):

@@ -1,0 +1,163 @@
+"""Every way to run a step that the planner weighs: meshes, layouts, routes, and what is kept for backward."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Final
+
+from ringspan.core.arguments import FREE_CHUNK_TOKENS
+from ringspan.core.choice import other_routes
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.route import Route
+from ringspan.core.timing import Shape
+from ringspan.plan.hardware import Device
+from ringspan.plan.memory import CHECKPOINTS, Setting, check_setting, host_bytes, longest, training_memory
+from ringspan.plan.shapes import ModelShape
+
+AUTO: Final = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be trained, and on what. ``batch`` is the sequences of one optimizer step, ``route`` one that is given
+    or ``auto``.
+    """
+
+    shape: ModelShape
+    device: Device
+    devices: int
+    length: int
+    batch: int = 1
+    dtype: str = "bfloat16"
+    parameter_dtype: str = "float32"
+    route: str = AUTO
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "length", "batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} {getattr(self, name)}: at least 1 is needed")
+
+    def fits(self, setting: Setting) -> bool:
+        """Whether the devices, and their hosts, have the memory."""
+        has = self.device.memory_bytes, self.device.host_memory_bytes
+        return training_memory(self.shape, setting).peak_bytes <= has[0] and host_bytes(self.shape, setting) <= has[1]
+
+
+@lru_cache(maxsize=256)
+def meshes(question: Question) -> tuple[Setting, ...]:
+    """A plain setting for every mesh of all devices, without tensor parallelism and with small rings first: replicas
+    share the batch evenly, ranks have tokens, and the route that is given exists.
+
+    Raises:
+        ConfigError: there is no mesh.
+        UnsupportedError: the route that is given exists on none.
+    """
+    found: list[Setting] = []
+    refusal: UnsupportedError | None = None
+    for tp in _tensor_sizes(question):
+        for ring in _divisors(question.devices // tp):
+            setting = Setting(
+                length=question.length,
+                ring=ring,
+                replicate=question.devices // tp // ring,
+                tp=tp,
+                layout=layouts(ring)[0],
+                dtype=question.dtype,
+                parameter_dtype=question.parameter_dtype,
+            )
+            granularity = Layout(setting.layout, 1, ring).granularity
+            if question.batch % setting.replicate or question.length < granularity:
+                continue
+            try:
+                given = replace(setting, route="ring" if question.route == AUTO else question.route)
+                check_setting(question.shape, given)
+                found.append(given)
+            except UnsupportedError as error:
+                refusal = error if tp == 1 else refusal
+    if not found and refusal:
+        raise refusal
+    if not found:
+        raise ConfigError(
+            f"--batch {question.batch} sequences of {question.length} tokens cannot be shared by {question.devices} "
+            f"devices: a ring of {question.devices} needs {2 * question.devices} tokens, replicas need a batch that "
+            "they divide"
+        )
+    return tuple(found)
+
+
+def _tensor_sizes(question: Question) -> Iterator[int]:
+    """Sizes of tensor parallelism inside of a node that the model can be split into."""
+    for tp in _divisors(question.devices):
+        try:
+            question.shape.split(tp)
+        except UnsupportedError:
+            continue
+        if tp == 1 or question.device.devices_per_node % tp == 0:
+            yield tp
+
+
+def layouts(ring: int) -> tuple[LayoutName, ...]:
+    """The layouts of a ring, first the one that balances causal work and thins its blocks out. A single rank needs no
+    order.
+    """
+    return ("contiguous",) if ring == 1 else ("zigzag", "contiguous")
+
+
+def routes(question: Question, setting: Setting) -> tuple[str, ...]:
+    """The routes of a mesh, the ring first; or the one that is given."""
+    if question.route != AUTO:
+        return (question.route,)
+    if setting.ring == 1:
+        return ("ring",)
+    return ("ring", *_other_routes(question, setting), "bidirectional", "pass-q")
+
+
+def _other_routes(question: Question, setting: Setting) -> Iterator[str]:
+    local = question.shape.split(setting.tp)
+    sizes = Shape(1, local.heads, local.kv_heads, local.head_dim, local.head_dim, setting.number_bytes)
+    per_node = max(1, question.device.devices_per_node // setting.tp)
+    for route in other_routes(setting.ring, sizes, per_node):
+        yield route
+        groups, members = setting.ring // Route.parse(route, setting.ring).ulysses, setting.ring // per_node
+        if route == f"ulysses:{per_node}" and groups == members > 1:
+            yield f"{route}+all-gather"
+
+
+def policies(question: Question) -> Iterator[dict[str, object]]:
+    """What is kept for backward: on the device, or where its link is known, on the host; from the fastest, everything,
+    to what checkpointing keeps; with feed-forwards at once or in chunks.
+    """
+    offloads = ("none", "activations") if question.device.host_bandwidth else ("none",)
+    for offload, checkpoint in product(offloads, CHECKPOINTS):
+        if checkpoint != "none":  # then chunks are free
+            yield {"checkpoint": checkpoint, "feedforward_chunk_tokens": FREE_CHUNK_TOKENS, "offload": offload}
+        elif offload == "none":
+            for chunk in (0, FREE_CHUNK_TOKENS):
+                yield {"checkpoint": checkpoint, "feedforward_chunk_tokens": chunk, "offload": offload}
+
+
+def longest_setting(question: Question, devices: int | None = None) -> Setting | None:
+    """How one ring of all devices, with tensor parallelism or without, holds the longest sequence, and how long it is;
+    None when it holds none.
+    """
+    devices = devices or question.devices
+    asked = replace(question, devices=devices, batch=1, length=2 * devices)
+    best, length = None, 0
+    for mesh in meshes(asked):
+        if mesh.replicate > 1:
+            continue
+        for policy in policies(question):
+            if policy["checkpoint"] == CHECKPOINTS[0]:
+                continue
+            for route in routes(asked, mesh):
+                setting = replace(mesh, route=route, **policy)  # pyright: ignore[reportArgumentType]
+                more = longest(setting, question.fits, at_least=length + 1)
+                if more:
+                    best, length = replace(setting, length=more), more
+    return best
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
