@@ -1,12 +1,15 @@
 """Starting ranks: results in order, refusals and failures as one exception, and an end when told to stop."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ringspan as rs
@@ -42,6 +45,32 @@ def test_a_killed_rank_is_named_and_not_the_ones_that_missed_it():
 
 def test_results_come_by_rank():
     assert launch(rank_times, 2, 5) == [0, 5]
+
+
+def resident_bytes_after_freeing():
+    """Tensors of two megabytes, freed but for small ones between them: what is still there of 200."""
+
+    def resident():
+        return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+    before, tensors = resident(), []
+    torch.ones(1 << 22)  # freed: from now on glibc keeps tensors of this size
+    for _ in range(100):
+        tensors += [torch.ones(1 << 19), torch.ones(1 << 8)]
+    del tensors[::2]
+    return os.environ.get("GLIBC_TUNABLES"), resident() - before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc than glibc's")
+def test_thrifty_ranks_give_memory_back(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    [(_, kept)] = launch(resident_bytes_after_freeing, 1)
+    [(tunables, left)] = launch(resident_bytes_after_freeing, 1, is_thrifty=True)
+    assert "mmap_threshold" in tunables and "GLIBC_TUNABLES" not in os.environ
+    assert left < 40 << 20 < 150 << 20 < kept
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7")
+    [(tunables, _)] = launch(resident_bytes_after_freeing, 1, is_thrifty=True)
+    assert tunables == "glibc.malloc.tcache_count=7"
 
 
 def test_what_one_rank_refuses_is_raised_with_its_own_type():

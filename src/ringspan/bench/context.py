@@ -108,7 +108,7 @@ def next_length(trials: list[dict[str, Any]], budget_bytes: int, longest: int) -
 def _try(case: ContextCase, length: int) -> dict[str, Any]:
     """One step of this length; a peak of infinity where memory ran out."""
     try:
-        results = launch(_measure, case.ranks, case, length, threads=1)
+        results = launch(_measure, case.ranks, case, length, threads=1, is_thrifty=True)
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise
