@@ -218,9 +218,13 @@ def test_batches_that_were_not_split_for_this_model_are_refused(pool, how, error
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ("mistral", {"layer_types": ["full_attention", "compressed_sparse_attention"]}, "compressed_sparse_attention"),
         ("cohere", {}, "changes its logits"),
+        ("opt", {"word_embed_proj_dim": 64}, "OPTForCausalLM reaches into its decoder"),
         ("t5", {}, "AttentionInterface"),
     ],
 )
 def test_models_that_would_not_be_exact_are_refused_by_name(kind, changes, message):
+    model = build(kind, **changes)
+    before = dict(model.named_modules())
     with pytest.raises(rs.UnsupportedError, match=message):
-        refuse_unsupported(build(kind, **changes))
+        refuse_unsupported(model)
+    assert dict(model.named_modules()) == before

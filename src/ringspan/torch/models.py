@@ -312,7 +312,7 @@ def _check_head(model: PreTrainedModel) -> None:
     if head.weight.is_meta:
         return
     hidden = torch.randn(1, 1, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight)
-    name = _decoder_name(model) or ""
+    kind, name = type(model).__name__, _decoder_name(model) or ""
     decoder = getattr(model, name)
     setattr(model, name, _Decoder(hidden))
     try:
@@ -320,10 +320,12 @@ def _check_head(model: PreTrainedModel) -> None:
             tokens = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
             expected = _cap(head(hidden), getattr(model.config, "final_logit_softcapping", None))
             same = torch.equal(model(input_ids=tokens).logits, expected)
+    except AttributeError as error:
+        raise UnsupportedError(f"{kind} reaches into its decoder, which is not supported yet") from error
     finally:
         setattr(model, name, decoder)
     if not same:
-        raise UnsupportedError(f"{type(model).__name__} changes its logits after the head, which is not supported yet")
+        raise UnsupportedError(f"{kind} changes its logits after the head, which is not supported yet")
 
 
 def _cap(logits: Tensor, softcap: float | None) -> Tensor:
