@@ -1,7 +1,7 @@
 """Run the benchmarks that the documentation quotes and keep their results: ``make bench``, alone on the machine.
 
 Each command's JSON lands in ``benchmarks/results/<name>.json`` as a list of {"command", "result"}; the result names the
-machine and the versions. Pass names (attention, step, memory) to run only some.
+machine and the versions. Pass names (attention, step, memory, context) to run only some.
 """
 
 import json
@@ -22,6 +22,11 @@ COMMANDS = {
         for kv_heads in (8, 2)
     ],
     "step": [f"ringspan bench step --length 8192 --dtype {dtype} --json" for dtype in ("float32", "bfloat16")],
+    "context": [
+        "ringspan bench context --budget 4e9 --options off --dtype bfloat16 --json",
+        "ringspan bench context --budget 16e9 --options off --dtype bfloat16 --json",
+        "ringspan bench context --budget 4e9 --options on --dtype bfloat16 --start 61696 --trials 1 --json",
+    ],
     "memory": ["ringspan bench memory --length 8192 --rings 1,2,4 --json"],
 }
 

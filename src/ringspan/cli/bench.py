@@ -244,6 +244,7 @@ def context(
     dtype: Dtype = "float32",
     layout: LayoutOption = "zigzag",
     trials: Annotated[int, typer.Option(min=1, help="Steps to try at most; time grows as their lengths squared.")] = 8,
+    start: Annotated[int, typer.Option(min=1, help="Length to try first.")] = 1024,
     max_length: Annotated[int, typer.Option(min=1024, help="Longest sequence to try.")] = 1 << 24,
     as_json: Json = False,
 ) -> None:
@@ -267,6 +268,7 @@ def context(
             vocabulary=vocabulary,
             dtype=dtype,
             layout=layout_name(layout),
+            start_tokens=start,
             max_trials=trials,
             max_length=max_length,
         )
