@@ -139,7 +139,7 @@ def _draw_lengths(curves: dict[str, dict[str, int]], path: Path) -> None:
     ticks = [1, 4, 16, 64, 256]
     panel.set_xticks(ticks, [f"{tick}K" for tick in ticks])
     panel.set(xlabel="tokens of a sequence", ylabel="peak of a device, GB", ylim=(0, 100))
-    panel.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.6))
+    panel.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.52))
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
