@@ -50,7 +50,7 @@ def command(
         seconds[name] = time.perf_counter() - started
 
     with part("train", f"1  Train: {length:,} tokens a sequence over a ring of {ranks}"):
-        trained = launch(train_rank, ranks, config, is_thrifty=True)[0]
+        trained = launch(train_rank, ranks, config)[0]
     with part("proof", "2  Prove: the same batch on one process and on the ring"):
         proof = launch(_prove_rank, ranks, trained.model, options, threads=1)[0]
     with part("memory", "3  Measure: activations a rank holds on rings of 1, 2 and 4"):

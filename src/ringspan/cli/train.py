@@ -86,9 +86,9 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
         raise ConfigError(f"--nproc {nproc}: at least one process is needed")
     settings.resolve_mesh(nproc)  # refuse here what every rank would
     load_model_config(settings)
-    return launch(train_rank, nproc, settings, max_restarts=max_restarts, forward_signals=True, is_thrifty=True)[
-        0
-    ], True
+    thrift = settings.memory.offload != "none"  # who offloads would rather wait for memory than run out of it
+    results = launch(train_rank, nproc, settings, max_restarts=max_restarts, forward_signals=True, is_thrifty=thrift)
+    return results[0], True
 
 
 def train_rank(settings: "TrainConfig") -> "TrainResult":

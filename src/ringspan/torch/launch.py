@@ -29,8 +29,8 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 _STOP: Final = "stop"
 
-# Freed tensors go back to the system at once, in huge pages, which are as quick to get as old memory. By itself glibc
-# keeps all of up to 32 MB, between small things that stay, for tensors that will not fit. It reads this when it starts.
+# Freed tensors go back to the system at once, in huge pages, which are nearly as quick to get as old memory. By itself
+# glibc keeps all of up to 32 MB, between small things that stay, for tensors that will not fit. It reads this at start.
 _THRIFT: Final = {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={1 << 20}:glibc.malloc.hugetlb=1"}
 
 
