@@ -415,12 +415,10 @@ def cut_link(parent: Path, times: int, seed: int = 0) -> Row:
             allowed = max(timeout, 10 * statistics.median(line["seconds"] for line in job.lines()[-6:]))
             hosts.cut()
             struck = time.monotonic()
-            said = [f"rank {1 - rank} at step" for rank in range(2)]
-            for log, words in zip(logs, said, strict=True):
+            for rank, (process, log) in enumerate(zip(hosts.processes, logs, strict=True)):
+                job.process, job.log, words = process, log, f"rank {1 - rank} at step"
                 job.until(
-                    lambda log=log, words=words: any(
-                        words in line and _SILENT in line for line in log.read_text(errors="replace").splitlines()
-                    ),
+                    lambda words=words: any(words in line and _SILENT in line for line in job.text().splitlines()),
                     90,
                     f"word of who is missing in {log.name}",
                 )

@@ -177,12 +177,14 @@ class Job:
     def until(self, condition: Callable[[], bool], seconds: float, what: str) -> float:
         """Wait for a condition; the seconds it took."""
         started = time.monotonic()
-        while not condition():
+        while True:
+            has_ended = self.process is None or self.process.poll() is not None  # before the look at what it left
             waited = time.monotonic() - started
-            if waited > seconds or self.process is None or self.process.poll() is not None:
+            if condition():
+                return waited
+            if waited > seconds or has_ended:
                 raise TimeoutError(f"no {what} after {waited:.1f} s; {self.tail()}")
             time.sleep(0.005)
-        return time.monotonic() - started
 
     def text(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""

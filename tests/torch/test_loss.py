@@ -138,7 +138,10 @@ def test_memory_is_that_of_one_block_at_any_length(chunk_tokens, chunk_vocabular
             ).backward()
         )
         beside.append(held - hidden.nbytes)
-        assert 0.97 * expected < beside[-1] < 1.03 * expected
+        # Where the processor has no instructions for bfloat16, a product holds its result in float32 too.
+        rows, columns = hidden[:chunk_tokens].detach(), weight[:chunk_vocabulary].detach().T
+        packed = allocated_bytes(lambda rows=rows, columns=columns: rows @ columns) - (rows @ columns).nbytes
+        assert 0.97 * expected < beside[-1] < 1.03 * expected + packed
     assert abs(beside[1] - beside[0]) < 0.01 * expected
 
 
