@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
+from ringspan.torch.launch import serve_forks
 from tests.fuzz import FACTOR
 from tests.pool import Pool
 
@@ -16,7 +17,16 @@ if not torch.cuda.is_available():
 # `make test` draws the same examples each time, so that a red run is about the change; `make fuzz` draws new ones.
 # No deadline: the first call in a process pays for warming up.
 settings.register_profile("ringspan", deadline=None, derandomize=FACTOR == 1, print_blob=FACTOR > 1)
+settings.register_profile("unshrunk", settings.get_profile("ringspan"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("ringspan")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server(request: pytest.FixtureRequest) -> None:
+    """Import what ranks need once, meanwhile, and not in each rank of each test."""
+    starting = "bench", "cli", "train"  # folders whose tests start ranks of their own
+    if any("pool" in item.fixturenames or item.path.parent.name in starting for item in request.session.items):
+        serve_forks("ringspan.train.loop", "transformers.models.llama.modeling_llama")
 
 
 @pytest.fixture(scope="session")

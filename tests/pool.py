@@ -3,6 +3,7 @@ slow.
 """
 
 import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.torch import shared
+from ringspan.torch.launch import STOP_SIGNALS
 
 SIZE = 4
 TIMEOUT_SECONDS = 100
@@ -31,7 +33,7 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
+        self._context = mp.get_context("forkserver")
         self._start()
 
     def _start(self) -> None:
@@ -87,6 +89,7 @@ class Pool:
 
 
 def _serve(rank: int, pipe: Connection, store: str) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     torch.set_num_threads(1)
     share = shared._anonymous_file
     # Rings of three talk through sockets, as between hosts, so that the tests go both ways.

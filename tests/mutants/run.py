@@ -10,9 +10,11 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 
-import numpy  # noqa: F401 - imported for the children
+import hypothesis.strategies  # noqa: F401 - imported for the children
+import numpy  # noqa: F401
 import pytest
 import torch.distributed.fsdp
+import torch.distributed.launcher.api
 import transformers.modeling_utils  # noqa: F401
 
 from tests.mutants.mutants import MUTANTS, Mutant
@@ -52,27 +54,36 @@ class Finder:
         return spec
 
 
-def run(test: str, mutant: Mutant | None = None) -> int:
-    """pytest's exit code for one test in a process of its own."""
+def start(test: str, mutant: Mutant | None = None) -> int:
+    """Fork a process that ends with pytest's exit code for one test; its id."""
     process = os.fork()
     if process == 0:
-        null = os.open(os.devnull, os.O_WRONLY)
-        if mutant or not sys.stdout.isatty():
-            os.dup2(null, 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        options = ["-x", "-p", "no:cacheprovider", "--timeout=50"]
         code = 99
         try:
             if mutant:
                 sys.meta_path.insert(0, Finder(mutant))
-            code = int(pytest.main([str(ROOT / "tests" / test), "-x", "-q", "-p", "no:cacheprovider", "--timeout=50"]))
+                options.append("--hypothesis-profile=unshrunk")  # that an example fails is enough
+            code = int(pytest.main([str(ROOT / "tests" / test), *options]))
         finally:
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    return process
 
 
 def main() -> None:
     torch.set_num_threads(1)  # a forked process cannot use its parent's threads
-    sound = {test: run(test) for test in sorted({mutant.test for mutant in MUTANTS})}
-    verdicts = {mutant.name: (sound[mutant.test], run(mutant.test, mutant)) for mutant in MUTANTS}
+    runs: list[tuple[str, Mutant | None]] = [(mutant.test, mutant) for mutant in MUTANTS]
+    runs += [(test, None) for test in {mutant.test for mutant in MUTANTS}]
+    codes: dict[tuple[str, Mutant | None], int] = {}
+    under_way: dict[int, tuple[str, Mutant | None]] = {}
+    while runs or under_way:
+        while runs and len(under_way) < (os.cpu_count() or 1):
+            test, mutant = runs.pop()
+            under_way[start(test, mutant)] = test, mutant
+        process, status = os.wait()
+        codes[under_way.pop(process)] = os.waitstatus_to_exitcode(status)
+    verdicts = {mutant.name: (codes[mutant.test, None], codes[mutant.test, mutant]) for mutant in MUTANTS}
     Path(sys.argv[1], "verdicts.json").write_text(json.dumps(verdicts))
 
 

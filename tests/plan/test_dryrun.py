@@ -73,7 +73,6 @@ DTYPES = [
             {"intermediate_size": 256},
             {"length": 1024, "ring": 4, "checkpoint": "full", "layout": "contiguous"},
         ),
-        *(("llama", THIN, {"length": 32_768, "ring": 8, "checkpoint": "full", "route": route}) for route in ROUTES),
         ("llama", SHARED, {"length": 16_384, "ring": 4, "checkpoint": "full", "route": "ulysses"}),
         ("llama", {}, {"length": 16_384, "ring": 2, "feedforward_chunk_tokens": 1024}),
         ("llama", DEEP, {"length": 16_384, "ring": 2, "offload": "activations"}),

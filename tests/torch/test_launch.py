@@ -47,6 +47,16 @@ def test_results_come_by_rank():
     assert launch(rank_times, 2, 5) == [0, 5]
 
 
+def parent():
+    return os.getppid()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or torch.cuda.is_available(), reason="ranks are no forks here")
+def test_ranks_are_forks_of_one_process():
+    [one] = {*launch(parent, 2), *launch(parent, 2)}
+    assert one not in (os.getpid(), os.getppid())
+
+
 def resident_bytes_after_freeing():
     """Tensors of two megabytes, freed but for small ones between them: what is still there of 200."""
 
@@ -67,7 +77,7 @@ def test_thrifty_ranks_give_memory_back(monkeypatch):
     [(_, kept)] = launch(resident_bytes_after_freeing, 1)
     [(tunables, left)] = launch(resident_bytes_after_freeing, 1, is_thrifty=True)
     assert "mmap_threshold" in tunables and "GLIBC_TUNABLES" not in os.environ
-    assert left < 40 << 20 < 150 << 20 < kept
+    assert left < 40 << 20 < 80 << 20 < kept
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7")
     [(tunables, _)] = launch(resident_bytes_after_freeing, 1, is_thrifty=True)
     assert tunables == "glibc.malloc.tcache_count=7"
@@ -93,11 +103,22 @@ def sleep_long():
     time.sleep(60)
 
 
-def test_an_interrupt_ends_all_ranks_in_one_line():
+def end_when_told():
+    told = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+    os.write(1, b"asleep\n")
+    deadline = time.monotonic() + 30
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(told)
+
+
+def started(function, **options):
+    """A launcher of two such ranks in a process group of its own, when both have said a line."""
     code = (
-        "from tests.torch.test_launch import launch, sleep_long\n"
+        f"from tests.torch.test_launch import launch, {function}\n"
         "if __name__ == '__main__':\n"
-        "    try: launch(sleep_long, 2)\n"
+        f"    try: print(launch({function}, 2, **{options}))\n"
         "    except KeyboardInterrupt: print('interrupted')\n"
     )
     process = subprocess.Popen(
@@ -105,9 +126,28 @@ def test_an_interrupt_ends_all_ranks_in_one_line():
     )
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == process.stdout.readline() == "asleep\n"
+    return process
+
+
+def test_an_interrupt_ends_all_ranks_in_one_line():
+    process = started("sleep_long")
     os.killpg(process.pid, signal.SIGINT)
     out, errors = process.communicate(timeout=20)
     assert out == "interrupted\n" and "Traceback" not in errors
+    assert all_gone(process.pid, within_seconds=10)
+
+
+def test_a_signal_to_the_whole_group_reaches_ranks_that_end_by_themselves():
+    process = started("end_when_told", forward_signals=True)
+    os.killpg(process.pid, signal.SIGUSR1)
+    assert process.communicate(timeout=20)[0] == "[True, True]\n"
+    assert all_gone(process.pid, within_seconds=10)
+
+
+def test_nobody_outlives_a_killed_launcher():
+    process = started("sleep_long")
+    process.kill()
+    process.communicate(timeout=20)
     assert all_gone(process.pid, within_seconds=10)
 
 

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -28,6 +29,7 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to save and end: of schedulers, of a terminal, and of Slurm ahead of a time limit."""
 
 _STOP: Final = "stop"
+_POLL_SECONDS: Final = 0.1  # how often elastic looks at the ranks
 
 # Freed tensors go back to the system at once, in huge pages, which are nearly as quick to get as old memory. By itself
 # glibc keeps all of up to 32 MB, between small things that stay, for tensors that will not fit. It reads this at start.
@@ -51,6 +53,9 @@ def launch(
     the ranks, who end by themselves; otherwise it ends them. Ranks that are thrifty give the memory of large tensors
     back as soon as these are freed, on Linux with glibc, unless the environment has GLIBC_TUNABLES already.
 
+    On Linux without CUDA the others are forks of one process, which lives as long as this one and has imported what
+    the first launch's function needs, in the environment of that launch: a rank starts in a tenth of a second.
+
     Raises:
         ConfigError: fewer than one rank, or more ranks than CUDA devices when there are any.
         RingspanError: what a rank refused, with its message.
@@ -64,6 +69,10 @@ def launch(
     # A new attempt must not read the addresses of the one before; torch's shared store would hand them out.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
+    # CUDA does not outlive a fork, nor do the settings of an allocator reach one.
+    forks = sys.platform == "linux" and not (is_thrifty or torch.cuda.is_available())
+    if forks:
+        serve_forks(function.__module__)
     with tempfile.TemporaryDirectory(prefix="ringspan-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -73,11 +82,11 @@ def launch(
             rdzv_backend="c10d",
             rdzv_endpoint=str(Path(folder, "rendezvous")),
             rdzv_configs={"store_type": "file"},
-            start_method="spawn",
+            start_method="forkserver" if forks else "spawn",
             max_restarts=max_restarts,
             # Torch's own answer to a signal is to end the ranks after 30 s; SIGQUIT keeps that meaning.
             signals_to_handle="SIGQUIT" if forward_signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-            monitor_interval=0.1,
+            monitor_interval=_POLL_SECONDS,
             local_addr="localhost",
         )
         try:
@@ -85,7 +94,7 @@ def launch(
                 _forwarding(Path(folder)) if forward_signals else nullcontext(),
                 _environment(_THRIFT) if is_thrifty else nullcontext(),
             ):
-                results = elastic_launch(config, _work)(function, folder, threads, args)
+                results = elastic_launch(config, _work)(function, folder, threads, forks, args)
         except SignalException as signalled:
             raise KeyboardInterrupt from signalled
         except ChildFailedError as failure:
@@ -93,6 +102,18 @@ def launch(
                 raise KeyboardInterrupt from None
             raise _refusal(Path(folder)) or RuntimeError(_summary(Path(folder), failure)) from None
     return [results[rank] for rank in range(num_ranks)]
+
+
+def serve_forks(*modules: str) -> None:
+    """Start the process that ranks are forks of, with these modules imported, if it does not run yet."""
+    forkserver.set_forkserver_preload(list(modules))
+    resource_tracker.ensure_running()  # it would be started below, and unblock what is blocked
+    # A stop signal for the whole process group is for the ranks, who take it from when they are at work.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None:
@@ -156,15 +177,19 @@ def _forwarding(folder: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[Any, ...]) -> Any:
+def _work(function: Callable[..., Any], folder: str, threads: int, is_fork: bool, args: tuple[Any, ...]) -> Any:
+    if is_fork:  # the launcher alone keeps its server alive, and a rank that loses its parent is ended by torch
+        os.close(forkserver._forkserver._forkserver_alive_fd)  # pyright: ignore[reportAttributeAccessIssue]
     if Path(folder, _STOP).exists():
         sys.exit(130)
     if refused := _refusal(Path(folder)):  # in the attempt before this one: it would be refused again
         raise refused
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # without a traceback a rank; the launcher says it once
+    # Without a traceback a rank, for the launcher says it once; not by a handler, which runs after what it interrupts.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     torch.set_num_threads(threads)
-    join(folder)
     try:
+        join(folder)
         return function(*args)
     except RingspanError as error:
         rank = os.environ["RANK"]
@@ -175,9 +200,11 @@ def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[A
         attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), int(os.environ["RANK"])
         record = [time.monotonic(), rank, f"{type(error).__name__}: {error}"]
         Path(folder, f"failure-{attempt}-{rank}.json").write_text(json.dumps(record))
+        time.sleep(2 * _POLL_SECONDS)  # if this is because another rank was killed, let that be seen first
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _refusal(folder: Path) -> RingspanError | None:
