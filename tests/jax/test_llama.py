@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import ringspan as rs
 from ringspan.jax import init_mesh, shard_batch
 from ringspan.jax.checkpoint import load_checkpoint, load_llama, save_checkpoint, save_llama
-from ringspan.jax.llama import Llama, LlamaConfig, mean_loss
+from ringspan.jax.llama import Llama, LlamaConfig, look_up, mean_loss
 from tests.torch.models import build
 
 VOCAB, RATE = 96, 1e-3
@@ -91,6 +91,14 @@ def test_a_step_on_the_mesh_equals_torch_s(folders, kind, axes, layout, num, len
         assert named.keys() == expected.keys()
         for name, x in expected.items():
             assert np.linalg.norm(named[name] - x) < 1e-4 * np.linalg.norm(x), name
+
+
+def test_a_token_that_occurs_often_has_its_whole_gradient_in_bfloat16():
+    ids = jnp.where(jnp.arange(3000) < 2900, 1, 2)
+    table = jnp.ones((4, 8), jnp.bfloat16)
+    gradient = jax.grad(lambda table: look_up(table, ids).astype(jnp.float32).sum())(table)
+    expected = jnp.array([0, 2900, 100, 0], jnp.float32).astype(jnp.bfloat16)
+    assert gradient.dtype == jnp.bfloat16 and (gradient == expected[:, None]).all()
 
 
 def test_a_saved_folder_opens_in_transformers_with_the_same_weights(folders, tmp_path):

@@ -66,7 +66,7 @@ def resident_bytes_after_freeing():
     before, tensors = resident(), []
     torch.ones(1 << 22)  # freed: from now on glibc keeps tensors of this size
     for _ in range(100):
-        tensors += [torch.ones(1 << 19), torch.ones(1 << 8)]
+        tensors += [torch.ones(1 << 19), torch.ones(1 << 15)]  # which no hole of the heap that is there takes
     del tensors[::2]
     return os.environ.get("GLIBC_TUNABLES"), resident() - before
 
@@ -77,7 +77,7 @@ def test_thrifty_ranks_give_memory_back(monkeypatch):
     [(_, kept)] = launch(resident_bytes_after_freeing, 1)
     [(tunables, left)] = launch(resident_bytes_after_freeing, 1, is_thrifty=True)
     assert "mmap_threshold" in tunables and "GLIBC_TUNABLES" not in os.environ
-    assert left < 40 << 20 < 80 << 20 < kept
+    assert left < 40 << 20 < 150 << 20 < kept
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7")
     [(tunables, _)] = launch(resident_bytes_after_freeing, 1, is_thrifty=True)
     assert tunables == "glibc.malloc.tcache_count=7"

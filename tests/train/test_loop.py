@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ringspan.cli.main import main
@@ -98,7 +99,7 @@ def as_toml(values: dict, prefix: str = "") -> str:
                 "mesh": {"replicate": 2},
                 "attention": {"layout": "striped"},
                 "memory": {"checkpoint": "full", "loss_chunk_tokens": 7},
-                "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 1, "batch_size": 2},
+                "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 2},
             },
         ),
         (
@@ -119,6 +120,31 @@ def test_losses_do_not_depend_on_how_the_work_is_split(pool, text, alone, name, 
     first, last = load(text / name / "model"), load(alone / "model")
     for weight, other in zip(first.parameters(), last.parameters(), strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-4)
+
+
+def numbers_summed_over_ranks(mesh, config):
+    counted, sum_up = [], dist.all_reduce
+
+    def counted_sum(tensor, *args, **kwargs):
+        counted.append(tensor.numel())
+        return sum_up(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted_sum
+    try:
+        train(config)
+    finally:
+        dist.all_reduce = sum_up
+    return sum(number for number in counted if number > 100)  # gradients, and not flags and losses
+
+
+def test_replicas_add_their_gradients_up_once_a_step(pool, text):
+    rate = {"warmup_steps": 1, "learning_rate": 1e-2}
+    once, twice = (
+        settings(text, f"{micro} micro-steps", mesh={"replicate": 2}, optimizer=rate | {"accumulation_steps": micro})
+        for micro in (1, 2)
+    )
+    assert pool.run(numbers_summed_over_ranks, 4, twice) == (expected := pool.run(numbers_summed_over_ranks, 4, once))
+    assert min(expected) > 1000
 
 
 def test_a_profiled_run_is_drawn_and_loses_nothing(pool, text, alone):

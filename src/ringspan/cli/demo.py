@@ -33,8 +33,9 @@ def command(
     from ringspan.bench.report import write_report
     from ringspan.cli.train import train_rank
     from ringspan.core.layout import layout_name
-    from ringspan.torch.launch import launch
+    from ringspan.torch.launch import launch, serve_forks
 
+    serve_forks("ringspan.train.loop")
     console = Console(stderr=True, highlight=False)
     options = DemoOptions(run=run, ranks=ranks, steps=steps, length=length, layout=layout_name(layout))
     config = training_config(options)

@@ -69,8 +69,7 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
     import torch
 
     from ringspan.core.errors import ConfigError
-    from ringspan.torch.launch import join, launch
-    from ringspan.train.model import load_model_config
+    from ringspan.torch.launch import join, launch, serve_forks
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         for option, given in (("--nproc", nproc), ("--max-restarts", max_restarts or None)):
@@ -85,8 +84,13 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
     if nproc < 1:
         raise ConfigError(f"--nproc {nproc}: at least one process is needed")
     settings.resolve_mesh(nproc)  # refuse here what every rank would
-    load_model_config(settings)
     thrift = settings.memory.offload != "none"  # who offloads would rather wait for memory than run out of it
+    if not thrift:
+        serve_forks("ringspan.train.loop")  # it gets ready while the next import takes its time
+
+    from ringspan.train.model import load_model_config
+
+    load_model_config(settings)
     results = launch(train_rank, nproc, settings, max_restarts=max_restarts, forward_signals=True, is_thrifty=thrift)
     return results[0], True
 

@@ -25,6 +25,7 @@ from ringspan.core.errors import ConfigError, LayoutError, UnsupportedError
 from ringspan.core.layout import LayoutName
 from ringspan.jax.attention import SAVED_NAME, ring_attention
 from ringspan.jax.feedforward import blockwise_feedforward
+from ringspan.jax.kernels import accumulation_dtype, varying_like
 from ringspan.jax.loss import blockwise_cross_entropy
 from ringspan.jax.mesh import BATCH_AXES, TOKEN_AXES, gathered
 
@@ -220,7 +221,28 @@ class Llama(nnx.Module):
         table = gathered(self.embed_tokens[...], 1)
         local = input_ids - lax.axis_index("tp") * len(table)
         is_here = (local >= 0) & (local < len(table))
-        return lax.psum(jnp.where(is_here[..., None], table[jnp.where(is_here, local, 0)], 0), "tp")
+        rows = look_up(varying_like(table, local), jnp.where(is_here, local, 0))
+        return lax.psum(jnp.where(is_here[..., None], rows, 0), "tp")
+
+
+@jax.custom_vjp
+def look_up(table: Array, ids: Array) -> Array:
+    """``table[ids]``, whose gradient adds up in float32: in bfloat16 a sum of equal terms ends at 256 of them."""
+    return table[ids]
+
+
+def look_up_forward(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
+    return table[ids], (table, ids)
+
+
+def look_up_backward(kept: tuple[Array, Array], d_rows: Array) -> tuple[Array, None]:
+    table, ids = kept
+    dtype = accumulation_dtype(table.dtype)
+    sums = varying_like(jnp.zeros(table.shape, dtype), d_rows).at[ids].add(d_rows.astype(dtype))
+    return sums.astype(table.dtype), None
+
+
+look_up.defvjp(look_up_forward, look_up_backward)
 
 
 def put(name: str, weight: Any, mesh: Mesh) -> Array:

@@ -69,10 +69,8 @@ def launch(
     # A new attempt must not read the addresses of the one before; torch's shared store would hand them out.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
-    # CUDA does not outlive a fork, nor do the settings of an allocator reach one.
-    forks = sys.platform == "linux" and not (is_thrifty or torch.cuda.is_available())
-    if forks:
-        serve_forks(function.__module__)
+    # What an allocator does is settled when a program starts.
+    are_forks = not is_thrifty and serve_forks(function.__module__)
     with tempfile.TemporaryDirectory(prefix="ringspan-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -82,7 +80,7 @@ def launch(
             rdzv_backend="c10d",
             rdzv_endpoint=str(Path(folder, "rendezvous")),
             rdzv_configs={"store_type": "file"},
-            start_method="forkserver" if forks else "spawn",
+            start_method="forkserver" if are_forks else "spawn",
             max_restarts=max_restarts,
             # Torch's own answer to a signal is to end the ranks after 30 s; SIGQUIT keeps that meaning.
             signals_to_handle="SIGQUIT" if forward_signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
@@ -94,7 +92,7 @@ def launch(
                 _forwarding(Path(folder)) if forward_signals else nullcontext(),
                 _environment(_THRIFT) if is_thrifty else nullcontext(),
             ):
-                results = elastic_launch(config, _work)(function, folder, threads, forks, args)
+                results = elastic_launch(config, _work)(function, folder, threads, are_forks, args)
         except SignalException as signalled:
             raise KeyboardInterrupt from signalled
         except ChildFailedError as failure:
@@ -104,8 +102,14 @@ def launch(
     return [results[rank] for rank in range(num_ranks)]
 
 
-def serve_forks(*modules: str) -> None:
-    """Start the process that ranks are forks of, with these modules imported, if it does not run yet."""
+def serve_forks(*modules: str) -> bool:
+    """Start the process that ranks are forks of, with these modules imported, unless it runs already. Whether there is
+    such a process: on Linux without CUDA, which does not outlive a fork.
+
+    It imports while this process goes on, so a command that knows what its ranks will need calls this first.
+    """
+    if sys.platform != "linux" or torch.cuda.is_available():
+        return False
     forkserver.set_forkserver_preload(list(modules))
     resource_tracker.ensure_running()  # it would be started below, and unblock what is blocked
     # A stop signal for the whole process group is for the ranks, who take it from when they are at work.
@@ -114,6 +118,7 @@ def serve_forks(*modules: str) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return True
 
 
 def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None:

@@ -314,8 +314,10 @@ def _backward_of_heads(
         coming, coming_home = _post(ring, sends, receives, message)
         if hop.gradient_next:
             behind[hop.gradient_next] = coming
-        returning.append(coming_home)
         del total, sends
+        if hop.comes_home.ranges:
+            _collect(returning, home)  # of the hops before: no more than two wait
+        returning.append(coming_home)
         if meanwhile and hop.index == 0:
             meanwhile()
 

@@ -299,7 +299,8 @@ class _Job:
         set_learning_rate(self.optimizer, rate)
         num_targets, parts = self.batches.step(step)
         loss = 0.0
-        for part in parts:
+        for number, part in enumerate(parts, start=1):
+            self.model.set_requires_all_reduce(number == settings.accumulation_steps)  # over replicas, once a step
             micro = self.model(**part, num_items_in_batch=num_targets).loss
             micro.backward()
             loss += float(micro.detach())
