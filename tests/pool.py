@@ -3,7 +3,6 @@ slow.
 """
 
 import os
-import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.torch import shared
-from ringspan.torch.launch import STOP_SIGNALS
+from ringspan.torch.launch import settle
 
 SIZE = 4
 TIMEOUT_SECONDS = 100
@@ -89,7 +88,7 @@ class Pool:
 
 
 def _serve(rank: int, pipe: Connection, store: str) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    settle()
     torch.set_num_threads(1)
     share = shared._anonymous_file
     # Rings of three talk through sockets, as between hosts, so that the tests go both ways.

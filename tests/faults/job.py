@@ -30,7 +30,10 @@ def rank_of(config: Any, pids: str) -> Any:
 
 def main(path: str, nproc: str, max_restarts: str) -> None:
     """Launch the ranks; exit as ``ringspan train`` does."""
-    from ringspan.torch.launch import launch
+    from ringspan.torch.launch import launch, serve_forks
+
+    serve_forks("ringspan.train.loop")
+
     from ringspan.train.config import load_config
     from ringspan.train.signals import EXIT_STOPPED
 

@@ -121,6 +121,14 @@ def serve_forks(*modules: str) -> bool:
     return True
 
 
+def settle() -> None:
+    """Give a fork of that process what a program of its own begins with: its stop signals, and the usual way to start
+    others.
+    """
+    multiprocessing.set_start_method(None, force=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
 def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None:
     """Join the default process group: the one torchrun describes, or that of ``launch`` when a folder is given.
 
@@ -191,7 +199,7 @@ def _work(function: Callable[..., Any], folder: str, threads: int, is_fork: bool
         raise refused
     # Without a traceback a rank, for the launcher says it once; not by a handler, which runs after what it interrupts.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    settle()
     torch.set_num_threads(threads)
     try:
         join(folder)
