@@ -95,8 +95,9 @@ def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -
     """How many groups of heads to go through one after the other.
 
     So many that ``blocks`` blocks of one group weigh no more than two of all heads, as far as there are key/value
-    heads. Beyond that up to four groups on CPU, so that the last gradients of a group travel while the next one is
-    computed, as long as every thread has a head to work on and tiles are large; a GPU wants large launches.
+    heads. Beyond that up to eight groups on CPU, so that blocks are small and the last gradients of a group travel while
+    the next one is computed, as long as every thread has a head to work on and tiles are large; a GPU wants large
+    launches.
     """
     kv_heads, heads = k.shape[1], q.shape[0] * q.shape[1]
     divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
@@ -106,7 +107,7 @@ def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -
     pairs = schedule.num_pairs // max(1, sum(len(hop.tiles) for hop in schedule.hops))
     fitting = (
         n
-        for n in (4, 3, 2)
+        for n in (8, 4, 3, 2)
         if n in divisors and heads // n >= torch.get_num_threads() and heads // n * pairs >= _WORTH_A_CALL
     )
     return max(needed, next(fitting, 1))
