@@ -95,8 +95,8 @@ def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -
     """How many groups of heads to go through one after the other.
 
     So many that ``blocks`` blocks of one group weigh no more than two of all heads, as far as there are key/value
-    heads. Beyond that up to eight groups on CPU, so that blocks are small and the last gradients of a group travel while
-    the next one is computed, as long as every thread has a head to work on and tiles are large; a GPU wants large
+    heads. Beyond that up to eight groups on CPU, so that blocks are small and the last gradients of a group travel
+    while the next one is computed, as long as every thread has a head to work on and tiles are large; a GPU wants large
     launches.
     """
     kv_heads, heads = k.shape[1], q.shape[0] * q.shape[1]
