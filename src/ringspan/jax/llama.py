@@ -231,18 +231,18 @@ def look_up(table: Array, ids: Array) -> Array:
     return table[ids]
 
 
-def look_up_forward(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
+def _look_up_forward(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
     return table[ids], (table, ids)
 
 
-def look_up_backward(kept: tuple[Array, Array], d_rows: Array) -> tuple[Array, None]:
+def _look_up_backward(kept: tuple[Array, Array], d_rows: Array) -> tuple[Array, None]:
     table, ids = kept
     dtype = accumulation_dtype(table.dtype)
     sums = varying_like(jnp.zeros(table.shape, dtype), d_rows).at[ids].add(d_rows.astype(dtype))
     return sums.astype(table.dtype), None
 
 
-look_up.defvjp(look_up_forward, look_up_backward)
+look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 def put(name: str, weight: Any, mesh: Mesh) -> Array:

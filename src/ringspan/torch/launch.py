@@ -69,7 +69,7 @@ def launch(
     # A new attempt must not read the addresses of the one before; torch's shared store would hand them out.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
-    # What an allocator does is settled when a program starts.
+    # A fork has its server's allocator, which was set up when that started.
     are_forks = not is_thrifty and serve_forks(function.__module__)
     with tempfile.TemporaryDirectory(prefix="ringspan-") as folder:
         config = LaunchConfig(
@@ -92,7 +92,7 @@ def launch(
                 _forwarding(Path(folder)) if forward_signals else nullcontext(),
                 _environment(_THRIFT) if is_thrifty else nullcontext(),
             ):
-                results = elastic_launch(config, _work)(function, folder, threads, are_forks, args)
+                results = elastic_launch(config, _work)(function, folder, threads, args)
         except SignalException as signalled:
             raise KeyboardInterrupt from signalled
         except ChildFailedError as failure:
@@ -122,9 +122,14 @@ def serve_forks(*modules: str) -> bool:
 
 
 def settle() -> None:
-    """Give a fork of that process what a program of its own begins with: its stop signals, and the usual way to start
-    others.
+    """Give a fork of that process what a program of its own begins with: its stop signals, the usual way to start
+    others, and no part in how long that process lives.
     """
+    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    if server._forkserver_alive_fd is not None:
+        # The launcher alone keeps its server alive; a rank that loses its parent is ended by torch.
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
     multiprocessing.set_start_method(None, force=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
@@ -190,9 +195,7 @@ def _forwarding(folder: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _work(function: Callable[..., Any], folder: str, threads: int, is_fork: bool, args: tuple[Any, ...]) -> Any:
-    if is_fork:  # the launcher alone keeps its server alive, and a rank that loses its parent is ended by torch
-        os.close(forkserver._forkserver._forkserver_alive_fd)  # pyright: ignore[reportAttributeAccessIssue]
+def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[Any, ...]) -> Any:
     if Path(folder, _STOP).exists():
         sys.exit(130)
     if refused := _refusal(Path(folder)):  # in the attempt before this one: it would be refused again
