@@ -76,7 +76,7 @@ def _compiled(layout: rs.Layout, direction: int, sizes: tuple[int, int, int]):
     ranks = layout.ranks
 
     def local(tables, q, k, v, dout):
-        program = Program(direction, ranks, sizes[1], sizes[2], *tables)
+        program = Program(direction, ranks, 0, sizes[1], sizes[2], *tables)
         data = DataRing("sp", layout, layout, rs.full(), q.shape[-1] ** -0.5, None, 0, 0, program)
         out, lse = ring.forward(data, q, k, v, None)
         return lse, out, *ring.backward(data, dout, q, k, v, None, out, lse)[:3]

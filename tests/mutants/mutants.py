@@ -242,6 +242,13 @@ MUTANTS = [
         ANY,
     ),
     Mutant(
+        "ranks group heads by their own tiles",
+        "core/schedule.py",
+        "tuple(hops), travel.tile_pairs,",
+        "tuple(hops), sum(h.num_pairs for h in hops) // max(1, sum(len(h.bands) for h in hops)),",
+        "torch/test_ring.py::test_ranks_with_different_work_take_the_same_groups_of_heads[documents]",
+    ),
+    Mutant(
         "traded heads put in the wrong order",
         "core/layout.py",
         "slice(whole - (member + 1) * chunk, whole - member * chunk)",

@@ -8,12 +8,13 @@ import pytest
 import torch.distributed as dist
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.plan import tracker
+from ringspan.plan import memory, tracker
 from ringspan.plan.cost import step_cost
 from ringspan.plan.dryrun import hugging_face_config, summary, thinned, trace
 from ringspan.plan.hardware import DEVICES
 from ringspan.plan.memory import CATEGORIES, CHECKPOINTS, Setting, training_memory
 from ringspan.plan.shapes import MODELS, from_config
+from ringspan.torch import ring
 from ringspan.torch.remat import CHECKPOINT_NAMES
 from tests.plan.heap import measured_peaks
 from tests.torch import models
@@ -104,6 +105,19 @@ def test_what_the_loop_holds_is_counted_to_a_percent(route):
     formula = training_memory(from_config(config.to_dict(), "llama"), setting)
     assert formula.moment == "attention backward"
     assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.05 if route.endswith("all-gather") else 0.01)
+
+
+@pytest.mark.parametrize("route", ["ring", "bidirectional", "double-ring:2", "ulysses:2+ring"])
+def test_what_the_loop_holds_of_one_group_of_heads_after_the_other(monkeypatch, route):
+    setting = Setting(length=32_768, ring=8, checkpoint="full", route=route)
+    config = models.config("llama", **WIDE | THIN)
+    shape = from_config(config.to_dict(), "llama")
+    at_once = training_memory(shape, setting).peak_bytes
+    for module in (memory, ring):
+        monkeypatch.setattr(module, "WORTH_A_CALL", 0)
+    formula, traced = training_memory(shape, setting), trace(config, setting, 0).peak
+    assert formula.peak_bytes < at_once
+    assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.01)
 
 
 def test_the_formula_of_the_fine_tuning_story_is_that_of_the_trace_where_the_embedding_decides():

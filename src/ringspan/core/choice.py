@@ -1,4 +1,4 @@
-"""Which route takes least time, by the model of ``ringspan.core.timing``."""
+"""Which route takes least time, by the model of ``ringspan.core.timing``, and how many heads go round at once."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +12,12 @@ from ringspan.core.route import member_heads
 from ringspan.core.timing import Shape, Speeds, forward_pass, sent_bytes
 
 WORTH_IT: Final = 0.97  # another route than the ring must save three percent: the model is no better than that
+MOST_HEAD_GROUPS: Final = 8
+
+# Pairs of a mean tile over all heads of a group. On an accelerator about a millisecond's: such a launch fills it, and a
+# hop's few calls are nothing beside it. On CPU, below, many small tiles cost more than is hidden (measured).
+WORTH_A_CALL: Final = 1 << 29
+WORTH_A_CALL_ON_CPU: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -76,3 +82,23 @@ def splits(shape: Shape, members: int) -> bool:
     except UnsupportedError:
         return False
     return True
+
+
+def head_groups(
+    num_heads: int, num_kv_heads: int, tile_pairs: int, worth_a_call: int, *, blocks: int = 2, at_once: int = 1
+) -> int:
+    """How many groups of heads to go through one after the other: the same number on every rank.
+
+    So many that ``blocks`` blocks of one group weigh no more than two of all heads, as far as there are key/value
+    heads. Beyond that up to eight, so that blocks are small and the last gradients of a group travel while the next one
+    is computed, as long as a call has work enough and there are heads for all that compute ``at_once``. ``num_heads``
+    are those of all sequences of the batch, ``tile_pairs`` those of ``Schedule``.
+    """
+    divisors = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
+    needed = next((n for n in divisors if blocks <= 2 * n), num_kv_heads)
+    fitting = (
+        n
+        for n in reversed(divisors)
+        if n <= MOST_HEAD_GROUPS and num_heads // n >= at_once and num_heads // n * tile_pairs >= worth_a_call
+    )
+    return max(needed, next(fitting, 1))

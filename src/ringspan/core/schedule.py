@@ -66,6 +66,7 @@ class Schedule:
     rank: int
     ranks: int
     hops: tuple[Hop, ...]
+    tile_pairs: int  # of a mean tile of all ranks, about: every rank knows the same
     passes_queries: bool = False  # blocks are queries, else keys and values
 
     @property
@@ -144,7 +145,7 @@ def plan(
                 comes_home=Parcel(int(travel.visitor[index, rank]), travel.sent_home(rank, index)),
             )
         )
-    return Schedule(rank, layout.ranks, tuple(hops), route.passes_queries)
+    return Schedule(rank, layout.ranks, tuple(hops), travel.tile_pairs, route.passes_queries)
 
 
 def _part(half: int, tokens: int) -> tuple[int, int]:
@@ -173,6 +174,7 @@ class _Travel:
     visitor: IntArray
     carried: IntArray
     gradient: IntArray
+    tile_pairs: int
 
     def handed_on(self, owner: int, index: int) -> Ranges:
         """The part of an owner's gradient that the visitor before hands to the visitor of this hop."""
@@ -189,12 +191,12 @@ def _travel(layout: Layout, keys: Layout, mask: Mask, route: Route) -> _Travel:
     regions = mask.table(layout.length, keys.length)
     if route.passes_queries:  # transposed: k - q instead of q - k
         layout, keys, regions = keys, layout, regions[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])
-    needed = _needed(layout, keys, regions)
-    journeys = (_journey(needed, way, keys.tokens_per_rank) for way in route.itineraries(layout.ranks))
+    needed, tile_pairs = _needed(layout, keys, regions)
+    journeys = (_journey(needed, way, keys.tokens_per_rank, tile_pairs) for way in route.itineraries(layout.ranks))
     return min(journeys, key=lambda travel: _sizes(travel.carried))
 
 
-def _journey(needed: IntArray, way: Itinerary, tokens: int) -> _Travel:
+def _journey(needed: IntArray, way: Itinerary, tokens: int, tile_pairs: int) -> _Travel:
     """Order the needs (owner, visitor, span, bound) by hop; a block carries the hull of what is still needed."""
     visitor = way.visitor
     parts = np.array([_part(int(half), tokens) for half in way.half])
@@ -210,12 +212,15 @@ def _journey(needed: IntArray, way: Itinerary, tokens: int) -> _Travel:
     for hop in range(1, len(visitor)):
         if way.behind[hop]:
             gradient[:, hop] = _hull(_overlap(gradient[:, way.behind[hop]], carried[:, hop]), gradient[:, hop])
-    return _Travel(way, visitor, carried, gradient)
+    return _Travel(way, visitor, carried, gradient, tile_pairs)
 
 
-def _needed(layout: Layout, keys: Layout, regions: IntArray) -> IntArray:
-    """Hull of the keys of each (owner, visitor, owner's span) that the visitor sees, in the owner's storage indices."""
+def _needed(layout: Layout, keys: Layout, regions: IntArray) -> tuple[IntArray, int]:
+    """Hull of the keys of each (owner, visitor, owner's span) that the visitor sees, in the owner's storage indices;
+    and the pairs of a mean meeting of two spans and a region.
+    """
     queries = _span_table(layout)
+    meetings = pairs = 0
     needed = np.empty((layout.ranks, layout.ranks, 2, 2), dtype=np.int64)
     needed[:] = _NOTHING
     for owner in range(layout.ranks):
@@ -226,19 +231,32 @@ def _needed(layout: Layout, keys: Layout, regions: IntArray) -> IntArray:
             at_once = max(1, _MAX_MEETINGS // max(1, 2 * len(near)))
             for first in range(0, layout.ranks, at_once):
                 visitors = slice(first, first + at_once)
-                needed[owner, visitors, number] = _keys_seen(queries[visitors], span, near) + storage
+                met = _met(queries[visitors], span, near)
+                needed[owner, visitors, number] = _keys_seen(met) + storage
+                meetings += int(np.count_nonzero(met[..., 1] > met[..., 0]))
+                pairs += int(_num_pairs(met).sum())
             storage += span.count
-    return needed
+    return needed, pairs // max(1, meetings)
 
 
-def _keys_seen(queries: IntArray, span: Span, regions: IntArray) -> IntArray:
-    """Hull of the indices of a key span that each visitor's query spans (visitor, span, start and count) see."""
+def _met(queries: IntArray, span: Span, regions: IntArray) -> IntArray:
+    """Where a key span and regions meet each visitor's query spans (visitor, span, start and count)."""
     starts, counts = queries[..., 0, None], queries[..., 1, None]
-    met = meet(starts, counts, np.array(span.start), np.array(span.count), span.step, regions)
+    return meet(starts, counts, np.array(span.start), np.array(span.count), span.step, regions)
+
+
+def _keys_seen(met: IntArray) -> IntArray:
+    """Hull of the indices of a key span that each visitor sees."""
     seen = met[..., 1] > met[..., 0]
     first = np.where(seen, met[..., 2], _NOTHING[0]).min((1, 2), initial=_NOTHING[0])
     stop = np.where(seen, met[..., 3], _NOTHING[1]).max((1, 2), initial=_NOTHING[1])
     return np.stack((first, stop), axis=-1)
+
+
+def _num_pairs(met: IntArray) -> IntArray:
+    """Pairs of each meeting, or a few more: as if each row saw as many keys as the band is wide."""
+    i0, i1, j0, j1, lo, hi = np.moveaxis(met, -1, 0)
+    return np.maximum(i1 - i0, 0) * np.minimum(j1 - j0, hi - lo + 1)
 
 
 def _span_table(layout: Layout) -> IntArray:

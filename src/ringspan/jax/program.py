@@ -55,6 +55,7 @@ class Program:
 
     direction: int
     num_hops: int
+    tile_pairs: int  # ``Schedule.tile_pairs``
     query_size: int
     key_size: int
     which: IntArray  # (ranks, hops): row of the lists below
@@ -95,6 +96,7 @@ def compile_program(layout: Layout, key_layout: Layout, mask: Mask, query_chunk:
     return Program(
         -1 if layout.ranks > 2 and schedules[0].hops[1].owner == 1 else 1,
         num_hops,
+        schedules[0].tile_pairs,
         queries.size,
         keys.size,
         which,

@@ -2,18 +2,22 @@
 
 Hop t: send block t + 1 on its way, compute on block t. Keys and values travel as one message; in backward, dk and dv
 follow their block one hop behind and end at home. XLA schedules by data: nothing of hop t waits for what hop t sends,
-so it overlaps the two wherever its device can. Blocks thus take N - 1 hops forward.
+so it overlaps the two wherever its device can. Blocks thus take N - 1 hops forward. Where blocks are large, one group
+of heads goes round after the other, so that what travels and the float32 sums are those of a group.
 
 B batch, H query heads, G key/value heads, P = H / G, F = B x G, T local tokens, D head size, E value head size.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ringspan.core.choice import WORTH_A_CALL, WORTH_A_CALL_ON_CPU, head_groups
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
 from ringspan.jax.kernels import LOWEST, Kernel, State, accumulation_dtype, varying_like
@@ -38,6 +42,13 @@ class Ring:
         program = compile_program(self.layout, self.key_layout, self.mask, self.query_chunk, self.key_chunk)
         return Kernel(program, self.scale, self.softcap)
 
+    def head_groups(self, q: Array, k: Array) -> int:
+        """How many groups of heads to go through one after the other."""
+        if self.layout.ranks == 1:
+            return 1
+        worth = WORTH_A_CALL_ON_CPU if jax.default_backend() == "cpu" else WORTH_A_CALL
+        return head_groups(q.shape[0] * q.shape[1], k.shape[1], self.kernel.program.tile_pairs, worth)
+
     def shift(self, x: Array, hops: int) -> Array:
         """What the rank ``hops`` steps back holds: every rank hands its ``x`` on by that many steps."""
         ranks = self.layout.ranks
@@ -51,6 +62,10 @@ def forward(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | None) -> tu
     Shapes: q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), sinks (H,) -> out (B, H, T, E) in q's dtype, lse (B, H, T)
     in float32.
     """
+    return _by_heads(partial(_forward_of_heads, ring), ring.head_groups(q, k), (q, k, v), sinks)
+
+
+def _forward_of_heads(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Array]:
     kernel, dtype = ring.kernel, accumulation_dtype(q.dtype)
     rank = lax.axis_index(ring.axis_name)
     rows, keys_values = _rows(q, k), _packed(k, v)
@@ -86,6 +101,13 @@ def backward(
 
     Gradients add up in float32 and travel so.
     """
+    heads = dout, q, k, v, out, lse
+    return _by_heads(partial(_backward_of_heads, ring), ring.head_groups(q, k), heads, sinks)
+
+
+def _backward_of_heads(
+    ring: Ring, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, sinks: Array | None
+) -> tuple[Array, Array, Array, Array | None]:
     kernel, dtype = ring.kernel, accumulation_dtype(q.dtype)
     rank = lax.axis_index(ring.axis_name)
     delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1)
@@ -119,6 +141,39 @@ def backward(
         share = jnp.exp(sinks.astype(dtype)[:, None] - lse)  # of the probability that went to the sink
         dsinks = -(share * delta).sum((0, 2)).astype(sinks.dtype)
     return dq.reshape(q.shape).astype(q.dtype), dk, dv, dsinks
+
+
+def _by_heads(one_group: Callable[..., Any], groups: int, arrays: tuple[Array, ...], sinks: Array | None) -> Any:
+    """``one_group(*arrays, sinks)`` for groups of heads in turn; a key/value head stays with the queries that share it.
+
+    ``arrays`` and all results have heads as their second dimension, sinks and their gradient as their only one.
+    """
+    if groups == 1:
+        return one_group(*arrays, sinks)
+
+    def axis(x: Any) -> int:
+        return min(x.ndim, 2) - 1
+
+    def compute(number: Array | int) -> Any:
+        def mine(x: Array) -> Array:
+            size = x.shape[axis(x)] // groups
+            return lax.dynamic_slice_in_dim(x, number * size, size, axis(x))
+
+        return one_group(*jax.tree.map(mine, (*arrays, sinks)))
+
+    def room(part: Any) -> Array:
+        shape = list(part.shape)
+        shape[axis(part)] *= groups
+        return varying_like(jnp.zeros(shape, part.dtype), *arrays)
+
+    def turn(number: Array, results: Any) -> Any:
+        def put(whole: Array, part: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(whole, part, number * part.shape[axis(part)], axis(part))
+
+        return jax.tree.map(put, results, compute(number))
+
+    # Not ``lax.map``, for which XLA would copy all arrays to have groups as their first dimension.
+    return lax.fori_loop(0, groups, turn, jax.tree.map(room, jax.eval_shape(lambda: compute(0))))
 
 
 def _hops(one_hop: Callable[..., Any], carry: tuple[Any, ...], first: int, stop: int) -> Any:

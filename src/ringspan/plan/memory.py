@@ -13,10 +13,11 @@ from functools import cached_property
 from typing import Final, Literal
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
+from ringspan.core.choice import WORTH_A_CALL, WORTH_A_CALL_ON_CPU, head_groups
 from ringspan.core.errors import ConfigError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.route import Heads, Route, member_heads
-from ringspan.plan.loop import loop_bytes
+from ringspan.plan.loop import loop_bytes, tile_pairs
 from ringspan.plan.shapes import ModelShape
 
 CHECKPOINTS: Final = ("none", "attention", "full")  # from the fastest to the most frugal
@@ -36,8 +37,8 @@ class Setting:
 
     ``batch`` is the number of sequences of a rank's micro-step; ``dtype`` what layers compute in, ``parameter_dtype``
     what parameters, gradients and moments are kept in. ``feedforward_chunk_tokens`` and ``offload`` are the options of
-    ``parallelize``. ``on_gpu`` is what a GPU does where it differs from a CPU: no more groups of heads than a route
-    needs, and the optimizer on all parameters at once.
+    ``parallelize``. ``on_gpu`` is what a GPU does where it differs from a CPU: fewer groups of heads, and the optimizer
+    on all parameters at once.
     """
 
     length: int
@@ -356,15 +357,14 @@ def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, 
 
     Between groups of ranks the loop of ``torch/ring.py`` (see ``loop_bytes``). In a Ulysses group dout, q, out, k and
     v are first traded: copies stay for the loop, and a part is sent and arrives for each other member; and so at the
-    end the gradients. ``shape`` is that of this rank's share of the heads.
+    end the gradients, without the copies. ``shape`` is that of this rank's share of the heads.
     """
     way, a, tokens = setting.way.backward, setting.number_bytes, setting.tokens
     mine = member_heads(shape.heads, shape.kv_heads, way.ulysses)[0]
     queries, keys = (way.ulysses * _count(heads) * shape.head_dim for heads in mine)  # numbers of a local token
     groups, between = setting.ring // way.ulysses, replace(way, ulysses=1)
-    held = loop_bytes(setting.layout, groups, between, queries, 2 * keys, _head_groups(mine, between, groups), a).times(
-        tokens
-    )
+    head_groups = _head_groups(setting, mine, between, groups)
+    held = loop_bytes(setting.layout, groups, between, queries, 2 * keys, head_groups, a).times(tokens)
     # Gradients of keys that members share are summed at home; the loop's float32 sums are then what is sent.
     is_shared = way.ulysses > shape.kv_heads
     results = tokens * (a * queries + 2 * keys * (_FLOAT32 if is_shared else a))
@@ -376,15 +376,22 @@ def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, 
     moments = (
         (copies, 2 * others * copies),
         (copies + results + round(held.sums) - 2 * keys * tokens * _FLOAT32 * is_shared, round(held.travelling)),
-        (copies + results + back, 2 * others * results),
+        (results + back, 2 * others * results),
     )
     return max(((here, round(travelling)) for here, travelling in moments), key=sum)
 
 
-def _head_groups(mine: Heads, way: Route, ranks: int) -> int:
-    """How many groups of heads a GPU takes one after the other: ``torch.ring.num_head_groups``."""
-    kv_heads, blocks = _count(mine.keys), ranks if way.name == "all-gather" else 2
-    return next((n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and blocks <= 2 * n), kv_heads)
+def _head_groups(setting: Setting, mine: Heads, way: Route, ranks: int) -> int:
+    """How many groups of heads go through the loop: ``torch.ring.num_head_groups``."""
+    if ranks == 1:
+        return 1
+    return head_groups(
+        setting.batch * _count(mine.queries),
+        _count(mine.keys),
+        tile_pairs(setting.layout, setting.length // ranks),
+        WORTH_A_CALL if setting.on_gpu else WORTH_A_CALL_ON_CPU,
+        blocks=ranks if way.name == "all-gather" else 2,
+    )
 
 
 def _count(heads: slice) -> int:

@@ -291,6 +291,7 @@ def _prepare(
         "slopes": slopes is not None,
         "sinks": sinks is not None,
         "kernel": options.kernel,
+        "threads": torch.get_num_threads() if q.device.type == "cpu" else 0,  # by which heads are grouped
     }
     refusal = kernels.why_not(options.kernel, q, v, Scores(options.scale, options.softcap, slopes))
     agree(group, facts | {"kernel": f"{options.kernel} ({refusal})"} if refusal else facts)

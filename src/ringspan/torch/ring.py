@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ringspan.core.choice import WORTH_A_CALL, WORTH_A_CALL_ON_CPU, head_groups
 from ringspan.core.ranges import Ranges
 from ringspan.core.schedule import Hop, Parcel, Schedule
 from ringspan.core.tile import Tile
@@ -88,29 +89,19 @@ class Ring:
         return torch.bfloat16 if self.gradient_wire == "bfloat16" else accumulation_dtype(dtype)
 
 
-_WORTH_A_CALL: Final = 1 << 20  # pairs over all heads of a group: below, many small tiles cost more than is hidden
-
-
 def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -> int:
-    """How many groups of heads to go through one after the other.
-
-    So many that ``blocks`` blocks of one group weigh no more than two of all heads, as far as there are key/value
-    heads. Beyond that up to eight groups on CPU, so that blocks are small and the last gradients of a group travel
-    while the next one is computed, as long as every thread has a head to work on and tiles are large; a GPU wants large
-    launches.
-    """
-    kv_heads, heads = k.shape[1], q.shape[0] * q.shape[1]
-    divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    needed = next((n for n in divisors if blocks <= 2 * n), kv_heads)
-    if q.device.type != "cpu" or schedule.ranks == 1:
-        return needed
-    pairs = schedule.num_pairs // max(1, sum(len(hop.tiles) for hop in schedule.hops))
-    fitting = (
-        n
-        for n in (8, 4, 3, 2)
-        if n in divisors and heads // n >= torch.get_num_threads() and heads // n * pairs >= _WORTH_A_CALL
+    """How many groups of heads to go through one after the other (``core.choice.head_groups``)."""
+    if schedule.ranks == 1:
+        return 1
+    is_cpu = q.device.type == "cpu"
+    return head_groups(
+        q.shape[0] * q.shape[1],
+        k.shape[1],
+        schedule.tile_pairs,
+        WORTH_A_CALL_ON_CPU if is_cpu else WORTH_A_CALL,
+        blocks=blocks,
+        at_once=torch.get_num_threads() if is_cpu else 1,
     )
-    return max(needed, next(fitting, 1))
 
 
 class _Coming(NamedTuple):
@@ -245,15 +236,13 @@ def backward(
     returned in ``kv_dtype``, that of the keys when None.
     """
     dq, dk, dv = torch.empty_like(q), *(torch.empty_like(x, dtype=kv_dtype) for x in (k, v))
-    finish: Callable[[], None] | None = None
+    unfinished: list[Callable[[], None]] = []
     for number, heads, kv_heads in ring.heads(q, k):
         queries = dout[:, heads], q[:, heads], out[:, heads], lse[:, heads]
         gradients = dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]
-        finish = _backward_of_heads(
-            ring, number, heads, queries, k[:, kv_heads], v[:, kv_heads], gradients, meanwhile=finish
-        )
-    assert finish is not None, "there is at least one group of heads"
-    finish()
+        keys, values = k[:, kv_heads], v[:, kv_heads]
+        unfinished.append(_backward_of_heads(ring, number, heads, queries, keys, values, gradients, unfinished))
+    unfinished.pop()()
     return dq, dk, dv
 
 
@@ -271,11 +260,12 @@ def _backward_of_heads(
     k: Tensor,
     v: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor],
-    meanwhile: Callable[[], None] | None,
+    unfinished: list[Callable[[], None]],
 ) -> Callable[[], None]:
     """Fill dq of some heads, and return a call that waits for what other ranks send home and fills dk and dv.
 
-    ``meanwhile`` is that call of the heads before; it is made when the first hop has been computed.
+    ``unfinished`` is that call of the heads before, if any; it is taken out and made when the first hop has been
+    computed, so that the sums of those heads live no longer.
     """
     dout, q, out, lse = queries
     hops, dtype = ring.schedule.hops, accumulation_dtype(q.dtype)
@@ -319,8 +309,8 @@ def _backward_of_heads(
         if hop.comes_home.ranges:
             _collect(returning, home)  # of the hops before: no more than two wait
         returning.append(coming_home)
-        if meanwhile and hop.index == 0:
-            meanwhile()
+        if unfinished and hop.index == 0:
+            unfinished.pop()()
 
     _store(dq.finish(), gradients[0])
 
