@@ -142,9 +142,11 @@ def _moments(
         before = block
         if hop.index:
             block = under_way.pop(hop.index).wait()
+        packed: dict[Ranges, _Buffer] = {block.ranges: block} if hop.index else {}
         for index, (_, ranges) in hop.sends:
-            sent = block if hop.index and ranges == block.ranges else buffer(number_bytes, ranges)
-            under_way[index] = _Coming([sent], buffer(number_bytes, schedule.hops[index].arrives.ranges))
+            if ranges not in packed:
+                packed[ranges] = buffer(number_bytes, ranges)
+            under_way[index] = _Coming([packed[ranges]], buffer(number_bytes, schedule.hops[index].arrives.ranges))
         yield 0, coming(), (before, block)
         total = buffer(_FLOAT32 if hop.index else 0, hop.gradient)
         for tile in hop.tiles:
