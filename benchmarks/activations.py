@@ -34,8 +34,14 @@ BYTES: Final[dict[str, dict[str, Any]]] = {
     "nothing": {"checkpoint": "none", "loss_chunk_tokens": 1 << 30},
     "loss in blocks": {"checkpoint": "none"},
     "feed-forward in blocks": {"checkpoint": "none", "feedforward_chunk_tokens": 1024},
-    "attention kept": {"checkpoint": "attention", "feedforward_chunk_tokens": 0},
-    "attention kept, feed-forward in blocks": {"checkpoint": "attention", "feedforward_chunk_tokens": 1024},
+    "norms in blocks": {"checkpoint": "none", "feedforward_chunk_tokens": 1024, "norm_chunk_tokens": 4096},
+    "attention kept": {"checkpoint": "attention", "feedforward_chunk_tokens": 0, "norm_chunk_tokens": 0},
+    "attention kept, feed-forward in blocks": {
+        "checkpoint": "attention",
+        "feedforward_chunk_tokens": 1024,
+        "norm_chunk_tokens": 0,
+    },
+    "attention kept, norms in blocks": {"checkpoint": "attention", "feedforward_chunk_tokens": 1024},
     "attention kept, all in blocks": {
         "checkpoint": "attention",
         "feedforward_chunk_tokens": 1024,
@@ -47,14 +53,17 @@ BYTES: Final[dict[str, dict[str, Any]]] = {
         "loss_chunk_vocabulary": 4096,
     },
 }
+_PLAIN: Final[dict[str, Any]] = {"checkpoint": "attention", "feedforward_chunk_tokens": 0, "norm_chunk_tokens": 0}
 TIMES: Final[dict[str, dict[str, Any]]] = {
-    "attention kept": {"checkpoint": "attention", "feedforward_chunk_tokens": 0},
+    "attention kept": _PLAIN,
     "nothing": {"checkpoint": "none", "loss_chunk_tokens": 1 << 30},
     "loss in blocks": {"checkpoint": "none"},
-    "feed-forward in blocks": {"checkpoint": "attention", "feedforward_chunk_tokens": 1024},
-    "vocabulary in blocks": {"checkpoint": "attention", "feedforward_chunk_tokens": 0, "loss_chunk_vocabulary": 4096},
-    "offload": {"checkpoint": "attention", "feedforward_chunk_tokens": 0, "offload": "activations"},
-    "inputs kept": {"checkpoint": "full", "feedforward_chunk_tokens": 0},
+    "feed-forward in blocks": _PLAIN | {"feedforward_chunk_tokens": 1024},
+    "feed-forward in blocks of 4096": _PLAIN | {"feedforward_chunk_tokens": 4096},
+    "norms in blocks": _PLAIN | {"norm_chunk_tokens": 4096},
+    "vocabulary in blocks": _PLAIN | {"loss_chunk_vocabulary": 4096},
+    "offload": _PLAIN | {"offload": "activations"},
+    "inputs kept": _PLAIN | {"checkpoint": "full"},
 }
 
 
@@ -64,7 +73,7 @@ def count_bytes() -> dict[str, Any]:
     for tokens in (8192, 32_768, 131_072):
         for name, options in BYTES.items():
             others = dict(options)
-            known = ("checkpoint", "loss_chunk_tokens", "feedforward_chunk_tokens")
+            known = ("checkpoint", "loss_chunk_tokens", "feedforward_chunk_tokens", "norm_chunk_tokens")
             chosen = {key: others.pop(key) for key in known if key in others}
             setting = Setting(length=2 * tokens, ring=2, on_gpu=False, **chosen)
             config = LlamaConfig(

@@ -45,8 +45,8 @@ STAGES: Final = {
 CURVES: Final = {
     "four devices without a ring": (4, "none", (1, 2, 4, 8)),
     "ring of four": (1, "none", (1, 4, 8, 16, 32)),
-    "ring, attention kept": (1, "attention", (1, 8, 64, 118)),
-    "ring, inputs kept": (1, "full", (512,)),
+    "ring, attention kept": (1, "attention", (1, 8, 64, 118, 256)),
+    "ring, inputs kept": (1, "full", (256, 512)),
 }
 
 

@@ -32,11 +32,11 @@ def test_what_the_page_says_about_its_tables():
     assert rows("flops-ratios")[-1][3] == "14.4"
     on_devices = [float(row[6].rstrip("x")) >= 4 for row in rows("contexts")]
     with_hosts = [float((row[10] or row[6]).rstrip("x")) >= 4 for row in rows("contexts")]
-    assert (sum(on_devices), sum(with_hosts), len(with_hosts)) == (6, 8, 13)
+    assert (sum(on_devices), sum(with_hosts), len(with_hosts)) == (9, 11, 13)
     beyond = [row[0] for row in rows("contexts") if float(row[4].split()[0]) > float(row[4].split()[2])]
     assert beyond == ["32x A100 InfiniBand"] * 2
-    norms = [row[0] for row in rows("contexts") if not row[8].startswith("attention backward")]
-    assert norms == ["32x A100 InfiniBand"] * 2
+    short = [(row[0], row[1]) for row in rows("contexts") if float((row[10] or row[6]).rstrip("x")) < 4]
+    assert short == [("TPUv4-1024", "llama-3b"), ("TPUv5e-256", "llama-3b")]
     for _, kind, devices, model, _, _ in PUBLISHED_CONTEXT:
         on_device, with_host = longest_contexts(kind, devices, model)
         assert training_memory(MODELS[model], on_device).peak_bytes <= DEVICES[kind].memory_bytes
@@ -44,6 +44,8 @@ def test_what_the_page_says_about_its_tables():
             assert host_bytes(MODELS[model], with_host) <= DEVICES[kind].host_memory_bytes
     assert 4 < 1000e9 / layer_bytes("blockwise", 1, 10**8, 1024) < 5
     traced = training_memory(MODELS["llama-3.1-8b"], Setting(length=131_072, ring=4))
+    four, eight = (next(row for row in rows("longest") if row[0] == devices) for devices in ("4", "8"))
+    assert f"by plan, {four[1]} and {four[3]} on four and {eight[3]} on eight" in PAGE
     assert f"peaks at {traced.peak_bytes / 1e9:.1f} GB" in PAGE
 
 

@@ -15,13 +15,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import ringspan as rs
 from ringspan.torch.feedforward import (
     FREE_CHUNK_TOKENS,
-    _Blockwise,
-    _mixes_tokens,
     chunk_feedforwards,
     find_feedforwards,
     free_chunk_tokens,
 )
 from ringspan.torch.remat import checkpoint_layers
+from ringspan.torch.tokenwise import Blockwise, mixes_tokens
 from tests.torch.models import build, relative, tokens
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
@@ -187,8 +186,8 @@ def test_a_module_that_mixes_tokens_is_refused_by_name(how):
     model.layer.mlp = Mixing(how)
     with pytest.raises(rs.UnsupportedError, match="mlp mixes tokens"):
         chunk_feedforwards(model, 4)
-    assert _mixes_tokens(Mixing("none"), 8) == ""
-    assert _mixes_tokens(Mixing("none").to("meta"), 8) == "", "tried on weights made up for it"
+    assert mixes_tokens(Mixing("none"), 8) == ""
+    assert mixes_tokens(Mixing("none").to("meta"), 8) == "", "tried on weights made up for it"
 
 
 def test_what_has_no_feedforward_in_one_piece_is_refused_by_name():
@@ -206,7 +205,7 @@ def test_a_layer_of_another_kind_is_looked_at_by_itself():
     model.transformer.h[1].mlp.dropout.p = 0.5
     with pytest.raises(rs.UnsupportedError, match=r"h\.1: .*dropout 0\.5"):
         find_feedforwards(model)
-    assert not any(isinstance(module, _Blockwise) for module in model.modules())
+    assert not any(isinstance(module, Blockwise) for module in model.modules())
 
 
 @pytest.mark.parametrize(("kind", "is_cut"), [("llama", True), ("gemma3_text", False)])
@@ -266,7 +265,8 @@ def on_a_ring(mesh: DeviceMesh) -> Any:
     ]
     for kind, options in cases:
         model = rs.parallelize(build(kind), mesh, **options)
-        chunks.append({getattr(module, "feedforward_chunk_tokens", 0) for module in model.modules()} - {0})
+        blocks: list[Any] = [module for module in model.modules() if isinstance(module, Blockwise)]
+        chunks.append({m.chunk_tokens for m in blocks if m.chunk_option == "feedforward_chunk_tokens"})
     logging.getLogger("ringspan").removeHandler(handler)
     with pytest.raises(rs.UnsupportedError, match="Llama4ForCausalLM has no feed-forward"):
         rs.parallelize(build("llama4_text"), mesh, feedforward_chunk_tokens=7)

@@ -15,13 +15,14 @@ from ringspan.torch.remat import checkpoint_layers
 from tests.torch.models import build, relative, tokens
 
 LENGTH = 37
-BLOCKS = {"loss_chunk_tokens": 5, "loss_chunk_vocabulary": 30, "feedforward_chunk_tokens": 3}
+BLOCKS = {"loss_chunk_tokens": 5, "loss_chunk_vocabulary": 30, "feedforward_chunk_tokens": 3, "norm_chunk_tokens": 3}
 OPTIONS: list[dict[str, Any]] = [
     {"checkpoint": "none"},
     {"checkpoint": "none", "feedforward_chunk_tokens": 3},
+    {"checkpoint": "none", "norm_chunk_tokens": 3},
     {"checkpoint": "full", "loss_chunk_vocabulary": 30},
     {"checkpoint": "attention", "feedforward_chunk_tokens": 3},
-    {"checkpoint": "attention", "feedforward_chunk_tokens": 0},
+    {"checkpoint": "attention", "feedforward_chunk_tokens": 0, "norm_chunk_tokens": 0},
     {"checkpoint": "full", "offload": "activations"},
     {"checkpoint": "attention", "offload": "activations"},
     {"checkpoint": "full", "offload": "activations", **BLOCKS},

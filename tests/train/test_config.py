@@ -68,6 +68,7 @@ def test_a_minimal_file_takes_the_documented_defaults(tmp_path: Path):
         "loss_chunk_tokens": 1024,
         "loss_chunk_vocabulary": None,
         "feedforward_chunk_tokens": "auto",
+        "norm_chunk_tokens": "auto",
         "offload": "none",
     }
     assert config.optimizer.model_dump() == {

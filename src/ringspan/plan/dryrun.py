@@ -86,6 +86,7 @@ def prepare(
         checkpoint=checkpoint_name(setting.checkpoint),
         loss_chunk_tokens=setting.loss_chunk_tokens,
         feedforward_chunk_tokens=setting.feedforward_chunk_tokens,
+        norm_chunk_tokens=setting.norm_chunk_tokens,
         offload=offload_name(setting.offload),
         compute_dtype=getattr(torch, setting.dtype),
         **options,

@@ -36,9 +36,9 @@ class Setting:
     """One training step: its length, how it is split, and what it computes and keeps in.
 
     ``batch`` is the number of sequences of a rank's micro-step; ``dtype`` what layers compute in, ``parameter_dtype``
-    what parameters, gradients and moments are kept in. ``feedforward_chunk_tokens`` and ``offload`` are the options of
-    ``parallelize``. ``on_gpu`` is what a GPU does where it differs from a CPU: fewer groups of heads, and the optimizer
-    on all parameters at once.
+    what parameters, gradients and moments are kept in. ``feedforward_chunk_tokens``, ``norm_chunk_tokens`` and
+    ``offload`` are the options of ``parallelize``. ``on_gpu`` is what a GPU does where it differs from a CPU: fewer
+    groups of heads, and the optimizer on all parameters at once.
     """
 
     length: int
@@ -53,6 +53,7 @@ class Setting:
     parameter_dtype: str = "float32"
     loss_chunk_tokens: int = 1024
     feedforward_chunk_tokens: int | Literal["auto"] = "auto"
+    norm_chunk_tokens: int | Literal["auto"] = "auto"
     offload: str = "none"
     on_gpu: bool = True
 
@@ -80,6 +81,13 @@ class Setting:
         if self.feedforward_chunk_tokens == "auto":
             return 0 if self.checkpoint == "none" else FREE_CHUNK_TOKENS
         return self.feedforward_chunk_tokens
+
+    @property
+    def norm_tokens(self) -> int:
+        """Tokens that a norm works on at once, 0 for all."""
+        if self.norm_chunk_tokens == "auto":
+            return 0 if self.checkpoint == "none" else FREE_CHUNK_TOKENS
+        return self.norm_chunk_tokens
 
     @property
     def parameter_bytes(self) -> int:
@@ -144,7 +152,7 @@ def saved_per_token(shape: ModelShape, setting: Setting) -> int:
     """
     local, a = shape.split(setting.tp), setting.number_bytes
     if setting.checkpoint == "none":
-        parts = _layer_parts(local, a)
+        parts = _layer_parts(local, setting)
         return sum(parts.values()) - (parts["feedforward"] if setting.feedforward_tokens else 0)
     kept = a * local.hidden
     if setting.checkpoint == "attention":
@@ -152,26 +160,33 @@ def saved_per_token(shape: ModelShape, setting: Setting) -> int:
     return kept
 
 
-def _norm(size: int, number_bytes: int, family: str = "llama") -> int:
+def _norm(size: int, number_bytes: int, family: str = "llama", *, in_chunks: bool = False) -> int:
     """What a norm over ``size`` numbers saves, its result for the next product included.
 
-    An RMS norm of transformers computes in float32: below that it keeps a float32 copy of its input.
+    An RMS norm of transformers computes in float32: below that it keeps a float32 copy of its input, unless it runs in
+    chunks.
     """
     if family == "gpt2":
         return 2 * number_bytes * size + 2 * _FLOAT32
+    if in_chunks:
+        return 2 * number_bytes * size
     return _FLOAT32 * size + _FLOAT32 + 2 * number_bytes * size
 
 
-def _layer_parts(shape: ModelShape, a: int) -> dict[str, int]:
+def _layer_parts(shape: ModelShape, setting: Setting) -> dict[str, int]:
     """Bytes a token of all that a layer saves without checkpointing, in the order in which it is made."""
+    a, in_chunks = setting.number_bytes, setting.norm_tokens > 0
     heads = a * (shape.query_size + 2 * shape.kv_size)
-    if shape.qk_norm:  # the inputs in float32 and normed; the results are what rotates, which keeps nothing
-        heads += (_FLOAT32 + a) * (shape.query_size + shape.kv_size) + _FLOAT32 * (shape.heads + shape.kv_heads)
+    if shape.qk_norm:  # inputs, in float32 and normed; the results are what rotates, which keeps nothing
+        inputs = shape.query_size + shape.kv_size
+        copies = 0 if in_chunks else _FLOAT32 * (inputs + shape.heads + shape.kv_heads)
+        heads += a * inputs + copies
+    norm = _norm(shape.hidden, a, shape.family, in_chunks=in_chunks)
     return {
-        "norm": _norm(shape.hidden, a, shape.family),
+        "norm": norm,
         "heads": heads,
         "attention": a * shape.query_size + _FLOAT32 * shape.heads,
-        "feedforward_norm": _norm(shape.hidden, a, shape.family),
+        "feedforward_norm": norm,
         # gate, up, its activation and their product; the plain one's GELU is five operators that keep their inputs
         "feedforward": (4 if shape.family == "llama" else 6) * a * shape.intermediate,
     }
@@ -218,9 +233,14 @@ class _Step:
     @property
     def _last_norm(self) -> int:
         """The last layer's result and what the final norm keeps of it."""
-        a, hidden = self.a, self.shape.hidden
-        own_copy = a if self.shape.family == "llama" and a < _FLOAT32 else 0
-        return self.tokens * (own_copy * hidden + _norm(hidden, a, self.shape.family))
+        a, hidden, in_chunks = self.a, self.shape.hidden, self.setting.norm_tokens > 0
+        own_copy = a if self._norms_copy else 0
+        return self.tokens * (own_copy * hidden + _norm(hidden, a, self.shape.family, in_chunks=in_chunks))
+
+    @property
+    def _norms_copy(self) -> bool:
+        """Whether norms keep a float32 copy beside their input."""
+        return self.shape.family == "llama" and self.a < _FLOAT32 and not self.setting.norm_tokens
 
     def gather(self) -> Memory:
         """When the root's parameters have arrived and are copied to their places, the first layer's behind them."""
@@ -273,11 +293,11 @@ class _Step:
     @property
     def _made_again(self) -> dict[str, int]:
         """What a layer holds when its backward pass begins: kept, or computed again."""
-        parts = {name: self.tokens * size for name, size in _layer_parts(self.shape, self.a).items()}
+        parts = {name: self.tokens * size for name, size in _layer_parts(self.shape, self.setting).items()}
         if self.setting.feedforward_tokens:
             del parts["feedforward"]
         if self.setting.checkpoint != "none":
-            parts["input"] = self.hidden if self.a < _FLOAT32 else 0
+            parts["input"] = self.hidden if self._norms_copy else 0
         return parts
 
     def _feedforward(self, done: int) -> Memory:
@@ -294,7 +314,7 @@ class _Step:
                 sum(self._made_again.values()),
                 2 * wide + a * shape.hidden * shape.intermediate,
             )
-        parts = _layer_parts(shape, a)["feedforward"] + 2 * a * shape.intermediate
+        parts = _layer_parts(shape, self.setting)["feedforward"] + 2 * a * shape.intermediate
         weights = (_FLOAT32 + (a if a < _FLOAT32 else 0)) * shape.feedforward_parameters
         here = min(chunk, self.tokens) * (parts + 3 * a * shape.hidden)
         return self._backward(
@@ -306,11 +326,17 @@ class _Step:
         return attention_backward_bytes(self.shape, self.setting)
 
     def _norm(self, done: int) -> Memory:
-        """In the backward pass of the feed-forward's norm: an RMS norm of transformers makes four float32 copies."""
+        """In the backward pass of the feed-forward's norm: an RMS norm of transformers makes four float32 copies, of a
+        chunk where it runs in chunks, and a gradient.
+        """
         kept = sum(size for name, size in self._made_again.items() if name != "feedforward")
-        copies = 4 * _FLOAT32 if self.shape.family == "llama" else self.a
-        weights = self.a * self.shape.feedforward_parameters
-        return self._backward("norm backward", done, kept, self.tokens * self.shape.hidden * copies + weights)
+        made = self.hidden
+        if self.shape.family == "llama":
+            copies, rows = 4 * _FLOAT32 * self.shape.hidden, min(self.setting.norm_tokens, self.tokens)
+            # A chunk is computed again, its gradient made before it is put to the others.
+            again = (_FLOAT32 + 3 * self.a) * self.shape.hidden
+            made = self.hidden + rows * (copies + again) if rows else self.tokens * copies
+        return self._backward("norm backward", done, kept, made + self.a * self.shape.feedforward_parameters)
 
     def _attention(self, done: int) -> Memory:
         """In the ring's backward pass: its inputs, results and what the loop holds."""

@@ -200,23 +200,19 @@ def _with(setting: Setting, length: int, checkpoint: str) -> Memory:
 
 
 def longest_fine_tuning() -> str:
-    """The longest sequence of Llama 3.1 8B per number of devices."""
+    """The longest sequence of Llama 3.1 8B per number of devices: on these alone, and with their hosts' help."""
     rows = []
     for devices in (1, 4, 8, 32, 128):
         cells = []
-        for kind in ("h100-80gb", "h200"):
+        for kind, with_hosts in (("h100-80gb", False), ("h100-80gb", True), ("h200", False), ("h200", True)):
             for dtype in ("bfloat16", "float32"):
-                question = Question(
-                    shape=MODELS["llama-3.1-8b"],
-                    device=replace(DEVICES[kind], host_bandwidth=0.0),
-                    devices=devices,
-                    length=1,
-                    parameter_dtype=dtype,
-                )
-                setting = longest_setting(question)
+                device = DEVICES[kind] if with_hosts else replace(DEVICES[kind], host_bandwidth=0.0)
+                options = {"devices": devices, "length": 1, "parameter_dtype": dtype}
+                setting = longest_setting(Question(shape=MODELS["llama-3.1-8b"], device=device, **options))
                 cells.append(f"{setting.length // K:,}K" if setting else "no")
         rows.append((str(devices), *cells))
-    return _table(("devices", "H100, bf16 state", "H100, fp32 state", "H200, bf16 state", "H200, fp32 state"), rows)
+    kinds = ("H100", "H100 and hosts", "H200", "H200 and hosts")
+    return _table(("devices", *(f"{kind}, {state} state" for kind in kinds for state in ("bf16", "fp32"))), rows)
 
 
 TABLES: Final[dict[str, Callable[[], str]]] = {

@@ -7,29 +7,22 @@ and again, a block at a time, in backward: it keeps its input (T x C) instead of
 Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context Models", section 3.
 """
 
-import copy
 import inspect
 import logging
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
-from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.torch.modules import mix_in
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.tokenwise import kind_of, mixes_tokens, run_in_blocks
 
 ChunkTokens = int | Literal["auto"]
-
-# Tokens of the probe: enough for a router that fills experts to a capacity to drop some when all choose alike.
-_PROBE_TOKENS: Final = 24
 
 _log: Final = logging.getLogger(__name__)
 
@@ -66,15 +59,7 @@ def chunk_feedforwards(model: PreTrainedModel, chunk_tokens: int) -> None:
         ConfigError: ``chunk_tokens`` below one.
         UnsupportedError: a layer has no such submodule, or it has dropout; by name.
     """
-    run_in_blocks(find_feedforwards(model), chunk_tokens)
-
-
-def run_in_blocks(feedforwards: list[nn.Module], chunk_tokens: int) -> None:
-    """What ``chunk_feedforwards`` does to those that it finds; what they did before this, they do in each block."""
-    if chunk_tokens < 1:
-        raise ConfigError(f"feedforward_chunk_tokens must be at least 1, got {chunk_tokens}; 0 is for none")
-    for module in feedforwards:
-        mix_in(module, _Blockwise, feedforward_chunk_tokens=chunk_tokens)
+    run_in_blocks(find_feedforwards(model), chunk_tokens, "feedforward_chunk_tokens")
 
 
 def find_feedforwards(model: PreTrainedModel) -> list[nn.Module]:
@@ -92,7 +77,7 @@ def find_feedforwards(model: PreTrainedModel) -> list[nn.Module]:
         reasons: list[str] = []
         here: list[nn.Module] = []
         for name, child in layer.named_children():
-            kind = _kind(child)
+            kind = kind_of(child)
             if kind not in verdicts:
                 verdicts[kind] = _why_not(child, size)
             if verdicts[kind]:
@@ -108,12 +93,6 @@ def find_feedforwards(model: PreTrainedModel) -> list[nn.Module]:
     if not found:
         raise UnsupportedError(f"{type(model).__name__} has no decoder layers whose feed-forward could run in chunks")
     return found
-
-
-def _kind(module: nn.Module) -> Any:
-    shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
-    rates = tuple(dropout.p for dropout in module.modules() if isinstance(dropout, nn.Dropout))
-    return type(module), shapes, rates
 
 
 def _why_not(module: nn.Module, size: int) -> str:
@@ -133,35 +112,7 @@ def _why_not(module: nn.Module, size: int) -> str:
     for part in module.modules():
         if isinstance(part, nn.Dropout) and part.p > 0:
             return f"has dropout {part.p}, which would differ by chunk"
-    return _mixes_tokens(module, size)
-
-
-@torch.no_grad()
-def _mixes_tokens(module: nn.Module, size: int) -> str:
-    """Try the module on tokens together, apart, in another order and all alike."""
-    parameters = list(module.parameters())
-    generator = torch.Generator().manual_seed(0)
-    if parameters[0].is_meta:
-        module = copy.deepcopy(module).to_empty(device="cpu")
-        for p in module.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5)
-    like = next(module.parameters())
-    tokens = torch.randn(2, _PROBE_TOKENS, size, generator=generator).to(like)
-    tokens[1] = tokens[0, 0]  # one row of equal tokens, which a router sends to the same experts
-    order = torch.randperm(_PROBE_TOKENS, generator=generator).to(like.device)
-    try:
-        whole = module(tokens)
-    except Exception as error:  # whatever it raises: it does not take hidden states alone
-        return f"does not take hidden states alone ({type(error).__name__})"
-    whole = _hidden(whole)
-    if not isinstance(whole, Tensor) or whole.shape != tokens.shape or whole.dtype != tokens.dtype:
-        return "does not give hidden states"
-    apart = torch.cat([_hidden(module(tokens[:1, i : i + 1])) for i in range(_PROBE_TOKENS)], 1)
-    others = [whole[:1] - apart, whole[:, order] - _hidden(module(tokens[:, order])), whole[1] - whole[0, 0]]
-    bound = max(1e-5, 8 * torch.finfo(like.dtype).eps) * whole.abs().max()
-    if not all(bool(difference.abs().max() <= bound) for difference in others):
-        return "mixes tokens"
-    return ""
+    return mixes_tokens(module, size)
 
 
 class _Tried(Exception):
@@ -209,110 +160,3 @@ def _why_not_free(model: PreTrainedModel, feedforwards: list[nn.Module]) -> str:
         for handle in handles:
             handle.remove()
     return f"in {type(model).__name__} {reasons[0]}" if reasons else ""
-
-
-def _hidden(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple) else result
-
-
-class _Blockwise:
-    """What ``chunk_feedforwards`` adds to a module's class."""
-
-    feedforward_chunk_tokens: int
-
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """(B, T, C) -> (B, T, C), a block of the B x T tokens at a time."""
-        whole: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-        chunk = self.feedforward_chunk_tokens
-        others: list[None] = []
-
-        def run(tokens: Tensor) -> Tensor:
-            result = whole(tokens)
-            others[:] = [None] * (len(result) - 1 if isinstance(result, tuple) else 0)
-            return _hidden(result)
-
-        if args or kwargs:
-            raise UnsupportedError(
-                f"{type(self).__name__} was called with more than hidden states; use feedforward_chunk_tokens=0"
-            )
-        flat = hidden_states.reshape(1, -1, hidden_states.shape[-1])
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        kept = _Recomputed.apply(run, chunk, self, flat, *parameters)
-        out = _Computed.apply(run, chunk, kept).view(hidden_states.shape)
-        return (out, *others) if others else out
-
-
-class _Recomputed(torch.autograd.Function):
-    """Passes hidden states through, and in backward computes the blocks again for their gradients.
-
-    The computation is an operation of its own (``_Computed``) behind this one, so that what is kept is kept before it:
-    the recomputation of a checkpointed layer ends with the last tensor that it keeps, which in most models is this one,
-    and the feed-forward then runs twice in all, not three times.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, run: Any, chunk_tokens: int, module: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden)
-        ctx.run, ctx.chunk_tokens, ctx.module = run, chunk_tokens, module
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        [hidden], [d_out] = ctx.saved_tensors, gradients
-        # FSDP has put the whole parameters back in their places.
-        parameters = [p for p in ctx.module.parameters() if p.requires_grad]
-        sums: list[Tensor | None] = [None] * len(parameters)
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[3] else None
-        for rows in _blocks(hidden, ctx.chunk_tokens):
-            with torch.enable_grad():
-                chunk = hidden[:, rows].detach().requires_grad_(d_hidden is not None)
-                out = ctx.run(chunk)
-            wanted = [chunk, *parameters] if d_hidden is not None else parameters
-            parts: list[Tensor | None] = list(torch.autograd.grad(out, wanted, d_out[:, rows], allow_unused=True))
-            del out
-            if d_hidden is not None:
-                d_chunk = parts.pop(0)
-                d_hidden[:, rows] = 0 if d_chunk is None else d_chunk
-            _accumulate(sums, parts, d_out)
-        totals = (None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True))
-        return None, None, None, d_hidden, *totals
-
-
-class _Computed(torch.autograd.Function):
-    """Computes the blocks and keeps nothing: its gradient goes to ``_Recomputed`` as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Any, chunk_tokens: int, hidden: Tensor) -> Tensor:
-        out = torch.empty_like(hidden)
-        for rows in _blocks(hidden, chunk_tokens):
-            out[:, rows] = run(hidden[:, rows])
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, gradients[0]
-
-
-def _accumulate(sums: list[Tensor | None], parts: list[Tensor | None], d_out: Tensor) -> None:
-    """Add each part to its sum, which is at least float32; an expert that no token of a block chose has no part."""
-    for index, part in enumerate(parts):
-        if part is None:
-            continue
-        total = sums[index]
-        if total is None:
-            sums[index] = part.float() if part.dtype.itemsize < 4 else part if _owns(part, d_out) else part.clone()
-        else:
-            total += part
-        parts[index] = None
-
-
-def _owns(part: Tensor, d_out: Tensor) -> bool:
-    """Whether a gradient has memory of its own, not that of the one it was made from."""
-    local = part.to_local() if isinstance(part, DTensor) else part
-    return local.untyped_storage()._cdata != d_out.untyped_storage()._cdata
-
-
-def _blocks(hidden: Tensor, chunk_tokens: int) -> Iterator[slice]:
-    length = hidden.shape[1]
-    return (slice(start, min(start + chunk_tokens, length)) for start in range(0, length, chunk_tokens))

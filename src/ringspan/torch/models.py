@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutputWithPast
 
+from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.core.errors import LayoutError, PeerMismatch, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal, documents, sliding_window
@@ -27,16 +28,18 @@ from ringspan.torch.agreement import agree
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.batch import IGNORED, document_positions
 from ringspan.torch.embedding import sum_embedding_gradients
-from ringspan.torch.feedforward import ChunkTokens, find_feedforwards, free_chunk_tokens, run_in_blocks
+from ringspan.torch.feedforward import ChunkTokens, find_feedforwards, free_chunk_tokens
 from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
 from ringspan.torch.mesh import tensor_axis
 from ringspan.torch.modules import mix_in
+from ringspan.torch.norm import find_norms
 from ringspan.torch.offload import OffloadName
 from ringspan.torch.remat import CheckpointName, checkpoint_layers
 from ringspan.torch.rope import chunk_rotary_tables, is_rotary, set_global_length
 from ringspan.torch.scores import Scores
 from ringspan.torch.sums import Sum, SumOfGradients
 from ringspan.torch.tensor_parallel import local_part, refuse_split, split_model, splits_vocabulary
+from ringspan.torch.tokenwise import run_in_blocks
 from ringspan.torch.wire import check_wire
 
 # Config fields that change attention or logits in a way that the ring does not compute yet.
@@ -63,6 +66,7 @@ def parallelize(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     feedforward_chunk_tokens: ChunkTokens = "auto",
+    norm_chunk_tokens: ChunkTokens = "auto",
     offload: OffloadName = "none",
     compute_dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
@@ -90,6 +94,8 @@ def parallelize(
         feedforward_chunk_tokens: tokens that a feed-forward works on at once, see ``chunk_feedforwards``; 0 for all.
             ``auto`` takes 4,096 where that costs next to nothing: in checkpointed layers, of models whose feed-forwards
             can be cut and come last.
+        norm_chunk_tokens: tokens that a norm works on at once, see ``chunk_norms``; 0 for all. ``auto`` takes 4,096 in
+            models whose layers are checkpointed.
         offload: where what checkpointing keeps waits for backward, see ``offload_activations``.
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
 
@@ -106,6 +112,8 @@ def parallelize(
         feedforward_chunk_tokens = free_chunk_tokens(
             model, checkpointed=checkpoint != "none", logs=mesh.get_rank() == int(mesh.mesh.min())
         )
+    if norm_chunk_tokens == "auto":
+        norm_chunk_tokens = 0 if checkpoint == "none" else FREE_CHUNK_TOKENS
     loss = LossOptions(
         chunk_tokens=loss_chunk_tokens,
         chunk_vocabulary=loss_chunk_vocabulary,
@@ -123,6 +131,7 @@ def parallelize(
             attention.attn_temperature_tuning, attention.ring_temperature = False, not attention.use_rope
     model.config.use_cache = False
     feedforwards = find_feedforwards(model) if feedforward_chunk_tokens else []
+    norms = find_norms(model) if norm_chunk_tokens else []
     checkpoint_layers(model, checkpoint, offload)
     chunk_rotary_tables(model)
     sum_embedding_gradients(model)
@@ -130,7 +139,9 @@ def parallelize(
     if tp is not None:
         split_model(model, tp)
     if feedforwards:
-        run_in_blocks(feedforwards, feedforward_chunk_tokens)
+        run_in_blocks(feedforwards, feedforward_chunk_tokens, "feedforward_chunk_tokens")
+    if norms:
+        run_in_blocks(norms, norm_chunk_tokens, "norm_chunk_tokens")
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     sharded = mesh["replicate", "ring"] if mesh["replicate"].size() > 1 else mesh["ring"]
     for module in (*layers, model):

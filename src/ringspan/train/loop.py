@@ -352,6 +352,7 @@ def _prepare(config: TrainConfig) -> _Job:
         z_loss=config.optimizer.z_loss,
         label_smoothing=config.optimizer.label_smoothing,
         feedforward_chunk_tokens=config.memory.feedforward_chunk_tokens,
+        norm_chunk_tokens=config.memory.norm_chunk_tokens,
         offload=config.memory.offload,
         compute_dtype=dtype,
     )
