@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
-from ringspan.plan.dryrun import run_steps
+from ringspan.plan.dryrun import prepare, watch_steps
 from ringspan.plan.memory import Setting
 from ringspan.plan.tracker import MemoryTracker
 
@@ -56,5 +56,6 @@ def measured_peaks(mesh: DeviceMesh, config: Any, setting: Setting) -> tuple[int
     tracker = HeapTracker()
     with tracker:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
-        run_steps(tracker, model, mesh, setting)
+        model, optimizer, batch = prepare(model, mesh, setting)
+        watch_steps(tracker, model, optimizer, batch, batch)  # in the first one libraries fill their caches
     return tracker.peak_heap_bytes, tracker.peak.total_bytes

@@ -33,8 +33,8 @@ def test_what_the_page_says_about_its_tables():
     on_devices = [float(row[6].rstrip("x")) >= 4 for row in rows("contexts")]
     with_hosts = [float((row[10] or row[6]).rstrip("x")) >= 4 for row in rows("contexts")]
     assert (sum(on_devices), sum(with_hosts), len(with_hosts)) == (9, 11, 13)
-    beyond = [row[0] for row in rows("contexts") if float(row[4].split()[0]) > float(row[4].split()[2])]
-    assert beyond == ["32x A100 InfiniBand"] * 2
+    beyond = [(row[0], row[1]) for row in rows("contexts") if float(row[4].split()[0]) > float(row[4].split()[2])]
+    assert beyond == [("32x A100 InfiniBand", "llama-7b")]
     short = [(row[0], row[1]) for row in rows("contexts") if float((row[10] or row[6]).rstrip("x")) < 4]
     assert short == [("TPUv4-1024", "llama-3b"), ("TPUv5e-256", "llama-3b")]
     for _, kind, devices, model, _, _ in PUBLISHED_CONTEXT:

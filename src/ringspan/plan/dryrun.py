@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from ringspan.torch.models import parallelize, refuse_config
 from ringspan.torch.offload import offload_name
 from ringspan.torch.remat import checkpoint_name
 
-_STEPS: Final = 2  # in the first one the optimizer has no state yet, and DTensor fills its caches
+_SETTLING_TOKENS: Final = 16  # of a rank in a first step, in which the optimizer makes its state and DTensor its plans
 _TIMELINE_MOMENTS: Final = 400
 
 
@@ -64,14 +64,10 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: 
         tracker,
     ):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
-        run_steps(tracker, model, mesh, setting, **options)
+        model, optimizer, batch = prepare(model, mesh, setting, **options)
+        short = _batch(model, mesh, replace(setting, length=_SETTLING_TOKENS * setting.ring))
+        watch_steps(tracker, model, optimizer, short, batch)
     return Trace(rank, tuple(tracker.moments))
-
-
-def run_steps(tracker: MemoryTracker, model: Any, mesh: DeviceMesh, setting: Setting, **options: Any) -> None:
-    """Training steps of a model under a tracker, which is left with the moments of the last one."""
-    model, optimizer, batch = prepare(model, mesh, setting, **options)
-    watch_steps(tracker, model, optimizer, batch)
 
 
 def prepare(
@@ -92,25 +88,25 @@ def prepare(
         **options,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=setting.on_gpu)
-    padded = Layout(setting.layout, setting.length, setting.ring).padded_length
-    tokens = torch.zeros(setting.batch, padded, dtype=torch.int64)
-    device = next(model.parameters()).device
-    return (
-        model,
-        optimizer,
-        shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=setting.layout, device=device),
-    )
+    return model, optimizer, _batch(model, mesh, setting)
 
 
 def watch_steps(
-    tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
+    tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer, *batches: dict[str, torch.Tensor]
 ) -> None:
-    """Training steps with the model, its batch and the optimizer known to a tracker, which keeps the last one."""
+    """A training step on each batch, with all that is used known to a tracker, which keeps the last one's moments."""
     tracker.watch_model(model)
-    tracker.watch("activations", batch.values())
-    for _ in range(_STEPS):
+    for batch in batches:
+        tracker.watch("activations", batch.values())
         tracker.restart()
         train_step(tracker, model, optimizer, batch)
+
+
+def _batch(model: Any, mesh: DeviceMesh, setting: Setting) -> dict[str, torch.Tensor]:
+    padded = Layout(setting.layout, setting.length, setting.ring).padded_length
+    tokens = torch.zeros(setting.batch, padded, dtype=torch.int64)
+    device = next(model.parameters()).device
+    return shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=setting.layout, device=device)
 
 
 @contextmanager

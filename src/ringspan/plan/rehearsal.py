@@ -95,7 +95,7 @@ def rehearse(config: PreTrainedConfig, setting: Setting, rank: int, bandwidth: f
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
         model, optimizer, batch = dryrun.prepare(model, mesh, setting)
         with MemoryTracker() as tracker:  # from the first step on, in which FSDP makes its buffers
-            dryrun.watch_steps(tracker, model, optimizer, batch)
+            dryrun.watch_steps(tracker, model, optimizer, batch, batch)
 
         def step() -> None:
             train_step(MemoryTracker(), model, optimizer, batch)
