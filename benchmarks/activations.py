@@ -1,11 +1,13 @@
 """What each memory option saves and costs: bytes by category of a traced step, and the time of real steps.
 
     python benchmarks/activations.py bytes    # fake tensors, any machine, about ten minutes
-    python benchmarks/activations.py time     # two ranks of one thread; leave the machine alone for five minutes
+    python benchmarks/activations.py time     # two ranks of one thread; leave the machine alone for six minutes
+    python benchmarks/activations.py norms    # one thread; leave the machine alone for a minute
 
 Results go to ``benchmarks/results/activations-cpu.json``, the picture of the longest to ``docs/activations.svg``.
 """
 
+import copy
 import json
 import sys
 from functools import partial
@@ -16,15 +18,18 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import ringspan as rs
 from ringspan.bench.machine import describe_machine
 from ringspan.bench.pictures import category_picture
 from ringspan.bench.step import StepCase, small_llama
 from ringspan.bench.timing import timed
+from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.plan.dryrun import trace
 from ringspan.plan.memory import Setting
 from ringspan.torch.launch import launch
+from ringspan.torch.tokenwise import run_in_blocks
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "activations-cpu.json"
@@ -160,11 +165,42 @@ def _time_kept(case: StepCase, repeats: int) -> dict[str, float]:
     return {"saved_share_of_ring_forward": median(shares), "least": min(shares), "most": max(shares)}
 
 
+def time_norms(repeats: int = 7) -> dict[str, Any]:
+    """What a checkpointed RMS norm costs in blocks over what it costs on all tokens, and the difference over the time
+    of one C x C matrix product, forward twice and backward; a layer has some twelve of these and two norms.
+    """
+    return {"rows": launch(_time_norms, 1, repeats, threads=1)[0]}
+
+
+def _time_norms(repeats: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for tokens, size in ((8192, 512), (32_768, 512), (8192, 2048)):
+            whole, product = LlamaRMSNorm(size).to(dtype), torch.nn.Linear(size, size, bias=False, dtype=dtype)
+            blocks = copy.deepcopy(whole)
+            run_in_blocks([blocks], FREE_CHUNK_TOKENS, "norm_chunk_tokens")
+            hidden, d_out = (torch.randn(1, tokens, size, dtype=dtype) for _ in range(2))
+            hidden.requires_grad_()
+
+            def step(module: Any, hidden: torch.Tensor = hidden, d_out: torch.Tensor = d_out) -> None:
+                with torch.no_grad():
+                    module(hidden)
+                module(hidden).backward(d_out)
+                hidden.grad = None
+
+            took = [[timed(partial(step, m), threads=1) for m in (whole, blocks, product)] for _ in range(repeats + 1)]
+            row = {"dtype": str(dtype), "tokens": tokens, "hidden_size": size}
+            ratio = median(b / a for a, b, _ in took[1:])
+            added = median((b - a) / c for a, b, c in took[1:])
+            rows.append(row | {"ratio": ratio, "added_over_one_product": added})
+    return rows
+
+
 def main() -> None:
     """Run what is named, ``bytes`` and ``time`` when nothing is, and keep the results of the other."""
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in sys.argv[1:] or ["bytes", "time"]:
-        result = {"bytes": count_bytes, "time": time_options}[name]()
+        result = {"bytes": count_bytes, "time": time_options, "norms": time_norms}[name]()
         command = f"python benchmarks/activations.py {name}"
         results[name] = {"command": command, **result, "machine": describe_machine()}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

@@ -122,7 +122,9 @@ def _draw_stages(stages: dict[str, Any], path: Path) -> None:
         panel.set_xlim(0, 1)
     for row in panels:
         row[0].set_ylabel("GB")
-    figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="lower right", ncols=2, frameon=False)
+    figure.legend(
+        *panels.flat[0].get_legend_handles_labels(), loc="lower right", bbox_to_anchor=(1, 0.2), ncols=2, frameon=False
+    )
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
@@ -138,8 +140,8 @@ def _draw_lengths(curves: dict[str, dict[str, int]], path: Path) -> None:
     panel.set_xscale("log", base=2)
     ticks = [1, 4, 16, 64, 256]
     panel.set_xticks(ticks, [f"{tick}K" for tick in ticks])
-    panel.set(xlabel="tokens of a sequence", ylabel="peak of a device, GB", ylim=(0, 100))
-    panel.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.52))
+    panel.set(xlabel="tokens of a sequence", ylabel="peak of a device, GB", ylim=(0, 110))
+    panel.legend(frameon=False, loc="upper left", ncols=3)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)

@@ -19,7 +19,6 @@ from ringspan.torch.launch import launch, local_device
 from ringspan.torch.mesh import init_mesh
 from ringspan.torch.models import parallelize
 from ringspan.torch.remat import CheckpointName
-from ringspan.train.metrics import peak_bytes
 
 VariantName = Literal["plain", "chunks", "offload"]
 # What is added to a checkpoint policy; offloading goes without "none", which leaves nothing to offload.
@@ -138,7 +137,6 @@ def _measure(case: MemoryCase, lengths: tuple[int, ...]) -> list[dict[str, Any]]
                     "tokens_per_rank": batch["input_ids"].shape[1],
                     "checkpoint": checkpoint,
                     "variant": variant,
-                    "peak_bytes": peak_bytes(local_device()),
                     "bytes": _bytes(model, batch),
                 }
             )
