@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
-from ringspan.plan.dryrun import prepare, watch_steps
+from ringspan.plan.dryrun import prepare, watch_step
 from ringspan.plan.memory import Setting
 from ringspan.plan.tracker import MemoryTracker
 
@@ -57,5 +57,7 @@ def measured_peaks(mesh: DeviceMesh, config: Any, setting: Setting) -> tuple[int
     with tracker:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
         model, optimizer, batch = prepare(model, mesh, setting)
-        watch_steps(tracker, model, optimizer, batch, batch)  # in the first one libraries fill their caches
+        tracker.watch_model(model)
+        for _ in range(2):  # in the first one libraries fill their caches
+            watch_step(tracker, model, optimizer, batch)
     return tracker.peak_heap_bytes, tracker.peak.total_bytes

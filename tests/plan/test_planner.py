@@ -87,7 +87,7 @@ def test_windows_stay_between_neighbours():
 
 
 def test_an_impossible_budget_says_what_would_fit():
-    length = 1 << 22
+    length = 1 << 23
     plan = plan_for(devices=8, length=length)
     assert not plan.fits
     assert f"the longest sequence is {plan.max_length_tokens:,} tokens" in plan.reasons[0]

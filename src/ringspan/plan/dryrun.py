@@ -65,8 +65,10 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: 
     ):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
         model, optimizer, batch = prepare(model, mesh, setting, **options)
-        short = _batch(model, mesh, replace(setting, length=_SETTLING_TOKENS * setting.ring))
-        watch_steps(tracker, model, optimizer, short, batch)
+        tracker.watch_model(model)
+        short = replace(setting, length=_SETTLING_TOKENS * setting.ring)
+        watch_step(tracker, model, optimizer, _batch(model, mesh, short))
+        watch_step(tracker, model, optimizer, batch)
     return Trace(rank, tuple(tracker.moments))
 
 
@@ -91,15 +93,13 @@ def prepare(
     return model, optimizer, _batch(model, mesh, setting)
 
 
-def watch_steps(
-    tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer, *batches: dict[str, torch.Tensor]
+def watch_step(
+    tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> None:
-    """A training step on each batch, with all that is used known to a tracker, which keeps the last one's moments."""
-    tracker.watch_model(model)
-    for batch in batches:
-        tracker.watch("activations", batch.values())
-        tracker.restart()
-        train_step(tracker, model, optimizer, batch)
+    """A training step of a known model on a batch that becomes known; the tracker forgets the moments before it."""
+    tracker.watch("activations", batch.values())
+    tracker.restart()
+    train_step(tracker, model, optimizer, batch)
 
 
 def _batch(model: Any, mesh: DeviceMesh, setting: Setting) -> dict[str, torch.Tensor]:

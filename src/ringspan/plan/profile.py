@@ -28,7 +28,7 @@ from ringspan.torch.models import refuse_config
 
 PHASES: Final = ("forward", "loss", "backward", "optimizer")
 NUM_STEPS: Final = 3  # one to settle, one for memory, one for time
-_MEMORY_MOMENTS: Final = 400
+_MEMORY_MOMENTS: Final = 250
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,7 +95,9 @@ def rehearse(config: PreTrainedConfig, setting: Setting, rank: int, bandwidth: f
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
         model, optimizer, batch = dryrun.prepare(model, mesh, setting)
         with MemoryTracker() as tracker:  # from the first step on, in which FSDP makes its buffers
-            dryrun.watch_steps(tracker, model, optimizer, batch, batch)
+            tracker.watch_model(model)
+            for _ in range(2):
+                dryrun.watch_step(tracker, model, optimizer, batch)
 
         def step() -> None:
             train_step(MemoryTracker(), model, optimizer, batch)
