@@ -34,18 +34,15 @@ from ringspan.torch.tokenwise import run_in_blocks
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "activations-cpu.json"
 
+_PLAIN: Final[dict[str, Any]] = {"checkpoint": "attention", "feedforward_chunk_tokens": 0, "norm_chunk_tokens": 0}
 # Each row adds to, or takes another policy than, the one before it.
 BYTES: Final[dict[str, dict[str, Any]]] = {
     "nothing": {"checkpoint": "none", "loss_chunk_tokens": 1 << 30},
     "loss in blocks": {"checkpoint": "none"},
     "feed-forward in blocks": {"checkpoint": "none", "feedforward_chunk_tokens": 1024},
     "norms in blocks": {"checkpoint": "none", "feedforward_chunk_tokens": 1024, "norm_chunk_tokens": 4096},
-    "attention kept": {"checkpoint": "attention", "feedforward_chunk_tokens": 0, "norm_chunk_tokens": 0},
-    "attention kept, feed-forward in blocks": {
-        "checkpoint": "attention",
-        "feedforward_chunk_tokens": 1024,
-        "norm_chunk_tokens": 0,
-    },
+    "attention kept": _PLAIN,
+    "attention kept, feed-forward in blocks": _PLAIN | {"feedforward_chunk_tokens": 1024},
     "attention kept, norms in blocks": {"checkpoint": "attention", "feedforward_chunk_tokens": 1024},
     "attention kept, all in blocks": {
         "checkpoint": "attention",
@@ -58,7 +55,6 @@ BYTES: Final[dict[str, dict[str, Any]]] = {
         "loss_chunk_vocabulary": 4096,
     },
 }
-_PLAIN: Final[dict[str, Any]] = {"checkpoint": "attention", "feedforward_chunk_tokens": 0, "norm_chunk_tokens": 0}
 TIMES: Final[dict[str, dict[str, Any]]] = {
     "attention kept": _PLAIN,
     "nothing": {"checkpoint": "none", "loss_chunk_tokens": 1 << 30},

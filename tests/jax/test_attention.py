@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import ringspan as rs
+from ringspan.core import choice
 from ringspan.core.layout import LAYOUT_NAMES
-from ringspan.jax import ring, ring_attention, sharded_ring_attention
+from ringspan.jax import ring_attention, sharded_ring_attention
 from tests.core.strategies import masks
 from tests.fuzz import examples
 from tests.jax.rings import attention_and_gradients, by_data, in_order, mesh, shards
@@ -26,7 +27,7 @@ TORCH_LIMIT = 1e-5
 @pytest.fixture(autouse=True)
 def groups_of_heads(monkeypatch):
     """As many as there are key/value heads, though the tiles are small."""
-    monkeypatch.setattr(ring, "WORTH_A_CALL_ON_CPU", 0)
+    monkeypatch.setattr(choice, "WORTH_A_CALL_ON_CPU", 0)
 
 
 def arrays(problem: Problem) -> list[np.ndarray]:

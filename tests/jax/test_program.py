@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
+from ringspan.core import choice
 from ringspan.core.layout import LAYOUT_NAMES
-from ringspan.jax import ring, sharded_ring_attention
+from ringspan.jax import sharded_ring_attention
 from ringspan.jax.program import compile_program
 from tests.core.strategies import lengths, masks
 from tests.fuzz import examples
@@ -96,7 +97,7 @@ def test_nothing_is_larger_than_the_tensors_of_a_rank(ranks):
 def test_one_group_of_heads_after_the_other_holds_less(monkeypatch):
     ranks, heads = 4, 8
     at_once = compiled(ranks, rs.causal(), backward=True, heads=heads, groups=heads)
-    monkeypatch.setattr(ring, "WORTH_A_CALL_ON_CPU", 0)
+    monkeypatch.setattr(choice, "WORTH_A_CALL_ON_CPU", 0)
     in_turn = compiled(ranks, rs.causal(), backward=True, heads=heads, groups=heads)
     # Dividing all by eight but out and lse, which backward needs whole: 2.2 of the tensors of a rank, once 13.6.
     assert in_turn.memory_analysis().temp_size_in_bytes < at_once.memory_analysis().temp_size_in_bytes / 5

@@ -9,13 +9,12 @@ import torch.distributed as dist
 
 from ringspan.core import choice
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.plan import memory, tracker
+from ringspan.plan import tracker
 from ringspan.plan.cost import step_cost
 from ringspan.plan.dryrun import hugging_face_config, summary, thinned, trace
 from ringspan.plan.hardware import DEVICES
 from ringspan.plan.memory import CATEGORIES, CHECKPOINTS, Setting, training_memory
 from ringspan.plan.shapes import MODELS, from_config
-from ringspan.torch import ring
 from ringspan.torch.remat import CHECKPOINT_NAMES
 from tests.plan.heap import measured_peaks
 from tests.torch import models
@@ -114,8 +113,7 @@ def test_what_the_loop_holds_of_one_group_of_heads_after_the_other(monkeypatch, 
     config = models.config("llama", **WIDE | THIN)
     shape = from_config(config.to_dict(), "llama")
     at_once = training_memory(shape, setting).peak_bytes
-    for module in (memory, ring):
-        monkeypatch.setattr(module, "WORTH_A_CALL", 0)
+    monkeypatch.setattr(choice, "WORTH_A_CALL", 0)
     monkeypatch.setattr(choice, "MOST_HEAD_GROUPS", 2)  # with more, feed-forwards hold more than attention
     formula, traced = training_memory(shape, setting), trace(config, setting, 0).peak
     assert (formula.moment, formula.peak_bytes < at_once) == ("attention backward", True)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -100,6 +101,23 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
 
 def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def kept_bytes(module: Any, hidden: Tensor) -> int:
+    """Bytes that autograd saves for backward, without parameters."""
+    parameters = {p.data_ptr() for p in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if x.data_ptr() not in parameters:
+            kept[x.data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        out = module(hidden)
+        total = sum(kept.values())
+    out.sum().backward()
+    return total
 
 
 def relative(x: Tensor, expected: Tensor) -> float:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -21,7 +20,7 @@ from ringspan.torch.feedforward import (
 )
 from ringspan.torch.remat import checkpoint_layers
 from ringspan.torch.tokenwise import Blockwise, mixes_tokens
-from tests.torch.models import build, relative, tokens
+from tests.torch.models import build, kept_bytes, relative, tokens
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama-tied", {}),  # with biases
@@ -94,23 +93,6 @@ class Model(nn.Module):
         self.layer = layer or Layer(size)
 
 
-def kept_bytes(model: Any, hidden: Tensor) -> int:
-    """Bytes that autograd saves for backward, without parameters."""
-    parameters = {p.data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        if x.data_ptr() not in parameters:
-            kept[x.data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with saved_tensors_hooks(pack, lambda x: x):
-        out = model.layer(hidden)
-        total = sum(kept.values())
-    out.sum().backward()
-    return total
-
-
 def test_it_keeps_2bsh_bytes_instead_of_the_papers_8bsh_and_more():
     """Blockwise Parallel Transformer, section 3: in 16 bits the intermediates of a feed-forward of 4h take 8bsh, its
     input takes 2bsh.
@@ -118,9 +100,10 @@ def test_it_keeps_2bsh_bytes_instead_of_the_papers_8bsh_and_more():
     b, s, h = 2, 24, 16
     hidden = torch.randn(b, s, h).bfloat16().requires_grad_()
     model: Any = Model(h).bfloat16()
-    assert kept_bytes(model, hidden) >= (2 + 8 + 8) * b * s * h  # its input, and the activation's before and after
+    # Its input, and the activation's before and after.
+    assert kept_bytes(model.layer, hidden) >= (2 + 8 + 8) * b * s * h
     chunk_feedforwards(model, 5)
-    assert kept_bytes(model, hidden) == 2 * b * s * h
+    assert kept_bytes(model.layer, hidden) == 2 * b * s * h
 
 
 class Shift(nn.Module):

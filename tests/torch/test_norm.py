@@ -11,7 +11,7 @@ import ringspan as rs
 from ringspan.torch.feedforward import FREE_CHUNK_TOKENS
 from ringspan.torch.norm import chunk_norms, find_norms
 from ringspan.torch.tokenwise import Blockwise
-from tests.torch.models import build, relative, tokens
+from tests.torch.models import build, kept_bytes, relative, tokens
 
 
 @pytest.mark.parametrize(
@@ -39,22 +39,6 @@ def test_any_model_has_the_same_loss_and_gradients_with_its_norms_in_chunks(kind
     assert relative(chunked, loss) < 1e-6
     for name, expected in gradients.items():
         assert relative(others[name], expected) < 1e-6, name
-
-
-def kept_bytes(norm: nn.Module, hidden: Tensor) -> int:
-    """Bytes that autograd saves for backward, without parameters."""
-    kept: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        if x.data_ptr() != next(norm.parameters()).data_ptr():
-            kept[x.data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out = norm(hidden)
-        total = sum(kept.values())
-    out.sum().backward()
-    return total
 
 
 def test_it_keeps_its_16_bit_input_alone():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.core import reference
+from ringspan.core import choice, reference
 from ringspan.core.layout import LAYOUT_NAMES
 from ringspan.core.route import Route, member_heads
 from ringspan.core.schedule import plan
@@ -24,7 +24,7 @@ FLOAT32_LIMIT = 3e-6  # the design's Numbers: float32, relative, for out, dq, dk
 @pytest.fixture(autouse=True)
 def groups_of_heads(monkeypatch):
     """As many as there are key/value heads, though the tiles are small: one thread, as a rank on a machine has."""
-    monkeypatch.setattr(ring, "WORTH_A_CALL_ON_CPU", 0)
+    monkeypatch.setattr(choice, "WORTH_A_CALL_ON_CPU", 0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -196,7 +196,7 @@ def fits(route, ranks, heads, groups):
 )
 def test_ranks_with_different_work_take_the_same_groups_of_heads(mask, worth, monkeypatch):
     """Their messages are numbered by group. The first rank has one tile, the last one larger or many small ones."""
-    monkeypatch.setattr(ring, "WORTH_A_CALL_ON_CPU", worth)
+    monkeypatch.setattr(choice, "WORTH_A_CALL_ON_CPU", worth)
     assert max(Problem(64, mask, heads=4, groups=4).errors("contiguous", 2)) < FLOAT32_LIMIT
 
 

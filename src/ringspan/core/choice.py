@@ -85,7 +85,7 @@ def splits(shape: Shape, members: int) -> bool:
 
 
 def head_groups(
-    num_heads: int, num_kv_heads: int, tile_pairs: int, worth_a_call: int, *, blocks: int = 2, at_once: int = 1
+    num_heads: int, num_kv_heads: int, ranks: int, tile_pairs: int, *, on_cpu: bool, blocks: int = 2, at_once: int = 1
 ) -> int:
     """How many groups of heads to go through one after the other: the same number on every rank.
 
@@ -94,11 +94,14 @@ def head_groups(
     is computed, as long as a call has work enough and there are heads for all that compute ``at_once``. ``num_heads``
     are those of all sequences of the batch, ``tile_pairs`` those of ``Schedule``.
     """
+    if ranks == 1:
+        return 1
+    worth = WORTH_A_CALL_ON_CPU if on_cpu else WORTH_A_CALL
     divisors = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
     needed = next((n for n in divisors if blocks <= 2 * n), num_kv_heads)
     fitting = (
         n
         for n in reversed(divisors)
-        if n <= MOST_HEAD_GROUPS and num_heads // n >= at_once and num_heads // n * tile_pairs >= worth_a_call
+        if n <= MOST_HEAD_GROUPS and num_heads // n >= at_once and num_heads // n * tile_pairs >= worth
     )
     return max(needed, next(fitting, 1))

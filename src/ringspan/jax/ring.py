@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringspan.core.choice import WORTH_A_CALL, WORTH_A_CALL_ON_CPU, head_groups
+from ringspan.core.choice import head_groups
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
 from ringspan.jax.kernels import LOWEST, Kernel, State, accumulation_dtype, varying_like
@@ -44,10 +44,8 @@ class Ring:
 
     def head_groups(self, q: Array, k: Array) -> int:
         """How many groups of heads to go through one after the other."""
-        if self.layout.ranks == 1:
-            return 1
-        worth = WORTH_A_CALL_ON_CPU if jax.default_backend() == "cpu" else WORTH_A_CALL
-        return head_groups(q.shape[0] * q.shape[1], k.shape[1], self.kernel.program.tile_pairs, worth)
+        pairs, on_cpu = self.kernel.program.tile_pairs, jax.default_backend() == "cpu"
+        return head_groups(q.shape[0] * q.shape[1], k.shape[1], self.layout.ranks, pairs, on_cpu=on_cpu)
 
     def shift(self, x: Array, hops: int) -> Array:
         """What the rank ``hops`` steps back holds: every rank hands its ``x`` on by that many steps."""

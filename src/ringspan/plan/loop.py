@@ -49,7 +49,6 @@ def loop_bytes(
     return _share(layout, ranks, route, *shares, min(groups, 2), number_bytes).times(unit / groups)
 
 
-@lru_cache
 def tile_pairs(layout: LayoutName, tokens: int) -> int:
     """``Schedule.tile_pairs`` of a causal mask on any number of ranks, above one, of so many tokens."""
     one = plan(Layout(layout, 2 * _TOKENS, 2), causal(), 0).tile_pairs

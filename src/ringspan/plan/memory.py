@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Final, Literal
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
-from ringspan.core.choice import WORTH_A_CALL, WORTH_A_CALL_ON_CPU, head_groups
+from ringspan.core.choice import head_groups
 from ringspan.core.errors import ConfigError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.route import Heads, Route, member_heads
@@ -78,16 +78,17 @@ class Setting:
     @property
     def feedforward_tokens(self) -> int:
         """Tokens that a feed-forward works on at once, 0 for all; ``auto`` for one that can be cut and comes last."""
-        if self.feedforward_chunk_tokens == "auto":
-            return 0 if self.checkpoint == "none" else FREE_CHUNK_TOKENS
-        return self.feedforward_chunk_tokens
+        return self._chunk_tokens(self.feedforward_chunk_tokens)
 
     @property
     def norm_tokens(self) -> int:
         """Tokens that a norm works on at once, 0 for all."""
-        if self.norm_chunk_tokens == "auto":
+        return self._chunk_tokens(self.norm_chunk_tokens)
+
+    def _chunk_tokens(self, chosen: int | Literal["auto"]) -> int:
+        if chosen == "auto":
             return 0 if self.checkpoint == "none" else FREE_CHUNK_TOKENS
-        return self.norm_chunk_tokens
+        return chosen
 
     @property
     def parameter_bytes(self) -> int:
@@ -409,13 +410,12 @@ def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, 
 
 def _head_groups(setting: Setting, mine: Heads, way: Route, ranks: int) -> int:
     """How many groups of heads go through the loop: ``torch.ring.num_head_groups``."""
-    if ranks == 1:
-        return 1
     return head_groups(
         setting.batch * _count(mine.queries),
         _count(mine.keys),
+        ranks,
         tile_pairs(setting.layout, setting.length // ranks),
-        WORTH_A_CALL if setting.on_gpu else WORTH_A_CALL_ON_CPU,
+        on_cpu=not setting.on_gpu,
         blocks=ranks if way.name == "all-gather" else 2,
     )
 

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.core.choice import WORTH_A_CALL, WORTH_A_CALL_ON_CPU, head_groups
+from ringspan.core.choice import head_groups
 from ringspan.core.ranges import Ranges
 from ringspan.core.schedule import Hop, Parcel, Schedule
 from ringspan.core.tile import Tile
@@ -91,16 +91,15 @@ class Ring:
 
 def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -> int:
     """How many groups of heads to go through one after the other (``core.choice.head_groups``)."""
-    if schedule.ranks == 1:
-        return 1
-    is_cpu = q.device.type == "cpu"
+    on_cpu = q.device.type == "cpu"
     return head_groups(
         q.shape[0] * q.shape[1],
         k.shape[1],
+        schedule.ranks,
         schedule.tile_pairs,
-        WORTH_A_CALL_ON_CPU if is_cpu else WORTH_A_CALL,
+        on_cpu=on_cpu,
         blocks=blocks,
-        at_once=torch.get_num_threads() if is_cpu else 1,
+        at_once=torch.get_num_threads() if on_cpu else 1,
     )
 
 

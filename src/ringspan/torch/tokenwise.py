@@ -109,8 +109,8 @@ class _Recomputed(torch.autograd.Function):
     """Passes hidden states through, and in backward computes the blocks again for their gradients.
 
     The computation is an operation of its own (``_Computed``) behind this one, so that what is kept is kept before it:
-    the recomputation of a checkpointed layer ends with the last tensor that it keeps, which in most models is this one,
-    and the feed-forward then runs twice in all, not three times.
+    the recomputation of a checkpointed layer ends with the last tensor that it keeps, which in most models is what goes
+    into the feed-forward, and that then runs twice in all, not three times.
     """
 
     @staticmethod
