@@ -5,9 +5,9 @@ from typing import Any
 
 from hypothesis import settings
 
-FACTOR = int(os.environ.get("RINGSPAN_FUZZ", "1"))
+FACTOR = float(os.environ.get("RINGSPAN_FUZZ", "1"))
 
 
 def examples(count: int, **options: Any) -> settings:
     """Settings for a test that draws ``count`` examples, times RINGSPAN_FUZZ."""
-    return settings(max_examples=count * FACTOR, **options)
+    return settings(max_examples=max(1, round(count * FACTOR)), **options)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given
+from hypothesis import HealthCheck, assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -200,6 +200,14 @@ def test_ranks_with_different_work_take_the_same_groups_of_heads(mask, worth, mo
     assert max(Problem(64, mask, heads=4, groups=4).errors("contiguous", 2)) < FLOAT32_LIMIT
 
 
+# First a window, which has tiles of every kind, and everything that scores can have: most bugs show there.
+_EXAMPLE = {"length": 61, "layout": "zigzag", "ranks": 3, "route": "ring", "grouping": (4, 2), "batch": 2}
+_PLAIN = {"softcap": 0.0, "has_slopes": False, "has_sinks": False}
+_ALL = {"softcap": 2.0, "has_slopes": True, "has_sinks": True}
+
+
+@example(mask=rs.sliding_window(17), sizes=(8, 8), **_EXAMPLE, **_PLAIN)
+@example(mask=rs.causal(), sizes=(12, 8), **_EXAMPLE, **_ALL)
 @given(
     length=st.integers(1, 70),
     mask=masks,
