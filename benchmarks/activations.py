@@ -35,6 +35,11 @@ ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "activations-cpu.json"
 
 _PLAIN: Final[dict[str, Any]] = {"checkpoint": "attention", "feedforward_chunk_tokens": 0, "norm_chunk_tokens": 0}
+_BLOCKS: Final[dict[str, Any]] = {
+    "checkpoint": "attention",
+    "feedforward_chunk_tokens": 1024,
+    "loss_chunk_vocabulary": 4096,
+}
 # Each row adds to, or takes another policy than, the one before it.
 BYTES: Final[dict[str, dict[str, Any]]] = {
     "nothing": {"checkpoint": "none", "loss_chunk_tokens": 1 << 30},
@@ -44,16 +49,10 @@ BYTES: Final[dict[str, dict[str, Any]]] = {
     "attention kept": _PLAIN,
     "attention kept, feed-forward in blocks": _PLAIN | {"feedforward_chunk_tokens": 1024},
     "attention kept, norms in blocks": {"checkpoint": "attention", "feedforward_chunk_tokens": 1024},
-    "attention kept, all in blocks": {
-        "checkpoint": "attention",
-        "feedforward_chunk_tokens": 1024,
-        "loss_chunk_vocabulary": 4096,
-    },
-    "inputs kept, all in blocks": {
-        "checkpoint": "full",
-        "feedforward_chunk_tokens": 1024,
-        "loss_chunk_vocabulary": 4096,
-    },
+    "attention kept, all in blocks": _BLOCKS,
+    "attention kept, one input of 4": _BLOCKS | {"layers_per_checkpoint": 4},
+    "inputs kept, all in blocks": _BLOCKS | {"checkpoint": "full"},
+    "one input of 4 kept, all in blocks": _BLOCKS | {"checkpoint": "full", "layers_per_checkpoint": 4},
 }
 TIMES: Final[dict[str, dict[str, Any]]] = {
     "attention kept": _PLAIN,
@@ -64,6 +63,7 @@ TIMES: Final[dict[str, dict[str, Any]]] = {
     "norms in blocks": _PLAIN | {"norm_chunk_tokens": 4096},
     "vocabulary in blocks": _PLAIN | {"loss_chunk_vocabulary": 4096},
     "offload": _PLAIN | {"offload": "activations"},
+    "one input of 2 layers": _PLAIN | {"layers_per_checkpoint": 2},
     "inputs kept": _PLAIN | {"checkpoint": "full"},
 }
 
@@ -74,7 +74,13 @@ def count_bytes() -> dict[str, Any]:
     for tokens in (8192, 32_768, 131_072):
         for name, options in BYTES.items():
             others = dict(options)
-            known = ("checkpoint", "loss_chunk_tokens", "feedforward_chunk_tokens", "norm_chunk_tokens")
+            known = (
+                "checkpoint",
+                "layers_per_checkpoint",
+                "loss_chunk_tokens",
+                "feedforward_chunk_tokens",
+                "norm_chunk_tokens",
+            )
             chosen = {key: others.pop(key) for key in known if key in others}
             setting = Setting(length=2 * tokens, ring=2, on_gpu=False, **chosen)
             config = LlamaConfig(

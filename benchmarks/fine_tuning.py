@@ -40,6 +40,9 @@ STAGES: Final = {
     "8K, ring, attention kept": replace(_FOUR, length=8 * K, checkpoint="attention"),
     "118K, ring, attention kept": replace(_FOUR, length=118 * K, checkpoint="attention"),
     "512K, ring, inputs kept": replace(_FOUR, length=512 * K, checkpoint="full"),
+    "512K, attention kept, one input of 4": replace(
+        _FOUR, length=512 * K, checkpoint="attention", layers_per_checkpoint=4
+    ),
 }
 # Per curve: tokens of the sequence for each thousand of its axis, the policy, and thousands of tokens.
 CURVES: Final = {
@@ -122,10 +125,8 @@ def _draw_stages(stages: dict[str, Any], path: Path) -> None:
         panel.set_xlim(0, 1)
     for row in panels:
         row[0].set_ylabel("GB")
-    figure.legend(
-        *panels.flat[0].get_legend_handles_labels(), loc="lower right", bbox_to_anchor=(1, 0.2), ncols=2, frameon=False
-    )
-    figure.tight_layout()
+    figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="lower center", ncols=len(COLOURS), frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 

@@ -79,6 +79,8 @@ def refusal(monkeypatch, capsys, *arguments):
         (["memory.checkpoint=auto"], "memory.activation_bytes go together"),
         (["memory.checkpoint=auto", "memory.activation_bytes=9"], "the budget is 9; use a larger ring"),
         (["memory.checkpoint=none", "memory.offload=activations"], "memory.offload"),
+        (["memory.layers_per_checkpoint=0"], "memory.layers_per_checkpoint = 0"),
+        (["memory.checkpoint=none", "memory.layers_per_checkpoint=2"], "memory.layers_per_checkpoint = 2"),
         (["data.paths=nowhere"], "nowhere"),
         (["data.extensions=.xyz"], ".xyz"),
         (["--nproc", "0"], "0"),

@@ -18,6 +18,7 @@ import ringspan as rs
 from ringspan.jax import init_mesh, shard_batch
 from ringspan.jax.checkpoint import load_checkpoint, load_llama, save_checkpoint, save_llama
 from ringspan.jax.llama import Llama, LlamaConfig, look_up, mean_loss
+from tests.jax.test_program import permutes
 from tests.torch.models import build
 
 VOCAB, RATE = 96, 1e-3
@@ -91,6 +92,33 @@ def test_a_step_on_the_mesh_equals_torch_s(folders, kind, axes, layout, num, len
         assert named.keys() == expected.keys()
         for name, x in expected.items():
             assert np.linalg.norm(named[name] - x) < 1e-4 * np.linalg.norm(x), name
+
+
+def test_layers_that_share_an_input_have_the_same_gradients_in_less_memory_and_the_ring_does_not_run_again():
+    mesh, length = init_mesh(sp=2), 1024
+    batch = shard_batch(batch_of(1, length), mesh)
+    results = []
+    for layers in (1, 3):
+        sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 12}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+        rest = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "chunk_tokens": 64}
+        graph, state = nnx.split(
+            Llama.initialized(LlamaConfig(**sizes, **heads, **rest, layers_per_checkpoint=layers), mesh)
+        )
+        step = jax.jit(jax.value_and_grad(mean_loss(graph, mesh))).lower(state, batch).compile()
+        results.append((*step(state, batch), len(permutes(step.as_text())), step.memory_analysis().temp_size_in_bytes))
+    (loss, gradients, sent, held), (same_loss, same_gradients, sent_too, held_now) = results
+    assert float(same_loss) == pytest.approx(float(loss), rel=1e-6)
+    for g, wanted in zip(jax.tree.leaves(same_gradients), jax.tree.leaves(gradients), strict=True):
+        assert np.linalg.norm(g - wanted) < 1e-5 * np.linalg.norm(wanted)
+    assert sent == sent_too > 0
+    # Twelve inputs become six; the weights and attention's results of a segment are there twice.
+    assert held - held_now > 2 * length / 2 * 64 * 4
+
+
+def test_a_segment_of_layers_that_does_not_divide_them_is_refused(folders):
+    with pytest.raises(rs.ConfigError, match="layers_per_checkpoint=3 does not divide 2 layers"):
+        LlamaConfig.read(folders["llama"], layers_per_checkpoint=3)
 
 
 def test_a_token_that_occurs_often_has_its_whole_gradient_in_bfloat16():

@@ -26,6 +26,10 @@ LOSS = "torch/test_loss.py::test_loss_and_gradients_are_those_of_whole_logits[pl
 IGNORED_TARGETS = "torch/test_loss.py::test_tokens_without_targets_and_heads_without_biases[None-False-some]"
 EXACTLY_ONCE = "core/test_schedule.py::test_each_allowed_pair_is_computed_exactly_once"
 QUERIES = "torch/test_ring.py::test_the_error_does_not_grow_with_the_number_of_ranks[contiguous-pass-q]"
+SEGMENTS = (
+    "torch/test_segments.py::"
+    "test_gradients_are_the_same_with_dropout_and_autocast_and_only_the_first_input_of_a_segment_is_kept[3-False]"
+)
 CARRIED = "core/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_come_home_once"
 
 MUTANTS = [
@@ -289,6 +293,20 @@ MUTANTS = [
         "x.abs().amax((2, 3), keepdim=True)",
         "x.abs().amax((2, 3), keepdim=True).flip(0)",
         "torch/test_ring.py::test_a_coded_wire_costs_the_same_error_on_any_number_of_ranks[int8-0.012]",
+    ),
+    Mutant(
+        "inputs of all layers of a segment kept",
+        "torch/segments.py",
+        "                return partial(self._input, place)\n",
+        "                return self._store.put(x)\n",
+        SEGMENTS,
+    ),
+    Mutant(
+        "inputs of a segment made with other random numbers",
+        "torch/segments.py",
+        "            torch.set_rng_state(cpu_state)\n",
+        "",
+        SEGMENTS,
     ),
     Mutant(
         "labels shifted after the permutation",

@@ -27,7 +27,11 @@ MEASURED = [
     ("llama", {"length": 900, "ring": 1, "checkpoint": "none", "dtype": "bfloat16"}),
     ("qwen3", {"length": 1300, "ring": 1, "checkpoint": "full", "dtype": "bfloat16", "parameter_dtype": "bfloat16"}),
     ("llama", {"length": 2500, "ring": 2, "checkpoint": "attention", "dtype": "float32"}),
-    ("qwen3", {"length": 2302, "ring": 2, "checkpoint": "full", "dtype": "float32", "layout": "striped"}),
+    (
+        "qwen3",
+        {"length": 2302, "ring": 2, "checkpoint": "full", "layers_per_checkpoint": 2, "dtype": "float32"}
+        | {"layout": "striped"},
+    ),
     ("llama-tied", {"length": 1500, "ring": 2, "checkpoint": "none", "dtype": "bfloat16", "batch": 2}),
     ("llama", {"length": 4004, "ring": 4, "checkpoint": "attention", "dtype": "float32"}),
     ("qwen2", {"length": 2404, "ring": 4, "checkpoint": "none", "dtype": "float32", "layout": "contiguous"}),
@@ -77,6 +81,7 @@ DTYPES = [
         ("llama", SHARED, {"length": 16_384, "ring": 4, "checkpoint": "full", "route": "ulysses"}),
         ("llama", {}, {"length": 16_384, "ring": 2, "feedforward_chunk_tokens": 1024}),
         ("llama", DEEP, {"length": 16_384, "ring": 2, "offload": "activations"}),
+        ("llama", DEEP, {"length": 16_384, "ring": 2, "offload": "activations", "layers_per_checkpoint": 2}),
         (
             "qwen3",
             DEEP,
@@ -105,6 +110,17 @@ def test_what_the_loop_holds_is_counted_to_a_percent(route):
     formula = training_memory(from_config(config.to_dict(), "llama"), setting)
     assert formula.moment == "attention backward"
     assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.002)
+
+
+@pytest.mark.parametrize(("checkpoint", "layers"), [("attention", 3), ("full", 4)])
+def test_what_segments_of_layers_keep_is_counted_to_a_percent(checkpoint, layers):
+    setting = Setting(length=32_768, ring=2, checkpoint=checkpoint)
+    segments = replace(setting, layers_per_checkpoint=layers)
+    config = models.config("llama", **WIDE | {"num_hidden_layers": 8})
+    shape = from_config(config.to_dict(), "llama")
+    formula, traced = training_memory(shape, segments).peak_bytes, trace(config, segments, 0).peak.total_bytes
+    assert formula < training_memory(shape, setting).peak_bytes
+    assert formula == pytest.approx(traced, rel=0.002)
 
 
 @pytest.mark.parametrize("route", ["ring", "bidirectional", "double-ring:2", "ulysses:2+ring"])

@@ -151,13 +151,25 @@ def test_tensor_parallelism_is_chosen_where_a_ring_waits_for_parameters_and_says
 
 
 def test_activations_go_to_a_host_that_has_room_for_them():
-    plan = plan_for(devices=8, length=1 << 20)
+    plan = plan_for(devices=8, length=1 << 21)
     assert plan.setting.offload == "activations"
     assert 0 < plan.as_json()["host_bytes"] <= H100.host_memory_bytes
     assert any("activations wait on the host" in reason for reason in plan.reasons)
     for missing in ({"host_bandwidth": 0.0}, {"host_memory_bytes": 10**9}):
-        without = plan_for(devices=8, length=1 << 20, device=replace(H100, **missing))
+        without = plan_for(devices=8, length=1 << 21, device=replace(H100, **missing))
         assert without.setting.offload == "none"
+
+
+def test_layers_share_inputs_where_these_do_not_fit_and_the_ring_need_not_run_again_for_that():
+    plan = plan_for(devices=8, length=1 << 20)
+    setting = plan.setting
+    assert (setting.checkpoint, setting.layers_per_checkpoint, setting.offload) == ("attention", 2, "none")
+    assert any("2 layers a checkpoint" in reason for reason in plan.reasons)
+    alone = replace(setting, layers_per_checkpoint=1)
+    assert not plan.question.fits(alone)
+    again = step_cost(plan.question.shape, alone, H100, 1)
+    assert again.ring_bytes == plan.cost.ring_bytes
+    assert again.seconds < plan.cost.seconds < 1.01 * again.seconds, "a million tokens: attention is nearly all"
 
 
 def test_slow_links_are_named():

@@ -27,6 +27,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"checkpoint": "attention", "offload": "activations"},
     {"checkpoint": "full", "offload": "activations", **BLOCKS},
     {"checkpoint": "attention", "offload": "activations", **BLOCKS},
+    {"checkpoint": "full", "layers_per_checkpoint": 2},
+    {"checkpoint": "attention", "layers_per_checkpoint": 2},
+    {"checkpoint": "full", "layers_per_checkpoint": 2, "offload": "activations", **BLOCKS},
+    {"checkpoint": "attention", "layers_per_checkpoint": 2, "offload": "activations", **BLOCKS},
 ]
 
 
@@ -73,9 +77,11 @@ def test_every_option_alone_and_together_keeps_loss_and_gradients(pool, kind, ra
             assert relative(result["loss"], expected["loss"]) < 1e-6, options
             for name, gradient in expected["gradients"].items():
                 assert relative(result["gradients"][name], gradient) < 1e-6, (options, name)
-            again = options["checkpoint"] == "full"
-            assert result["ring_forwards"] == layers * (2 if again else 1), options
-            inputs, outputs = (layers * local_tokens * 64 * 4,) * 2
+            again, segment = options["checkpoint"] == "full", options.get("layers_per_checkpoint", 1)
+            # In a segment of two, the first layer once more for the input of the second.
+            assert result["ring_forwards"] == layers * (2 if again else 1) + (segment - 1) * again, options
+            outputs = layers * local_tokens * 64 * 4
+            inputs = outputs // segment
             lse = layers * local_tokens * 4 * 4
             if "offload" not in options:
                 assert result["stored_bytes"] == 0
@@ -150,6 +156,8 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path):
         ({"policy": "sometimes"}, "sometimes"),
         ({"policy": "none", "offload": "activations"}, "checkpoint='attention'"),
         ({"policy": "full", "offload": "everything"}, "everything"),
+        ({"policy": "full", "layers_per_checkpoint": 0}, "layers_per_checkpoint=0"),
+        ({"policy": "none", "layers_per_checkpoint": 2}, "checkpoint='attention'"),
     ],
 )
 def test_policies_that_there_are_not_are_refused(options, message):

@@ -98,7 +98,7 @@ def as_toml(values: dict, prefix: str = "") -> str:
             {
                 "mesh": {"replicate": 2},
                 "attention": {"layout": "striped"},
-                "memory": {"checkpoint": "full", "loss_chunk_tokens": 7},
+                "memory": {"checkpoint": "full", "layers_per_checkpoint": 2, "loss_chunk_tokens": 7},
                 "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 2},
             },
         ),

@@ -151,6 +151,8 @@ def _show(answer: "Plan", result: dict[str, Any]) -> None:
     blocks, least = result["min_block_tokens"], result["min_tokens_per_device"]
     link = {name: f"{num_bytes / 1e9:,.1f} GB" for name, num_bytes in result["link_bytes_per_step"].items()}
     kept = result["checkpoint"]
+    if result["layers_per_checkpoint"] > 1:
+        kept += f", {result['layers_per_checkpoint']} layers a checkpoint"
     if result["feedforward_chunk_tokens"]:
         kept += f", feed-forward in chunks of {result['feedforward_chunk_tokens']} tokens"
     if result["offload"] != "none":

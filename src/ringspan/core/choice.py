@@ -105,3 +105,15 @@ def head_groups(
         if n <= MOST_HEAD_GROUPS and num_heads // n >= at_once and num_heads // n * tile_pairs >= worth
     )
     return max(needed, next(fitting, 1))
+
+
+def num_inputs(layers: int, layers_per_checkpoint: int) -> int:
+    """How many layers' inputs are there at most when so many layers share one: those kept, and in backward those that
+    are made again for one segment.
+    """
+    return -(-layers // layers_per_checkpoint) + layers_per_checkpoint - 1
+
+
+def frugal_segment(layers: int) -> int:
+    """The smallest ``layers_per_checkpoint`` with the fewest inputs: about the root of the number of layers."""
+    return min(range(1, layers + 1), key=lambda size: num_inputs(layers, size))

@@ -62,6 +62,13 @@ class LlamaConfig:
     layout: LayoutName = "zigzag"
     chunk_tokens: int = 1024
     """Tokens of the feed-forward and of the loss that are computed at once."""
+    layers_per_checkpoint: int = 1
+    """Consecutive layers of which only the first keeps its input, see ``ringspan.torch.segments``; it divides all."""
+
+    def __post_init__(self) -> None:
+        size = self.layers_per_checkpoint
+        if size < 1 or self.num_hidden_layers % size:
+            raise ConfigError(f"layers_per_checkpoint={size} does not divide {self.num_hidden_layers} layers")
 
     @staticmethod
     def read(folder: Path | str, **changes: Any) -> "LlamaConfig":
@@ -202,7 +209,16 @@ class Llama(nnx.Module):
         def step(x: Array, layer: Any) -> tuple[Array, None]:
             return nnx.merge(graph, layer)(x, cos, sin), None
 
-        return _normalized(lax.scan(step, x, stacked)[0], self.norm[...], config.rms_norm_eps)
+        @partial(jax.checkpoint, policy=policy)
+        def segment(x: Array, layers: Any) -> tuple[Array, None]:
+            return lax.scan(step, x, layers)
+
+        if config.layers_per_checkpoint == 1:
+            x, _ = lax.scan(step, x, stacked)
+        else:
+            shape = -1, config.layers_per_checkpoint
+            x, _ = lax.scan(segment, x, jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), stacked))
+        return _normalized(x, self.norm[...], config.rms_norm_eps)
 
     def loss_sum(self, input_ids: Array, position_ids: Array, shift_labels: Array) -> Array:
         """Summed cross-entropy of the local tokens."""

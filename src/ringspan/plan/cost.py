@@ -173,11 +173,15 @@ class _LayerTimes:
     def __init__(self, shape: ModelShape, setting: Setting, device: Device) -> None:
         self.shape, self.setting, self.device = shape.split(setting.tp), setting, device
         self.root_sums = 2 if self.shape.vocab < shape.vocab else 0  # of the embedding, and of the head's gradient
-        self.kept = saved_per_token(shape, setting) if setting.offload == "activations" else 0
+        self.kept = 0.0
+        if setting.offload == "activations":
+            self.kept = saved_per_token(shape, setting, shape.layers) / shape.layers
         # Peak numbers are for half precision; float32 runs as TF32 at about half of it, at best.
         self.peak = device.flops if setting.number_bytes < 4 else device.flops / 2
         self.again = setting.checkpoint != "none"
         self.attention_again = setting.checkpoint == "full"
+        # Of the layers, those whose outputs are made again for the inputs of a segment.
+        self.made_again = 1 - 1 / setting.layers_per_checkpoint
 
     def matrices(self, weights: float) -> float:
         """Seconds in which this rank's tokens are multiplied with so many of its weights."""
@@ -194,8 +198,10 @@ class _LayerTimes:
         forward, backward = attention_passes(
             setting.layout, setting.length, setting.ring, window, setting.route, *self._attention()
         )
-        passes = [forward] * (2 if self.attention_again else 1) + [backward]
-        times = 3
+        passes = [forward, backward]
+        if self.attention_again:
+            passes += [forward, Pass(*(self.made_again * cost for cost in astuple(forward)))]
+        times = 3 + self.made_again
         if self.again:  # the feed-forward's last product need not be computed again; blocks of it need nothing more
             times += 1
         elif setting.feedforward_tokens:
@@ -208,8 +214,11 @@ class _LayerTimes:
             shape.layer_parameters,
             attention,
             # Of attention and feed-forward, forward and backward; of what is computed again.
-            sums=4 + bool(self.again) + bool(setting.feedforward_tokens),
+            sums=4 + bool(self.again) + bool(setting.feedforward_tokens) + 2 * self.made_again,
             kept=self.kept,
+            # For forward and backward; for inputs that are made again those of all layers but the segment's last, the
+            # one before which stays for its own backward pass.
+            gathers=2 + max(0.0, 1 - 2 / setting.layers_per_checkpoint),
         )
 
     def _attention(self) -> tuple[Shape, Speeds]:
@@ -225,10 +234,20 @@ class _LayerTimes:
             ),
         )
 
-    def _time(self, compute: float, seconds: float, parameters: int, attention: Pass, *, sums: int, kept: int) -> _Time:
+    def _time(
+        self,
+        compute: float,
+        seconds: float,
+        parameters: int,
+        attention: Pass,
+        *,
+        sums: float,
+        kept: float,
+        gathers: float = 2,
+    ) -> _Time:
         """With what FSDP and tensor parallelism send; nothing is done before every link has carried its bytes."""
         setting, device = self.setting, self.device
-        gathered, reduced = self._shard_bytes(parameters)
+        gathered, reduced = self._shard_bytes(parameters, gathers)
         hidden = setting.tokens * self.shape.hidden * setting.number_bytes
         tensor = sums * 2 * (1 - 1 / setting.tp) * hidden  # a sum is reduced in parts, which are then gathered
         host = 2.0 * setting.tokens * kept
@@ -258,12 +277,12 @@ class _LayerTimes:
             host_bytes=host,
         )
 
-    def _shard_bytes(self, parameters: int) -> tuple[float, float]:
-        """What FSDP brings for some parameters: gathered over a ring for forward and backward and gradients reduced;
-        the sums of the replicas' gradients.
+    def _shard_bytes(self, parameters: int, gathers: float) -> tuple[float, float]:
+        """What FSDP brings for some parameters: gathered over a ring so many times and gradients reduced; the sums of
+        the replicas' gradients.
         """
         setting = self.setting
-        around = parameters * (1 - 1 / setting.ring) * (2 * setting.number_bytes + _GRADIENT_BYTES)
+        around = parameters * (1 - 1 / setting.ring) * (gathers * setting.number_bytes + _GRADIENT_BYTES)
         return around, 2 * (1 - 1 / setting.replicate) * parameters / setting.ring * _GRADIENT_BYTES
 
 

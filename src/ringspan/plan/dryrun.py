@@ -82,6 +82,7 @@ def prepare(
         layout=setting.layout,
         route=setting.route,
         checkpoint=checkpoint_name(setting.checkpoint),
+        layers_per_checkpoint=setting.layers_per_checkpoint,
         loss_chunk_tokens=setting.loss_chunk_tokens,
         feedforward_chunk_tokens=setting.feedforward_chunk_tokens,
         norm_chunk_tokens=setting.norm_chunk_tokens,

@@ -9,7 +9,7 @@ vocabulary, N ranks of the ring, U of a Ulysses group.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final, Literal
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
@@ -36,9 +36,9 @@ class Setting:
     """One training step: its length, how it is split, and what it computes and keeps in.
 
     ``batch`` is the number of sequences of a rank's micro-step; ``dtype`` what layers compute in, ``parameter_dtype``
-    what parameters, gradients and moments are kept in. ``feedforward_chunk_tokens``, ``norm_chunk_tokens`` and
-    ``offload`` are the options of ``parallelize``. ``on_gpu`` is what a GPU does where it differs from a CPU: fewer
-    groups of heads, and the optimizer on all parameters at once.
+    what parameters, gradients and moments are kept in. ``layers_per_checkpoint``, ``feedforward_chunk_tokens``,
+    ``norm_chunk_tokens`` and ``offload`` are the options of ``parallelize``. ``on_gpu`` is what a GPU does where it
+    differs from a CPU: fewer groups of heads, and the optimizer on all parameters at once.
     """
 
     length: int
@@ -49,6 +49,7 @@ class Setting:
     layout: LayoutName = "zigzag"
     route: str = "ring"
     checkpoint: str = "attention"
+    layers_per_checkpoint: int = 1
     dtype: str = "bfloat16"
     parameter_dtype: str = "float32"
     loss_chunk_tokens: int = 1024
@@ -137,6 +138,11 @@ def check_setting(shape: ModelShape, setting: Setting) -> None:
     """Refuse what ``parallelize`` refuses, see ``training_memory``."""
     if setting.checkpoint not in CHECKPOINTS:
         raise ConfigError(f"unknown checkpoint policy {setting.checkpoint!r}; choose one of {', '.join(CHECKPOINTS)}")
+    if setting.layers_per_checkpoint < 1 or (setting.layers_per_checkpoint > 1 and setting.checkpoint == "none"):
+        raise ConfigError(
+            f"layers_per_checkpoint={setting.layers_per_checkpoint}: at least 1, and above it "
+            "checkpoint='attention' or 'full'"
+        )
     if setting.offload not in OFFLOADS:
         raise ConfigError(f"unknown offload {setting.offload!r}; choose one of {', '.join(OFFLOADS)}")
     if setting.offload != "none" and setting.checkpoint == "none":
@@ -145,19 +151,19 @@ def check_setting(shape: ModelShape, setting: Setting) -> None:
     member_heads(local.heads, local.kv_heads, setting.way.ulysses)
 
 
-def saved_per_token(shape: ModelShape, setting: Setting) -> int:
-    """Bytes a token that one layer keeps from its forward to its backward pass, on the device or away from it.
+def saved_per_token(shape: ModelShape, setting: Setting, layers: int) -> int:
+    """Bytes a token that the first ``layers`` layers keep from forward to backward, on the device or away from it.
 
-    ``full`` keeps the layer's input; ``attention`` also the ring's result and its float32 log-sum-exp. A feed-forward
-    in chunks keeps its input alone.
+    ``full`` keeps a layer's input, or that of the first of ``layers_per_checkpoint``; ``attention`` also the ring's
+    results and their float32 log-sum-exps. A feed-forward in chunks keeps its input alone.
     """
     local, a = shape.split(setting.tp), setting.number_bytes
     if setting.checkpoint == "none":
         parts = _layer_parts(local, setting)
-        return sum(parts.values()) - (parts["feedforward"] if setting.feedforward_tokens else 0)
-    kept = a * local.hidden
+        return layers * (sum(parts.values()) - (parts["feedforward"] if setting.feedforward_tokens else 0))
+    kept = a * local.hidden * -(-layers // setting.layers_per_checkpoint)
     if setting.checkpoint == "attention":
-        kept += a * local.query_size + _FLOAT32 * local.heads
+        kept += layers * (a * local.query_size + _FLOAT32 * local.heads)
     return kept
 
 
@@ -203,18 +209,26 @@ class _Step:
         self.layer, self.root = self.shape.layer_parameters, self.shape.root_parameters
         self.parameters = self.p * self.shape.parameters // self.ranks
         self.hidden = self.tokens * self.a * shape.hidden
-        self.saved = self.tokens * saved_per_token(shape, setting)
+        self.saved = partial(saved_per_token, shape, setting)
         rotary = 2 * self.a * shape.head_dim if shape.family == "llama" else 0
         self.inputs = self.tokens * (_INDICES + rotary)
         self.head = self.shape.vocab * shape.hidden
         self.gathered = self.a * self.root  # the root's parameters stay whole from the first layer to the last gradient
 
     def kept(self, layers: int, *, backward: bool = False) -> int:
-        """What so many layers keep on the device; offloaded, in backward, the few pieces that come back ahead."""
-        if self.setting.offload == "none":
-            return layers * self.saved
-        ahead = _PIECES_AHEAD if self.setting.checkpoint == "full" else 1  # layers
-        return min(ahead, layers) * self.saved if backward else 0
+        """What so many layers keep on the device; offloaded, in backward, the few pieces that come back ahead.
+
+        In the backward pass of the layer behind them, also the inputs of its segment that were made again.
+        """
+        setting = self.setting
+        segment = setting.layers_per_checkpoint
+        again = max(0, layers % segment - 1) * self.hidden if backward else 0
+        if setting.offload == "none":
+            return self.tokens * self.saved(layers) + again
+        ahead = min(1, layers)
+        if setting.checkpoint == "full":  # each piece is the input of a segment
+            ahead = segment * min(_PIECES_AHEAD, layers // segment)
+        return self.tokens * self.saved(ahead) + again if backward else 0
 
     def memory(
         self, moment: str, *, activations: int = 0, temporaries: int = 0, communication: int = 0, gradients: int = 0
@@ -272,9 +286,12 @@ class _Step:
         )
 
     def layers(self) -> list[Memory]:
-        """In the backward pass of the last layer, of the one before, and of the first."""
-        layers = self.shape.layers
-        done = sorted({0, min(1, layers - 1), layers - 1})
+        """In the backward pass of the last layer, of the one before, and of the first; and of the last layers of the
+        first segment and of the last whole one, when the inputs of a segment were just made again.
+        """
+        layers, segment = self.shape.layers, self.setting.layers_per_checkpoint
+        ends = {layers - segment, layers % segment} if segment < layers else set[int]()
+        done = sorted({0, min(1, layers - 1), layers - 1} | ends)
         parts = (self._feedforward, self._norm, self._attention)
         return [moment(number) for number in done for moment in parts]
 
@@ -428,7 +445,7 @@ def host_bytes(shape: ModelShape, setting: Setting) -> int:
     """What offloading keeps in a rank's share of its host."""
     if setting.offload == "none":
         return 0
-    return shape.layers * setting.tokens * saved_per_token(shape, setting)
+    return setting.tokens * saved_per_token(shape, setting, shape.layers)
 
 
 def longest(setting: Setting, fits: Callable[[Setting], bool], *, at_least: int = 1) -> int:

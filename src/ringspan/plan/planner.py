@@ -55,6 +55,7 @@ class Plan:
             "layout": setting.layout,
             "route": setting.route,
             "checkpoint": setting.checkpoint,
+            "layers_per_checkpoint": setting.layers_per_checkpoint,
             "feedforward_chunk_tokens": setting.feedforward_tokens,
             "offload": setting.offload,
             "host_bytes": host_bytes(self.question.shape, setting),
@@ -147,12 +148,16 @@ def _fitting(question: Question) -> Iterator[Setting]:
 
 
 def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]:
-    """The first policy that fits on the device, and the first that fits with the host's help unless that is as fast."""
+    """The first policy that fits on the device, and the first that fits with the host's help unless that is as fast;
+    before it those with segments of layers, for at short lengths their forward pass is dearer than attention's.
+    """
     for needs_host, candidates in groupby(policies(question), lambda policy: policy["offload"] != "none"):
         for policy in candidates:
             tried = replace(setting, **policy)  # pyright: ignore[reportArgumentType]
-            if question.fits(tried):
-                yield tried
+            if not question.fits(tried):
+                continue
+            yield tried
+            if tried.layers_per_checkpoint == 1:
                 if not needs_host and tried.checkpoint != CHECKPOINTS[-1]:
                     return  # nothing that offloading allows is faster
                 break
@@ -162,6 +167,8 @@ def _needs(setting: Setting) -> str:
     """The options of a setting, in a few words."""
     parts = [f"ring {setting.ring}", f"tp {setting.tp}" if setting.tp > 1 else "", f"route {setting.route}"]
     parts += [f"checkpoint {setting.checkpoint}"]
+    if setting.layers_per_checkpoint > 1:
+        parts.append(f"{setting.layers_per_checkpoint} layers a checkpoint")
     if setting.feedforward_tokens:
         parts.append(f"feed-forward in chunks of {setting.feedforward_tokens}")
     if setting.offload != "none":
@@ -231,7 +238,8 @@ def _why_this_ring(question: Question, setting: Setting) -> Iterator[str]:
     if smaller:
         yield f"a ring of {smaller[-1].ring} x {smaller[-1].replicate} replicas does not fit, or is slower"
     else:
-        yield f"{question.batch} sequences on {question.devices} devices leave no smaller ring than {setting.ring}"
+        sequences = f"{question.batch} sequence{'s' * (question.batch > 1)}"
+        yield f"a batch of {sequences} on {question.devices} devices leaves no smaller ring than {setting.ring}"
 
 
 def _why_this_route(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
@@ -288,12 +296,18 @@ def _why_this_layout(setting: Setting) -> str:
 def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
     budget, shape = question.device.memory_bytes, question.shape
     for faster in CHECKPOINTS[: CHECKPOINTS.index(setting.checkpoint)]:
-        offload = setting.offload if faster != "none" else "none"
-        need = training_memory(shape, replace(setting, checkpoint=faster, offload=offload)).peak_bytes
+        kept = {} if faster != "none" else {"offload": "none", "layers_per_checkpoint": 1}
+        need = training_memory(shape, replace(setting, checkpoint=faster, **kept)).peak_bytes
         if need > budget:
             yield f"checkpoint={faster!r} would need {_gigabytes(need)}"
         else:
             yield f"checkpoint={faster!r} would fit ({_gigabytes(need)}), but is slower there, or with its host"
+    if setting.layers_per_checkpoint > 1:
+        need = training_memory(shape, replace(setting, layers_per_checkpoint=1)).peak_bytes
+        yield (
+            f"{setting.layers_per_checkpoint} layers a checkpoint, the inputs of all but the first made again: with "
+            f"one they would need {_gigabytes(need)}"
+        )
     if setting.feedforward_tokens and setting.checkpoint == "none":
         need = training_memory(shape, replace(setting, feedforward_chunk_tokens=0)).peak_bytes
         chunk = setting.feedforward_tokens

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Final
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
-from ringspan.core.choice import other_routes
+from ringspan.core.choice import frugal_segment, other_routes
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.route import Route
@@ -127,15 +127,28 @@ def _other_routes(question: Question, setting: Setting) -> Iterator[str]:
 
 def policies(question: Question) -> Iterator[dict[str, object]]:
     """What is kept for backward: on the device, or where its link is known, on the host; from the fastest, everything,
-    to what checkpointing keeps; with feed-forwards at once or in chunks.
+    to what checkpointing keeps; with feed-forwards at once or in chunks, and layers one by one, in twos, or in the
+    segments that keep least.
     """
     offloads = ("none", "activations") if question.device.host_bandwidth else ("none",)
+    segments = sorted({1, 2, frugal_segment(question.shape.layers)})
     for offload, checkpoint in product(offloads, CHECKPOINTS):
         if checkpoint != "none":  # then chunks are free
-            yield {"checkpoint": checkpoint, "feedforward_chunk_tokens": FREE_CHUNK_TOKENS, "offload": offload}
+            for layers in segments:
+                yield {
+                    "checkpoint": checkpoint,
+                    "layers_per_checkpoint": layers,
+                    "feedforward_chunk_tokens": FREE_CHUNK_TOKENS,
+                    "offload": offload,
+                }
         elif offload == "none":
             for chunk in (0, FREE_CHUNK_TOKENS):
-                yield {"checkpoint": checkpoint, "feedforward_chunk_tokens": chunk, "offload": offload}
+                yield {
+                    "checkpoint": checkpoint,
+                    "layers_per_checkpoint": 1,
+                    "feedforward_chunk_tokens": chunk,
+                    "offload": offload,
+                }
 
 
 def longest_setting(question: Question, devices: int | None = None) -> Setting | None:
@@ -145,12 +158,15 @@ def longest_setting(question: Question, devices: int | None = None) -> Setting |
     devices = devices or question.devices
     asked = replace(question, devices=devices, batch=1, length=2 * devices)
     best, length = None, 0
+    segment = frugal_segment(question.shape.layers)
     for mesh in meshes(asked):
         if mesh.replicate > 1:
             continue
         for policy in policies(question):
             if policy["checkpoint"] == CHECKPOINTS[0]:
                 continue
+            if policy["offload"] == "none" and policy["layers_per_checkpoint"] != segment:
+                continue  # offloaded, on the device there are only the inputs that are made again
             for route in routes(asked, mesh):
                 setting = replace(mesh, route=route, **policy)  # pyright: ignore[reportArgumentType]
                 more = longest(setting, question.fits, at_least=length + 1)

@@ -127,7 +127,8 @@ def _context_row(title: str, kind: str, devices: int, model: str, blockwise: int
     need = training_memory(shape, as_published).peak_bytes
     on_devices, with_host = longest_contexts(kind, devices, model)
     memory = training_memory(shape, on_devices)
-    kept = shape.layers * on_devices.tokens * saved_per_token(shape, on_devices) / memory.peak_bytes
+    again = on_devices.number_bytes * shape.hidden * (on_devices.layers_per_checkpoint - 1)
+    kept = on_devices.tokens * (saved_per_token(shape, on_devices, shape.layers) + again) / memory.peak_bytes
     chunks = ", feed-forward in chunks" if on_devices.feedforward_tokens else ""
     return (
         title,
@@ -186,6 +187,10 @@ def fine_tuning() -> str:
         ("118K on a ring of four, attention kept", _with(four, 118 * K, "attention")),
         ("512K on a ring of four, attention kept", _with(four, 512 * K, "attention")),
         ("512K on a ring of four, inputs kept", _with(four, 512 * K, "full")),
+        (
+            "512K on a ring of four, attention kept, one input of 4",
+            _with(replace(four, layers_per_checkpoint=4), 512 * K, "attention"),
+        ),
     ]
     table = [
         (name, *(f"{memory.bytes[c] / 1e9:.1f}" for c in memory.bytes), f"{memory.peak_bytes / 1e9:.1f}", memory.moment)

@@ -61,6 +61,7 @@ def parallelize(
     wire: str = "exact",
     kernel: str = "auto",
     checkpoint: CheckpointName = "attention",
+    layers_per_checkpoint: int = 1,
     loss_chunk_tokens: int = 1024,
     loss_chunk_vocabulary: int | None = None,
     z_loss: float = 0.0,
@@ -88,6 +89,7 @@ def parallelize(
         wire: how they travel, see ``ring_attention``; ``exact`` changes nothing.
         kernel: what computes attention on each device, see ``ring_attention``.
         checkpoint: what layers keep for backward, see ``checkpoint_layers``.
+        layers_per_checkpoint: consecutive layers of which only the first keeps its input, see ``checkpoint_layers``.
         loss_chunk_tokens: tokens whose logits exist at once.
         loss_chunk_vocabulary: vocabulary entries for which they do, all when None; see ``blockwise_cross_entropy``, for
             ``z_loss`` and ``label_smoothing`` too.
@@ -132,7 +134,7 @@ def parallelize(
     model.config.use_cache = False
     feedforwards = find_feedforwards(model) if feedforward_chunk_tokens else []
     norms = find_norms(model) if norm_chunk_tokens else []
-    checkpoint_layers(model, checkpoint, offload)
+    checkpoint_layers(model, checkpoint, offload, layers_per_checkpoint)
     chunk_rotary_tables(model)
     sum_embedding_gradients(model)
     _become_ring_model(model, mesh, layout, loss)

@@ -58,9 +58,9 @@ class Store:
         self.parked_bytes += tensor.nbytes
         return parked
 
-    def get(self, parked: Any) -> Tensor:
-        """The tensor that ``put`` was given."""
-        return parked if isinstance(parked, Tensor) else parked.get()
+    def get(self, parked: Any, *, again: bool = False) -> Tensor:
+        """The tensor that ``put`` was given. If it will be wanted ``again``, it is fetched ahead then too."""
+        return parked if isinstance(parked, Tensor) else parked.get(again=again)
 
     def hooks(self) -> saved_tensors_hooks:
         """While this context is active, what autograd keeps goes to the store."""
@@ -74,9 +74,9 @@ class _Parked:
         self._before = None if before is None else weakref.ref(before)
         self._wanted = True
 
-    def get(self) -> Tensor:
-        """The tensor."""
-        self._wanted = False
+    def get(self, *, again: bool) -> Tensor:
+        """The tensor, which may be wanted ``again``."""
+        self._wanted = again
         tensor = self._bring()
         earlier = self
         for _ in range(_AHEAD):

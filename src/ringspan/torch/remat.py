@@ -1,17 +1,19 @@
 """Activation checkpointing: what a layer keeps for its backward pass and what it computes again."""
 
+import sys
 from functools import partial
 from typing import Any, Final, Literal, cast, get_args
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ringspan.core.choice import num_inputs
 from ringspan.core.errors import ConfigError
-from ringspan.torch import attention as attention  # registers the ring's operator
 from ringspan.torch.modules import mix_in
 from ringspan.torch.offload import OffloadName, Store, offload_name
+from ringspan.torch.segments import RING, Segments
 
 CheckpointName = Literal["none", "full", "attention"]
 CHECKPOINT_NAMES: Final[tuple[str, ...]] = get_args(CheckpointName)
@@ -70,97 +72,90 @@ def choose_checkpoint(
     *,
     tp: int = 1,
     feedforward_in_chunks: bool = False,
+    layers_per_checkpoint: int = 1,
 ) -> CheckpointName:
     """The policy that computes least again and keeps at most so many bytes of ``tokens`` local tokens in all layers.
+
+    Layers in segments (see ``checkpoint_layers``) keep fewer inputs.
 
     Raises:
         ConfigError: not even ``full`` fits; the message says what it needs.
     """
     needed = 0
+    layers, own_input = config.num_hidden_layers, dtype.itemsize * config.hidden_size
+    spared = layers - num_inputs(layers, layers_per_checkpoint)
     for policy in ("none", "attention", "full"):
-        bytes_ = kept_bytes(config, policy, dtype, tp=tp, feedforward_in_chunks=feedforward_in_chunks)
-        needed = bytes_ * tokens * config.num_hidden_layers
+        a_layer = kept_bytes(config, policy, dtype, tp=tp, feedforward_in_chunks=feedforward_in_chunks)
+        needed = tokens * (a_layer * layers - (own_input * spared if policy != "none" else 0))
         if needed <= budget_bytes:
             return policy
     raise ConfigError(
         f"activations of {tokens:,} tokens a rank take {needed:,} bytes with checkpoint='full', the budget is "
-        f"{budget_bytes:,}; use a larger ring, or offload='activations'"
+        f"{budget_bytes:,}; use a larger ring, a larger layers_per_checkpoint, or offload='activations'"
     )
 
 
-def checkpoint_layers(model: PreTrainedModel, policy: CheckpointName, offload: OffloadName = "none") -> None:
+def checkpoint_layers(
+    model: PreTrainedModel, policy: CheckpointName, offload: OffloadName = "none", layers_per_checkpoint: int = 1
+) -> None:
     """Checkpoint every decoder layer of a Hugging Face model.
 
     ``none`` keeps everything; ``full`` keeps a layer's input and computes the layer again; ``attention`` also keeps the
     ring's result and log-sum-exp, so that the ring forward (its FLOPs and all of its communication) never runs again.
-    With ``offload="activations"`` what is kept waits in host memory (CUDA) or in memory-mapped files (CPU).
+    With ``offload="activations"`` what is kept waits in host memory (CUDA) or in memory-mapped files (CPU). Of
+    ``layers_per_checkpoint`` consecutive layers only the first keeps its input, see ``ringspan.torch.segments``.
 
     Raises:
-        ConfigError: an unknown policy, a model without checkpointing, or nothing to offload.
+        ConfigError: an unknown policy, a model without checkpointing, or nothing to offload or to put in segments.
     """
     if offload_name(offload) != "none" and checkpoint_name(policy) == "none":
         raise ConfigError(f"offload={offload!r} moves what checkpointing keeps; use checkpoint='attention' or 'full'")
+    check_segments(policy, layers_per_checkpoint)
     if checkpoint_name(policy) == "none":
         return
     if not model.supports_gradient_checkpointing:
         raise ConfigError(f"{type(model).__name__} has no activation checkpointing; use checkpoint='none'")
-    store = Store() if offload == "activations" else None
     options: dict[str, Any] = {"use_reentrant": False}
-    if policy == "attention" and store is None:
+    if policy == "attention":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
-    elif policy == "attention" and store is not None:
-        options["context_fn"] = partial(_keep_attention_in, store)
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # its name before transformers 5.2x
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    if store is not None:
-        mix_in(model.base_model, _Stored, activation_store=store)
+    if offload == "none" and layers_per_checkpoint == 1:
+        return
+    store = Store() if offload == "activations" else Store(min_bytes=sys.maxsize)
+    segments = Segments(layers_per_checkpoint, store, keeps_attention=policy == "attention")
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer._gradient_checkpointing_func = partial(segments.checkpoint, layer)
+    mix_in(model.base_model, _InSegments, activation_segments=segments)
 
 
-class _Stored:
-    """What offloading adds to a decoder's class. Inside of a checkpointed layer nothing is kept, only its inputs."""
+def check_segments(policy: str, layers_per_checkpoint: int) -> None:
+    """Refuse segments of no layers, and of layers that are not checkpointed.
 
-    activation_store: Store
+    Raises:
+        ConfigError: naming the value.
+    """
+    if layers_per_checkpoint < 1:
+        raise ConfigError(f"layers_per_checkpoint={layers_per_checkpoint}: at least 1 is needed")
+    if layers_per_checkpoint > 1 and policy == "none":
+        raise ConfigError(
+            f"layers_per_checkpoint={layers_per_checkpoint}: layers share the input that checkpointing keeps; use "
+            "checkpoint='attention' or 'full'"
+        )
+
+
+class _InSegments:
+    """What segments and offloading add to a decoder's class."""
+
+    activation_segments: Segments
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self.activation_store.hooks():
+        with self.activation_segments.forward_pass():
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-_RING: Final = torch.ops.ringspan.ring_attention.default
-
-
 def _keep_attention(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator == _RING else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _keep_attention_in(store: Store) -> tuple["_Keep", "_Replay"]:
-    """Contexts for a layer's forward and for its recomputation: the ring's results go to the store and come back."""
-    kept: list[tuple[Any, ...]] = []
-    return _Keep(store, kept), _Replay(store, kept)
-
-
-class _Keep(TorchDispatchMode):
-    def __init__(self, store: Store, kept: list[tuple[Any, ...]]) -> None:
-        super().__init__()
-        self._store, self._kept = store, kept
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func == _RING:
-            self._kept.append(tuple(self._store.put(x.detach()) for x in result))
-        return result
-
-
-class _Replay(TorchDispatchMode):
-    def __init__(self, store: Store, kept: list[tuple[Any, ...]]) -> None:
-        super().__init__()
-        self._store, self._kept = store, kept
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func != _RING:
-            return func(*args, **(kwargs or {}))
-        if not self._kept:
-            raise RuntimeError("an offloaded layer can be differentiated once; compute the loss again")
-        return tuple(self._store.get(x) for x in self._kept.pop(0))
+    return CheckpointPolicy.MUST_SAVE if operator == RING else CheckpointPolicy.PREFER_RECOMPUTE

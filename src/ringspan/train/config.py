@@ -183,6 +183,9 @@ class MemoryConfig(_Table):
     attention, "auto" as little as activation_bytes allows."""
     activation_bytes: int | None = Field(default=None, ge=1)
     """Bytes of activations that a rank may keep, for checkpoint = "auto"."""
+    layers_per_checkpoint: int = Field(default=1, ge=1)
+    """Consecutive layers of which only the first keeps its input; those of the others are made again in one more
+    forward pass. The root of the number of layers keeps least, see docs/memory.md."""
     loss_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens for which logits exist at one time."""
     loss_chunk_vocabulary: int | None = Field(default=None, ge=1)
@@ -201,6 +204,11 @@ class MemoryConfig(_Table):
             raise ConfigError(
                 f'memory.checkpoint = "{self.checkpoint}": "auto" and memory.activation_bytes go together; '
                 "set both or neither"
+            )
+        if self.checkpoint == "none" and self.layers_per_checkpoint > 1:
+            raise ConfigError(
+                f"memory.layers_per_checkpoint = {self.layers_per_checkpoint}: layers share the input that "
+                'checkpointing keeps; set memory.checkpoint = "attention"'
             )
         if self.checkpoint == "none" and self.offload != "none":
             raise ConfigError(

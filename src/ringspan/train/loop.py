@@ -347,6 +347,7 @@ def _prepare(config: TrainConfig) -> _Job:
         wire=config.attention.wire,
         kernel=config.attention.kernel,
         checkpoint=_checkpoint(config, model_config, ring, dtype),
+        layers_per_checkpoint=config.memory.layers_per_checkpoint,
         loss_chunk_tokens=config.memory.loss_chunk_tokens,
         loss_chunk_vocabulary=config.memory.loss_chunk_vocabulary,
         z_loss=config.optimizer.z_loss,
@@ -480,6 +481,7 @@ def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.
         dtype,
         tp=config.mesh.tp,
         feedforward_in_chunks=memory.feedforward_chunk_tokens not in ("auto", 0),  # "auto" only under a checkpoint
+        layers_per_checkpoint=memory.layers_per_checkpoint,
     )
 
 
