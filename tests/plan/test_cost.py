@@ -87,6 +87,28 @@ def test_checkpointing_costs_a_forward_pass_and_attention_only_when_it_is_not_ke
     assert seconds["full"] - seconds["attention"] == pytest.approx(again, rel=1e-3)
 
 
+@pytest.mark.parametrize("checkpoint", ["attention", "full"])
+def test_inputs_that_are_made_again_cost_the_forward_pass_of_three_layers_in_four(checkpoint):
+    setting = Setting(length=131_072, ring=4, checkpoint=checkpoint)
+    plain, shared = (
+        step_cost(LLAMA, replace(setting, layers_per_checkpoint=layers), FAST, 1).seconds for layers in (1, 4)
+    )
+    tokens = 131_072 / 4 * LLAMA.layers
+    forward = 2 * LLAMA.layer_matrix_parameters * tokens / (FAST.flops * FAST.matmul_efficiency)
+    if checkpoint == "full":
+        pairs = causal_pairs(131_072) / 4 * LLAMA.layers
+        forward += 4.0 * LLAMA.query_size * pairs / (FAST.flops * FAST.attention_efficiency)
+    assert shared - plain == pytest.approx(0.75 * forward, rel=1e-3)
+
+
+def test_a_step_of_the_optimizer_on_the_host_waits_for_the_link_and_the_hosts_memory():
+    h100, setting = DEVICES["h100-80gb"], Setting(length=131_072, ring=4)
+    plain, on_host = (step_cost(LLAMA, replace(setting, optimizer_on_host=where), h100, 1) for where in (False, True))
+    numbers = 4 * LLAMA.parameters / 4  # bytes of a rank's float32 weights
+    assert on_host.host_bytes - plain.host_bytes == pytest.approx(3 * numbers)
+    assert on_host.seconds - plain.seconds == pytest.approx(10 * numbers / h100.host_bandwidth)
+
+
 def test_a_link_slower_than_the_block_is_what_a_step_waits_for():
     setting = Setting(length=8192, ring=8)
     slow = device("h100-80gb,intra_node_bandwidth=1e6")

@@ -92,6 +92,7 @@ DTYPES = [
         ("llama", {}, {"length": 16_384, "ring": 2, "tp": 2, "route": "ulysses"}),
         *(("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4} | types) for types in DTYPES),
         ("llama-tied", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "dtype": "float32"}),
+        ("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "optimizer_on_host": True}),
     ],
 )
 def test_the_formula_is_within_10_percent_of_the_trace(kind, changes, options):

@@ -45,16 +45,17 @@ def test_nothing_else_that_fits_is_faster_but_for_what_must_be_worth_it(length, 
         replicate = 16 // (tp * ring)
         if replicate == 0 or batch % replicate:
             continue
-        for route, checkpoint, chunk, offload in product(
+        for route, checkpoint, chunk, (offload, on_host, layers) in product(
             ("ring", "bidirectional", "double-ring:8", "all-gather", "pass-q", "ulysses:2", "ulysses:4", "ulysses:8"),
             CHECKPOINTS,
             (None, 1024),
-            ("none", "activations"),
+            (("none", False, 1), ("activations", False, 1), ("none", True, 1), ("none", False, 4)),
         ):
             try:
                 other = replace(
                     plan.setting, tp=tp, ring=ring, replicate=replicate, layout=layout, route=route,
-                    checkpoint=checkpoint, feedforward_chunk_tokens=chunk, offload=offload,
+                    checkpoint=checkpoint, feedforward_chunk_tokens=chunk, offload=offload, optimizer_on_host=on_host,
+                    layers_per_checkpoint=layers,
                 )  # fmt: skip
                 fits = plan.question.fits(other)
             except (UnsupportedError, ConfigError):
@@ -158,6 +159,16 @@ def test_activations_go_to_a_host_that_has_room_for_them():
     for missing in ({"host_bandwidth": 0.0}, {"host_memory_bytes": 10**9}):
         without = plan_for(devices=8, length=1 << 21, device=replace(H100, **missing))
         assert without.setting.offload == "none"
+
+
+def test_moments_go_to_the_host_where_the_device_has_no_room_for_them():
+    options = {"devices": 1, "length": 65_536, "parameter_dtype": "bfloat16"}
+    plan = plan_for(**options)
+    assert plan.fits and plan.setting.optimizer_on_host and plan.memory.bytes["optimizer"] == 0
+    assert plan.as_json()["host_bytes"] >= 4 * LLAMA.parameters
+    assert any("AdamW's moments are on the host" in reason for reason in plan.reasons)
+    for missing in ({"host_bandwidth": 0.0}, {"host_memory_bytes": 10**9}):
+        assert not plan_for(**options, device=replace(H100, **missing)).fits
 
 
 def test_layers_share_inputs_where_these_do_not_fit_and_the_ring_need_not_run_again_for_that():

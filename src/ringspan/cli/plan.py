@@ -155,8 +155,9 @@ def _show(answer: "Plan", result: dict[str, Any]) -> None:
         kept += f", {result['layers_per_checkpoint']} layers a checkpoint"
     if result["feedforward_chunk_tokens"]:
         kept += f", feed-forward in chunks of {result['feedforward_chunk_tokens']} tokens"
-    if result["offload"] != "none":
-        kept += f", {result['host_bytes'] / 1e9:,.1f} GB of activations on the host"
+    if result["host_bytes"]:
+        what = ["activations"] * (result["offload"] != "none") + ["AdamW's moments"] * result["optimizer_on_host"]
+        kept += f", {result['host_bytes'] / 1e9:,.1f} GB of {' and '.join(what)} on the host"
     longest = f"{result['max_length_tokens']:,} tokens"
     if result["max_length_needs"]:
         longest += f" ({result['max_length_needs']})"

@@ -14,10 +14,13 @@ from ringspan.core.mask import causal, sliding_window
 from ringspan.core.route import Route
 from ringspan.core.timing import Pass, Shape, Speeds, backward_pass, forward_pass
 from ringspan.plan.hardware import Device
-from ringspan.plan.memory import Setting, saved_per_token
+from ringspan.plan.memory import Setting, local_parameter_bytes, saved_per_token
 from ringspan.plan.shapes import ModelShape
 
 _GRADIENT_BYTES: Final = 4  # FSDP reduces in float32
+# AdamW on the host: gradients and weights go there, weights come back; it reads four numbers a weight and writes three.
+_HOST_STEP_COPIES: Final = 3
+_HOST_STEP_ACCESSES: Final = 7
 _LARGEST_SCHEDULE: Final = 16  # ranks or groups of them; beyond, a pass grows by the same with each
 _TOKENS: Final = 8192  # of a rank, in the one schedule that stands for those of any number of tokens
 _FEW_TOKENS: Final = 256  # below, a token more or less on the diagonal counts
@@ -126,8 +129,8 @@ def step_cost(shape: ModelShape, setting: Setting, device: Device, batch: int) -
     """Time of a step of ``batch`` sequences: micro-steps of ``setting.batch`` sequences on each of the replicas.
 
     Attention takes what its model says; the sums of tensor parallelism wait; parameters, gradients and what goes to the
-    host travel beside the computation, and no link carries more than it can. The optimizer's own time, the loss of the
-    first and last hop's overlap and launches are left out.
+    host travel beside the computation, and no link carries more than it can. The optimizer's own time (but on the
+    host), the loss of the first and last hop's overlap and launches are left out.
     """
     times = _LayerTimes(shape, setting, device)
     micro_steps = batch // (setting.replicate * setting.batch)
@@ -137,7 +140,13 @@ def step_cost(shape: ModelShape, setting: Setting, device: Device, batch: int) -
     def total(field: str) -> float:
         return micro_steps * sum(count * getattr(part, field) for count, part in parts)
 
-    seconds, flops = total("seconds"), batch * model_flops(shape, setting.length)
+    flops = batch * model_flops(shape, setting.length)
+    seconds, copied = total("seconds"), 0
+    if setting.optimizer_on_host:
+        numbers = local_parameter_bytes(shape, setting)
+        copied = _HOST_STEP_COPIES * numbers
+        # The host's memory is taken to be as fast as the device's link to it.
+        seconds += (copied + _HOST_STEP_ACCESSES * numbers) / device.host_bandwidth
     return StepCost(
         flops=flops,
         seconds=seconds,
@@ -147,7 +156,7 @@ def step_cost(shape: ModelShape, setting: Setting, device: Device, batch: int) -
         tensor_bytes=total("tensor_bytes"),
         intra_node_bytes=total("intra_bytes"),
         inter_node_bytes=total("inter_bytes"),
-        host_bytes=total("host_bytes"),
+        host_bytes=total("host_bytes") + copied,
         tokens=batch * setting.length,
         mfu=flops / (seconds * device.flops * setting.devices),
     )

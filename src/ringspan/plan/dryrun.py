@@ -25,6 +25,7 @@ from ringspan.torch import attention, offload
 from ringspan.torch.batch import shard_batch
 from ringspan.torch.models import parallelize, refuse_config
 from ringspan.torch.offload import offload_name
+from ringspan.torch.optimizer import HostAdamW
 from ringspan.torch.remat import checkpoint_name
 
 _SETTLING_TOKENS: Final = 16  # of a rank in a first step, in which the optimizer makes its state and DTensor its plans
@@ -90,7 +91,10 @@ def prepare(
         compute_dtype=getattr(torch, setting.dtype),
         **options,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=setting.on_gpu)
+    if setting.optimizer_on_host:
+        optimizer: torch.optim.Optimizer = HostAdamW(model.parameters(), lr=1e-4)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=setting.on_gpu)
     return model, optimizer, _batch(model, mesh, setting)
 
 
@@ -116,16 +120,18 @@ def _as_on_gpu() -> Iterator[None]:
 
     And let what is offloaded be away, as in a GPU's host; fake tensors have nothing that a file could hold.
     """
-    choose, mapped = attention.num_head_groups, offload._Mapped
+    choose, mapped, update = attention.num_head_groups, offload._Mapped, HostAdamW.step
 
     def on_gpu(q: Any, *others: Any) -> int:
         return choose(SimpleNamespace(shape=q.shape, device=torch.device("cuda")), *others)  # pyright: ignore[reportArgumentType]
 
     attention.num_head_groups, offload._Mapped = on_gpu, _Away  # pyright: ignore[reportAttributeAccessIssue]
+    HostAdamW.step = lambda self, closure=None: None  # changes weights where they are
     try:
         yield
     finally:
         attention.num_head_groups, offload._Mapped = choose, mapped
+        HostAdamW.step = update
 
 
 @contextmanager

@@ -37,7 +37,8 @@ class Setting:
 
     ``batch`` is the number of sequences of a rank's micro-step; ``dtype`` what layers compute in, ``parameter_dtype``
     what parameters, gradients and moments are kept in. ``layers_per_checkpoint``, ``feedforward_chunk_tokens``,
-    ``norm_chunk_tokens`` and ``offload`` are the options of ``parallelize``. ``on_gpu`` is what a GPU does where it
+    ``norm_chunk_tokens`` and ``offload`` are the options of ``parallelize``; ``optimizer_on_host`` has AdamW's moments
+    in host memory. ``on_gpu`` is what a GPU does where it
     differs from a CPU: fewer groups of heads, and the optimizer on all parameters at once.
     """
 
@@ -56,6 +57,7 @@ class Setting:
     feedforward_chunk_tokens: int | Literal["auto"] = "auto"
     norm_chunk_tokens: int | Literal["auto"] = "auto"
     offload: str = "none"
+    optimizer_on_host: bool = False
     on_gpu: bool = True
 
     @property
@@ -94,6 +96,11 @@ class Setting:
     @property
     def parameter_bytes(self) -> int:
         return dtype_bytes(self.parameter_dtype)
+
+    @property
+    def has_moments_on_host(self) -> bool:
+        """Whether AdamW's moments are in other memory than the device's."""
+        return self.optimizer_on_host and self.on_gpu
 
 
 def dtype_bytes(name: str) -> int:
@@ -157,7 +164,11 @@ def saved_per_token(shape: ModelShape, setting: Setting, layers: int) -> int:
     ``full`` keeps a layer's input, or that of the first of ``layers_per_checkpoint``; ``attention`` also the ring's
     results and their float32 log-sum-exps. A feed-forward in chunks keeps its input alone.
     """
-    local, a = shape.split(setting.tp), setting.number_bytes
+    return _saved(shape.split(setting.tp), setting, layers)
+
+
+def _saved(local: ModelShape, setting: Setting, layers: int) -> int:
+    a = setting.number_bytes
     if setting.checkpoint == "none":
         parts = _layer_parts(local, setting)
         return layers * (sum(parts.values()) - (parts["feedforward"] if setting.feedforward_tokens else 0))
@@ -207,9 +218,9 @@ class _Step:
         self.a, self.p = setting.number_bytes, setting.parameter_bytes
         self.tokens, self.ranks = setting.tokens, setting.ring
         self.layer, self.root = self.shape.layer_parameters, self.shape.root_parameters
-        self.parameters = self.p * self.shape.parameters // self.ranks
+        self.parameters = local_parameter_bytes(shape, setting)
         self.hidden = self.tokens * self.a * shape.hidden
-        self.saved = partial(saved_per_token, shape, setting)
+        self.saved = partial(_saved, self.shape, setting)
         rotary = 2 * self.a * shape.head_dim if shape.family == "llama" else 0
         self.inputs = self.tokens * (_INDICES + rotary)
         self.head = self.shape.vocab * shape.hidden
@@ -238,7 +249,7 @@ class _Step:
             {
                 "parameters": self.parameters,
                 "gradients": gradients,
-                "optimizer": 2 * self.parameters,
+                "optimizer": 0 if self.setting.has_moments_on_host else 2 * self.parameters,
                 "activations": activations + self.inputs,
                 "temporaries": temporaries,
                 "communication": communication,
@@ -392,7 +403,7 @@ class _Step:
 
     def update(self) -> Memory:
         """In AdamW, which on a GPU takes the roots of all second moments at once."""
-        roots = self.parameters if self.setting.on_gpu else 0
+        roots = self.parameters if self.setting.on_gpu and not self.setting.optimizer_on_host else 0
         return self.memory("optimizer", temporaries=roots, gradients=self.parameters)
 
 
@@ -441,11 +452,16 @@ def _count(heads: slice) -> int:
     return heads.stop - heads.start
 
 
+def local_parameter_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Parameters of a rank; its gradients are as many bytes, its moments twice as many."""
+    return setting.parameter_bytes * shape.split(setting.tp).parameters // setting.ring
+
+
 def host_bytes(shape: ModelShape, setting: Setting) -> int:
-    """What offloading keeps in a rank's share of its host."""
-    if setting.offload == "none":
-        return 0
-    return setting.tokens * saved_per_token(shape, setting, shape.layers)
+    """What a rank keeps in its share of its host: what checkpointing keeps, and AdamW's moments."""
+    moments = 2 * local_parameter_bytes(shape, setting) if setting.has_moments_on_host else 0
+    kept = setting.tokens * saved_per_token(shape, setting, shape.layers) if setting.offload != "none" else 0
+    return moments + kept
 
 
 def longest(setting: Setting, fits: Callable[[Setting], bool], *, at_least: int = 1) -> int:

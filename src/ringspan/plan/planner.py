@@ -12,7 +12,8 @@ from ringspan.plan.hardware import min_block_tokens, min_tokens_per_device
 from ringspan.plan.memory import CHECKPOINTS, Memory, Setting, host_bytes, training_memory
 from ringspan.plan.search import AUTO, Question, layouts, longest_setting, meshes, policies, routes
 
-_TIMED_RINGS: Final = 3  # a larger ring only sends more; the smallest that fit are worth comparing
+# A larger ring only sends more; the smallest that fit, with the optimizer on the device, are worth comparing.
+_TIMED_RINGS: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class Plan:
             "layers_per_checkpoint": setting.layers_per_checkpoint,
             "feedforward_chunk_tokens": setting.feedforward_tokens,
             "offload": setting.offload,
+            "optimizer_on_host": setting.optimizer_on_host,
             "host_bytes": host_bytes(self.question.shape, setting),
             "max_length_tokens": self.max_length_tokens,
             "max_length_needs": _needs(self.longest) if self.longest else "",
@@ -108,10 +110,10 @@ def make_plan(question: Question) -> Plan:
 
 
 def num_extras(setting: Setting) -> int:
-    """How much of a setting only a model of time speaks for: another route than the ring, tensor parallelism and
-    offloading must each save three percent.
+    """How much of a setting only a model of time speaks for: another route than the ring, tensor parallelism, and what
+    is on the host must each save three percent.
     """
-    return (setting.route != "ring") + (setting.tp > 1) + (setting.offload != "none")
+    return (setting.route != "ring") + (setting.tp > 1) + (setting.offload != "none") + setting.optimizer_on_host
 
 
 def _settings(question: Question) -> Iterator[Setting]:
@@ -141,24 +143,32 @@ def _fitting(question: Question) -> Iterator[Setting]:
                     break
                 for setting in _fastest_policies(question, replace(mesh, route=route, layout=layout)):
                     yield setting
-                    if mesh.ring not in known:
+                    if mesh.ring not in known and not setting.optimizer_on_host:
                         known.add(mesh.ring)
                         cost = step_cost(shape, setting, device, question.batch)
                         others = others or cost.compute_seconds < WORTH_IT * cost.seconds
 
 
 def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]:
-    """The first policy that fits on the device, and the first that fits with the host's help unless that is as fast;
-    before it those with segments of layers, for at short lengths their forward pass is dearer than attention's.
+    """The first policy that fits on the device, and the first that fits with each help of the host unless that is as
+    fast; before it those with segments of layers, for at short lengths their forward pass is dearer than attention's.
     """
-    for needs_host, candidates in groupby(policies(question), lambda policy: policy["offload"] != "none"):
+
+    def needs_host(policy: dict[str, object]) -> tuple[bool, bool]:
+        return policy["offload"] != "none", bool(policy["optimizer_on_host"])
+
+    for help_, group in groupby(policies(question), needs_host):
+        candidates = list(group)
+        frugal = replace(setting, **candidates[-1])  # pyright: ignore[reportArgumentType]
+        if frugal.offload == "none" and not question.fits(frugal):
+            continue  # the others keep more
         for policy in candidates:
             tried = replace(setting, **policy)  # pyright: ignore[reportArgumentType]
             if not question.fits(tried):
                 continue
             yield tried
             if tried.layers_per_checkpoint == 1:
-                if not needs_host and tried.checkpoint != CHECKPOINTS[-1]:
+                if not any(help_) and tried.checkpoint != CHECKPOINTS[-1]:
                     return  # nothing that offloading allows is faster
                 break
 
@@ -173,6 +183,8 @@ def _needs(setting: Setting) -> str:
         parts.append(f"feed-forward in chunks of {setting.feedforward_tokens}")
     if setting.offload != "none":
         parts.append("activations on the host")
+    if setting.optimizer_on_host:
+        parts.append("moments on the host")
     return ", ".join(part for part in parts if part)
 
 
@@ -315,9 +327,12 @@ def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
     if setting.offload != "none":
         need = training_memory(shape, replace(setting, offload="none")).peak_bytes
         yield (
-            f"activations wait on the host, {_gigabytes(host_bytes(shape, setting))} a device: on the device they "
-            f"would need {_gigabytes(need)}"
+            f"activations wait on the host, {_gigabytes(host_bytes(shape, setting))} a device in all: on the device "
+            f"they would need {_gigabytes(need)}"
         )
+    if setting.optimizer_on_host:
+        need = training_memory(shape, replace(setting, optimizer_on_host=False)).peak_bytes
+        yield f"AdamW's moments are on the host and step there: on the device they would need {_gigabytes(need)}"
 
 
 def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
