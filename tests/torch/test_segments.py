@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,6 +83,8 @@ def test_layers_between_which_something_happens_are_refused():
     segments, layers = Segments(2, Store(min_bytes=1 << 60), keeps_attention=False), [Layer() for _ in range(2)]
     with segments.forward_pass(), pytest.raises(rs.UnsupportedError, match="layers_per_checkpoint=1"):
         run(layers, lambda layer, x: segments.checkpoint(layer, layer, 2 * x))
+    with segments.forward_pass(), pytest.raises(rs.UnsupportedError, match="layers_per_checkpoint=1"):
+        run(layers, lambda layer, x: segments.checkpoint(layer, partial(layer, x=x)))
     with segments.forward_pass():  # and a new pass begins anew
         run(layers, lambda layer, x: segments.checkpoint(layer, layer, x))
 

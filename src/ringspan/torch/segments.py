@@ -9,7 +9,7 @@ one more forward pass of all but every k-th layer. Where the ring's results are 
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -46,28 +46,34 @@ class Segments:
         finally:
             self._segment = self._last = None
 
-    def checkpoint(self, layer: nn.Module, function: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
-        """``function(hidden, *args)``, which computes the layer, checkpointed.
+    def checkpoint(self, layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, which computes the layer of the hidden states ``args[0]``, checkpointed.
 
         Raises:
             UnsupportedError: the layer is not a segment's first, and its input is not what the one before it returned.
         """
         if not torch.is_grad_enabled():
-            return function(hidden, *args)
+            return function(*args)
+        kept: list[tuple[Any, ...]] = []
+        options: dict[str, Any] = {"use_reentrant": False}
+        if self._keeps_attention:
+            options["context_fn"] = lambda: (_Keep(self._store, kept), _Replay(self._store, kept))
+        if self._size == 1:
+            return checkpoint(function, *args, **options)
         segment = self._segment
-        if segment is None or len(segment.calls) == self._size:
-            segment = self._segment = _Segment(self._store)
-        elif StorageWeakRef(hidden.untyped_storage()) != self._last:
+        begins = segment is None or len(segment.calls) == self._size
+        if not args or not (begins or StorageWeakRef(args[0].untyped_storage()) == self._last):
             raise UnsupportedError(
-                f"layers_per_checkpoint={self._size}: a {type(layer).__name__} does not take what the layer before it "
-                "returned, so that its input cannot be made again from that layer's; use layers_per_checkpoint=1"
+                f"layers_per_checkpoint={self._size}: a {type(layer).__name__} does not take, first, what the layer "
+                "before it returned, so that its input cannot be made again from that layer's; use "
+                "layers_per_checkpoint=1"
             )
-        call = _Call(layer, function, args, _surroundings(hidden), self._store)
+        if segment is None or begins:
+            segment = self._segment = _Segment(self._store)
         place = len(segment.calls)
-        segment.calls.append(call)
-        options: dict[str, Any] = {"context_fn": call.contexts} if self._keeps_attention else {}
-        with segment.hooks(place, hidden):
-            result = checkpoint(function, hidden, *args, use_reentrant=False, **options)
+        segment.calls.append(_Call(layer, function, args[1:], _surroundings(args[0]), self._store, kept))
+        with segment.hooks(place, args[0]):
+            result = checkpoint(function, *args, **options)
         self._last = StorageWeakRef(_hidden(result).untyped_storage())
         return result
 
@@ -78,14 +84,10 @@ class _Call:
 
     layer: nn.Module
     function: Callable[..., Any]
-    args: tuple[Any, ...]
+    others: tuple[Any, ...]  # its arguments but the input
     surroundings: Callable[[], Any]
     store: Store
-    kept: list[tuple[Any, ...]] = field(default_factory=list)  # results of the ring
-
-    def contexts(self) -> tuple["_Keep", "_Replay"]:
-        """For its forward pass and for its recomputation: the ring's results go to the store and come back."""
-        return _Keep(self.store, self.kept), _Replay(self.store, self.kept)
+    kept: list[tuple[Any, ...]]  # results of the ring
 
     def again(self, hidden: Tensor) -> Tensor:
         """What the layer returned for this input. What is kept stays so."""
@@ -94,7 +96,7 @@ class _Call:
             stack.enter_context(self.surroundings())
             if self.kept:
                 stack.enter_context(_Replay(self.store, list(self.kept), again=True))
-            return _hidden(self.function(hidden, *self.args))
+            return _hidden(self.function(hidden, *self.others))
 
 
 class _Segment:
