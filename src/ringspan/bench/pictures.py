@@ -6,7 +6,7 @@ view box, but tiles are drawn in positions (x is the key, y the query), so that 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
-from itertools import pairwise
+from itertools import compress, pairwise
 from math import ceil, floor, hypot, isfinite, log10
 from numbers import Real
 from typing import Any, Final
@@ -208,7 +208,7 @@ def memory_picture(memory: Sequence[dict[str, Any]]) -> str:
 
 
 def category_picture(rows: Sequence[dict[str, Any]]) -> str:
-    """Bytes a rank by category, as SVG: a bar a row, its categories from left to right.
+    """Bytes a rank by category, as SVG: a bar a row, its categories from left to right; what all share is said once.
 
     Args:
         rows: those of ``bench memory``, with "tokens_per_rank", "checkpoint", "variant" and "bytes" by category.
@@ -217,15 +217,21 @@ def category_picture(rows: Sequence[dict[str, Any]]) -> str:
     if not names or len(names) > len(RANK_COLOURS):
         return ""
     colours = dict(zip(names, RANK_COLOURS, strict=False))
-    left, width, row_height, top = 4.0, 420.0, 46.0, 34.0
+    left, width, row_height, top = 4.0, 420.0, 46.0, 50.0
     longest = max(sum(row["bytes"].values()) for row in rows) or 1
+    facts = [
+        (f"ring {row['ring']}", f"{row['tokens_per_rank']:,} tokens a rank", row["checkpoint"], row["variant"])
+        for row in rows
+    ]
+    differs = [len(set(column)) > 1 for column in zip(*facts, strict=True)]
     parts: list[str] = []
     for index, name in enumerate(names):
         x, y = left + 150 * (index % 3), 4 + 16 * (index // 3)
         parts += [_rectangle(x, y, 10, 10, fill=colours[name]), _text(x + 15, y + 10, name, "small")]
+    parts.append(_text(left, 46, ", ".join(compress(facts[0], [not each for each in differs])), "small"))
     for index, row in enumerate(rows):
         y, x = top + 8 + index * row_height, left
-        said = f"ring {row['ring']}, {row['tokens_per_rank']:,} tokens a rank, {row['checkpoint']}, {row['variant']}"
+        said = ", ".join(compress(facts[index], differs)) or "in all"
         parts.append(_text(left, y + 10, f"{said}: {megabytes(sum(row['bytes'].values()))}", "small"))
         for name, held in row["bytes"].items():
             parts.append(_rectangle(x, y + 15, held / longest * width, 18, fill=colours[name], data_category=name))

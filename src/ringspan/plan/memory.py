@@ -319,7 +319,7 @@ class _Step:
             gradients=done * self.p * self.layer // self.ranks,
         )
 
-    @property
+    @cached_property
     def _made_again(self) -> dict[str, int]:
         """What a layer holds when its backward pass begins: kept, or computed again."""
         parts = {name: self.tokens * size for name, size in _layer_parts(self.shape, self.setting).items()}
