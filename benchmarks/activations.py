@@ -38,6 +38,7 @@ _PLAIN: Final[dict[str, Any]] = {"checkpoint": "attention", "feedforward_chunk_t
 _BLOCKS: Final[dict[str, Any]] = {
     "checkpoint": "attention",
     "feedforward_chunk_tokens": 1024,
+    "norm_chunk_tokens": 4096,
     "loss_chunk_vocabulary": 4096,
 }
 # Each row adds to, or takes another policy than, the one before it.
@@ -48,7 +49,7 @@ BYTES: Final[dict[str, dict[str, Any]]] = {
     "norms in blocks": {"checkpoint": "none", "feedforward_chunk_tokens": 1024, "norm_chunk_tokens": 4096},
     "attention kept": _PLAIN,
     "attention kept, feed-forward in blocks": _PLAIN | {"feedforward_chunk_tokens": 1024},
-    "attention kept, norms in blocks": {"checkpoint": "attention", "feedforward_chunk_tokens": 1024},
+    "attention kept, norms in blocks": _PLAIN | {"feedforward_chunk_tokens": 1024, "norm_chunk_tokens": 4096},
     "attention kept, all in blocks": _BLOCKS,
     "attention kept, one input of 4": _BLOCKS | {"layers_per_checkpoint": 4},
     "inputs kept, all in blocks": _BLOCKS | {"checkpoint": "full"},

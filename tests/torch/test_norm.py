@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringspan as rs
 from ringspan.torch.feedforward import FREE_CHUNK_TOKENS
 from ringspan.torch.norm import chunk_norms, find_norms
-from ringspan.torch.tokenwise import Blockwise
+from ringspan.torch.tokenwise import Blockwise, run_in_blocks
 from tests.torch.models import build, kept_bytes, relative, tokens
 
 
@@ -96,3 +96,13 @@ def on_a_ring(mesh: DeviceMesh) -> list[set[int]]:
 
 def test_the_default_cuts_norms_where_layers_are_checkpointed(pool):
     assert pool.run(on_a_ring, 1) == [[{FREE_CHUNK_TOKENS}, set(), set(), {7}]]
+
+
+def test_few_tokens_are_normed_all_at_once_where_it_is_not_worth_it():
+    model = build("llama").to(torch.bfloat16)
+    [norm, *_] = find_norms(model)
+    few, many = (torch.randn(1, n, 64).bfloat16().requires_grad_() for n in (9, 10))
+    whole = kept_bytes(norm, few)
+    run_in_blocks([norm], 5, "norm_chunk_tokens", from_tokens=10)
+    assert kept_bytes(norm, few) == whole > few.nbytes
+    assert kept_bytes(norm, many) == many.nbytes

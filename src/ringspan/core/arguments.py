@@ -10,6 +10,9 @@ from ringspan.core.layout import Layout, LayoutName
 # their float32 sums: enough tokens that this is little beside its products, and few enough that a block is small beside
 # what the ring holds in backward.
 FREE_CHUNK_TOKENS: Final = 4096
+# Local tokens from which norms run in blocks of so many by default. What a block makes stays in a cache, which a CPU's
+# norms of 32K tokens need and those of 8K do not; below, computing them again is what remains of it.
+FREE_NORM_TOKENS: Final = 4 * FREE_CHUNK_TOKENS
 
 
 def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Final, Literal
 
-from ringspan.core.arguments import FREE_CHUNK_TOKENS
+from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.choice import head_groups
 from ringspan.core.errors import ConfigError
 from ringspan.core.layout import Layout, LayoutName
@@ -86,6 +86,8 @@ class Setting:
     @property
     def norm_tokens(self) -> int:
         """Tokens that a norm works on at once, 0 for all."""
+        if self.norm_chunk_tokens == "auto" and self.tokens < FREE_NORM_TOKENS:
+            return 0
         return self._chunk_tokens(self.norm_chunk_tokens)
 
     def _chunk_tokens(self, chosen: int | Literal["auto"]) -> int:

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutputWithPast
 
-from ringspan.core.arguments import FREE_CHUNK_TOKENS
+from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.errors import LayoutError, PeerMismatch, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal, documents, sliding_window
@@ -97,7 +97,7 @@ def parallelize(
             ``auto`` takes 4,096 where that costs next to nothing: in checkpointed layers, of models whose feed-forwards
             can be cut and come last.
         norm_chunk_tokens: tokens that a norm works on at once, see ``chunk_norms``; 0 for all. ``auto`` takes 4,096 in
-            models whose layers are checkpointed.
+            models whose layers are checkpointed, for 16,384 local tokens and more.
         offload: where what checkpointing keeps waits for backward, see ``offload_activations``.
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
 
@@ -114,8 +114,9 @@ def parallelize(
         feedforward_chunk_tokens = free_chunk_tokens(
             model, checkpointed=checkpoint != "none", logs=mesh.get_rank() == int(mesh.mesh.min())
         )
+    norm_from_tokens = 0
     if norm_chunk_tokens == "auto":
-        norm_chunk_tokens = 0 if checkpoint == "none" else FREE_CHUNK_TOKENS
+        norm_chunk_tokens, norm_from_tokens = 0 if checkpoint == "none" else FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
     loss = LossOptions(
         chunk_tokens=loss_chunk_tokens,
         chunk_vocabulary=loss_chunk_vocabulary,
@@ -143,7 +144,7 @@ def parallelize(
     if feedforwards:
         run_in_blocks(feedforwards, feedforward_chunk_tokens, "feedforward_chunk_tokens")
     if norms:
-        run_in_blocks(norms, norm_chunk_tokens, "norm_chunk_tokens")
+        run_in_blocks(norms, norm_chunk_tokens, "norm_chunk_tokens", from_tokens=norm_from_tokens)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     sharded = mesh["replicate", "ring"] if mesh["replicate"].size() > 1 else mesh["ring"]
     for module in (*layers, model):

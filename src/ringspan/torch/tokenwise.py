@@ -22,10 +22,11 @@ from ringspan.torch.modules import mix_in
 _PROBE_TOKENS: Final = 24
 
 
-def run_in_blocks(modules: list[nn.Module], chunk_tokens: int, option: str) -> None:
+def run_in_blocks(modules: list[nn.Module], chunk_tokens: int, option: str, *, from_tokens: int = 0) -> None:
     """Run modules that treat each token by itself on ``chunk_tokens`` tokens at a time, forward and backward, in place.
 
-    What they did before this, they do in each block. ``option`` is what the user calls ``chunk_tokens``.
+    What they did before this, they do in each block, and to fewer than ``from_tokens`` tokens all at once. ``option``
+    is what the user calls ``chunk_tokens``.
 
     Raises:
         ConfigError: ``chunk_tokens`` below one.
@@ -33,7 +34,7 @@ def run_in_blocks(modules: list[nn.Module], chunk_tokens: int, option: str) -> N
     if chunk_tokens < 1:
         raise ConfigError(f"{option} must be at least 1, got {chunk_tokens}; 0 is for none")
     for module in modules:
-        mix_in(module, Blockwise, chunk_tokens=chunk_tokens, chunk_option=option)
+        mix_in(module, Blockwise, chunk_tokens=chunk_tokens, chunk_option=option, chunk_from_tokens=from_tokens)
 
 
 def kind_of(module: nn.Module) -> Any:
@@ -82,12 +83,15 @@ class Blockwise:
 
     chunk_tokens: int
     chunk_option: str
+    chunk_from_tokens: int
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """(B, T, C) -> (B, T, C), a block of the B x T tokens at a time."""
         whole: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         chunk = self.chunk_tokens
         others: list[None] = []
+        if hidden_states.shape[:-1].numel() < self.chunk_from_tokens:
+            return whole(hidden_states, *args, **kwargs)
 
         def run(tokens: Tensor) -> Tensor:
             result = whole(tokens)

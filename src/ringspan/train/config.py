@@ -194,7 +194,8 @@ class MemoryConfig(_Table):
     """Tokens that a feed-forward works on at one time, again in the backward pass; 0: all at once. "auto": 4096 where
     that costs next to nothing, see docs/memory.md."""
     norm_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """The same of norms, which otherwise keep float32 copies; "auto": 4096 where layers are checkpointed."""
+    """The same of norms, which otherwise keep float32 copies; "auto": 4096 where layers are
+    checkpointed and a rank has 16384 tokens or more."""
     offload: Literal["none", "activations"] = "none"
     """"activations" moves what checkpointing keeps to host memory, from the CPU to memory-mapped files."""
 
