@@ -10,6 +10,7 @@ Results go to ``benchmarks/results/activations-cpu.json``, the picture of the lo
 import copy
 import json
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -72,17 +73,11 @@ TIMES: Final[dict[str, dict[str, Any]]] = {
 def count_bytes() -> dict[str, Any]:
     """The highest moment of a step of a Llama of 130M parameters, as rank 1 of 2, in bfloat16."""
     rows: list[dict[str, Any]] = []
+    known = {field.name for field in fields(Setting)}
     for tokens in (8192, 32_768, 131_072):
         for name, options in BYTES.items():
-            others = dict(options)
-            known = (
-                "checkpoint",
-                "layers_per_checkpoint",
-                "loss_chunk_tokens",
-                "feedforward_chunk_tokens",
-                "norm_chunk_tokens",
-            )
-            chosen = {key: others.pop(key) for key in known if key in others}
+            chosen = {key: value for key, value in options.items() if key in known}
+            others = {key: value for key, value in options.items() if key not in known}
             setting = Setting(length=2 * tokens, ring=2, on_gpu=False, **chosen)
             config = LlamaConfig(
                 vocab_size=32_000,

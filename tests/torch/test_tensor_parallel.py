@@ -18,21 +18,12 @@ from tests.torch.test_models import one_step, ring_step
 EVEN = {"vocab_size": 98, "intermediate_size": 90}  # 49 and 45 rows a rank: uneven over the ring
 BIASED = EVEN | {"attention_bias": True, "mlp_bias": True}
 
+SEGMENTS = {"checkpoint": "full", "layers_per_checkpoint": 2}
 CASES = [
     # kind, ranks, tp, replicate, layout, length, batch, accumulate, options
     ("llama", 4, 2, 1, "zigzag", 37, 2, 1, {"changes": EVEN}),
     ("qwen3", 4, 2, 1, "zigzag", 37, 2, 1, {"changes": EVEN}),
-    (
-        "llama",
-        4,
-        2,
-        1,
-        "striped",
-        23,
-        1,
-        3,
-        {"changes": BIASED, "checkpoint": "full", "layers_per_checkpoint": 2, "labels": "few"},
-    ),
+    ("llama", 4, 2, 1, "striped", 23, 1, 3, {"changes": BIASED, "labels": "few"} | SEGMENTS),
     ("qwen3", 4, 2, 1, "contiguous", 37, 1, 2, {"changes": EVEN, "checkpoint": "none", "loss_chunk_tokens": 5}),
     ("qwen3", 4, 2, 1, "zigzag", 37, 1, 1, {}),  # a vocabulary of 97: every rank has the whole head
     ("llama-tied", 4, 2, 1, "zigzag", 31, 1, 1, {"changes": EVEN | {"pad_token_id": 60}, "loss_chunk_vocabulary": 20}),

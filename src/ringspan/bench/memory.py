@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from ringspan.bench.machine import describe_machine
 from ringspan.bench.step import StepCase, small_llama
 from ringspan.core.layout import LayoutName
-from ringspan.plan.tracker import CATEGORIES, COMMUNICATION, MemoryTracker, local_part, tensors_of, train_step
+from ringspan.plan.tracker import CATEGORIES, COMMUNICATION, MemoryTracker, tensors_of, train_step
 from ringspan.torch.batch import shard_batch
 from ringspan.torch.launch import launch, local_device
 from ringspan.torch.mesh import init_mesh
 from ringspan.torch.models import parallelize
+from ringspan.torch.modules import local_part
 from ringspan.torch.remat import CheckpointName
 
 VariantName = Literal["plain", "chunks", "offload"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from ringspan.core.errors import UnsupportedError
+from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
 from ringspan.core.route import member_heads
@@ -105,6 +105,21 @@ def head_groups(
         if n <= MOST_HEAD_GROUPS and num_heads // n >= at_once and num_heads // n * tile_pairs >= worth
     )
     return max(needed, next(fitting, 1))
+
+
+def check_segments(checkpoint: str, layers_per_checkpoint: int) -> None:
+    """Refuse segments of no layers, and of layers that are not checkpointed.
+
+    Raises:
+        ConfigError: naming the value.
+    """
+    if layers_per_checkpoint < 1:
+        raise ConfigError(f"layers_per_checkpoint={layers_per_checkpoint}: at least 1 is needed")
+    if layers_per_checkpoint > 1 and checkpoint == "none":
+        raise ConfigError(
+            f"layers_per_checkpoint={layers_per_checkpoint}: layers share the input that checkpointing keeps; use "
+            "checkpoint='attention' or 'full'"
+        )
 
 
 def num_inputs(layers: int, layers_per_checkpoint: int) -> int:

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import Final, Literal
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
-from ringspan.core.choice import head_groups
+from ringspan.core.choice import check_segments, head_groups
 from ringspan.core.errors import ConfigError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.route import Heads, Route, member_heads
@@ -38,8 +38,8 @@ class Setting:
     ``batch`` is the number of sequences of a rank's micro-step; ``dtype`` what layers compute in, ``parameter_dtype``
     what parameters, gradients and moments are kept in. ``layers_per_checkpoint``, ``feedforward_chunk_tokens``,
     ``norm_chunk_tokens`` and ``offload`` are the options of ``parallelize``; ``optimizer_on_host`` has AdamW's moments
-    in host memory. ``on_gpu`` is what a GPU does where it
-    differs from a CPU: fewer groups of heads, and the optimizer on all parameters at once.
+    in host memory. ``on_gpu`` is what a GPU does where it differs from a CPU: fewer groups of heads, and the optimizer
+    on all parameters at once.
     """
 
     length: int
@@ -147,11 +147,7 @@ def check_setting(shape: ModelShape, setting: Setting) -> None:
     """Refuse what ``parallelize`` refuses, see ``training_memory``."""
     if setting.checkpoint not in CHECKPOINTS:
         raise ConfigError(f"unknown checkpoint policy {setting.checkpoint!r}; choose one of {', '.join(CHECKPOINTS)}")
-    if setting.layers_per_checkpoint < 1 or (setting.layers_per_checkpoint > 1 and setting.checkpoint == "none"):
-        raise ConfigError(
-            f"layers_per_checkpoint={setting.layers_per_checkpoint}: at least 1, and above it "
-            "checkpoint='attention' or 'full'"
-        )
+    check_segments(setting.checkpoint, setting.layers_per_checkpoint)
     if setting.offload not in OFFLOADS:
         raise ConfigError(f"unknown offload {setting.offload!r}; choose one of {', '.join(OFFLOADS)}")
     if setting.offload != "none" and setting.checkpoint == "none":

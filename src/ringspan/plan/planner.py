@@ -153,11 +153,7 @@ def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]
     """The first policy that fits on the device, and the first that fits with each help of the host unless that is as
     fast; before it those with segments of layers, for at short lengths their forward pass is dearer than attention's.
     """
-
-    def needs_host(policy: dict[str, object]) -> tuple[bool, bool]:
-        return policy["offload"] != "none", bool(policy["optimizer_on_host"])
-
-    for help_, group in groupby(policies(question), needs_host):
+    for _, group in groupby(policies(question), lambda policy: (policy["offload"], policy["optimizer_on_host"])):
         candidates = list(group)
         frugal = replace(setting, **candidates[-1])  # pyright: ignore[reportArgumentType]
         if frugal.offload == "none" and not question.fits(frugal):
@@ -168,7 +164,8 @@ def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]
                 continue
             yield tried
             if tried.layers_per_checkpoint == 1:
-                if not any(help_) and tried.checkpoint != CHECKPOINTS[-1]:
+                needs_host = tried.offload != "none" or tried.optimizer_on_host
+                if not needs_host and tried.checkpoint != CHECKPOINTS[-1]:
                     return  # nothing that offloading allows is faster
                 break
 

@@ -125,7 +125,8 @@ def _other_routes(question: Question, setting: Setting) -> Iterator[str]:
             yield f"{route}+all-gather"
 
 
-def policies(question: Question) -> Iterator[dict[str, object]]:
+@lru_cache(maxsize=256)
+def policies(question: Question) -> tuple[dict[str, object], ...]:
     """What is kept for backward, and AdamW's moments: on the device, or where its link is known, on the host; from the
     fastest, everything, to what checkpointing keeps; with feed-forwards at once or in chunks, and layers one by one, in
     twos, or in the segments that keep least.
@@ -133,14 +134,15 @@ def policies(question: Question) -> Iterator[dict[str, object]]:
     has_host = question.device.host_bandwidth > 0
     hosts = product((False, True), ("none", "activations")) if has_host else [(False, "none")]
     segments = sorted({1, 2, frugal_segment(question.shape.layers)})
+    found: list[dict[str, object]] = []
     for (on_host, offload), checkpoint in product(hosts, CHECKPOINTS):
         where: dict[str, object] = {"checkpoint": checkpoint, "offload": offload, "optimizer_on_host": on_host}
         if checkpoint != "none":  # then chunks are free
-            for layers in segments:
-                yield where | {"layers_per_checkpoint": layers, "feedforward_chunk_tokens": FREE_CHUNK_TOKENS}
-        elif offload == "none":
-            for chunk in (0, FREE_CHUNK_TOKENS):
-                yield where | {"layers_per_checkpoint": 1, "feedforward_chunk_tokens": chunk}
+            chosen = [(layers, FREE_CHUNK_TOKENS) for layers in segments]
+        else:
+            chosen = [(1, chunk) for chunk in (0, FREE_CHUNK_TOKENS) if offload == "none"]
+        found += [where | {"layers_per_checkpoint": n, "feedforward_chunk_tokens": chunk} for n, chunk in chosen]
+    return tuple(found)
 
 
 def longest_setting(question: Question, devices: int | None = None) -> Setting | None:
@@ -154,7 +156,7 @@ def longest_setting(question: Question, devices: int | None = None) -> Setting |
     for mesh in meshes(asked):
         if mesh.replicate > 1:
             continue
-        for policy in reversed(list(policies(question))):  # those that hold most first: the others then fail at once
+        for policy in reversed(policies(question)):  # those that hold most first: the others then fail at once
             if policy["checkpoint"] == CHECKPOINTS[0]:
                 continue
             if policy["offload"] == "none" and policy["layers_per_checkpoint"] != segment:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.torch import attention
+from ringspan.torch.modules import local_part
 
 Category = Literal["parameters", "gradients", "optimizer", "activations", "temporaries", "communication"]
 CATEGORIES: Final[tuple[Category, ...]] = (
@@ -227,8 +228,3 @@ _TAKES_GRADIENTS: Final = {_ops.fsdp.chunk_cat.default}
 def tensors_of(tree: Any) -> Iterator[Tensor]:
     """The tensors with storage of their own in an operator's arguments or results."""
     return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor) and type(leaf) is not DTensor)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -31,14 +31,14 @@ from ringspan.torch.embedding import sum_embedding_gradients
 from ringspan.torch.feedforward import ChunkTokens, find_feedforwards, free_chunk_tokens
 from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
 from ringspan.torch.mesh import tensor_axis
-from ringspan.torch.modules import mix_in
+from ringspan.torch.modules import local_part, mix_in
 from ringspan.torch.norm import find_norms
 from ringspan.torch.offload import OffloadName
 from ringspan.torch.remat import CheckpointName, checkpoint_layers
 from ringspan.torch.rope import chunk_rotary_tables, is_rotary, set_global_length
 from ringspan.torch.scores import Scores
 from ringspan.torch.sums import Sum, SumOfGradients
-from ringspan.torch.tensor_parallel import local_part, refuse_split, split_model, splits_vocabulary
+from ringspan.torch.tensor_parallel import refuse_split, split_model, splits_vocabulary
 from ringspan.torch.tokenwise import run_in_blocks
 from ringspan.torch.wire import check_wire
 

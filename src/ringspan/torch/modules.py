@@ -2,7 +2,18 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def hidden_of(result: Any) -> Any:
+    """The hidden states that a module returned: by themselves, or first of several."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, in whose place a gradient goes back to all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:

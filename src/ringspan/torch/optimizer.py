@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from ringspan.torch.modules import local_part
+
 
 class HostAdamW(torch.optim.AdamW):
     """AdamW whose moments, and a copy of the weights to step on, are in host memory; the result is AdamW's.
@@ -21,11 +23,11 @@ class HostAdamW(torch.optim.AdamW):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                local, state = _local(p), self.state[p]
+                local, state = local_part(p), self.state[p]
                 if not state:
                     state |= {"step": torch.zeros(()), "exp_avg": _on_host(local), "exp_avg_sq": _on_host(local)}
                 weight = local.to("cpu", copy=True)
-                self._update(weight, _local(p.grad).to("cpu"), state, group)
+                self._update(weight, local_part(p.grad).to("cpu"), state, group)
                 local.copy_(weight)
         return loss
 
@@ -42,7 +44,7 @@ class HostAdamW(torch.optim.AdamW):
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for name, value in state.items():
-                state[name] = _local(value).to("cpu")
+                state[name] = local_part(value).to("cpu")
 
     @staticmethod
     def _update(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
@@ -70,9 +72,5 @@ def _on_host(like: Tensor) -> Tensor:
 def _like(value: Tensor, p: Tensor) -> Tensor:
     if not isinstance(p, DTensor) or value.ndim == 0:
         return value
-    local = value.to(p.to_local().device)
+    local = value.to(local_part(p).device)
     return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

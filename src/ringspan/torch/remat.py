@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ringspan.core.choice import num_inputs
+from ringspan.core.choice import check_segments, num_inputs
 from ringspan.core.errors import ConfigError
 from ringspan.torch.modules import mix_in
 from ringspan.torch.offload import OffloadName, Store, offload_name
@@ -130,21 +130,6 @@ def checkpoint_layers(
     for layer in layers:
         layer._gradient_checkpointing_func = partial(segments.checkpoint, layer)
     mix_in(model.base_model, _InSegments, activation_segments=segments)
-
-
-def check_segments(policy: str, layers_per_checkpoint: int) -> None:
-    """Refuse segments of no layers, and of layers that are not checkpointed.
-
-    Raises:
-        ConfigError: naming the value.
-    """
-    if layers_per_checkpoint < 1:
-        raise ConfigError(f"layers_per_checkpoint={layers_per_checkpoint}: at least 1 is needed")
-    if layers_per_checkpoint > 1 and policy == "none":
-        raise ConfigError(
-            f"layers_per_checkpoint={layers_per_checkpoint}: layers share the input that checkpointing keeps; use "
-            "checkpoint='attention' or 'full'"
-        )
 
 
 class _InSegments:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch import attention as attention  # registers the ring's operator
+from ringspan.torch.modules import hidden_of
 from ringspan.torch.offload import Store
 
 RING: Final = torch.ops.ringspan.ring_attention.default
@@ -39,7 +40,6 @@ class Segments:
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
         """A forward pass of the decoder: its first layer begins a segment."""
-        self._segment = None
         try:
             with self._store.hooks():
                 yield
@@ -74,7 +74,7 @@ class Segments:
         segment.calls.append(_Call(layer, function, args[1:], _surroundings(args[0]), self._store, kept))
         with segment.hooks(place, args[0]):
             result = checkpoint(function, *args, **options)
-        self._last = StorageWeakRef(_hidden(result).untyped_storage())
+        self._last = StorageWeakRef(hidden_of(result).untyped_storage())
         return result
 
 
@@ -96,7 +96,7 @@ class _Call:
             stack.enter_context(self.surroundings())
             if self.kept:
                 stack.enter_context(_Replay(self.store, list(self.kept), again=True))
-            return _hidden(self.function(hidden, *self.others))
+            return hidden_of(self.function(hidden, *self.others))
 
 
 class _Segment:
@@ -147,10 +147,6 @@ def _gathered(layer: nn.Module, coming: nn.Module | None, *, stays: bool) -> Ite
     yield
     if isinstance(layer, FSDPModule) and not stays:
         layer.reshard()
-
-
-def _hidden(result: Any) -> Tensor:
-    return result if isinstance(result, Tensor) else result[0]
 
 
 def _surroundings(hidden: Tensor) -> Callable[[], Any]:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.modules import local_part
 from ringspan.torch.sums import Sum, SumOfGradients
 
 _COLUMNS: Final = ("colwise", "colwise_gather_output", "colwise_rep")  # the last is the second one's former name
@@ -115,11 +116,6 @@ def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
                 _become(modules[parent], _Siblings, tp_inputs=inputs[parent])
             modules[path].tp_inputs = inputs.get(parent, _Inputs())  # pyright: ignore[reportArgumentType]
             modules[path].tp_gathers = style != "colwise"  # pyright: ignore[reportArgumentType]
-
-
-def local_part(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, in whose place a gradient goes back to all of it."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def splits_vocabulary(head: nn.Module) -> bool:

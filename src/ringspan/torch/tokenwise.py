@@ -13,10 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.torch.modules import mix_in
+from ringspan.torch.modules import hidden_of, local_part, mix_in
 
 # Tokens of the probe: enough for a router that fills experts to a capacity to drop some when all choose alike.
 _PROBE_TOKENS: Final = 24
@@ -63,19 +62,15 @@ def mixes_tokens(module: nn.Module, size: int) -> str:
         whole = module(tokens)
     except Exception as error:  # whatever it raises: it does not take hidden states alone
         return f"does not take hidden states alone ({type(error).__name__})"
-    whole = _hidden(whole)
+    whole = hidden_of(whole)
     if not isinstance(whole, Tensor) or whole.shape != tokens.shape or whole.dtype != tokens.dtype:
         return "does not give hidden states"
-    apart = torch.cat([_hidden(module(tokens[:1, i : i + 1])) for i in range(_PROBE_TOKENS)], 1)
-    others = [whole[:1] - apart, whole[:, order] - _hidden(module(tokens[:, order])), whole[1] - whole[0, 0]]
+    apart = torch.cat([hidden_of(module(tokens[:1, i : i + 1])) for i in range(_PROBE_TOKENS)], 1)
+    others = [whole[:1] - apart, whole[:, order] - hidden_of(module(tokens[:, order])), whole[1] - whole[0, 0]]
     bound = max(1e-5, 8 * torch.finfo(like.dtype).eps) * whole.abs().max()
     if not all(bool(difference.abs().max() <= bound) for difference in others):
         return "mixes tokens"
     return ""
-
-
-def _hidden(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple) else result
 
 
 class Blockwise:
@@ -96,7 +91,7 @@ class Blockwise:
         def run(tokens: Tensor) -> Tensor:
             result = whole(tokens)
             others[:] = [None] * (len(result) - 1 if isinstance(result, tuple) else 0)
-            return _hidden(result)
+            return hidden_of(result)
 
         if args or kwargs:
             raise UnsupportedError(
@@ -176,8 +171,7 @@ def _accumulate(sums: list[Tensor | None], parts: list[Tensor | None], d_out: Te
 
 def _owns(part: Tensor, d_out: Tensor) -> bool:
     """Whether a gradient has memory of its own, not that of the one it was made from."""
-    local = part.to_local() if isinstance(part, DTensor) else part
-    return local.untyped_storage()._cdata != d_out.untyped_storage()._cdata
+    return local_part(part).untyped_storage()._cdata != d_out.untyped_storage()._cdata
 
 
 def _blocks(hidden: Tensor, chunk_tokens: int) -> Iterator[slice]:
