@@ -87,8 +87,8 @@ MUTANTS = [
     Mutant(
         "last hop skipped",
         "core/schedule.py",
-        "for index, owner in enumerate(way.owner[:, rank].tolist()):",
-        "for index, owner in enumerate(way.owner[: max(1, len(way.owner) - 1), rank].tolist()):",
+        "in enumerate(zip(owners, parts, strict=True)):",
+        "in enumerate([*zip(owners, parts, strict=True)][: max(1, len(owners) - 1)]):",
         EXACTLY_ONCE,
     ),
     Mutant(

@@ -6,7 +6,7 @@ one of its earlier hops. Ring loop, gradients and planner read nothing else of a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -118,15 +118,29 @@ class Itinerary:
     behind: IntArray
     half: IntArray
 
-    @property
+    @cached_property
     def visitor(self) -> IntArray:
         """Which rank has an owner's block at a hop: the inverse of ``owner``. Shape (H, N)."""
         return np.argsort(self.owner, axis=1)
 
-    def following(self, hop: int) -> int:
-        """The hop whose visitor gets what this hop's visitor made of the block, 0 when nobody does."""
-        later = np.flatnonzero(self.behind == hop)
-        return int(later[0]) if hop and len(later) else 0
+    @cached_property
+    def following(self) -> tuple[int, ...]:
+        """For each hop the one whose visitor gets what its visitor made of the block, 0 when nobody does."""
+        behind: list[int] = self.behind.tolist()
+        later = [0] * len(behind)
+        for hop in range(len(behind) - 1, 0, -1):  # the first of several, last
+            if behind[hop]:
+                later[behind[hop]] = hop
+        return tuple(later)
+
+    @cached_property
+    def sent_at(self) -> tuple[tuple[int, ...], ...]:
+        """For each hop the later ones whose blocks are sent at its start."""
+        posted: list[int] = self.posted.tolist()
+        later: list[list[int]] = [[] for _ in posted]
+        for hop in range(1, len(posted)):
+            later[posted[hop]].append(hop)
+        return tuple(map(tuple, later))
 
 
 def _itinerary(ranks: int, hops: Sequence[tuple[IntArray, int, int, int]]) -> Itinerary:

@@ -20,9 +20,9 @@ from ringspan.core.layout import Layout, Span
 from ringspan.core.mask import UNBOUNDED, Mask
 from ringspan.core.ranges import Ranges, minus, size, union
 from ringspan.core.route import IntArray, Itinerary, Route
-from ringspan.core.tile import Tile, bands_between, meet
+from ringspan.core.tile import MAX_MEETINGS, Tile, bands_between, meet
 
-_MAX_MEETINGS: Final = 1 << 20  # spans x spans x regions met in one numpy call: bounds the schedule's own memory
+_FEW_MEETINGS: Final = 1 << 12  # below, Python takes longer to call numpy than numpy to answer
 
 
 class Parcel(NamedTuple):
@@ -115,20 +115,16 @@ def plan(
     travel = _travel(layout, keys, mask, route)
     way = travel.itinerary
     regions = mask.table(layout.length, keys.length)
+    owners, visitors = way.owner[:, rank].tolist(), way.visitor.tolist()
+    parts = [_part(half, blocks.tokens_per_rank) for half in way.half.tolist()]
+    held = [_cut(blocks.spans(owner), *part) for owner, part in zip(owners, parts, strict=True)]
+    mine = (keys if route.passes_queries else layout).spans(rank)
+    found = bands_between([(block, mine) if route.passes_queries else (mine, block) for block in held], regions)
     hops: list[Hop] = []
-    for index, owner in enumerate(way.owner[:, rank].tolist()):
-        start, stop = _part(int(way.half[index]), blocks.tokens_per_rank)
-        block = _cut(blocks.spans(owner), start, stop)
-        if route.passes_queries:
-            bands = tuple(band.shifted(start, 0) for band in bands_between(block, keys.spans(rank), regions))
-        else:
-            bands = tuple(band.shifted(0, start) for band in bands_between(layout.spans(rank), block, regions))
-        sends = tuple(
-            (later, Parcel(int(travel.visitor[later, owner]), _ranges(travel.carried[owner, later])))
-            for later in np.flatnonzero(way.posted == index).tolist()
-            if later
-        )
-        following = way.following(index)
+    for index, (owner, (start, _)) in enumerate(zip(owners, parts, strict=True)):
+        offset = (start, 0) if route.passes_queries else (0, start)
+        bands = tuple(band.shifted(*offset) for band in found[index]) if start else found[index]
+        following, behind = way.following[index], int(way.behind[index])
         hops.append(
             Hop(
                 index=index,
@@ -136,13 +132,16 @@ def plan(
                 bands=bands,
                 tiles=tuple(tile for band in bands for tile in band.split()),
                 arrives=Parcel(int(way.source[index, rank]), _ranges(travel.carried[owner, index])),
-                sends=sends,
+                sends=tuple(
+                    (later, Parcel(visitors[later][owner], _ranges(travel.carried[owner, later])))
+                    for later in way.sent_at[index]
+                ),
                 gradient=_ranges(travel.gradient[owner, index]),
-                gradient_in=Parcel(int(travel.visitor[way.behind[index], owner]), travel.handed_on(owner, index)),
-                gradient_on=Parcel(int(travel.visitor[following, owner]), travel.handed_on(owner, following)),
+                gradient_in=Parcel(visitors[behind][owner], _ranges(travel.handed_on[owner, index])),
+                gradient_on=Parcel(visitors[following][owner], _ranges(travel.handed_on[owner, following])),
                 gradient_next=following,
                 gradient_home=travel.sent_home(owner, index),
-                comes_home=Parcel(int(travel.visitor[index, rank]), travel.sent_home(rank, index)),
+                comes_home=Parcel(visitors[index][rank], travel.sent_home(rank, index)),
             )
         )
     return Schedule(rank, layout.ranks, tuple(hops), travel.tile_pairs, route.passes_queries)
@@ -168,22 +167,21 @@ def _cut(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
 
 @dataclass(frozen=True)
 class _Travel:
-    """Where every owner's block goes: per (owner, hop, span) the first and past-the-last index, in storage indices."""
+    """Where every owner's block goes: per (owner, hop, span) the first and past-the-last index, in storage indices.
+
+    ``handed_on`` is the part of a gradient that the visitor of a hop gets from the one before.
+    """
 
     itinerary: Itinerary
-    visitor: IntArray
     carried: IntArray
     gradient: IntArray
+    handed_on: IntArray
     tile_pairs: int
-
-    def handed_on(self, owner: int, index: int) -> Ranges:
-        """The part of an owner's gradient that the visitor before hands to the visitor of this hop."""
-        behind = self.itinerary.behind[index]
-        return _ranges(_overlap(self.gradient[owner, behind], self.carried[owner, index])) if behind else ()
 
     def sent_home(self, owner: int, index: int) -> Ranges:
         """The part of an owner's gradient that the visitor of this hop sends home."""
-        return minus(_ranges(self.gradient[owner, index]), self.handed_on(owner, self.itinerary.following(index)))
+        on = self.handed_on[owner, self.itinerary.following[index]]
+        return minus(_ranges(self.gradient[owner, index]), _ranges(on))
 
 
 @lru_cache(maxsize=64)
@@ -207,49 +205,52 @@ def _journey(needed: IntArray, way: Itinerary, tokens: int, tile_pairs: int) -> 
         earlier = way.posted[hop]
         carried[:, earlier] = _hull(carried[:, earlier], carried[:, hop])
     carried[:, 0] = _NOTHING
-    gradient = by_hop.copy()
-    gradient[:, 0] = _NOTHING
+    gradient, handed_on = by_hop.copy(), np.empty_like(by_hop)
+    gradient[:, 0] = handed_on[:] = _NOTHING
     for hop in range(1, len(visitor)):
         if way.behind[hop]:
-            gradient[:, hop] = _hull(_overlap(gradient[:, way.behind[hop]], carried[:, hop]), gradient[:, hop])
-    return _Travel(way, visitor, carried, gradient, tile_pairs)
+            handed_on[:, hop] = _overlap(gradient[:, way.behind[hop]], carried[:, hop])
+            gradient[:, hop] = _hull(handed_on[:, hop], gradient[:, hop])
+    return _Travel(way, carried, gradient, handed_on, tile_pairs)
 
 
 def _needed(layout: Layout, keys: Layout, regions: IntArray) -> tuple[IntArray, int]:
     """Hull of the keys of each (owner, visitor, owner's span) that the visitor sees, in the owner's storage indices;
     and the pairs of a mean meeting of two spans and a region.
     """
-    queries = _span_table(layout)
+    queries = _span_table(layout)[:, :, None]
+    spans = [
+        (owner, number, span, sum(before.count for before in owned[:number]))
+        for owner, owned in enumerate(map(keys.spans, range(keys.ranks)))
+        for number, span in enumerate(owned)
+    ]
     meetings = pairs = 0
     needed = np.empty((layout.ranks, layout.ranks, 2, 2), dtype=np.int64)
     needed[:] = _NOTHING
-    for owner in range(layout.ranks):
-        storage = 0
-        for number, span in enumerate(keys.spans(owner)):
-            last = span.start + span.step * (span.count - 1)
-            near = regions[(regions[:, 2] <= last) & (regions[:, 3] > span.start)]
-            at_once = max(1, _MAX_MEETINGS // max(1, 2 * len(near)))
-            for first in range(0, layout.ranks, at_once):
-                visitors = slice(first, first + at_once)
-                met = _met(queries[visitors], span, near)
-                needed[owner, visitors, number] = _keys_seen(met) + storage
-                meetings += int(np.count_nonzero(met[..., 1] > met[..., 0]))
-                pairs += int(_num_pairs(met).sum())
-            storage += span.count
+    together = max(1, _FEW_MEETINGS // (layout.ranks * max(1, len(regions))))
+    for some in (spans[first : first + together] for first in range(0, len(spans), together)):
+        owners, numbers, met_spans, stored = zip(*some, strict=True)
+        starts, counts, storage = (
+            np.array(column)[:, None, None, None]
+            for column in ([span.start for span in met_spans], [span.count for span in met_spans], stored)
+        )
+        stop = max(span.start + span.step * (span.count - 1) for span in met_spans)
+        near = regions[(regions[:, 2] <= stop) & (regions[:, 3] > starts.min())]
+        at_once = max(1, MAX_MEETINGS // max(1, 2 * len(some) * len(near)))
+        for first in range(0, layout.ranks, at_once):
+            visitors = slice(first, first + at_once)
+            met = meet(queries[visitors, ..., 0], queries[visitors, ..., 1], starts, counts, met_spans[0].step, near)
+            needed[owners, visitors, numbers] = _keys_seen(met) + storage[..., 0]
+            meetings += int(np.count_nonzero(met[..., 1] > met[..., 0]))
+            pairs += int(_num_pairs(met).sum())
     return needed, pairs // max(1, meetings)
-
-
-def _met(queries: IntArray, span: Span, regions: IntArray) -> IntArray:
-    """Where a key span and regions meet each visitor's query spans (visitor, span, start and count)."""
-    starts, counts = queries[..., 0, None], queries[..., 1, None]
-    return meet(starts, counts, np.array(span.start), np.array(span.count), span.step, regions)
 
 
 def _keys_seen(met: IntArray) -> IntArray:
     """Hull of the indices of a key span that each visitor sees."""
     seen = met[..., 1] > met[..., 0]
-    first = np.where(seen, met[..., 2], _NOTHING[0]).min((1, 2), initial=_NOTHING[0])
-    stop = np.where(seen, met[..., 3], _NOTHING[1]).max((1, 2), initial=_NOTHING[1])
+    first = np.where(seen, met[..., 2], _NOTHING[0]).min((-2, -1), initial=_NOTHING[0])
+    stop = np.where(seen, met[..., 3], _NOTHING[1]).max((-2, -1), initial=_NOTHING[1])
     return np.stack((first, stop), axis=-1)
 
 
@@ -285,4 +286,4 @@ def _sizes(hulls: IntArray) -> int:
 
 
 def _ranges(hulls: IntArray) -> Ranges:
-    return union([(int(start), int(stop)) for start, stop in hulls])
+    return union(hulls.tolist())

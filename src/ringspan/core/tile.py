@@ -6,13 +6,16 @@ i`` and ``k = b + s j`` the bound on ``s (i - j) + (a - b)`` becomes ``ceil((lo 
 (a - b)) / s)``.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.core.layout import Span
+
+MAX_MEETINGS: Final = 1 << 20  # of spans and regions in one numpy call: bounds the memory of a schedule
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -173,25 +176,39 @@ def _clip_to_span(
     return np.maximum(-((start - first) // step), 0), np.minimum(-((start - stop) // step), count)
 
 
-def bands_between(queries: tuple[Span, ...], keys: tuple[Span, ...], regions: NDArray[np.int64]) -> tuple[Tile, ...]:
-    """All tiles of one rank's queries against one rank's keys, in rank-local indices, joined where they touch, each
-    with whatever band it has.
+def bands_between(
+    pairs: Sequence[tuple[tuple[Span, ...], tuple[Span, ...]]], regions: NDArray[np.int64]
+) -> list[tuple[Tile, ...]]:
+    """For each pair of query spans and key spans all tiles of the queries against the keys, in indices of what the
+    spans hold one behind the other, joined where they touch, each with whatever band it has.
     """
-    found: list[Tile] = []
-    row = 0
-    for query in queries:
-        column = 0
-        for key in keys:
-            assert query.step == key.step, "both sides of an attention share one layout, hence one step"
-            one = np.ones(1, dtype=np.int64)
-            met = meet(query.start * one, query.count * one, key.start * one, key.count * one, query.step, regions)
-            for bounds in met[met[:, 1] > met[:, 0]].tolist():
-                tile = cut(*bounds)
-                assert tile is not None, "meet gives an empty meeting no rows"
-                found.append(tile.shifted(row, column))
-            column += key.count
-        row += query.count
-    return tuple(join(found))
+    found: list[list[Tile]] = [[] for _ in pairs]
+    meetings: list[tuple[int, int, int]] = []  # which pair, and where its spans begin in storage
+    spans: list[tuple[int, int, int, int]] = []
+    for number, (queries, keys) in enumerate(pairs):
+        row = 0
+        for query in queries:
+            column = 0
+            for key in keys:
+                assert query.step == key.step, "both sides of an attention share one layout, hence one step"
+                meetings.append((number, row, column))
+                spans.append((query.start, query.count, key.start, key.count))
+                column += key.count
+            row += query.count
+    step = next((query.step for queries, _ in pairs for query in queries), 1)
+    at_once = max(1, MAX_MEETINGS // max(1, len(regions)))
+    for first in range(0, len(spans), at_once):
+        sides = np.array(spans[first : first + at_once]).T[..., None]
+        met = meet(sides[0], sides[1], sides[2], sides[3], step, regions)
+        which, region = np.nonzero(met[..., 1] > met[..., 0])
+        met_by: list[int] = which.tolist()
+        tiles: list[list[int]] = met[which, region].tolist()
+        for index, bounds in zip(met_by, tiles, strict=True):
+            number, row, column = meetings[first + index]
+            tile = cut(*bounds)
+            assert tile is not None, "meet gives an empty meeting no rows"
+            found[number].append(tile.shifted(row, column))
+    return [tuple(join(each)) for each in found]
 
 
 def join(tiles: Iterable[Tile]) -> list[Tile]:
