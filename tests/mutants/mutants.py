@@ -213,8 +213,8 @@ MUTANTS = [
     Mutant(
         "block thinned one hop too early",
         "core/schedule.py",
-        "carried[:, earlier] = _hull(carried[:, earlier], carried[:, hop])",
-        "carried[:, earlier] = carried[:, earlier]",
+        "carried[earlier] = _hull(carried[earlier], carried[hop])",
+        "carried[earlier] = carried[earlier]",
         CARRIED,
     ),
     Mutant(

@@ -1,17 +1,11 @@
 """FLOPs, traffic and time against the schedule, brute force and published figures."""
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from ringspan.core.layout import Layout
-from ringspan.core.mask import causal, sliding_window
-from ringspan.core.schedule import plan
-from ringspan.core.timing import Shape, Speeds
-from ringspan.plan import cost
 from ringspan.plan.cost import (
-    attention_passes,
     causal_pairs,
     dataset_flops_ratio,
     model_flops,
@@ -24,37 +18,6 @@ from ringspan.train.model import flops_per_token
 
 LLAMA = MODELS["llama-3.1-8b"]
 FAST = replace(DEVICES["h100-80gb"], intra_node_bandwidth=1e18, inter_node_bandwidth=1e18)
-
-
-SIZES = Shape(1, 32, 8, 128, 128, 2)
-
-
-@pytest.mark.parametrize(
-    ("route", "per_node"),
-    [("double-ring:8", 8), *((route, n) for route in ("ring", "all-gather", "ulysses:2") for n in (8, 48, 512))],
-)
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_a_large_ring_is_drawn_on_from_small_ones(monkeypatch, layout, route, per_node):
-    """At 96 ranks, near the balance of computing and sending, where neither hides the other alone."""
-    speeds = Speeds(4e14, 3e11, 5e10, per_node)
-    drawn = attention_passes(layout, 96 * 4096, 96, None, route, SIZES, speeds)
-    monkeypatch.setattr(cost, "_LARGEST_SCHEDULE", 96)
-    walked = attention_passes.__wrapped__(layout, 96 * 4096, 96, None, route, SIZES, speeds)
-    for one, other in zip(drawn, walked, strict=True):
-        assert astuple(one) == pytest.approx(astuple(other), rel=0.02)
-
-
-@pytest.mark.parametrize("window", [None, 5, 40])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
-def test_attention_computes_the_pairs_of_the_mask(layout, window):
-    ranks, length, shape, speeds = 5, 70, Shape(1, 3, 3, 16, 16, 2), Speeds(1.0, 1e30, 1e30, 8)
-    mask = causal() if window is None else sliding_window(window)
-    schedules = [plan(Layout(layout, length, ranks), mask, rank) for rank in range(ranks)]
-    assert sum(schedule.num_pairs for schedule in schedules) == causal_pairs(length, window)
-    forward, backward = attention_passes(layout, length, ranks, window, "ring", shape, speeds)
-    most = max(schedule.num_pairs for schedule in schedules) * 3 * 16 * 2
-    assert most >= forward.compute_seconds / 2 >= 0.8 * most
-    assert backward.compute_seconds == pytest.approx(2.5 * forward.compute_seconds)
 
 
 def test_model_flops_are_those_that_training_reports():

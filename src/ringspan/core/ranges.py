@@ -31,7 +31,10 @@ def minus(a: Ranges, b: Ranges) -> Ranges:
 
 def size(ranges: Ranges) -> int:
     """How many indices."""
-    return sum(stop - start for start, stop in ranges)
+    total = 0
+    for start, stop in ranges:
+        total += stop - start
+    return total
 
 
 def offset(ranges: Ranges, index: int) -> int:

@@ -187,6 +187,7 @@ class Heads(NamedTuple):
     keys: slice
 
 
+@lru_cache(maxsize=256)
 def member_heads(num_heads: int, num_kv_heads: int, members: int) -> tuple[Heads, ...]:
     """Equal shares of the query heads, each with its key/value heads; several members share one when these are few.
 

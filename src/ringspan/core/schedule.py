@@ -10,7 +10,7 @@ What a visitor makes of them, a partial result, goes straight home.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ class Parcel(NamedTuple):
     ranges: Ranges
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Hop:
     """What one rank does at one hop, while it holds the block of ``owner``.
 
@@ -54,12 +54,12 @@ class Hop:
     gradient_home: Ranges  # what of it nobody adds to any more: straight to the owner
     comes_home: Parcel  # the part of this rank's own gradient that its visitor of this hop sends home
 
-    @property
+    @cached_property
     def num_pairs(self) -> int:
         return sum(band.num_pairs for band in self.bands)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """One rank's part in one attention: its hops in order."""
 
@@ -69,7 +69,7 @@ class Schedule:
     tile_pairs: int  # of a mean tile of all ranks, about: every rank knows the same
     passes_queries: bool = False  # blocks are queries, else keys and values
 
-    @property
+    @cached_property
     def num_pairs(self) -> int:
         """Allowed (query, key) pairs that this rank computes."""
         return sum(hop.num_pairs for hop in self.hops)
@@ -115,33 +115,30 @@ def plan(
     travel = _travel(layout, keys, mask, route)
     way = travel.itinerary
     regions = mask.table(layout.length, keys.length)
-    owners, visitors = way.owner[:, rank].tolist(), way.visitor.tolist()
+    owners: list[int] = way.owner[:, rank].tolist()
     parts = [_part(half, blocks.tokens_per_rank) for half in way.half.tolist()]
     held = [_cut(blocks.spans(owner), *part) for owner, part in zip(owners, parts, strict=True)]
     mine = (keys if route.passes_queries else layout).spans(rank)
     found = bands_between([(block, mine) if route.passes_queries else (mine, block) for block in held], regions)
+    freight = _freight(travel, rank)
     hops: list[Hop] = []
     for index, (owner, (start, _)) in enumerate(zip(owners, parts, strict=True)):
         offset = (start, 0) if route.passes_queries else (0, start)
         bands = tuple(band.shifted(*offset) for band in found[index]) if start else found[index]
-        following, behind = way.following[index], int(way.behind[index])
         hops.append(
             Hop(
                 index=index,
                 owner=owner,
                 bands=bands,
                 tiles=tuple(tile for band in bands for tile in band.split()),
-                arrives=Parcel(int(way.source[index, rank]), _ranges(travel.carried[owner, index])),
-                sends=tuple(
-                    (later, Parcel(visitors[later][owner], _ranges(travel.carried[owner, later])))
-                    for later in way.sent_at[index]
-                ),
-                gradient=_ranges(travel.gradient[owner, index]),
-                gradient_in=Parcel(visitors[behind][owner], _ranges(travel.handed_on[owner, index])),
-                gradient_on=Parcel(visitors[following][owner], _ranges(travel.handed_on[owner, following])),
-                gradient_next=following,
-                gradient_home=travel.sent_home(owner, index),
-                comes_home=Parcel(visitors[index][rank], travel.sent_home(rank, index)),
+                arrives=freight.arrives[index],
+                sends=tuple((later, freight.sent[later]) for later in way.sent_at[index]),
+                gradient=freight.gradient[index],
+                gradient_in=freight.gradient_in[index],
+                gradient_on=freight.gradient_on[index],
+                gradient_next=way.following[index],
+                gradient_home=freight.gradient_home[index],
+                comes_home=freight.comes_home[index],
             )
         )
     return Schedule(rank, layout.ranks, tuple(hops), travel.tile_pairs, route.passes_queries)
@@ -167,7 +164,7 @@ def _cut(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
 
 @dataclass(frozen=True)
 class _Travel:
-    """Where every owner's block goes: per (owner, hop, span) the first and past-the-last index, in storage indices.
+    """Where every owner's block goes: per (hop, owner, span) the hull of storage indices, see ``_hull``.
 
     ``handed_on`` is the part of a gradient that the visitor of a hop gets from the one before.
     """
@@ -178,46 +175,74 @@ class _Travel:
     handed_on: IntArray
     tile_pairs: int
 
-    def sent_home(self, owner: int, index: int) -> Ranges:
-        """The part of an owner's gradient that the visitor of this hop sends home."""
-        on = self.handed_on[owner, self.itinerary.following[index]]
-        return minus(_ranges(self.gradient[owner, index]), _ranges(on))
+
+class _Freight(NamedTuple):
+    """What ``Hop`` says of parcels, for each of one rank's hops; ``sent`` is for the later hop it is sent for."""
+
+    arrives: list[Parcel]
+    sent: list[Parcel]
+    gradient: list[Ranges]
+    gradient_in: list[Parcel]
+    gradient_on: list[Parcel]
+    gradient_home: list[Ranges]
+    comes_home: list[Parcel]
+
+
+def _freight(travel: _Travel, rank: int) -> _Freight:
+    way = travel.itinerary
+    hops, owners, following = np.arange(len(way.owner)), way.owner[:, rank], np.array(way.following)
+    owned_before = owners[way.posted]  # whose block was here when a later hop's was sent
+    gradient, on = _listed(travel.gradient[hops, owners]), _listed(travel.handed_on[following, owners])
+    mine, mine_on = _listed(travel.gradient[:, rank]), _listed(travel.handed_on[following, rank])
+    return _Freight(
+        arrives=_parcels(way.source[:, rank], _listed(travel.carried[hops, owners])),
+        sent=_parcels(way.visitor[hops, owned_before], _listed(travel.carried[hops, owned_before])),
+        gradient=gradient,
+        gradient_in=_parcels(way.visitor[way.behind, owners], _listed(travel.handed_on[hops, owners])),
+        gradient_on=_parcels(way.visitor[following, owners], on),
+        gradient_home=list(map(_left, gradient, on)),
+        comes_home=_parcels(way.visitor[:, rank], list(map(_left, mine, mine_on))),
+    )
+
+
+def _parcels(peers: IntArray, ranges: list[Ranges]) -> list[Parcel]:
+    return list(map(Parcel, peers.tolist(), ranges))
 
 
 @lru_cache(maxsize=64)
 def _travel(layout: Layout, keys: Layout, mask: Mask, route: Route) -> _Travel:
-    regions = mask.table(layout.length, keys.length)
-    if route.passes_queries:  # transposed: k - q instead of q - k
-        layout, keys, regions = keys, layout, regions[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])
-    needed, tile_pairs = _needed(layout, keys, regions)
-    journeys = (_journey(needed, way, keys.tokens_per_rank, tile_pairs) for way in route.itineraries(layout.ranks))
+    needed, tile_pairs = _needed(layout, keys, mask, route.passes_queries)
+    tokens = (layout if route.passes_queries else keys).tokens_per_rank
+    journeys = (_journey(needed, way, tokens, tile_pairs) for way in route.itineraries(layout.ranks))
     return min(journeys, key=lambda travel: _sizes(travel.carried))
 
 
 def _journey(needed: IntArray, way: Itinerary, tokens: int, tile_pairs: int) -> _Travel:
     """Order the needs (owner, visitor, span, bound) by hop; a block carries the hull of what is still needed."""
-    visitor = way.visitor
-    parts = np.array([_part(int(half), tokens) for half in way.half])
-    by_hop = needed[np.arange(len(needed))[:, None], visitor.T]
-    by_hop = _overlap(by_hop, parts[None, :, None, :])
+    parts = np.array([_part(half, tokens) for half in way.half.tolist()]) * _SIGNS
+    by_hop = _overlap(needed[np.arange(len(needed)), way.visitor], parts[:, None, None])
     carried = by_hop.copy()
-    for hop in reversed(range(1, len(visitor))):
+    for hop in range(len(by_hop) - 1, 0, -1):
         earlier = way.posted[hop]
-        carried[:, earlier] = _hull(carried[:, earlier], carried[:, hop])
-    carried[:, 0] = _NOTHING
-    gradient, handed_on = by_hop.copy(), np.empty_like(by_hop)
-    gradient[:, 0] = handed_on[:] = _NOTHING
-    for hop in range(1, len(visitor)):
+        carried[earlier] = _hull(carried[earlier], carried[hop])
+    carried[0] = _NOTHING
+    gradient, handed_on = by_hop.copy(), np.full_like(by_hop, _NOTHING)
+    gradient[0] = _NOTHING
+    for hop in range(1, len(by_hop)):
         if way.behind[hop]:
-            handed_on[:, hop] = _overlap(gradient[:, way.behind[hop]], carried[:, hop])
-            gradient[:, hop] = _hull(handed_on[:, hop], gradient[:, hop])
+            handed_on[hop] = _overlap(gradient[way.behind[hop]], carried[hop])
+            gradient[hop] = _hull(handed_on[hop], gradient[hop])
     return _Travel(way, carried, gradient, handed_on, tile_pairs)
 
 
-def _needed(layout: Layout, keys: Layout, regions: IntArray) -> tuple[IntArray, int]:
+@lru_cache(maxsize=32)
+def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> tuple[IntArray, int]:
     """Hull of the keys of each (owner, visitor, owner's span) that the visitor sees, in the owner's storage indices;
-    and the pairs of a mean meeting of two spans and a region.
+    and the pairs of a mean meeting of two spans and a region. With queries that travel, of those that see its keys.
     """
+    regions = mask.table(layout.length, keys.length)
+    if passes_queries:  # transposed: k - q instead of q - k
+        layout, keys, regions = keys, layout, regions[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])
     queries = _span_table(layout)[:, :, None]
     spans = [
         (owner, number, span, sum(before.count for before in owned[:number]))
@@ -225,8 +250,7 @@ def _needed(layout: Layout, keys: Layout, regions: IntArray) -> tuple[IntArray, 
         for number, span in enumerate(owned)
     ]
     meetings = pairs = 0
-    needed = np.empty((layout.ranks, layout.ranks, 2, 2), dtype=np.int64)
-    needed[:] = _NOTHING
+    needed = np.full((layout.ranks, layout.ranks, 2, 2), _NOTHING, dtype=np.int64)
     together = max(1, _FEW_MEETINGS // (layout.ranks * max(1, len(regions))))
     for some in (spans[first : first + together] for first in range(0, len(spans), together)):
         owners, numbers, met_spans, stored = zip(*some, strict=True)
@@ -240,7 +264,7 @@ def _needed(layout: Layout, keys: Layout, regions: IntArray) -> tuple[IntArray, 
         for first in range(0, layout.ranks, at_once):
             visitors = slice(first, first + at_once)
             met = meet(queries[visitors, ..., 0], queries[visitors, ..., 1], starts, counts, met_spans[0].step, near)
-            needed[owners, visitors, numbers] = _keys_seen(met) + storage[..., 0]
+            needed[owners, visitors, numbers] = _keys_seen(met) + storage[..., 0] * _SIGNS
             meetings += int(np.count_nonzero(met[..., 1] > met[..., 0]))
             pairs += int(_num_pairs(met).sum())
     return needed, pairs // max(1, meetings)
@@ -249,9 +273,7 @@ def _needed(layout: Layout, keys: Layout, regions: IntArray) -> tuple[IntArray, 
 def _keys_seen(met: IntArray) -> IntArray:
     """Hull of the indices of a key span that each visitor sees."""
     seen = met[..., 1] > met[..., 0]
-    first = np.where(seen, met[..., 2], _NOTHING[0]).min((-2, -1), initial=_NOTHING[0])
-    stop = np.where(seen, met[..., 3], _NOTHING[1]).max((-2, -1), initial=_NOTHING[1])
-    return np.stack((first, stop), axis=-1)
+    return np.where(seen[..., None], met[..., 2:4] * _SIGNS, _NOTHING).min((-3, -2), initial=_NOTHING)
 
 
 def _num_pairs(met: IntArray) -> IntArray:
@@ -269,21 +291,30 @@ def _span_table(layout: Layout) -> IntArray:
     return table
 
 
-_NOTHING: Final = np.array([UNBOUNDED, -UNBOUNDED], dtype=np.int64)  # the hull with nothing in it
+# A hull is its first index and minus the one past its last, so that the wider of two bounds is the smaller number.
+_NOTHING: Final = UNBOUNDED
+_SIGNS: Final = np.array([1, -1])
 
 
-def _hull(a: IntArray, b: IntArray) -> IntArray:
-    return np.stack((np.minimum(a[..., 0], b[..., 0]), np.maximum(a[..., 1], b[..., 1])), axis=-1)
+_hull = np.minimum
 
 
 def _overlap(a: IntArray, b: IntArray) -> IntArray:
-    both = np.stack((np.maximum(a[..., 0], b[..., 0]), np.minimum(a[..., 1], b[..., 1])), axis=-1)
-    return np.where((both[..., 0] < both[..., 1])[..., None], both, _NOTHING)
+    both = np.maximum(a, b)
+    return np.where(both.sum(-1, keepdims=True) < 0, both, _NOTHING)
 
 
 def _sizes(hulls: IntArray) -> int:
-    return int(np.maximum(hulls[..., 1] - hulls[..., 0], 0).sum())
+    return int(np.maximum(-hulls.sum(-1), 0).sum())
 
 
-def _ranges(hulls: IntArray) -> Ranges:
-    return union(hulls.tolist())
+def _listed(hulls: IntArray) -> list[Ranges]:
+    return [_ranges(*each) for each in hulls.reshape(-1, 4).tolist()]
+
+
+@lru_cache(maxsize=1 << 12)  # of a hop and the next one, of a rank and the next, mostly the same
+def _ranges(first: int, minus_stop: int, second_first: int, second_minus_stop: int) -> Ranges:
+    return union([(first, -minus_stop), (second_first, -second_minus_stop)])
+
+
+_left = lru_cache(maxsize=1 << 12)(minus)

@@ -217,7 +217,8 @@ def join(tiles: Iterable[Tile]) -> list[Tile]:
     Zigzag stores two chunks behind each other, so its own block comes as two triangles and a rectangle: one causal
     tile.
     """
-    return _join_full(_join_causal(sorted(tiles)))
+    found = sorted(tiles)
+    return _join_full(_join_causal(found)) if len(found) > 1 else found
 
 
 def _join_causal(tiles: list[Tile]) -> list[Tile]:

@@ -77,28 +77,40 @@ class Pass:
 def forward_pass(
     layout: Layout, mask: Mask, route: str | Route, shape: Shape, speeds: Speeds, keys: Layout | None = None
 ) -> Pass:
-    """The forward pass of the rank that takes longest, see ``_slowest``."""
-    return _slowest(layout, keys or layout, mask, _parse(route, layout), shape, speeds, is_backward=False)
+    """The forward pass of the rank that takes longest, see ``passes``."""
+    return slowest(passes(layout, mask, route, shape, speeds, keys, is_backward=False))
 
 
 def backward_pass(
     layout: Layout, mask: Mask, route: str | Route, shape: Shape, speeds: Speeds, keys: Layout | None = None
 ) -> Pass:
-    """The backward pass of the rank that takes longest, see ``_slowest``."""
-    return _slowest(layout, keys or layout, mask, _parse(route, layout).backward, shape, speeds, is_backward=True)
+    """The backward pass of the rank that takes longest, see ``passes``."""
+    return slowest(passes(layout, mask, route, shape, speeds, keys, is_backward=True))
 
 
-def _parse(route: str | Route, layout: Layout) -> Route:
-    return Route.parse(route, layout.ranks) if isinstance(route, str) else route
+def slowest(each: Iterable[Pass]) -> Pass:
+    """The one that ends last."""
+    return max(each, key=lambda one: one.seconds)
 
 
-def _slowest(
-    layout: Layout, keys: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, *, is_backward: bool
-) -> Pass:
-    """A pass on the slowest of a few ranks: the first, the last, and the first of the last node.
+def passes(
+    layout: Layout,
+    mask: Mask,
+    route: str | Route,
+    shape: Shape,
+    speeds: Speeds,
+    keys: Layout | None = None,
+    *,
+    is_backward: bool,
+) -> tuple[Pass, ...]:
+    """A forward or backward pass on the ranks of which one takes longest: the first, the first of the last node, and
+    the last.
 
     With Ulysses groups: their trade of tokens for heads, which nothing hides, and the pass between the groups.
     """
+    keys = keys or layout
+    route = Route.parse(route, layout.ranks) if isinstance(route, str) else route
+    route = route.backward if is_backward else route
     trade = _Links(0, speeds)
     if route.ulysses > 1:
         shares = member_heads(shape.heads, shape.kv_heads, route.ulysses)
@@ -107,19 +119,29 @@ def _slowest(
         layout, keys, shape = layout.grouped(route.ulysses), keys.grouped(route.ulysses), shape.of(shares[0])
         for member in layout.group_ranks(0)[1:]:
             trade.bring(member, num_bytes, 0.0)
+        layout, keys = _without_members(layout), _without_members(keys)
         # Members of one place in their groups are as far apart as the groups.
         speeds = replace(speeds, ranks_per_node=max(1, speeds.ranks_per_node // route.ulysses))
     between = replace(route, ulysses=1)
     last = layout.ranks - 1
-    ranks = sorted({0, last, last // speeds.ranks_per_node * speeds.ranks_per_node})
-    passes = [_walk(plan(layout, mask, r, keys, between), shape, speeds, is_backward=is_backward) for r in ranks]
-    slowest = max(passes, key=lambda each: each.seconds)
-    return Pass(
-        slowest.seconds + max(trade.free.values()),
-        slowest.compute_seconds,
-        slowest.intra_node_bytes + trade.bytes[True],
-        slowest.inter_node_bytes + trade.bytes[False],
+    ranks = 0, last // speeds.ranks_per_node * speeds.ranks_per_node, last
+    schedules = (plan(layout, mask, rank, keys, between) for rank in ranks)
+    alone = (_walk(schedule, shape, speeds, is_backward=is_backward) for schedule in schedules)
+    return tuple(
+        Pass(
+            one.seconds + max(trade.free.values()),
+            one.compute_seconds,
+            one.intra_node_bytes + trade.bytes[True],
+            one.inter_node_bytes + trade.bytes[False],
+        )
+        for one in alone
     )
+
+
+def _without_members(layout: Layout) -> Layout:
+    """As many ranks as there are groups, where that pads alike: groups of every size then share one schedule."""
+    plain = replace(layout, members=1)
+    return plain if plain.padded_length == layout.padded_length else layout
 
 
 def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: bool, is_shared: bool) -> int:

@@ -1,85 +1,23 @@
 """FLOPs, bytes on links and seconds of a training step.
 
-Attention is timed by ``ringspan.core.timing``, from the schedules that the ring carries out; the rest here. S tokens of
-a sequence, T tokens of a rank, C hidden size, H, G heads, D head size, N ranks of the ring, P of tensor parallelism.
+Attention is timed in ``passes``, from the schedules that the ring carries out; the rest here. S tokens of a sequence, T
+tokens of a rank, C hidden size, H, G heads, D head size, N ranks of the ring, P of tensor parallelism.
 """
 
 from collections import Counter
-from dataclasses import astuple, dataclass, replace
-from functools import lru_cache
+from dataclasses import astuple, dataclass
 from typing import Final
 
-from ringspan.core.layout import Layout, LayoutName
-from ringspan.core.mask import causal, sliding_window
-from ringspan.core.route import Route
-from ringspan.core.timing import Pass, Shape, Speeds, backward_pass, forward_pass
+from ringspan.core.timing import Pass, Shape, Speeds
 from ringspan.plan.hardware import Device
 from ringspan.plan.memory import Setting, local_parameter_bytes, saved_per_token
+from ringspan.plan.passes import attention_passes
 from ringspan.plan.shapes import ModelShape
 
 _GRADIENT_BYTES: Final = 4  # FSDP reduces in float32
 # AdamW on the host: gradients and weights go there, weights come back; it reads four numbers a weight and writes three.
 _HOST_STEP_COPIES: Final = 3
 _HOST_STEP_ACCESSES: Final = 7
-_LARGEST_SCHEDULE: Final = 16  # ranks or groups of them; beyond, a pass grows by the same with each
-_TOKENS: Final = 8192  # of a rank, in the one schedule that stands for those of any number of tokens
-_FEW_TOKENS: Final = 256  # below, a token more or less on the diagonal counts
-
-
-@lru_cache(maxsize=1024)
-def attention_passes(
-    layout: LayoutName, length: int, ranks: int, window: int | None, route: str, shape: Shape, speeds: Speeds
-) -> tuple[Pass, Pass]:
-    """Forward and backward of one causal attention, on the rank that takes longest.
-
-    With as many tokens a rank, a further rank adds the same to every pass: schedules of more than 16 ranks, or Ulysses
-    groups, are not made, but drawn on from two smaller ones (a test holds them against the schedule). Nor are those of
-    every length: without a window twice the tokens of a rank are four times the pairs and twice the bytes.
-    """
-    way = Route.parse(route, ranks)
-    tokens = Layout(layout, length, ranks).tokens_per_rank
-    if window is None and tokens >= _FEW_TOKENS and tokens != _TOKENS:
-        times = tokens / _TOKENS
-        slower = replace(
-            speeds,
-            flops=speeds.flops / times**2,
-            intra_node_bytes=speeds.intra_node_bytes / times,
-            inter_node_bytes=speeds.inter_node_bytes / times,
-        )
-        scaled = attention_passes(layout, _TOKENS * ranks, ranks, None, route, shape, slower)
-        forward, backward = (
-            replace(
-                each,
-                intra_node_bytes=each.intra_node_bytes * times,
-                inter_node_bytes=each.inter_node_bytes * times,
-            )
-            for each in scaled
-        )
-        return forward, backward
-    groups = ranks // way.ulysses
-    mask = causal() if window is None else sliding_window(window)
-
-    def passes(groups: int, length: int, speeds: Speeds) -> tuple[Pass, Pass]:
-        split = Layout(layout, length, groups * way.ulysses)
-        return forward_pass(split, mask, way, shape, speeds), backward_pass(split, mask, way, shape, speeds)
-
-    large = _LARGEST_SCHEDULE // way.inner * way.inner
-    if groups <= max(large, 2 * way.inner):
-        return passes(groups, length, speeds)
-    large, small = max(large, 2 * way.inner), max(large // 2 // way.inner, 1) * way.inner
-    beyond = (groups - large) / (large - small)
-
-    def smaller(size: int) -> tuple[Pass, Pass]:
-        per_node = speeds.ranks_per_node
-        if small * way.ulysses < per_node < ranks:  # as many nodes as before, of fewer ranks
-            per_node = max(1, per_node * size // groups)
-        return passes(size, size * way.ulysses * tokens, replace(speeds, ranks_per_node=per_node))
-
-    drawn = zip(smaller(large), smaller(small), strict=True)
-    forward, backward = (
-        Pass(*(a + (a - b) * beyond for a, b in zip(astuple(more), astuple(less), strict=True))) for more, less in drawn
-    )
-    return forward, backward
 
 
 @dataclass(frozen=True)

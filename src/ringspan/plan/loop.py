@@ -17,7 +17,7 @@ from ringspan.core.route import Route
 from ringspan.core.schedule import Schedule, plan
 
 _FLOAT32: Final = 4
-_LARGEST_SCHEDULE: Final = 32  # as in ``cost``: beyond, what is held grows by the same with each rank
+_MOST_NODES: Final = 8  # beyond, what is held grows by the same with each node; of a single ring every rank is one
 _TOKENS: Final = 64  # of a rank in the schedule that is walked: what is held grows with them
 
 
@@ -60,9 +60,8 @@ def _share(
     layout: LayoutName, ranks: int, route: Route, query_numbers: int, kv_numbers: int, groups: int, number_bytes: int
 ) -> Held:
     """``loop_bytes`` of all heads of one group, of which there are one or more."""
-    large = max(_LARGEST_SCHEDULE // route.inner, 2) * route.inner
+    large, small = _MOST_NODES * route.inner, _MOST_NODES // 2 * route.inner
     if ranks > large:
-        small = max(large // 2 // route.inner, 1) * route.inner
         most, less = (_share(layout, n, route, query_numbers, kv_numbers, groups, number_bytes) for n in (large, small))
         beyond = (ranks - large) / (large - small)
         sums, travelling = most.sums - less.sums, most.travelling - less.travelling

@@ -69,7 +69,7 @@ class Setting:
         """The route, read for this ring."""
         return Route.parse(self.route, self.ring)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of one rank in one micro-step."""
         return self.batch * Layout(self.layout, self.length, self.ring).tokens_per_rank
@@ -83,7 +83,7 @@ class Setting:
         """Tokens that a feed-forward works on at once, 0 for all; ``auto`` for one that can be cut and comes last."""
         return self._chunk_tokens(self.feedforward_chunk_tokens)
 
-    @property
+    @cached_property
     def norm_tokens(self) -> int:
         """Tokens that a norm works on at once, 0 for all."""
         if self.norm_chunk_tokens == "auto" and self.tokens < FREE_NORM_TOKENS:

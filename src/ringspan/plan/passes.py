@@ -1,0 +1,83 @@
+"""Seconds and bytes of one attention on any number of tokens and ranks, from few schedules.
+
+``ringspan.core.timing`` walks the schedules that the ring carries out. A planner asks for thousands, of up to thousands
+of ranks; here two rules make a few of them stand for all.
+"""
+
+from collections.abc import Iterable
+from dataclasses import astuple, replace
+from functools import lru_cache
+from typing import Final
+
+from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.mask import Mask, causal, sliding_window
+from ringspan.core.route import Route
+from ringspan.core.timing import Pass, Shape, Speeds, passes, slowest
+
+# Ranks or groups of them: beyond, a pass grows by the same with each. With fewer than some eight nodes it need not yet:
+# it is not decided whether a pass waits for computing or for a link.
+_LARGEST_SCHEDULE: Final = 64
+_TOKENS: Final = 8192  # of a group of ranks, in the one schedule that stands for those of any number of tokens
+_FEW_TOKENS: Final = 256  # below, a token more or less on the diagonal counts
+
+
+@lru_cache(maxsize=1024)
+def attention_passes(
+    layout: LayoutName, length: int, ranks: int, window: int | None, route: str, shape: Shape, speeds: Speeds
+) -> tuple[Pass, Pass]:
+    """Forward and backward of one causal attention, on the rank that takes longest.
+
+    Without a window one schedule stands for those of every length, since twice the tokens of a rank are four times the
+    pairs and twice the bytes; that of many ranks is drawn on from two smaller ones, see ``_passes``.
+    """
+    way = Route.parse(route, ranks)
+    split, usual = Layout(layout, length, ranks), Layout(layout, _TOKENS // way.ulysses * ranks, ranks)
+    if window is None and split.tokens_per_rank * way.ulysses >= _FEW_TOKENS and split != usual:
+        times = split.tokens_per_rank / usual.tokens_per_rank
+        slower = replace(
+            speeds,
+            flops=speeds.flops / times**2,
+            intra_node_bytes=speeds.intra_node_bytes / times,
+            inter_node_bytes=speeds.inter_node_bytes / times,
+        )
+        forward, backward = attention_passes(layout, usual.length, ranks, None, route, shape, slower)
+        return _with_bytes(forward, times), _with_bytes(backward, times)
+    mask = causal() if window is None else sliding_window(window)
+    forward, backward = (
+        slowest(_passes(split, mask, way, shape, speeds, is_backward=is_backward)) for is_backward in (False, True)
+    )
+    return forward, backward
+
+
+def _with_bytes(one: Pass, times: float) -> Pass:
+    return replace(one, intra_node_bytes=one.intra_node_bytes * times, inter_node_bytes=one.inter_node_bytes * times)
+
+
+def _passes(
+    layout: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, *, is_backward: bool
+) -> Iterable[Pass]:
+    """``timing.passes``; of more than 64 ranks, or Ulysses groups, drawn on from those of 64 and 48.
+
+    With as many tokens a rank, a further one adds the same to every pass. Either nodes are added, or as many nodes have
+    more ranks. Rank by rank, for with more of them another one may take longest.
+    """
+    groups, nodes = layout.ranks // route.ulysses, -(-layout.ranks // speeds.ranks_per_node)
+    grows_inside = route.inner == 1 and _LARGEST_SCHEDULE * route.ulysses < 4 * speeds.ranks_per_node
+    unit = nodes if grows_inside else route.inner
+    most = max(2, _LARGEST_SCHEDULE // unit)
+    large, small = most * unit, max(1, most * 3 // 4) * unit
+    if groups <= large:
+        return passes(layout, mask, route, shape, speeds, is_backward=is_backward)
+
+    def smaller(groups: int) -> tuple[Pass, ...]:
+        ranks = groups * route.ulysses
+        per_node = ranks // nodes if grows_inside else speeds.ranks_per_node
+        fewer = Layout(layout.name, ranks * layout.tokens_per_rank, ranks)
+        nearer = replace(speeds, ranks_per_node=per_node)
+        return passes(fewer, mask, route, shape, nearer, is_backward=is_backward)
+
+    beyond = (groups - large) / (large - small)
+    return (
+        Pass(*(a + (a - b) * beyond for a, b in zip(astuple(more), astuple(less), strict=True)))
+        for more, less in zip(smaller(large), smaller(small), strict=True)
+    )
