@@ -57,8 +57,7 @@ class MemoryTracker(TorchDispatchMode):
     """A dispatch mode that knows all storages made inside of it, also those inside of the ring operator.
 
     It runs the ring's own loop in place of the operator, so blocks in flight, float32 sums and gradients on their way
-    are counted like everything else. Storages that FSDP shrinks and grows are looked at after each operator. What a
-    kernel allocates inside of one operator of PyTorch is not seen.
+    are counted like everything else. What a kernel allocates inside of one operator of PyTorch is not seen.
 
     With ``is_fake`` it answers for the tensors that have no values (see ``_ANSWERS``).
     """
@@ -70,7 +69,7 @@ class MemoryTracker(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()
         self._storages: dict[int, _Storage] = {}
-        self._elastic: dict[int, _Storage] = {}
+        self._resizes: list[Callable[..., Any]] = []
         self._totals: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self._operators = 0
         self._changed = False
@@ -78,6 +77,23 @@ class MemoryTracker(TorchDispatchMode):
 
     def __hash__(self) -> int:
         return id(self)
+
+    def __enter__(self) -> "MemoryTracker":
+        """Also see storages change their size, which is no operator: FSDP frees and refills what it gathers."""
+        resize = torch.UntypedStorage.resize_
+        self._resizes.append(resize)
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resizes.pop()
+        super().__exit__(*error)
 
     @property
     def peak(self) -> Moment:
@@ -153,10 +169,6 @@ class MemoryTracker(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self._storages:
                 self._add(storage, "communication" if communicates else "temporaries")
-                if communicates or func is _ops.aten.empty.memory_format:  # how FSDP makes what it gathers into
-                    self._elastic[storage._cdata] = self._storages[storage._cdata]
-        for known in list(self._elastic.values()):
-            self._measure(known)
         self._note()
         return result
 
@@ -168,14 +180,13 @@ class MemoryTracker(TorchDispatchMode):
 
     def _drop(self, cdata: int) -> None:
         known = self._storages.pop(cdata, None)
-        self._elastic.pop(cdata, None)
         if known is not None:
             self._count(known.category, -known.num_bytes)
 
-    def _measure(self, known: _Storage) -> None:
-        storage = known.reference()
-        if storage is not None and storage.nbytes() != known.num_bytes:
-            self._move(known, "communication")  # only FSDP frees and refills a storage: with gathered parameters
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        known = self._storages.get(storage._cdata)
+        if known is not None and storage.nbytes() != known.num_bytes:
+            self._move(known, "communication")  # only FSDP does: these are gathered parameters
             self._count(known.category, storage.nbytes() - known.num_bytes)
             known.num_bytes = storage.nbytes()
 
