@@ -23,6 +23,7 @@ from ringspan.plan.shapes import ModelShape
 CHECKPOINTS: Final = ("none", "attention", "full")  # from the fastest to the most frugal
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 OFFLOADS: Final = ("none", "activations")
+ATTENTION_MOMENT: Final = "attention backward"  # the one that depends on the route
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication")
 
 _FLOAT32: Final = 4
@@ -372,7 +373,7 @@ class _Step:
         weights = self.a * (self.layer - shape.hidden * (shape.query_size + 2 * shape.kv_size))
         dout = self.tokens * self.a * shape.query_size
         held, travelling = self._attention_bytes
-        return self._backward("attention backward", done, kept, dout + weights + held, travelling)
+        return self._backward(ATTENTION_MOMENT, done, kept, dout + weights + held, travelling)
 
     def embedding(self) -> list[Memory]:
         """When the root has its gradients after all layers, when they are copied to be reduced, and when they are."""

@@ -13,7 +13,15 @@ from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.route import Route
 from ringspan.core.timing import Shape
 from ringspan.plan.hardware import Device
-from ringspan.plan.memory import CHECKPOINTS, Setting, check_setting, host_bytes, longest, training_memory
+from ringspan.plan.memory import (
+    ATTENTION_MOMENT,
+    CHECKPOINTS,
+    Setting,
+    check_setting,
+    host_bytes,
+    longest,
+    training_memory,
+)
 from ringspan.plan.shapes import ModelShape
 
 AUTO: Final = "auto"
@@ -43,6 +51,13 @@ class Question:
         """Whether the devices, and their hosts, have the memory."""
         has = self.device.memory_bytes, self.device.host_memory_bytes
         return training_memory(self.shape, setting).peak_bytes <= has[0] and host_bytes(self.shape, setting) <= has[1]
+
+    def exceeds_on_any_route(self, setting: Setting) -> bool:
+        """Whether the setting does not fit and no other route, which changes attention alone, could help."""
+        on_device = training_memory(self.shape, setting)
+        if host_bytes(self.shape, setting) > self.device.host_memory_bytes:
+            return True
+        return on_device.peak_bytes > self.device.memory_bytes and on_device.moment != ATTENTION_MOMENT
 
 
 @lru_cache(maxsize=256)
@@ -161,6 +176,9 @@ def longest_setting(question: Question, devices: int | None = None) -> Setting |
                 continue
             if policy["offload"] == "none" and policy["layers_per_checkpoint"] != segment:
                 continue  # offloaded, on the device there are only the inputs that are made again
+            longer = replace(mesh, length=length + 1, **policy)  # pyright: ignore[reportArgumentType]
+            if question.exceeds_on_any_route(longer):
+                continue
             for route in routes(asked, mesh):
                 setting = replace(mesh, route=route, **policy)  # pyright: ignore[reportArgumentType]
                 more = longest(setting, question.fits, at_least=length + 1)
