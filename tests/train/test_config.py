@@ -235,9 +235,11 @@ def test_a_refused_file_says_why(tmp_path: Path, text: str, message: str):
 def test_a_missing_file_and_a_malformed_model_config_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"none\.toml: cannot be read \(No such file or directory\)"):
         load_config(tmp_path / "none.toml")
-    (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    message = refusal(tmp_path, f"model.config={tmp_path / 'config.json'}", text=SCRATCH)
-    assert 'config.json": is not valid JSON' in message
+    folder = tmp_path / "a folder whose name is long enough that its path would not fit a line if it were cut"
+    folder.mkdir()
+    (folder / "config.json").write_text("{", encoding="utf-8")
+    message = refusal(tmp_path, f"model.config={folder / 'config.json'}", text=SCRATCH)
+    assert f'"{folder}/config.json": is not valid JSON' in message
 
 
 def with_mesh(layout: str = "zigzag", length: int = 64, **mesh: Any) -> TrainConfig:

@@ -6,7 +6,7 @@ one of its earlier hops. Ring loop, gradients and planner read nothing else of a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -41,7 +41,6 @@ class Route:
     ulysses: int = 1
 
     @staticmethod
-    @lru_cache(maxsize=256)
     def parse(text: str, ranks: int) -> "Route":
         """Read a route for a number of ranks, see ``ROUTE_FORMS``.
 
@@ -187,7 +186,6 @@ class Heads(NamedTuple):
     keys: slice
 
 
-@lru_cache(maxsize=256)
 def member_heads(num_heads: int, num_kv_heads: int, members: int) -> tuple[Heads, ...]:
     """Equal shares of the query heads, each with its key/value heads; several members share one when these are few.
 

@@ -65,7 +65,7 @@ class Setting:
     def devices(self) -> int:
         return self.replicate * self.ring * self.tp
 
-    @property
+    @cached_property
     def way(self) -> Route:
         """The route, read for this ring."""
         return Route.parse(self.route, self.ring)

@@ -535,11 +535,13 @@ def _read_json(path: str) -> Any:
         return json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"model.config = {_shown(path)}: cannot be read ({error.strerror}); give a table or the path of a "
+            f"model.config = {json.dumps(path)}: cannot be read ({error.strerror}); give a table or the path of a "
             "config.json"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"model.config = {_shown(path)}: is not valid JSON: {_one_line(error)}; repair it") from error
+        raise ConfigError(
+            f"model.config = {json.dumps(path)}: is not valid JSON: {_one_line(error)}; repair it"
+        ) from error
 
 
 def _shown(value: object, limit: int = 80) -> str:
