@@ -28,7 +28,7 @@ from ringspan.bench.step import StepCase, small_llama
 from ringspan.bench.timing import timed
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.plan.dryrun import trace
-from ringspan.plan.memory import Setting
+from ringspan.plan.setting import Setting
 from ringspan.torch.launch import launch
 from ringspan.torch.tokenwise import run_in_blocks
 

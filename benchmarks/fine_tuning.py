@@ -15,8 +15,8 @@ import matplotlib
 from matplotlib import pyplot
 
 from ringspan.plan.dryrun import hugging_face_config, thinned, trace
-from ringspan.plan.memory import Setting
 from ringspan.plan.report import COLOURS
+from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import MODELS
 
 RESULT: Final = Path(__file__).parent / "results" / "fine-tuning-trace.json"

@@ -171,7 +171,7 @@ class Step:
 def _setup(step: Step) -> tuple[Any, Any]:
     from transformers import LlamaConfig
 
-    from ringspan.plan.memory import Setting
+    from ringspan.plan.setting import Setting
 
     config = LlamaConfig(
         vocab_size=step.vocabulary,

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from ringspan.plan.dryrun import prepare, watch_step
-from ringspan.plan.memory import Setting
+from ringspan.plan.setting import Setting
 from ringspan.plan.tracker import MemoryTracker
 
 _FIELDS = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]

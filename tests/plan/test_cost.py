@@ -12,7 +12,7 @@ from ringspan.plan.cost import (
     step_cost,
 )
 from ringspan.plan.hardware import DEVICES, device
-from ringspan.plan.memory import Setting
+from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import MODELS
 from ringspan.train.model import flops_per_token
 

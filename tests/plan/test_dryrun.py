@@ -13,7 +13,8 @@ from ringspan.plan import tracker
 from ringspan.plan.cost import step_cost
 from ringspan.plan.dryrun import hugging_face_config, summary, thinned, trace
 from ringspan.plan.hardware import DEVICES
-from ringspan.plan.memory import CATEGORIES, CHECKPOINTS, Setting, training_memory
+from ringspan.plan.memory import CATEGORIES, training_memory
+from ringspan.plan.setting import CHECKPOINTS, Setting
 from ringspan.plan.shapes import MODELS, from_config
 from ringspan.torch.remat import CHECKPOINT_NAMES
 from tests.plan.heap import measured_peaks

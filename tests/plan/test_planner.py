@@ -10,9 +10,10 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import LAYOUT_NAMES
 from ringspan.plan.cost import step_cost
 from ringspan.plan.hardware import DEVICES
-from ringspan.plan.memory import CHECKPOINTS, attention_backward_bytes, longest, training_memory
+from ringspan.plan.memory import attention_backward_bytes, training_memory
 from ringspan.plan.planner import make_plan, num_extras
-from ringspan.plan.search import Question, meshes, policies
+from ringspan.plan.search import Question, longest, meshes, policies
+from ringspan.plan.setting import CHECKPOINTS
 from ringspan.plan.shapes import MODELS
 
 LLAMA = MODELS["llama-3.1-8b"]

@@ -13,9 +13,9 @@ from ringspan.core.layout import Layout
 from ringspan.core.mask import causal
 from ringspan.core.schedule import plan
 from ringspan.plan.dryrun import prepare, trace
-from ringspan.plan.memory import Setting
 from ringspan.plan.profile import PHASES, Profiler, RankProfile, gathered
 from ringspan.plan.report import memory_figure, page, timeline_figure, write_report
+from ringspan.plan.setting import Setting
 from ringspan.plan.tracker import CATEGORIES
 from ringspan.torch.exchange import TOTALS
 from tests.torch import models

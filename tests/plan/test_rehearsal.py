@@ -10,8 +10,8 @@ import torch.distributed as dist
 import ringspan as rs
 from ringspan.plan import rehearsal
 from ringspan.plan.dryrun import trace
-from ringspan.plan.memory import Setting
 from ringspan.plan.rehearsal import exposed_seconds, rehearse
+from ringspan.plan.setting import Setting
 from ringspan.torch import attention
 from ringspan.torch.exchange import TOTALS, Exchange
 from ringspan.torch.ring import _Coming

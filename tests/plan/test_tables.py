@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ringspan.plan.hardware import DEVICES
-from ringspan.plan.memory import Setting, host_bytes, training_memory
+from ringspan.plan.memory import host_bytes, training_memory
+from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import MODELS
 from ringspan.plan.tables import PUBLISHED_CONTEXT, TABLES, fill, layer_bytes, longest_contexts
 

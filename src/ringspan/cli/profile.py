@@ -10,8 +10,8 @@ import typer
 from ringspan.cli import plan
 
 if TYPE_CHECKING:
-    from ringspan.plan.memory import Setting
     from ringspan.plan.profile import RankProfile
+    from ringspan.plan.setting import Setting
 
 EPILOG = (
     "Example: ringspan profile --model ./my-model --ranks 2 --length 8192 --out profile. "
@@ -45,7 +45,7 @@ def command(
     from ringspan.core.errors import ConfigError
     from ringspan.core.layout import Layout, layout_name
     from ringspan.plan.dryrun import hugging_face_config
-    from ringspan.plan.memory import Setting, dtype_bytes
+    from ringspan.plan.setting import Setting, dtype_bytes
     from ringspan.plan.shapes import model_shape
     from ringspan.torch.models import refuse_route
     from ringspan.torch.remat import checkpoint_name

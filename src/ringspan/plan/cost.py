@@ -10,8 +10,9 @@ from typing import Final
 
 from ringspan.core.timing import Pass, Shape, Speeds
 from ringspan.plan.hardware import Device
-from ringspan.plan.memory import Setting, local_parameter_bytes, saved_per_token
+from ringspan.plan.memory import local_parameter_bytes, saved_per_token
 from ringspan.plan.passes import attention_passes
+from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import ModelShape
 
 _GRADIENT_BYTES: Final = 4  # FSDP reduces in float32

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout
-from ringspan.plan.memory import Setting
 from ringspan.plan.planner import Plan
+from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import ModelShape
 from ringspan.plan.tracker import MemoryTracker, Moment, train_step
 from ringspan.torch import attention, offload

@@ -7,22 +7,16 @@ T tokens of this rank (all sequences of a micro-step), C hidden size, I intermed
 vocabulary, N ranks of the ring, U of a Ulysses group.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Final, Literal
+from typing import Final
 
-from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
-from ringspan.core.choice import check_segments, head_groups
-from ringspan.core.errors import ConfigError
-from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.choice import head_groups
 from ringspan.core.route import Heads, Route, member_heads
 from ringspan.plan.loop import loop_bytes, tile_pairs
+from ringspan.plan.setting import Setting, check_setting
 from ringspan.plan.shapes import ModelShape
 
-CHECKPOINTS: Final = ("none", "attention", "full")  # from the fastest to the most frugal
-DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-OFFLOADS: Final = ("none", "activations")
 ATTENTION_MOMENT: Final = "attention backward"  # the one that depends on the route
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication")
 
@@ -30,91 +24,6 @@ _FLOAT32: Final = 4
 _LOSS_ROWS: Final = 4096  # rows of the head whose gradient the loss multiplies at once
 _INDICES: Final = 3 * 8  # tokens, positions and labels are int64
 _PIECES_AHEAD: Final = 3  # what offloading brings back ahead of its use: a layer's input, attention's result and lse
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One training step: its length, how it is split, and what it computes and keeps in.
-
-    ``batch`` is the number of sequences of a rank's micro-step; ``dtype`` what layers compute in, ``parameter_dtype``
-    what parameters, gradients and moments are kept in. ``layers_per_checkpoint``, ``feedforward_chunk_tokens``,
-    ``norm_chunk_tokens`` and ``offload`` are the options of ``parallelize``; ``optimizer_on_host`` has AdamW's moments
-    in host memory. ``on_gpu`` is what a GPU does where it differs from a CPU: fewer groups of heads, and the optimizer
-    on all parameters at once.
-    """
-
-    length: int
-    ring: int = 1
-    replicate: int = 1
-    tp: int = 1
-    batch: int = 1
-    layout: LayoutName = "zigzag"
-    route: str = "ring"
-    checkpoint: str = "attention"
-    layers_per_checkpoint: int = 1
-    dtype: str = "bfloat16"
-    parameter_dtype: str = "float32"
-    loss_chunk_tokens: int = 1024
-    feedforward_chunk_tokens: int | Literal["auto"] = "auto"
-    norm_chunk_tokens: int | Literal["auto"] = "auto"
-    offload: str = "none"
-    optimizer_on_host: bool = False
-    on_gpu: bool = True
-
-    @property
-    def devices(self) -> int:
-        return self.replicate * self.ring * self.tp
-
-    @cached_property
-    def way(self) -> Route:
-        """The route, read for this ring."""
-        return Route.parse(self.route, self.ring)
-
-    @cached_property
-    def tokens(self) -> int:
-        """Tokens of one rank in one micro-step."""
-        return self.batch * Layout(self.layout, self.length, self.ring).tokens_per_rank
-
-    @property
-    def number_bytes(self) -> int:
-        return dtype_bytes(self.dtype)
-
-    @property
-    def feedforward_tokens(self) -> int:
-        """Tokens that a feed-forward works on at once, 0 for all; ``auto`` for one that can be cut and comes last."""
-        return self._chunk_tokens(self.feedforward_chunk_tokens)
-
-    @cached_property
-    def norm_tokens(self) -> int:
-        """Tokens that a norm works on at once, 0 for all."""
-        if self.norm_chunk_tokens == "auto" and self.tokens < FREE_NORM_TOKENS:
-            return 0
-        return self._chunk_tokens(self.norm_chunk_tokens)
-
-    def _chunk_tokens(self, chosen: int | Literal["auto"]) -> int:
-        if chosen == "auto":
-            return 0 if self.checkpoint == "none" else FREE_CHUNK_TOKENS
-        return chosen
-
-    @property
-    def parameter_bytes(self) -> int:
-        return dtype_bytes(self.parameter_dtype)
-
-    @property
-    def has_moments_on_host(self) -> bool:
-        """Whether AdamW's moments are in other memory than the device's."""
-        return self.optimizer_on_host and self.on_gpu
-
-
-def dtype_bytes(name: str) -> int:
-    """Bytes of a number.
-
-    Raises:
-        ConfigError: a dtype that training does not compute in.
-    """
-    if name not in DTYPE_BYTES:
-        raise ConfigError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPE_BYTES)}")
-    return DTYPE_BYTES[name]
 
 
 @dataclass(frozen=True)
@@ -133,8 +42,7 @@ def training_memory(shape: ModelShape, setting: Setting) -> Memory:
     """What a rank holds at the highest moment of a training step, once the optimizer has its state.
 
     Raises:
-        ConfigError: an unknown checkpoint policy or offload, or nothing to offload.
-        UnsupportedError: a route or tensor parallelism that these ranks and heads do not allow.
+        ConfigError, UnsupportedError: see ``check_setting``.
     """
     check_setting(shape, setting)
     step = _Step(shape, setting)
@@ -142,19 +50,6 @@ def training_memory(shape: ModelShape, setting: Setting) -> Memory:
         step.gather(), step.loss(), step.loss_gradient(), *step.layers(), *step.embedding(), step.update()
     )  # fmt: skip
     return max(moments, key=lambda memory: memory.peak_bytes)
-
-
-def check_setting(shape: ModelShape, setting: Setting) -> None:
-    """Refuse what ``parallelize`` refuses, see ``training_memory``."""
-    if setting.checkpoint not in CHECKPOINTS:
-        raise ConfigError(f"unknown checkpoint policy {setting.checkpoint!r}; choose one of {', '.join(CHECKPOINTS)}")
-    check_segments(setting.checkpoint, setting.layers_per_checkpoint)
-    if setting.offload not in OFFLOADS:
-        raise ConfigError(f"unknown offload {setting.offload!r}; choose one of {', '.join(OFFLOADS)}")
-    if setting.offload != "none" and setting.checkpoint == "none":
-        raise ConfigError("offload moves what checkpointing keeps; use checkpoint='attention' or 'full'")
-    local = shape.split(setting.tp)
-    member_heads(local.heads, local.kv_heads, setting.way.ulysses)
 
 
 def saved_per_token(shape: ModelShape, setting: Setting, layers: int) -> int:
@@ -461,24 +356,3 @@ def host_bytes(shape: ModelShape, setting: Setting) -> int:
     moments = 2 * local_parameter_bytes(shape, setting) if setting.has_moments_on_host else 0
     kept = setting.tokens * saved_per_token(shape, setting, shape.layers) if setting.offload != "none" else 0
     return moments + kept
-
-
-def longest(setting: Setting, fits: Callable[[Setting], bool], *, at_least: int = 1) -> int:
-    """The most tokens of one sequence for which a step fits; 0 when that is fewer than ``at_least``.
-
-    A multiple of the layout's granularity; ``setting.length`` is ignored.
-    """
-
-    def holds(steps: int) -> bool:
-        return fits(replace(setting, length=steps * step))
-
-    step = Layout(setting.layout, 1, setting.ring).granularity
-    low, high = 0, max(1, -(-at_least // step))
-    if not holds(high):
-        return 0
-    while holds(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low * step

@@ -9,8 +9,9 @@ from ringspan.core.choice import WORTH_IT
 from ringspan.core.errors import UnsupportedError
 from ringspan.plan.cost import StepCost, block_tokens_for_overlap, step_cost
 from ringspan.plan.hardware import min_block_tokens, min_tokens_per_device
-from ringspan.plan.memory import CHECKPOINTS, Memory, Setting, host_bytes, training_memory
+from ringspan.plan.memory import Memory, host_bytes, training_memory
 from ringspan.plan.search import AUTO, Question, layouts, longest_setting, meshes, policies, routes
+from ringspan.plan.setting import CHECKPOINTS, Setting
 
 # A larger ring only sends more; the smallest that fit, with the optimizer on the device, are worth comparing.
 _TIMED_RINGS: Final = 3

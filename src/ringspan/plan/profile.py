@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from ringspan.plan.dryrun import hugging_face_config, prepare, thinned
-from ringspan.plan.memory import Setting
+from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import ModelShape
 from ringspan.plan.tracker import MemoryTracker
 from ringspan.torch.clock import Moment, now, seconds, synchronize

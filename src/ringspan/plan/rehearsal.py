@@ -19,9 +19,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import ConfigError
 from ringspan.plan import dryrun
-from ringspan.plan.memory import Setting, training_memory
+from ringspan.plan.memory import training_memory
 from ringspan.plan.peak import allocated_bytes
 from ringspan.plan.planner import Plan
+from ringspan.plan.setting import Setting
 from ringspan.plan.tracker import MemoryTracker, train_step
 from ringspan.torch import attention
 from ringspan.torch.clock import Moment, now, seconds, synchronize

@@ -1,6 +1,6 @@
 """Every way to run a step that the planner weighs: meshes, layouts, routes, and what is kept for backward."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -13,15 +13,8 @@ from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.route import Route
 from ringspan.core.timing import Shape
 from ringspan.plan.hardware import Device
-from ringspan.plan.memory import (
-    ATTENTION_MOMENT,
-    CHECKPOINTS,
-    Setting,
-    check_setting,
-    host_bytes,
-    longest,
-    training_memory,
-)
+from ringspan.plan.memory import ATTENTION_MOMENT, host_bytes, training_memory
+from ringspan.plan.setting import CHECKPOINTS, Setting, check_setting
 from ringspan.plan.shapes import ModelShape
 
 AUTO: Final = "auto"
@@ -185,6 +178,27 @@ def longest_setting(question: Question, devices: int | None = None) -> Setting |
                 if more:
                     best, length = replace(setting, length=more), more
     return best
+
+
+def longest(setting: Setting, fits: Callable[[Setting], bool], *, at_least: int = 1) -> int:
+    """The most tokens of one sequence for which a step fits; 0 when that is fewer than ``at_least``.
+
+    A multiple of the layout's granularity; ``setting.length`` is ignored.
+    """
+
+    def holds(steps: int) -> bool:
+        return fits(replace(setting, length=steps * step))
+
+    step = Layout(setting.layout, 1, setting.ring).granularity
+    low, high = 0, max(1, -(-at_least // step))
+    if not holds(high):
+        return 0
+    while holds(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low * step
 
 
 def _divisors(number: int) -> list[int]:

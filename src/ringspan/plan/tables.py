@@ -9,9 +9,10 @@ from typing import Final
 
 from ringspan.plan.cost import dataset_flops_ratio
 from ringspan.plan.hardware import DEVICES, Device, min_block_tokens, min_tokens_per_device
-from ringspan.plan.memory import Memory, Setting, saved_per_token, training_memory
+from ringspan.plan.memory import Memory, saved_per_token, training_memory
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question, longest_setting
+from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import MODELS
 
 K: Final = 1024
