@@ -49,12 +49,15 @@ def test_a_trace_takes_the_place_of_the_formula(monkeypatch, capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = ("--model", str(tmp_path), "--devices", "4", "--length", "4096", "--json")
     formula = json.loads(printed(monkeypatch, capsys, *options))
-    traced = json.loads(printed(monkeypatch, capsys, *options, "--trace", "--rank", "2"))
+    picture = tmp_path / "trace.svg"
+    drawn = ("--trace", "--rank", "2", "--picture", str(picture))
+    traced = json.loads(printed(monkeypatch, capsys, *options, *drawn))
     assert traced["rank"] == 2 and {point["phase"] for point in traced["timeline"]} == {
         "forward", "backward", "optimizer",
     }  # fmt: skip
     assert traced["peak_bytes"] == pytest.approx(formula["peak_bytes"], rel=0.10)
     assert traced["step_seconds"] == formula["step_seconds"]
+    assert "<svg" in picture.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -71,6 +74,9 @@ def test_a_trace_takes_the_place_of_the_formula(monkeypatch, capsys, tmp_path):
         (["--route", "ulysses:3"], "groups of 3 do not divide 8 ranks"),
         (["--model", "gpt2", "--route", "ulysses:8"], "12 query and 12 key/value heads do not split evenly"),
         (["--trace", "--rank", "8"], "--rank 8"),
+        (["--picture", "a.png"], "add --trace"),
+        (["--trace", "--picture", "a.gif"], "end the name in .png, .svg or .pdf"),
+        (["--trace", "--picture", "nowhere/a.png"], "there is no folder nowhere"),
     ],
 )
 def test_bad_input_is_refused_in_a_line(monkeypatch, capsys, arguments, message):

@@ -1,6 +1,7 @@
 """``ringspan plan``: does it fit, how to run it and how fast it will be, before anything runs."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -52,16 +53,23 @@ def command(
         bool, typer.Option("--trace", help="Trace the real training step on fake tensors for the memory.")
     ] = False,
     rank: Annotated[int, typer.Option(min=0, help="The rank that --trace plays.")] = 0,
+    picture: Annotated[
+        Path | None, typer.Option(help="Where to draw what --trace finds over the step: a .png, .svg or .pdf file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Plan a training step on a cluster: memory, mesh, layout, route, checkpoint policy, time, longest sequence.
 
     Analytic and without a framework, in under a second; with --trace the real step is traced as one of its ranks.
     """
+    if picture:
+        _check_picture(picture, trace=trace)
     answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route)
     result = answer.as_json()
     if trace:
         result |= _traced(answer, rank, quiet=as_json)
+    if picture:
+        _draw(answer, result, picture)
     if as_json:
         print(json.dumps(result))
         return
@@ -116,6 +124,29 @@ def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:
     console = Console(stderr=True, quiet=quiet)
     with console.status("tracing the training step on fake tensors"):
         return summary(trace_plan(answer, rank), answer.question.device.memory_bytes)
+
+
+def _check_picture(picture: Path, *, trace: bool) -> None:
+    """Refuse before a minute of tracing what could not be drawn after it."""
+    from ringspan.core.errors import ConfigError
+
+    if not trace:
+        raise ConfigError(f"--picture {picture} draws what a trace finds; add --trace")
+    if picture.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--picture {picture}: end the name in .png, .svg or .pdf")
+    if not picture.parent.is_dir():
+        raise ConfigError(f"--picture {picture}: there is no folder {picture.parent}")
+
+
+def _draw(answer: "Plan", result: dict[str, Any], picture: Path) -> None:
+    from ringspan.plan.report import trace_picture
+
+    question = answer.question
+    title = (
+        f"{question.shape.name}, {question.length:,} tokens, rank {result['rank']} of {question.devices} x "
+        f"{question.device.title}: {shown_mesh(result)}, peak {result['peak_bytes'] / 1e9:.1f} GB"
+    )
+    trace_picture(result["timeline"], question.device.memory_bytes, title, picture)
 
 
 def shown_mesh(result: dict[str, Any]) -> str:

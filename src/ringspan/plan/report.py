@@ -6,7 +6,7 @@ plotly.js travels inside of the file, compressed, and is unpacked by the browser
 import base64
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, Final
@@ -219,6 +219,29 @@ def memory_png(profiles: list[RankProfile], path: Path) -> None:
     panels[-1].set_xlabel("ms, in a step slowed by the tracker")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(CATEGORIES), frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def trace_picture(timeline: Sequence[Mapping[str, Any]], budget_bytes: int, title: str, path: Path) -> None:
+    """Stacked areas of a traced step, operator by operator, under the line of what the device has.
+
+    ``timeline`` as in ``dryrun.summary``; the format is that of the path's name.
+    """
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    panel = figure.subplots()
+    first = timeline[0]["operator"]
+    operators = [moment["operator"] - first for moment in timeline]
+    areas = [[moment["bytes"][name] / 1e9 for moment in timeline] for name in CATEGORIES]
+    panel.stackplot(operators, areas, labels=CATEGORIES, colors=list(COLOURS.values()), step="post")
+    panel.axhline(budget_bytes / 1e9, color=_WAIT, linestyle="--", linewidth=1, label="the device has")
+    panel.set_xlim(0, operators[-1] + 1)
+    panel.set_ylim(bottom=0)
+    begins = {moment["phase"]: moment["operator"] - first for moment in reversed(timeline)}
+    _mark(panel, [(phase, 1e-3 * operator) for phase, operator in begins.items()])
+    panel.set_xlabel("operators of one step")
+    panel.set_ylabel("GB")
+    figure.suptitle(title, fontsize=10)
+    figure.legend(loc="outside lower center", ncols=len(CATEGORIES) + 1, frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
 
 
