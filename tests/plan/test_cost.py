@@ -90,6 +90,15 @@ def test_micro_steps_and_replicas_share_a_batch():
     assert shared.mfu == pytest.approx(one.mfu, rel=1e-6)
 
 
+def test_replicas_sum_their_gradients_once_a_step():
+    setting = Setting(length=8192, ring=4, replicate=2)
+    one, four = (step_cost(LLAMA, setting, FAST, batch=batch) for batch in (2, 8))
+    alone = step_cost(LLAMA, replace(setting, replicate=1), FAST, batch=1)
+    summed = 4 * LLAMA.parameters / 4  # half of twice the float32 gradients of a rank
+    assert one.shard_bytes == pytest.approx(alone.shard_bytes + summed)
+    assert four.shard_bytes == pytest.approx(4 * alone.shard_bytes + summed)
+
+
 def test_the_published_ratio_of_flops_for_a_dataset_at_a_million_tokens():
     hidden = MODELS["gpt-175b"].hidden
     assert round(dataset_flops_ratio(hidden, 1 << 20, 4096), 1) == 14.4

@@ -42,9 +42,9 @@ def test_nothing_else_that_fits_is_faster_but_for_what_must_be_worth_it(length, 
         return cost.seconds / WORTH_IT ** num_extras(setting)
 
     tried = 0
-    for tp, ring, layout in product((1, 2, 4, 8), (1, 2, 4, 8, 16), LAYOUT_NAMES):
+    for tp, ring, layout, micro_batch in product((1, 2, 4, 8), (1, 2, 4, 8, 16), LAYOUT_NAMES, (1, 2, 4, 16)):
         replicate = 16 // (tp * ring)
-        if replicate == 0 or batch % replicate:
+        if replicate == 0 or batch % (replicate * micro_batch):
             continue
         for route, checkpoint, chunk, (offload, on_host, layers) in product(
             ("ring", "bidirectional", "double-ring:8", "all-gather", "pass-q", "ulysses:2", "ulysses:4", "ulysses:8"),
@@ -54,7 +54,7 @@ def test_nothing_else_that_fits_is_faster_but_for_what_must_be_worth_it(length, 
         ):
             try:
                 other = replace(
-                    plan.setting, tp=tp, ring=ring, replicate=replicate, layout=layout, route=route,
+                    plan.setting, batch=micro_batch, tp=tp, ring=ring, replicate=replicate, layout=layout, route=route,
                     checkpoint=checkpoint, feedforward_chunk_tokens=chunk, offload=offload, optimizer_on_host=on_host,
                     layers_per_checkpoint=layers,
                 )  # fmt: skip
@@ -66,6 +66,15 @@ def test_nothing_else_that_fits_is_faster_but_for_what_must_be_worth_it(length, 
                 cost = step_cost(LLAMA, other, H100, batch)
                 assert weighed(other, cost) >= 0.999 * weighed(plan.setting, plan.cost), other
     assert tried > 100
+
+
+def test_a_larger_micro_batch_is_proposed_where_one_sequence_waits_for_parameters():
+    plan = plan_for(devices=64, length=4096, batch=256)
+    assert plan.setting.batch > 1 and plan.micro_steps * plan.setting.batch * plan.setting.replicate == 256
+    assert any(f"{plan.setting.batch} sequences a micro-step" in reason for reason in plan.reasons)
+    one = step_cost(LLAMA, replace(plan.setting, batch=1), H100, 256)
+    assert plan.cost.seconds < 0.6 * one.seconds
+    assert plan_for(length=131_072, batch=16).setting.batch == 1
 
 
 def test_a_fitting_plan_stays_within_the_device_and_a_longer_one_than_its_longest_does_not():

@@ -194,6 +194,7 @@ def _show(answer: "Plan", result: dict[str, Any]) -> None:
         longest += f" ({result['max_length_needs']})"
     for name, value in (
         ("mesh", shown_mesh(result)),
+        ("micro-steps", f"{result['micro_steps']} of {result['micro_batch']} x {question.length:,} tokens a replica"),
         ("layout, route", f"{result['layout']}, {result['route']}"),
         ("checkpoint", kept),
         ("longest sequence", longest),

@@ -65,19 +65,23 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 
 
 def step_cost(shape: ModelShape, setting: Setting, device: Device, batch: int) -> StepCost:
-    """Time of a step of ``batch`` sequences: micro-steps of ``setting.batch`` sequences on each of the replicas.
+    """Time of a step of ``batch`` sequences: micro-steps of ``setting.batch`` sequences on each of the replicas, whose
+    gradients are summed in the last one.
 
     Attention takes what its model says; the sums of tensor parallelism wait; parameters, gradients and what goes to the
     host travel beside the computation, and no link carries more than it can. The optimizer's own time (but on the
     host), the loss of the first and last hop's overlap and launches are left out.
     """
-    times = _LayerTimes(shape, setting, device)
     micro_steps = batch // (setting.replicate * setting.batch)
     kinds = Counter(shape.layer_windows)
-    parts = [(1, times.root()), *((count, times.layer(window)) for window, count in kinds.items())]
+    parts: list[tuple[int, _Time]] = []
+    for repeats, is_last in ((micro_steps - 1, False), (1, True)):
+        times = _LayerTimes(shape, setting, device, is_last=is_last)
+        parts.append((repeats, times.root()))
+        parts += [(repeats * count, times.layer(window)) for window, count in kinds.items() if repeats]
 
     def total(field: str) -> float:
-        return micro_steps * sum(count * getattr(part, field) for count, part in parts)
+        return sum(count * getattr(part, field) for count, part in parts)
 
     flops = batch * model_flops(shape, setting.length)
     seconds, copied = total("seconds"), 0
@@ -116,9 +120,10 @@ class _Time:
 
 
 class _LayerTimes:
-    """Seconds of one layer, forward and backward, on one rank."""
+    """Seconds of one layer, forward and backward, on one rank, in the last micro-step or in one before."""
 
-    def __init__(self, shape: ModelShape, setting: Setting, device: Device) -> None:
+    def __init__(self, shape: ModelShape, setting: Setting, device: Device, *, is_last: bool) -> None:
+        self.is_last = is_last
         self.shape, self.setting, self.device = shape.split(setting.tp), setting, device
         self.root_sums = 2 if self.shape.vocab < shape.vocab else 0  # of the embedding, and of the head's gradient
         self.kept = 0.0
@@ -231,7 +236,8 @@ class _LayerTimes:
         """
         setting = self.setting
         around = parameters * (1 - 1 / setting.ring) * (gathers * setting.number_bytes + _GRADIENT_BYTES)
-        return around, 2 * (1 - 1 / setting.replicate) * parameters / setting.ring * _GRADIENT_BYTES
+        across = 2 * (1 - 1 / setting.replicate) * parameters / setting.ring * _GRADIENT_BYTES
+        return around, across if self.is_last else 0.0
 
 
 def _shares(ranks: int, distance: int, per_node: int) -> dict[bool, float]:

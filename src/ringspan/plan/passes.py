@@ -28,8 +28,13 @@ def attention_passes(
     """Forward and backward of one causal attention, on the rank that takes longest.
 
     Without a window one schedule stands for those of every length, since twice the tokens of a rank are four times the
-    pairs and twice the bytes; that of many ranks is drawn on from two smaller ones, see ``_passes``.
+    pairs and twice the bytes; that of many ranks is drawn on from two smaller ones, see ``_passes``. Of twice the
+    sequences everything is twice as much.
     """
+    if shape.batch > 1:
+        one = attention_passes(layout, length, ranks, window, route, replace(shape, batch=1), speeds)
+        forward, backward = (Pass(*(shape.batch * cost for cost in astuple(each))) for each in one)
+        return forward, backward
     way = Route.parse(route, ranks)
     split, usual = Layout(layout, length, ranks), Layout(layout, _TOKENS // way.ulysses * ranks, ranks)
     if window is None and split.tokens_per_rank * way.ulysses >= _FEW_TOKENS and split != usual:

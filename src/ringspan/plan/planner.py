@@ -33,6 +33,11 @@ class Plan:
         return self.question.fits(self.setting)
 
     @property
+    def micro_steps(self) -> int:
+        """Forward and backward passes of each replica in one optimizer step."""
+        return self.question.batch // (self.setting.replicate * self.setting.batch)
+
+    @property
     def max_length_tokens(self) -> int:
         return self.longest.length if self.longest else 0
 
@@ -54,6 +59,8 @@ class Plan:
                 "ulysses": setting.way.ulysses,
                 "tp": setting.tp,
             },
+            "micro_batch": setting.batch,
+            "micro_steps": self.micro_steps,
             "layout": setting.layout,
             "route": setting.route,
             "checkpoint": setting.checkpoint,
@@ -111,10 +118,11 @@ def make_plan(question: Question) -> Plan:
 
 
 def num_extras(setting: Setting) -> int:
-    """How much of a setting only a model of time speaks for: another route than the ring, tensor parallelism, and what
-    is on the host must each save three percent.
+    """How much of a setting only a model of time speaks for: another route than the ring, tensor parallelism, larger
+    micro-batches, and what is on the host must each save three percent.
     """
-    return (setting.route != "ring") + (setting.tp > 1) + (setting.offload != "none") + setting.optimizer_on_host
+    others = setting.route != "ring", setting.tp > 1, setting.batch > 1, setting.offload != "none"
+    return sum(others) + setting.optimizer_on_host
 
 
 def _settings(question: Question) -> Iterator[Setting]:
@@ -147,7 +155,27 @@ def _fitting(question: Question) -> Iterator[Setting]:
                     if mesh.ring not in known and not setting.optimizer_on_host:
                         known.add(mesh.ring)
                         cost = step_cost(shape, setting, device, question.batch)
-                        others = others or cost.compute_seconds < WORTH_IT * cost.seconds
+                        waits = cost.compute_seconds < WORTH_IT * cost.seconds
+                        others = others or waits
+                        if waits:
+                            yield from _larger_micro_batches(question, setting)
+
+
+def _larger_micro_batches(question: Question, setting: Setting) -> Iterator[Setting]:
+    """With twice, four times, ... the sequences in a micro-step, for which parameters are gathered once, and gradients
+    reduced; keeping as much for backward as before, or less.
+    """
+    for policy in policies(question):
+        if policy["offload"] != "none" or policy["optimizer_on_host"]:
+            break  # those of the host come last
+        larger = replace(setting, batch=2, **policy)  # pyright: ignore[reportArgumentType]
+        while question.batch % (larger.replicate * larger.batch) == 0:
+            if not question.fits(larger):
+                break
+            yield larger
+            larger = replace(larger, batch=2 * larger.batch)
+        else:
+            return  # all of them fit: what keeps less is no faster
 
 
 def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]:
@@ -196,6 +224,7 @@ def _reasons(
         yield from _why_this_ring(question, setting)
         yield from _why_this_route(question, setting, cost)
         yield from _why_this_split(question, setting, cost)
+        yield from _why_this_micro_batch(question, setting, cost)
         yield from _why_this_policy(question, setting)
     if setting.ring > 1:
         yield _why_this_layout(setting)
@@ -291,6 +320,15 @@ def _why_this_split(question: Question, setting: Setting, cost: StepCost) -> Ite
         f"tp {setting.tp}: heads, feed-forward and vocabulary are split over neighbours of a node, whose sums take "
         f"{sums:.2g} s of a step{without}"
     )
+
+
+def _why_this_micro_batch(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
+    if setting.batch > 1:
+        one = step_cost(question.shape, replace(setting, batch=1), question.device, question.batch)
+        yield (
+            f"{setting.batch} sequences a micro-step, for which parameters are gathered once: with one a step would "
+            f"take {one.seconds:.3g} s, not {cost.seconds:.3g} s"
+        )
 
 
 def _why_this_layout(setting: Setting) -> str:
