@@ -42,7 +42,7 @@ class DemoOptions:
 
     run: str = "runs/demo"
     ranks: int = 2
-    steps: int = 26
+    steps: int = 20
     length: int = 8192
     layout: LayoutName = "zigzag"
 

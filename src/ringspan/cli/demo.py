@@ -20,7 +20,7 @@ EPILOG = "Example: ringspan demo --steps 10 --length 4096"
 def command(
     run: Annotated[str, typer.Option(help="Folder of the results; an earlier demo in it is replaced.")] = "runs/demo",
     ranks: Annotated[int, typer.Option(min=1, help="Processes of the ring; on CUDA at most one a device.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 26,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
     length: Annotated[int, typer.Option(min=16, help="Tokens of a sequence.")] = 8192,
     layout: Annotated[str, typer.Option(help="zigzag, striped or contiguous.")] = "zigzag",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
