@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import ringspan as rs
+from ringspan.core import timing
 from ringspan.core.route import Route
-from ringspan.core.timing import Shape, Speeds, backward_pass, forward_pass
+from ringspan.core.timing import Shape, Speeds, forward_pass
 from ringspan.torch.exchange import TOTALS
 
 NEAR = Speeds(1e12, 1e9, 1e8, 8)
@@ -22,6 +23,11 @@ ROUTES = [
     "ulysses",
     "ulysses:2+all-gather",
 ]
+
+
+def backward_pass(*arguments):
+    """As ``forward_pass``, which alone the library needs by itself."""
+    return timing.slowest(timing.passes(*arguments, is_backward=True))
 
 
 def received_bytes(mesh, route, shape, tokens, dtype):

@@ -70,7 +70,7 @@ def test_nothing_else_that_fits_is_faster_but_for_what_must_be_worth_it(length, 
 
 def test_a_larger_micro_batch_is_proposed_where_one_sequence_waits_for_parameters():
     plan = plan_for(devices=64, length=4096, batch=256)
-    assert plan.setting.batch > 1 and plan.micro_steps * plan.setting.batch * plan.setting.replicate == 256
+    assert plan.setting.batch > 1 and plan.as_json()["micro_steps"] * plan.setting.batch * plan.setting.replicate == 256
     assert any(f"{plan.setting.batch} sequences a micro-step" in reason for reason in plan.reasons)
     one = step_cost(LLAMA, replace(plan.setting, batch=1), H100, 256)
     assert plan.cost.seconds < 0.6 * one.seconds

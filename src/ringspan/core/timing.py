@@ -81,13 +81,6 @@ def forward_pass(
     return slowest(passes(layout, mask, route, shape, speeds, keys, is_backward=False))
 
 
-def backward_pass(
-    layout: Layout, mask: Mask, route: str | Route, shape: Shape, speeds: Speeds, keys: Layout | None = None
-) -> Pass:
-    """The backward pass of the rank that takes longest, see ``passes``."""
-    return slowest(passes(layout, mask, route, shape, speeds, keys, is_backward=True))
-
-
 def slowest(each: Iterable[Pass]) -> Pass:
     """The one that ends last."""
     return max(each, key=lambda one: one.seconds)
@@ -125,8 +118,8 @@ def passes(
     between = replace(route, ulysses=1)
     last = layout.ranks - 1
     ranks = 0, last // speeds.ranks_per_node * speeds.ranks_per_node, last
-    schedules = (plan(layout, mask, rank, keys, between) for rank in ranks)
-    alone = (_walk(schedule, shape, speeds, is_backward=is_backward) for schedule in schedules)
+    schedules = {rank: plan(layout, mask, rank, keys, between) for rank in ranks}
+    alone = {rank: _walk(schedule, shape, speeds, is_backward=is_backward) for rank, schedule in schedules.items()}
     return tuple(
         Pass(
             one.seconds + max(trade.free.values()),
@@ -134,7 +127,7 @@ def passes(
             one.intra_node_bytes + trade.bytes[True],
             one.inter_node_bytes + trade.bytes[False],
         )
-        for one in alone
+        for one in map(alone.__getitem__, ranks)
     )
 
 

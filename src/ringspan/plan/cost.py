@@ -72,13 +72,13 @@ def step_cost(shape: ModelShape, setting: Setting, device: Device, batch: int) -
     host travel beside the computation, and no link carries more than it can. The optimizer's own time (but on the
     host), the loss of the first and last hop's overlap and launches are left out.
     """
-    micro_steps = batch // (setting.replicate * setting.batch)
+    steps = ((setting.micro_steps(batch) - 1, False), (1, True))
     kinds = Counter(shape.layer_windows)
     parts: list[tuple[int, _Time]] = []
-    for repeats, is_last in ((micro_steps - 1, False), (1, True)):
+    for repeats, is_last in (step for step in steps if step[0]):
         times = _LayerTimes(shape, setting, device, is_last=is_last)
         parts.append((repeats, times.root()))
-        parts += [(repeats * count, times.layer(window)) for window, count in kinds.items() if repeats]
+        parts += [(repeats * count, times.layer(window)) for window, count in kinds.items()]
 
     def total(field: str) -> float:
         return sum(count * getattr(part, field) for count, part in parts)

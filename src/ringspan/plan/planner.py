@@ -33,11 +33,6 @@ class Plan:
         return self.question.fits(self.setting)
 
     @property
-    def micro_steps(self) -> int:
-        """Forward and backward passes of each replica in one optimizer step."""
-        return self.question.batch // (self.setting.replicate * self.setting.batch)
-
-    @property
     def max_length_tokens(self) -> int:
         return self.longest.length if self.longest else 0
 
@@ -60,7 +55,7 @@ class Plan:
                 "tp": setting.tp,
             },
             "micro_batch": setting.batch,
-            "micro_steps": self.micro_steps,
+            "micro_steps": setting.micro_steps(self.question.batch),
             "layout": setting.layout,
             "route": setting.route,
             "checkpoint": setting.checkpoint,
@@ -130,7 +125,7 @@ def _settings(question: Question) -> Iterator[Setting]:
     for mesh in meshes(question):
         for route in routes(question, mesh):
             for policy in policies(question):
-                yield replace(mesh, route=route, **policy)  # pyright: ignore[reportArgumentType]
+                yield replace(mesh, route=route, **policy)
 
 
 def _fitting(question: Question) -> Iterator[Setting]:
@@ -166,9 +161,9 @@ def _larger_micro_batches(question: Question, setting: Setting) -> Iterator[Sett
     reduced; keeping as much for backward as before, or less.
     """
     for policy in policies(question):
-        if policy["offload"] != "none" or policy["optimizer_on_host"]:
+        larger = replace(setting, batch=2, **policy)
+        if larger.uses_host:
             break  # those of the host come last
-        larger = replace(setting, batch=2, **policy)  # pyright: ignore[reportArgumentType]
         while question.batch % (larger.replicate * larger.batch) == 0:
             if not question.fits(larger):
                 break
@@ -184,17 +179,16 @@ def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]
     """
     for _, group in groupby(policies(question), lambda policy: (policy["offload"], policy["optimizer_on_host"])):
         candidates = list(group)
-        frugal = replace(setting, **candidates[-1])  # pyright: ignore[reportArgumentType]
+        frugal = replace(setting, **candidates[-1])
         if frugal.offload == "none" and not question.fits(frugal):
             continue  # the others keep more
         for policy in candidates:
-            tried = replace(setting, **policy)  # pyright: ignore[reportArgumentType]
+            tried = replace(setting, **policy)
             if not question.fits(tried):
                 continue
             yield tried
             if tried.layers_per_checkpoint == 1:
-                needs_host = tried.offload != "none" or tried.optimizer_on_host
-                if not needs_host and tried.checkpoint != CHECKPOINTS[-1]:
+                if not tried.uses_host and tried.checkpoint != CHECKPOINTS[-1]:
                     return  # nothing that offloading allows is faster
                 break
 

@@ -6,7 +6,7 @@ plotly.js travels inside of the file, compressed, and is unpacked by the browser
 import base64
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, Final
@@ -214,7 +214,7 @@ def memory_png(profiles: list[RankProfile], path: Path) -> None:
         times = [1e3 * moment for moment in profile.memory["seconds"]]
         areas = [[b / 1e6 for b in profile.memory[name]] for name in CATEGORIES]
         panel.stackplot(times, areas, labels=CATEGORIES, colors=list(COLOURS.values()), step="post")
-        _mark(panel, profile.memory_phases)
+        _mark(panel, _milliseconds(profile.memory_phases))
         panel.set_ylabel(f"rank {profile.rank}: MB")
     panels[-1].set_xlabel("ms, in a step slowed by the tracker")
     handles, labels = panels[0].get_legend_handles_labels()
@@ -237,7 +237,7 @@ def trace_picture(timeline: Sequence[Mapping[str, Any]], budget_bytes: int, titl
     panel.set_xlim(0, operators[-1] + 1)
     panel.set_ylim(bottom=0)
     begins = {moment["phase"]: moment["operator"] - first for moment in reversed(timeline)}
-    _mark(panel, [(phase, 1e-3 * operator) for phase, operator in begins.items()])
+    _mark(panel, begins.items())
     panel.set_xlabel("operators of one step")
     panel.set_ylabel("GB")
     figure.suptitle(title, fontsize=10)
@@ -262,7 +262,7 @@ def timeline_png(profiles: list[RankProfile], path: Path) -> None:
             linewidth=0.3,
             label=kind,
         )
-    _mark(panel, shown[0].phases)
+    _mark(panel, _milliseconds(shown[0].phases))
     panel.set_yticks(
         range(2 * len(shown)), [f"rank {p.rank} {lane}" for p in shown for lane in ("computes", "transfers")]
     )
@@ -272,7 +272,11 @@ def timeline_png(profiles: list[RankProfile], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _mark(panel: Any, phases: list[tuple[str, float]]) -> None:
-    for name, at in phases:
-        panel.axvline(1e3 * at, color="black", linestyle=":", linewidth=0.8)
-        panel.annotate(name, (1e3 * at, 1.0), xycoords=("data", "axes fraction"), fontsize=8, va="bottom", rotation=30)
+def _milliseconds(phases: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    return [(name, 1e3 * at) for name, at in phases]
+
+
+def _mark(panel: Any, marks: Iterable[tuple[str, float]]) -> None:
+    for name, at in marks:
+        panel.axvline(at, color="black", linestyle=":", linewidth=0.8)
+        panel.annotate(name, (at, 1.0), xycoords=("data", "axes fraction"), fontsize=8, va="bottom", rotation=30)

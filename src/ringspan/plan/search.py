@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Final
+from typing import Any, Final
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.core.choice import frugal_segment, other_routes
@@ -134,7 +134,7 @@ def _other_routes(question: Question, setting: Setting) -> Iterator[str]:
 
 
 @lru_cache(maxsize=256)
-def policies(question: Question) -> tuple[dict[str, object], ...]:
+def policies(question: Question) -> tuple[dict[str, Any], ...]:
     """What is kept for backward, and AdamW's moments: on the device, or where its link is known, on the host; from the
     fastest, everything, to what checkpointing keeps; with feed-forwards at once or in chunks, and layers one by one, in
     twos, or in the segments that keep least.
@@ -142,9 +142,9 @@ def policies(question: Question) -> tuple[dict[str, object], ...]:
     has_host = question.device.host_bandwidth > 0
     hosts = product((False, True), ("none", "activations")) if has_host else [(False, "none")]
     segments = sorted({1, 2, frugal_segment(question.shape.layers)})
-    found: list[dict[str, object]] = []
+    found: list[dict[str, Any]] = []
     for (on_host, offload), checkpoint in product(hosts, CHECKPOINTS):
-        where: dict[str, object] = {"checkpoint": checkpoint, "offload": offload, "optimizer_on_host": on_host}
+        where: dict[str, Any] = {"checkpoint": checkpoint, "offload": offload, "optimizer_on_host": on_host}
         if checkpoint != "none":  # then chunks are free
             chosen = [(layers, FREE_CHUNK_TOKENS) for layers in segments]
         else:
@@ -169,11 +169,11 @@ def longest_setting(question: Question, devices: int | None = None) -> Setting |
                 continue
             if policy["offload"] == "none" and policy["layers_per_checkpoint"] != segment:
                 continue  # offloaded, on the device there are only the inputs that are made again
-            longer = replace(mesh, length=length + 1, **policy)  # pyright: ignore[reportArgumentType]
+            longer = replace(mesh, length=length + 1, **policy)
             if question.exceeds_on_any_route(longer):
                 continue
             for route in routes(asked, mesh):
-                setting = replace(mesh, route=route, **policy)  # pyright: ignore[reportArgumentType]
+                setting = replace(mesh, route=route, **policy)
                 more = longest(setting, question.fits, at_least=length + 1)
                 if more:
                     best, length = replace(setting, length=more), more
@@ -191,11 +191,9 @@ def longest(setting: Setting, fits: Callable[[Setting], bool], *, at_least: int 
 
     step = Layout(setting.layout, 1, setting.ring).granularity
     low, high = 0, max(1, -(-at_least // step))
-    if not holds(high):
-        return 0
     while holds(high):
         low, high = high, 2 * high
-    while high - low > 1:
+    while low and high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low * step

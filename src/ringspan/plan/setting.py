@@ -84,6 +84,15 @@ class Setting:
     def parameter_bytes(self) -> int:
         return dtype_bytes(self.parameter_dtype)
 
+    def micro_steps(self, sequences: int) -> int:
+        """Forward and backward passes of each replica for an optimizer step of so many sequences."""
+        return sequences // (self.replicate * self.batch)
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything is kept in host memory."""
+        return self.offload != "none" or self.optimizer_on_host
+
     @property
     def has_moments_on_host(self) -> bool:
         """Whether AdamW's moments are in other memory than the device's."""
