@@ -9,8 +9,7 @@ from ringspan.core.mask import causal, sliding_window
 from ringspan.core.schedule import plan
 from ringspan.core.timing import Shape, Speeds
 from ringspan.plan import passes
-from ringspan.plan.cost import causal_pairs
-from ringspan.plan.passes import attention_passes
+from ringspan.plan.passes import attention_passes, causal_pairs, even_passes
 
 SIZES = Shape(1, 32, 8, 128, 128, 2)
 
@@ -44,3 +43,19 @@ def test_attention_computes_the_pairs_of_the_mask(layout, window):
     most = max(schedule.num_pairs for schedule in schedules) * 3 * 16 * 2
     assert most >= forward.compute_seconds / 2 >= 0.8 * most
     assert backward.compute_seconds == pytest.approx(2.5 * forward.compute_seconds)
+
+
+@pytest.mark.parametrize("window", [None, 100, 3000])
+@pytest.mark.parametrize("route", ["ring", "bidirectional", "double-ring:8", "all-gather", "pass-q", "ulysses:4"])
+@pytest.mark.parametrize(("ranks", "tokens"), [(8, 2), (8, 320), (16, 5000), (96, 512)])
+def test_nothing_beats_an_even_share_of_the_pairs(ranks, tokens, route, window):
+    """By which the planner knows that a route cannot win before it has made its schedules."""
+    speeds = Speeds(4e14, 3e11, 5e10, 8)
+    for layout in ("zigzag", "contiguous", "striped"):
+        asked = (layout, ranks * tokens, ranks, window, route, SIZES)
+        for least, one in zip(even_passes(*asked, speeds), attention_passes(*asked, speeds), strict=True):
+            assert least.compute_seconds == least.seconds <= one.seconds
+    endless = Speeds(4e14, 1e30, 1e30, 8)
+    asked = ("zigzag", ranks * 5000, ranks, None, "ring", SIZES)
+    for least, one in zip(even_passes(*asked, endless), attention_passes(*asked, endless), strict=True):
+        assert least.seconds == pytest.approx(one.seconds, rel=0.001), "and nearly reached where links are fast"

@@ -11,7 +11,8 @@ from ringspan.core.layout import LAYOUT_NAMES
 from ringspan.plan.cost import step_cost
 from ringspan.plan.hardware import DEVICES
 from ringspan.plan.memory import attention_backward_bytes, training_memory
-from ringspan.plan.planner import make_plan, num_extras
+from ringspan.plan.passes import attention_passes
+from ringspan.plan.planner import _Race, make_plan, weighed_seconds
 from ringspan.plan.search import Question, longest, meshes, policies
 from ringspan.plan.setting import CHECKPOINTS
 from ringspan.plan.shapes import MODELS
@@ -38,9 +39,6 @@ def test_nothing_else_that_fits_is_faster_but_for_what_must_be_worth_it(length, 
     plan = plan_for(length=length, batch=batch)
     assert plan.fits
 
-    def weighed(setting, cost):
-        return cost.seconds / WORTH_IT ** num_extras(setting)
-
     tried = 0
     for tp, ring, layout, micro_batch in product((1, 2, 4, 8), (1, 2, 4, 8, 16), LAYOUT_NAMES, (1, 2, 4, 16)):
         replicate = 16 // (tp * ring)
@@ -64,8 +62,22 @@ def test_nothing_else_that_fits_is_faster_but_for_what_must_be_worth_it(length, 
             if fits:
                 tried += 1
                 cost = step_cost(LLAMA, other, H100, batch)
-                assert weighed(other, cost) >= 0.999 * weighed(plan.setting, plan.cost), other
+                assert weighed_seconds(other, cost) >= 0.999 * weighed_seconds(plan.setting, plan.cost), other
     assert tried > 100
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"shape": MODELS["llama-3.1-405b"], "devices": 256}, {"devices": 64, "length": 16_384}, {"length": 32_768}],
+)
+def test_routes_that_cannot_win_are_not_timed_and_would_not_have_won(monkeypatch, changes):
+    attention_passes.cache_clear()
+    plan = plan_for(**changes)
+    few = attention_passes.cache_info().misses
+    monkeypatch.setattr(_Race, "is_lost", lambda race, setting: False)
+    attention_passes.cache_clear()
+    assert plan_for(**changes) == plan
+    assert few < 0.8 * attention_passes.cache_info().misses
 
 
 def test_a_larger_micro_batch_is_proposed_where_one_sequence_waits_for_parameters():

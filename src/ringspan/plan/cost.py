@@ -11,7 +11,7 @@ from typing import Final
 from ringspan.core.timing import Pass, Shape, Speeds
 from ringspan.plan.hardware import Device
 from ringspan.plan.memory import local_parameter_bytes, saved_per_token
-from ringspan.plan.passes import attention_passes
+from ringspan.plan.passes import Passes, attention_passes, causal_pairs
 from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import ModelShape
 
@@ -58,25 +58,21 @@ def model_flops(shape: ModelShape, length: int) -> float:
     return 6.0 * shape.matrix_parameters * length + 12.0 * shape.query_size * pairs
 
 
-def causal_pairs(length: int, window: int | None = None) -> int:
-    """(query, key) pairs of a causal sequence, in all or in a window."""
-    window = length if window is None else min(window, length)
-    return window * length - window * (window - 1) // 2
-
-
-def step_cost(shape: ModelShape, setting: Setting, device: Device, batch: int) -> StepCost:
+def step_cost(
+    shape: ModelShape, setting: Setting, device: Device, batch: int, attention: Passes = attention_passes
+) -> StepCost:
     """Time of a step of ``batch`` sequences: micro-steps of ``setting.batch`` sequences on each of the replicas, whose
     gradients are summed in the last one.
 
-    Attention takes what its model says; the sums of tensor parallelism wait; parameters, gradients and what goes to the
-    host travel beside the computation, and no link carries more than it can. The optimizer's own time (but on the
+    Attention takes what ``attention`` says; the sums of tensor parallelism wait; parameters, gradients and what goes to
+    the host travel beside the computation, and no link carries more than it can. The optimizer's own time (but on the
     host), the loss of the first and last hop's overlap and launches are left out.
     """
     steps = ((setting.micro_steps(batch) - 1, False), (1, True))
     kinds = Counter(shape.layer_windows)
     parts: list[tuple[int, _Time]] = []
     for repeats, is_last in (step for step in steps if step[0]):
-        times = _LayerTimes(shape, setting, device, is_last=is_last)
+        times = _LayerTimes(shape, setting, device, attention, is_last=is_last)
         parts.append((repeats, times.root()))
         parts += [(repeats * count, times.layer(window)) for window, count in kinds.items()]
 
@@ -122,8 +118,11 @@ class _Time:
 class _LayerTimes:
     """Seconds of one layer, forward and backward, on one rank, in the last micro-step or in one before."""
 
-    def __init__(self, shape: ModelShape, setting: Setting, device: Device, *, is_last: bool) -> None:
+    def __init__(
+        self, shape: ModelShape, setting: Setting, device: Device, attention: Passes, *, is_last: bool
+    ) -> None:
         self.is_last = is_last
+        self.passes = attention
         self.shape, self.setting, self.device = shape.split(setting.tp), setting, device
         self.root_sums = 2 if self.shape.vocab < shape.vocab else 0  # of the embedding, and of the head's gradient
         self.kept = 0.0
@@ -148,7 +147,7 @@ class _LayerTimes:
     def layer(self, window: int | None) -> _Time:
         """One layer whose queries see so many keys."""
         shape, setting = self.shape, self.setting
-        forward, backward = attention_passes(
+        forward, backward = self.passes(
             setting.layout, setting.length, setting.ring, window, setting.route, *self._attention()
         )
         passes = [forward, backward]

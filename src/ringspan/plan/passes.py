@@ -7,18 +7,52 @@ of ranks; here two rules make a few of them stand for all.
 from collections.abc import Iterable
 from dataclasses import astuple, replace
 from functools import lru_cache
-from typing import Final
+from typing import Final, Protocol
 
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal, sliding_window
 from ringspan.core.route import Route
-from ringspan.core.timing import Pass, Shape, Speeds, passes, slowest
+from ringspan.core.timing import Pass, Shape, Speeds, pair_flops, passes, slowest
 
 # Ranks or groups of them: beyond, a pass grows by the same with each. With fewer than some eight nodes it need not yet:
 # it is not decided whether a pass waits for computing or for a link.
 _LARGEST_SCHEDULE: Final = 64
 _TOKENS: Final = 8192  # of a group of ranks, in the one schedule that stands for those of any number of tokens
 _FEW_TOKENS: Final = 256  # below, a token more or less on the diagonal counts
+
+
+def causal_pairs(length: int, window: int | None = None) -> int:
+    """(query, key) pairs of a causal sequence, in all or in a window."""
+    window = length if window is None else min(window, length)
+    return window * length - window * (window - 1) // 2
+
+
+class Passes(Protocol):
+    """Forward and backward of one causal attention, on the rank that takes longest."""
+
+    def __call__(
+        self,
+        layout: LayoutName,
+        length: int,
+        ranks: int,
+        window: int | None,
+        route: str,
+        shape: Shape,
+        speeds: Speeds,
+        /,
+    ) -> tuple[Pass, Pass]: ...
+
+
+def even_passes(
+    layout: LayoutName, length: int, ranks: int, window: int | None, route: str, shape: Shape, speeds: Speeds
+) -> tuple[Pass, Pass]:
+    """What no layout and no route can beat: every rank has its part of the pairs, and nothing is sent.
+
+    Without the diagonal, which ``attention_passes`` need not count to the token.
+    """
+    pairs = causal_pairs(length - 1, window) / ranks
+    forward, backward = (pairs * pair_flops(shape, is_backward=back) / speeds.flops for back in (False, True))
+    return Pass(forward, forward, 0.0, 0.0), Pass(backward, backward, 0.0, 0.0)
 
 
 @lru_cache(maxsize=1024)

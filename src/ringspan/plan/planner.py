@@ -1,16 +1,18 @@
 """Which mesh, layout, route and checkpoint policy a training step should use on a given cluster, and why."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, Final
 
 from ringspan.core.choice import WORTH_IT
-from ringspan.core.errors import UnsupportedError
-from ringspan.plan.cost import StepCost, block_tokens_for_overlap, step_cost
+from ringspan.plan.cost import StepCost
 from ringspan.plan.hardware import min_block_tokens, min_tokens_per_device
 from ringspan.plan.memory import Memory, host_bytes, training_memory
-from ringspan.plan.search import AUTO, Question, layouts, longest_setting, meshes, policies, routes
+from ringspan.plan.passes import even_passes
+from ringspan.plan.reasons import needs, why
+from ringspan.plan.search import Question, layouts, longest_setting, meshes, policies, routes
 from ringspan.plan.setting import CHECKPOINTS, Setting
 
 # A larger ring only sends more; the smallest that fit, with the optimizer on the device, are worth comparing.
@@ -65,7 +67,7 @@ class Plan:
             "optimizer_on_host": setting.optimizer_on_host,
             "host_bytes": host_bytes(self.question.shape, setting),
             "max_length_tokens": self.max_length_tokens,
-            "max_length_needs": _needs(self.longest) if self.longest else "",
+            "max_length_needs": needs(self.longest) if self.longest else "",
             "min_block_tokens": blocks,
             "min_tokens_per_device": {link: round(min_tokens_per_device(c)) for link, c in blocks.items()},
             "link_bytes_per_step": {
@@ -94,13 +96,10 @@ def make_plan(question: Question) -> Plan:
         ConfigError: the batch and the devices allow no mesh.
         UnsupportedError: the route that is given exists on no mesh.
     """
-    timed = [(step_cost(question.shape, one, question.device, question.batch), one) for one in _fitting(question)]
-    if timed:
-        cost, setting = min(timed, key=lambda pair: pair[0].seconds / WORTH_IT ** num_extras(pair[1]))
-    else:
+    setting = _fastest(question)
+    if setting is None:
         setting = min(_settings(question), key=lambda one: training_memory(question.shape, one).peak_bytes)
-        cost = step_cost(question.shape, setting, question.device, question.batch)
-    memory = training_memory(question.shape, setting)
+    memory, cost = training_memory(question.shape, setting), question.step_cost(setting)
     longest = longest_setting(question)
     return Plan(
         question=question,
@@ -108,16 +107,16 @@ def make_plan(question: Question) -> Plan:
         memory=memory,
         cost=cost,
         longest=longest,
-        reasons=tuple(_reasons(question, setting, memory, cost, longest)),
+        reasons=tuple(why(question, setting, memory, cost, longest)),
     )
 
 
-def num_extras(setting: Setting) -> int:
-    """How much of a setting only a model of time speaks for: another route than the ring, tensor parallelism, larger
-    micro-batches, and what is on the host must each save three percent.
+def weighed_seconds(setting: Setting, cost: StepCost) -> float:
+    """Seconds of a step, with three percent more for each thing that only a model of time speaks for: another route
+    than the ring, tensor parallelism, larger micro-batches, and what is on the host must each save as much.
     """
     others = setting.route != "ring", setting.tp > 1, setting.batch > 1, setting.offload != "none"
-    return sum(others) + setting.optimizer_on_host
+    return cost.seconds / WORTH_IT ** (sum(others) + setting.optimizer_on_host)
 
 
 def _settings(question: Question) -> Iterator[Setting]:
@@ -128,32 +127,64 @@ def _settings(question: Question) -> Iterator[Setting]:
                 yield replace(mesh, route=route, **policy)
 
 
-def _fitting(question: Question) -> Iterator[Setting]:
+class _Race:
+    """The fastest of the settings that have been timed."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._seconds = math.inf
+        self.fastest: Setting | None = None
+
+    def time(self, setting: Setting) -> StepCost:
+        """Its cost; it is the fastest when none so far was as fast."""
+        cost = self._question.step_cost(setting)
+        seconds = weighed_seconds(setting, cost)
+        if seconds < self._seconds:
+            self._seconds, self.fastest = seconds, setting
+        return cost
+
+    def is_lost(self, setting: Setting) -> bool:
+        """Whether it were no faster even if its ranks shared attention evenly, and sent nothing for it."""
+        return weighed_seconds(setting, self._question.step_cost(setting, even_passes)) >= self._seconds
+
+
+def _fastest(question: Question) -> Setting | None:
     """Of the smallest rings that fit, for each size of tensor parallelism, the fastest policies that do; and where the
-    ring waits for its links, or has windows to exploit, those of the other routes and layouts.
+    ring waits for its links, or has windows to exploit, those of the other routes and layouts that could be faster.
     """
-    shape, device = question.shape, question.device
+    race = _Race(question)
     rings: dict[int, set[int]] = {}
+    others: list[Setting] = []
     for mesh in meshes(question):
         known = rings.setdefault(mesh.tp, set())
-        if len(known) == _TIMED_RINGS:
+        if len(known) == _TIMED_RINGS or _is_hopeless(question, mesh):
             continue
-        others = any(shape.layer_windows)
-        for route in routes(question, mesh):
-            if mesh.ring in known and not others:
+        named = product(routes(question, mesh), layouts(mesh.ring))
+        ways = [replace(mesh, route=route, layout=layout) for route, layout in named]
+        has_others = any(question.shape.layer_windows)
+        for way in [way for way in ways if way.layout == mesh.layout]:  # the ring, or the first route that fits
+            ways.remove(way)
+            timed = {setting: race.time(setting) for setting in _fastest_policies(question, way)}
+            setting = next((setting for setting in timed if not setting.optimizer_on_host), None)
+            if setting:
+                known.add(mesh.ring)
+                if timed[setting].compute_seconds < WORTH_IT * timed[setting].seconds:
+                    has_others = True
+                    for larger in _larger_micro_batches(question, setting):
+                        race.time(larger)
                 break
-            for layout in layouts(mesh.ring):
-                if layout != mesh.layout and not others:
-                    break
-                for setting in _fastest_policies(question, replace(mesh, route=route, layout=layout)):
-                    yield setting
-                    if mesh.ring not in known and not setting.optimizer_on_host:
-                        known.add(mesh.ring)
-                        cost = step_cost(shape, setting, device, question.batch)
-                        waits = cost.compute_seconds < WORTH_IT * cost.seconds
-                        others = others or waits
-                        if waits:
-                            yield from _larger_micro_batches(question, setting)
+        if has_others:
+            others += ways
+    for way in others:  # last, for the more is known to be beaten
+        if not race.is_lost(replace(way, **policies(question)[0])):
+            for setting in _fastest_policies(question, way):
+                race.time(setting)
+    return race.fastest
+
+
+def _is_hopeless(question: Question, mesh: Setting) -> bool:
+    """Whether no policy fits, whatever the route; the most frugal ones are asked first."""
+    return all(question.exceeds_on_any_route(replace(mesh, **policy)) for policy in reversed(policies(question)))
 
 
 def _larger_micro_batches(question: Question, setting: Setting) -> Iterator[Setting]:
@@ -191,206 +222,3 @@ def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]
                 if not tried.uses_host and tried.checkpoint != CHECKPOINTS[-1]:
                     return  # nothing that offloading allows is faster
                 break
-
-
-def _needs(setting: Setting) -> str:
-    """The options of a setting, in a few words."""
-    parts = [f"ring {setting.ring}", f"tp {setting.tp}" if setting.tp > 1 else "", f"route {setting.route}"]
-    parts += [f"checkpoint {setting.checkpoint}"]
-    if setting.layers_per_checkpoint > 1:
-        parts.append(f"{setting.layers_per_checkpoint} layers a checkpoint")
-    if setting.feedforward_tokens:
-        parts.append(f"feed-forward in chunks of {setting.feedforward_tokens}")
-    if setting.offload != "none":
-        parts.append("activations on the host")
-    if setting.optimizer_on_host:
-        parts.append("moments on the host")
-    return ", ".join(part for part in parts if part)
-
-
-def _reasons(
-    question: Question, setting: Setting, memory: Memory, cost: StepCost, longest: Setting | None
-) -> Iterator[str]:
-    shape, device = question.shape, question.device
-    if not question.fits(setting):
-        yield from _what_would_fit(question, setting, memory, longest)
-    else:
-        yield from _why_this_ring(question, setting)
-        yield from _why_this_route(question, setting, cost)
-        yield from _why_this_split(question, setting, cost)
-        yield from _why_this_micro_batch(question, setting, cost)
-        yield from _why_this_policy(question, setting)
-    if setting.ring > 1:
-        yield _why_this_layout(setting)
-    yield f"the peak is in the {memory.moment}: {_gigabytes(memory.peak_bytes)} of {_gigabytes(device.memory_bytes)}"
-    yield from _about_links(question, setting, cost)
-    if shape.positions and question.length > shape.positions:
-        yield f"{shape.name} has {shape.positions:,} learned positions; {question.length:,} tokens need new ones"
-    if setting.replicate == 1 and question.batch == 1 and setting.ring > 1:
-        yield (
-            "for decoding one sequence a ring is the wrong tool: a new token is one query, which no block computation "
-            "hides; leave the cache where it is and merge the ranks' partial results"
-        )
-
-
-def _what_would_fit(question: Question, setting: Setting, memory: Memory, longest: Setting | None) -> Iterator[str]:
-    shape, device = question.shape, question.device
-    short = f"{_gigabytes(memory.peak_bytes)} a device do not fit {_gigabytes(device.memory_bytes)}"
-    if memory.peak_bytes <= device.memory_bytes:
-        host = host_bytes(shape, setting)
-        short = f"{_gigabytes(host)} a device do not fit its {_gigabytes(device.host_memory_bytes)} of the host"
-    if longest:
-        yield (
-            f"{short}: on {question.devices} x {device.title} the longest sequence is {longest.length:,} tokens "
-            f"({_needs(longest)})"
-        )
-    else:
-        state = memory.bytes["parameters"] + memory.bytes["optimizer"]
-        yield f"{short}: no length fits; parameters and optimizer alone take {_gigabytes(state)} a device"
-    devices = question.devices
-    while devices < 1 << 14:
-        devices *= 2
-        enough = longest_setting(question, devices)
-        if enough and enough.length >= question.length:
-            yield f"{question.length:,} tokens fit on {devices} x {device.title} in one ring ({_needs(enough)})"
-            return
-    yield f"no number of {device.title} holds {shape.name} with {question.length:,} tokens in this way"
-
-
-def _why_this_ring(question: Question, setting: Setting) -> Iterator[str]:
-    shape, device = question.shape, question.device
-    if setting.ring == 1:
-        yield "the sequence fits one device: a ring would only add communication"
-        return
-    if setting.ring * setting.tp == question.devices and question.batch == 1:
-        alone = replace(setting, ring=1, route="ring", layout="contiguous", checkpoint=CHECKPOINTS[-1])
-        if training_memory(shape, alone).peak_bytes <= device.memory_bytes:
-            yield "the sequence would fit one device; the ring only makes it faster, since one sequence has no replicas"
-            return
-    smaller = [mesh for mesh in meshes(question) if mesh.tp == setting.tp and mesh.ring < setting.ring]
-    if smaller:
-        yield f"a ring of {smaller[-1].ring} x {smaller[-1].replicate} replicas does not fit, or is slower"
-    else:
-        sequences = f"{question.batch} sequence{'s' * (question.batch > 1)}"
-        yield f"a batch of {sequences} on {question.devices} devices leaves no smaller ring than {setting.ring}"
-
-
-def _why_this_route(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
-    if setting.ring == 1:
-        return
-    shape, device = question.shape, question.device
-    if setting.route == "ring":
-        if question.route == AUTO:
-            yield "route ring: no other route or mesh that fits is predicted to save three percent of a step"
-        return
-    chosen = "as asked" if question.route != AUTO else "the quickest that fits"
-    around = replace(setting, route="ring")
-    try:
-        other = step_cost(shape, around, device, question.batch).seconds
-    except UnsupportedError as error:
-        yield f"route {setting.route}, {chosen}: {error}"
-        return
-    need = training_memory(shape, around).peak_bytes
-    verb = "would take" if need <= device.memory_bytes else f"would need {_gigabytes(need)} and take"
-    yield f"route {setting.route}, {chosen}: {cost.seconds:.3g} s a step, around the ring it {verb} {other:.3g} s"
-
-
-def _why_this_split(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
-    shape = question.shape
-    if shape.family == "gpt2":
-        yield f"no tensor parallelism was weighed: there is no plan for {shape.model_type} models"
-    if setting.tp == 1:
-        return
-    sums = cost.tensor_bytes / question.device.bandwidth(setting.tp)
-    merged = [mesh for mesh in meshes(question) if mesh.tp == 1 and mesh.ring == setting.ring * setting.tp]
-    without = ""
-    for mesh in merged[:1]:
-        other = replace(setting, tp=1, ring=mesh.ring, route="ring")
-        need, seconds = training_memory(shape, other).peak_bytes, step_cost(
-            shape, other, question.device, question.batch
-        ).seconds  # fmt: skip
-        without = f"; a ring of {mesh.ring} without it would need {_gigabytes(need)} and take {seconds:.3g} s"
-    yield (
-        f"tp {setting.tp}: heads, feed-forward and vocabulary are split over neighbours of a node, whose sums take "
-        f"{sums:.2g} s of a step{without}"
-    )
-
-
-def _why_this_micro_batch(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
-    if setting.batch > 1:
-        one = step_cost(question.shape, replace(setting, batch=1), question.device, question.batch)
-        yield (
-            f"{setting.batch} sequences a micro-step, for which parameters are gathered once: with one a step would "
-            f"take {one.seconds:.3g} s, not {cost.seconds:.3g} s"
-        )
-
-
-def _why_this_layout(setting: Setting) -> str:
-    match setting.layout:
-        case "zigzag":
-            return "zigzag: each rank holds an early and a late chunk, so that causal work is equal on all ranks"
-        case "contiguous":
-            return "contiguous: the fewest bytes travel, which counts for more than equal work on all ranks"
-        case "striped":
-            return "striped: causal work is equal on all ranks, hop by hop"
-
-
-def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
-    budget, shape = question.device.memory_bytes, question.shape
-    for faster in CHECKPOINTS[: CHECKPOINTS.index(setting.checkpoint)]:
-        kept = {} if faster != "none" else {"offload": "none", "layers_per_checkpoint": 1}
-        need = training_memory(shape, replace(setting, checkpoint=faster, **kept)).peak_bytes
-        if need > budget:
-            yield f"checkpoint={faster!r} would need {_gigabytes(need)}"
-        else:
-            yield f"checkpoint={faster!r} would fit ({_gigabytes(need)}), but is slower there, or with its host"
-    if setting.layers_per_checkpoint > 1:
-        need = training_memory(shape, replace(setting, layers_per_checkpoint=1)).peak_bytes
-        yield (
-            f"{setting.layers_per_checkpoint} layers a checkpoint, the inputs of all but the first made again: with "
-            f"one they would need {_gigabytes(need)}"
-        )
-    if setting.feedforward_tokens and setting.checkpoint == "none":
-        need = training_memory(shape, replace(setting, feedforward_chunk_tokens=0)).peak_bytes
-        chunk = setting.feedforward_tokens
-        yield f"feed-forward in chunks of {chunk} tokens: all at once would need {_gigabytes(need)}"
-    if setting.offload != "none":
-        need = training_memory(shape, replace(setting, offload="none")).peak_bytes
-        yield (
-            f"activations wait on the host, {_gigabytes(host_bytes(shape, setting))} a device in all: on the device "
-            f"they would need {_gigabytes(need)}"
-        )
-    if setting.optimizer_on_host:
-        need = training_memory(shape, replace(setting, optimizer_on_host=False)).peak_bytes
-        yield f"AdamW's moments are on the host and step there: on the device they would need {_gigabytes(need)}"
-
-
-def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
-    device = question.device
-    if setting.ring == 1 or setting.route != "ring":
-        if cost.exposed_seconds > 0.05 * cost.seconds:
-            yield _waiting(cost)
-        return
-    span = setting.ring * setting.tp
-    bandwidth = device.bandwidth(span)
-    where = "inside a node" if span <= device.devices_per_node else "between nodes"
-    needed = block_tokens_for_overlap(question.shape, setting, device, bandwidth)
-    have = setting.tokens // setting.batch
-    if have >= needed:
-        yield f"links {where} keep up: {have:,} tokens a rank, {round(needed):,} hide the blocks' travel"
-    else:
-        yield (
-            f"links {where} are too slow for the block: {have:,} tokens a rank, but only {round(needed):,} hide the "
-            "blocks' travel; use fewer ranks, or longer sequences"
-        )
-    if cost.exposed_seconds > 0.05 * cost.seconds:
-        yield _waiting(cost)
-
-
-def _waiting(cost: StepCost) -> str:
-    share = cost.exposed_seconds / cost.seconds
-    return f"{share:.0%} of the step waits for links (blocks, parameters, gradients, sums)"
-
-
-def _gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB"

@@ -12,8 +12,10 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.route import Route
 from ringspan.core.timing import Shape
+from ringspan.plan.cost import StepCost, step_cost
 from ringspan.plan.hardware import Device
 from ringspan.plan.memory import ATTENTION_MOMENT, host_bytes, training_memory
+from ringspan.plan.passes import Passes, attention_passes
 from ringspan.plan.setting import CHECKPOINTS, Setting, check_setting
 from ringspan.plan.shapes import ModelShape
 
@@ -44,6 +46,10 @@ class Question:
         """Whether the devices, and their hosts, have the memory."""
         has = self.device.memory_bytes, self.device.host_memory_bytes
         return training_memory(self.shape, setting).peak_bytes <= has[0] and host_bytes(self.shape, setting) <= has[1]
+
+    def step_cost(self, setting: Setting, attention: Passes = attention_passes) -> StepCost:
+        """What an optimizer step in this setting takes."""
+        return step_cost(self.shape, setting, self.device, self.batch, attention)
 
     def exceeds_on_any_route(self, setting: Setting) -> bool:
         """Whether the setting does not fit and no other route, which changes attention alone, could help."""
