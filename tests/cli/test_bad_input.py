@@ -124,6 +124,8 @@ def test_a_run_is_never_overwritten(monkeypatch, capsys, workplace):
         (["step", "--checkpoint", "sometimes"], "sometimes"),
         (["memory", "--rings", "1,x"], "1,x"),
         (["memory", "--variants", "plain,fancy"], "plain,fancy"),
+        (["memory", "--picture", "a.png"], "end the name in .svg"),
+        (["memory", "--picture", "nowhere/a.svg"], "no folder nowhere"),
         (["context", "--options", "some"], "choose one of on, off"),
         (["context", "--hidden-size", "100"], "multiple of 24"),
     ],

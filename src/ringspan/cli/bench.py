@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ringspan.cli.picture import check_picture
+
 app = typer.Typer(
     no_args_is_help=True,
     help="Measure speed and memory against one process. Close other programs first: everything here is timed.",
@@ -213,8 +215,10 @@ def memory(
     names: tuple[VariantName, ...] = tuple(name for name in VARIANTS if name in variants.split(","))
     if len(names) != len(variants.split(",")):
         raise ConfigError(f"--variants {variants!r}: choose from {', '.join(VARIANTS)}, with commas")
+    if picture:
+        check_picture(picture, ".svg")
     result = run(MemoryCase(rings=sizes, length=length, variants=names, layout=layout_name(layout), dtype=dtype))
-    if picture is not None:
+    if picture:
         picture.write_text(category_picture(result["rows"]), encoding="utf-8")
     if as_json:
         print(json.dumps(result))

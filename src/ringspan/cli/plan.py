@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ringspan.cli.picture import check_picture
+
 if TYPE_CHECKING:
     from ringspan.plan.planner import Plan
 
@@ -62,8 +64,12 @@ def command(
 
     Analytic and without a framework, in under a second; with --trace the real step is traced as one of its ranks.
     """
+    from ringspan.core.errors import ConfigError
+
     if picture:
-        _check_picture(picture, trace=trace)
+        if not trace:
+            raise ConfigError(f"--picture {picture} draws what a trace finds; add --trace")
+        check_picture(picture, ".png", ".svg", ".pdf")
     answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route)
     result = answer.as_json()
     if trace:
@@ -124,18 +130,6 @@ def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:
     console = Console(stderr=True, quiet=quiet)
     with console.status("tracing the training step on fake tensors"):
         return summary(trace_plan(answer, rank), answer.question.device.memory_bytes)
-
-
-def _check_picture(picture: Path, *, trace: bool) -> None:
-    """Refuse before a minute of tracing what could not be drawn after it."""
-    from ringspan.core.errors import ConfigError
-
-    if not trace:
-        raise ConfigError(f"--picture {picture} draws what a trace finds; add --trace")
-    if picture.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--picture {picture}: end the name in .png, .svg or .pdf")
-    if not picture.parent.is_dir():
-        raise ConfigError(f"--picture {picture}: there is no folder {picture.parent}")
 
 
 def _draw(answer: "Plan", result: dict[str, Any], picture: Path) -> None:
