@@ -4,7 +4,7 @@ B batch, H query heads, G key/value heads, T local tokens, S global tokens, D he
 """
 
 from functools import partial
-from typing import Final
+from typing import Final, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,8 @@ from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal
 from ringspan.jax import ring
-from ringspan.jax.kernels import varying_like
+from ringspan.jax.kernels import varying_axes, varying_like
+from ringspan.jax.pallas import is_interpreted
 
 SAVED_NAME: Final = "ring_attention"  # what activation checkpointing calls out and lse
 
@@ -39,6 +40,7 @@ def ring_attention(
     sinks: Array | None = None,
     query_chunk: int = 256,
     key_chunk: int = 256,
+    kernel: ring.KernelName = "xla",
 ) -> Array:
     """Exact attention of the local queries to the keys of all ranks, inside ``shard_map``; differentiable in reverse.
 
@@ -60,6 +62,8 @@ def ring_attention(
         sinks: a learnt score for each query head (H,), to which probability may go without a value (gpt-oss).
         query_chunk: most local queries whose scores exist at once, for one head on CPU.
         key_chunk: most local keys whose scores exist at once.
+        kernel: what computes a block: ``xla`` on any device, or ``pallas`` on TPUs (interpreted on CPU, for tests),
+            for float32 and bfloat16, whose chunks must divide a rank's tokens.
 
     Returns:
         The local part of the result (B, H, T, E), in q's dtype.
@@ -72,6 +76,7 @@ def ring_attention(
     """
     _check_arrays(q, k, v, sinks)
     _check_options(scale, softcap, query_chunk, key_chunk)
+    _check_kernel(kernel, q)
     ranks = lax.axis_size(axis_name)
     layout, key_layout = find_layouts(layout, key_layout, ranks, q.shape[2], k.shape[2], remedy="ringspan.jax.shard")
     mask = causal() if mask is None else Mask.parse(mask) if isinstance(mask, str) else mask
@@ -84,6 +89,7 @@ def ring_attention(
         None if softcap is None else float(softcap),
         query_chunk,
         key_chunk,
+        kernel,
     )
     # All differ along the ring from here on; where a caller's array did not, autodiff makes this the sum over ranks.
     everywhere = (q, k, v, lax.axis_index(axis_name))
@@ -157,14 +163,13 @@ def sharded_ring_attention(
         q, k, v = (jax.reshard(x, NamedSharding(mesh, split)) for x in (q, k, v))
         sinks = None if sinks is None else jax.reshard(sinks, NamedSharding(mesh, P(heads)))
     local = partial(ring_attention, axis_name=axis_name, **options)
+    # What interprets a kernel does not know of axes.
+    is_checked = options.get("kernel") != "pallas" or not is_interpreted()
+    on_mesh = partial(jax.shard_map, mesh=mesh, out_specs=split, check_vma=is_checked)
     if sinks is None:
-        return jax.shard_map(local, mesh=mesh, in_specs=(split, split, split), out_specs=split)(q, k, v)
-    return jax.shard_map(
-        lambda q, k, v, sinks: local(q, k, v, sinks=sinks),
-        mesh=mesh,
-        in_specs=(split, split, split, P(heads)),
-        out_specs=split,
-    )(q, k, v, sinks)
+        return on_mesh(local, in_specs=(split, split, split))(q, k, v)
+    with_sinks = on_mesh(lambda q, k, v, sinks: local(q, k, v, sinks=sinks), in_specs=(split, split, split, P(heads)))
+    return with_sinks(q, k, v, sinks)
 
 
 def _check_arrays(q: Array, k: Array, v: Array, sinks: Array | None) -> None:
@@ -179,6 +184,23 @@ def _check_arrays(q: Array, k: Array, v: Array, sinks: Array | None) -> None:
         raise UnsupportedError(
             f"sinks must be a floating-point score for each of the {q.shape[1]} query heads, "
             f"got {sinks.dtype} of shape {sinks.shape}"
+        )
+
+
+def _check_kernel(kernel: str, q: Array) -> None:
+    names = get_args(ring.KernelName)
+    if kernel not in names:
+        raise UnsupportedError(f"unknown kernel {kernel!r}; choose one of {', '.join(names)}")
+    if kernel == "xla":
+        return
+    if jax.default_backend() not in ("tpu", "cpu"):
+        raise UnsupportedError(f"kernel='pallas' is for TPUs, not for {jax.default_backend()}; use kernel='xla'")
+    if q.dtype.name not in ("float32", "bfloat16"):
+        raise UnsupportedError(f"kernel='pallas' computes float32 and bfloat16, not {q.dtype}; use kernel='xla'")
+    if is_interpreted() and varying_axes(q):
+        raise UnsupportedError(
+            "kernel='pallas' on CPU is interpreted, which knows nothing of axes along which arrays differ; use "
+            "kernel='xla', or jax.shard_map(..., check_vma=False)"
         )
 
 

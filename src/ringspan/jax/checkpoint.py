@@ -37,7 +37,7 @@ def load_llama(folder: Path | str, mesh: Mesh, *, dtype: Any = np.float32, **cha
         folder: a local folder with config.json and one or more .safetensors files.
         mesh: from ``init_mesh``.
         dtype: of the weights.
-        changes: ``layout`` and ``chunk_tokens`` of ``LlamaConfig``.
+        changes: ``layout``, ``chunk_tokens``, ``layers_per_checkpoint`` and ``kernel`` of ``LlamaConfig``.
 
     Raises:
         ConfigError: no such files, or weights that are missing, left over or of another shape.

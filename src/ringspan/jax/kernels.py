@@ -67,26 +67,34 @@ class Kernel:
     scale: float
     softcap: float | None
 
-    def work(self, rank: Array, hop: Array | int) -> Work:
+    def _work(self, rank: Array, hop: Array | int) -> Work:
         """What this rank computes at this hop."""
         program = self.program
         row = jnp.asarray(program.which)[rank, hop]
         lists = (program.num_runs, program.runs, program.num_partial, program.partial)
         return Work(*(jnp.asarray(x)[row] for x in lists))
 
-    def forward(self, work: Work, q: Array, block: Array, state: State) -> State:
-        """``state`` with the keys of one block added. q (F, P, T, D), block (F, T', D + E): keys beside values."""
-        return _over_heads(partial(self._forward_head, work), (q, block), state)
+    def forward(self, rank: Array, hop: Array | int, q: Array, block: Array, state: State) -> State:
+        """``state`` with a hop's block added. q (F, P, T, D), block (F, T', D + E): keys beside values."""
+        return _over_heads(partial(self._forward_head, self._work(rank, hop)), (q, block), state)
 
     def backward(
-        self, work: Work, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
+        self,
+        rank: Array,
+        hop: Array | int,
+        q: Array,
+        block: Array,
+        dout: Array,
+        lse: Array,
+        delta: Array,
+        dq: Array,
     ) -> Gradients:
         """dq with the block's part added, and dk beside dv of the block from these queries; all in lse's dtype.
 
         ``lse`` is the GLOBAL one, +inf where a row sees no key; ``delta = sum(dout out)``. Both (F, P, T).
         """
         sums = Gradients(dq, varying_like(jnp.zeros(block.shape, lse.dtype), dq))
-        return _over_heads(partial(self._backward_head, work), (q, block, dout, lse, delta), sums)
+        return _over_heads(partial(self._backward_head, self._work(rank, hop)), (q, block, dout, lse, delta), sums)
 
     def _forward_head(self, work: Work, q: Array, block: Array, state: State) -> State:
         queries, keys = self.program.query_size, self.program.key_size
@@ -207,11 +215,12 @@ def accumulation_dtype(dtype: Any) -> Any:
 
 def varying_like(x: Array, *others: Array) -> Array:
     """``x``, known to ``shard_map`` to differ along every mesh axis along which one of the others differs."""
-    axes = frozenset[str]().union(*map(_varying_axes, others)) - _varying_axes(x)
+    axes = frozenset[str]().union(*map(varying_axes, others)) - varying_axes(x)
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
-def _varying_axes(x: Array) -> frozenset[str]:
+def varying_axes(x: Array) -> frozenset[str]:
+    """The mesh axes along which ``shard_map`` knows it to differ."""
     return jax.typeof(x).manual_axis_type.varying
 
 

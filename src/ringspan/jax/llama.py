@@ -28,6 +28,7 @@ from ringspan.jax.feedforward import blockwise_feedforward
 from ringspan.jax.kernels import accumulation_dtype, varying_like
 from ringspan.jax.loss import blockwise_cross_entropy
 from ringspan.jax.mesh import BATCH_AXES, TOKEN_AXES, gathered
+from ringspan.jax.ring import KernelName
 
 SPECS: Final = {
     "embed_tokens": P("tp", "fsdp"),
@@ -64,6 +65,8 @@ class LlamaConfig:
     """Tokens of the feed-forward and of the loss that are computed at once."""
     layers_per_checkpoint: int = 1
     """Consecutive layers of which only the first keeps its input, see ``ringspan.torch.segments``; it divides all."""
+    kernel: KernelName = "xla"
+    """What computes a block of attention, see ``ring_attention``."""
 
     def __post_init__(self) -> None:
         size = self.layers_per_checkpoint
@@ -169,7 +172,8 @@ class Layer(nnx.Module):
             return y.reshape(*y.shape[:2], -1, self.config.head_dim).swapaxes(1, 2)
 
         q, k, v = (heads(weight[...]) for weight in (self.q_proj, self.k_proj, self.v_proj))
-        out = ring_attention(_rotated(q, cos, sin), _rotated(k, cos, sin), v, layout=self.config.layout)
+        q, k = (_rotated(x, cos, sin) for x in (q, k))
+        out = ring_attention(q, k, v, layout=self.config.layout, kernel=self.config.kernel)
         out = out.swapaxes(1, 2).reshape(*x.shape[:2], -1)
         return lax.psum(out @ gathered(self.o_proj[...], 0).T, "tp")
 

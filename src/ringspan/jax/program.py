@@ -6,8 +6,10 @@ only partly fills. Pairs of chunks without an allowed pair are in neither list. 
 share them: causal attention takes three of them on any number of ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +66,7 @@ class Program:
     num_partial: IntArray  # (rows,)
     partial: IntArray  # (rows, Q, 4): query start, key start, first band, number of bands
     bands: IntArray  # (bands, 6): rows [q0, q1), keys [k0, k1) with lo <= row - key <= hi, in local indices
+    is_even: bool  # no chunk covers what another one does
 
 
 @lru_cache(maxsize=64)
@@ -105,6 +108,52 @@ def compile_program(layout: Layout, key_layout: Layout, mask: Mask, query_chunk:
         np.array([len(row) for row in partial], dtype=np.int32),
         _padded(partial, 4),
         np.array(all_bands or [(0,) * 6], dtype=np.int32),
+        queries.start == queries.first and keys.start == keys.first,
+    )
+
+
+KEY_BITS: Final = 16  # of a chunk pair's number: the chunk of keys; above them that of queries
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The chunk pairs of an even program, one by one, for kernels whose grid is such a list.
+
+    A pair is two numbers: its chunks (of queries, then ``KEY_BITS`` for that of keys), and which of ``lists`` cuts it,
+    -1 when it is whole. Behind its end a list repeats the last pair.
+    """
+
+    num: IntArray  # (rows,)
+    by_query: IntArray  # (rows, M, 2): sorted by the chunk of queries
+    by_key: IntArray  # (rows, M, 2): sorted by the chunk of keys
+    lists: IntArray  # (lists, 2): first band, number of bands
+
+
+@lru_cache(maxsize=64)
+def compile_pairs(program: Program) -> Pairs:
+    """The lists of a program whose chunks do not overlap."""
+    queries, keys = program.query_size, program.key_size
+    lists: dict[tuple[int, int], int] = {}
+    rows: list[list[tuple[int, int]]] = []
+    for row in range(len(program.runs)):
+        pairs: list[tuple[int, int]] = []
+        for query, key, count in program.runs[row, : program.num_runs[row]].tolist():
+            pairs += [(query // queries << KEY_BITS | key // keys + n, -1) for n in range(count)]
+        for query, key, first, count in program.partial[row, : program.num_partial[row]].tolist():
+            cut = lists.setdefault((first, count), len(lists))
+            pairs.append((query // queries << KEY_BITS | key // keys, cut))
+        rows.append(pairs)
+    longest = max(1, *map(len, rows))
+
+    def table(order: Callable[[tuple[int, int]], int]) -> IntArray:
+        full = [sorted(pairs, key=order) or [(0, -1)] for pairs in rows]
+        return np.array([pairs + pairs[-1:] * (longest - len(pairs)) for pairs in full], dtype=np.int32)
+
+    return Pairs(
+        np.array([len(pairs) for pairs in rows], dtype=np.int32),
+        table(lambda pair: pair[0]),
+        table(lambda pair: pair[0] & (1 << KEY_BITS) - 1),
+        np.array(list(lists) or [(0, 0)], dtype=np.int32),
     )
 
 

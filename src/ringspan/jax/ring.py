@@ -11,7 +11,7 @@ B batch, H query heads, G key/value heads, P = H / G, F = B x G, T local tokens,
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,10 @@ from ringspan.core.choice import head_groups
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
 from ringspan.jax.kernels import LOWEST, Kernel, State, accumulation_dtype, varying_like
-from ringspan.jax.program import compile_program
+from ringspan.jax.pallas import PallasKernel, check_chunks
+from ringspan.jax.program import compile_pairs, compile_program
+
+KernelName = Literal["xla", "pallas"]
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,15 @@ class Ring:
     softcap: float | None
     query_chunk: int
     key_chunk: int
+    kernel_name: KernelName = "xla"
 
     @property
-    def kernel(self) -> Kernel:
+    def kernel(self) -> Kernel | PallasKernel:
         program = compile_program(self.layout, self.key_layout, self.mask, self.query_chunk, self.key_chunk)
-        return Kernel(program, self.scale, self.softcap)
+        if self.kernel_name == "xla":
+            return Kernel(program, self.scale, self.softcap)
+        check_chunks(program)
+        return PallasKernel(program, compile_pairs(program), self.scale, self.softcap)
 
     def head_groups(self, q: Array, k: Array) -> int:
         """How many groups of heads to go through one after the other."""
@@ -70,7 +77,7 @@ def _forward_of_heads(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | N
     size = v.shape[-1]
 
     def compute(block: Array, state: State, hop: Array | int) -> State:
-        return kernel.forward(kernel.work(rank, hop), rows, block, state)
+        return kernel.forward(rank, hop, rows, block, state)
 
     def one_hop(block: Array, state: State, hop: Array) -> tuple[Array, State]:
         arriving = ring.shift(block, 1)
@@ -116,7 +123,7 @@ def _backward_of_heads(
     head_size, keys_values = k.shape[-1], _packed(k, v)
 
     def compute(block: Array, dq: Array, hop: Array | int) -> tuple[Array, Array]:
-        return kernel.backward(kernel.work(rank, hop), rows, block, dout_rows, lse_rows, delta_rows, dq)
+        return kernel.backward(rank, hop, rows, block, dout_rows, lse_rows, delta_rows, dq)
 
     def one_hop(block: Array, behind: Array, dq: Array, hop: Array) -> tuple[Array, Array, Array]:
         arriving, gradient = ring.shift(block, 1), ring.shift(behind, 1)
