@@ -15,6 +15,7 @@ import ringspan as rs
 from ringspan.bench.context import ContextCase, next_length, ran_out_of_memory, run
 from ringspan.bench.memory import held_activations, step_bytes
 from ringspan.bench.pictures import category_picture
+from ringspan.core.choice import num_inputs
 from ringspan.torch import offload
 from ringspan.torch.launch import launch
 from ringspan.torch.remat import choose_checkpoint, kept_bytes
@@ -64,9 +65,28 @@ def test_auto_takes_what_computes_least_again_and_fits():
     }
     assert needed["none"] > needed["attention"] > needed["full"]
     for policy, bytes_ in needed.items():
-        assert choose_checkpoint(model, 100, bytes_, torch.float32) == policy
+        assert choose_checkpoint(model, 100, bytes_, torch.float32) == (policy, 1)
+        with_two = choose_checkpoint(model, 100, bytes_, torch.float32, layers_per_checkpoint=2)
+        assert with_two == (policy, 1 if policy == "none" else 2)
     with pytest.raises(rs.ConfigError, match="larger ring"):
-        choose_checkpoint(model, 100, needed["full"] - 1, torch.float32)
+        choose_checkpoint(model, 100, 999, torch.float32)
+
+
+def test_auto_has_layers_share_an_input_before_it_runs_the_ring_again():
+    """32 layers: what they keep falls from step to step, and each is taken until it no longer fits."""
+    model = config("llama", num_hidden_layers=32)
+    ladder, budget = [], 1 << 40
+    while True:
+        try:
+            step = choose_checkpoint(model, 100, budget, torch.float32)
+        except rs.ConfigError as error:
+            assert "checkpoint='full' and 4 layers a checkpoint" in str(error)
+            break
+        ladder.append(step)
+        inputs = num_inputs(32, step[1]) if step[0] != "none" else 32
+        a_layer, an_input = kept_bytes(model, step[0], torch.float32), 4 * model.hidden_size
+        budget = 100 * (32 * (a_layer - an_input) + inputs * an_input) - 1
+    assert ladder == [("none", 1), *((policy, n) for policy in ("attention", "full") for n in (1, 2, 4))]
 
 
 def bytes_of_a_step(mesh: DeviceMesh, chunk: int) -> dict[str, int]:

@@ -67,7 +67,7 @@ def test_a_minimal_file_takes_the_documented_defaults(tmp_path: Path):
         "activation_bytes": None,
         "loss_chunk_tokens": 1024,
         "loss_chunk_vocabulary": None,
-        "layers_per_checkpoint": 1,
+        "layers_per_checkpoint": "auto",
         "feedforward_chunk_tokens": "auto",
         "norm_chunk_tokens": "auto",
         "offload": "none",

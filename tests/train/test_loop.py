@@ -92,7 +92,13 @@ def as_toml(values: dict, prefix: str = "") -> str:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("ring of 4", {"optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 4}}),
+        (
+            "ring of 4",
+            {
+                "memory": {"checkpoint": "auto", "activation_bytes": 1 << 30},
+                "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 4},
+            },
+        ),
         (
             "2 x 2",
             {

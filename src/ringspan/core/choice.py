@@ -132,3 +132,8 @@ def num_inputs(layers: int, layers_per_checkpoint: int) -> int:
 def frugal_segment(layers: int) -> int:
     """The smallest ``layers_per_checkpoint`` with the fewest inputs: about the root of the number of layers."""
     return min(range(1, layers + 1), key=lambda size: num_inputs(layers, size))
+
+
+def segment_sizes(layers: int) -> tuple[int, ...]:
+    """The values of ``layers_per_checkpoint`` that are worth weighing: alone, in twos, or what keeps least."""
+    return tuple(sorted({1, min(2, layers), frugal_segment(layers)}))

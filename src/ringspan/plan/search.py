@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any, Final
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
-from ringspan.core.choice import frugal_segment, other_routes
+from ringspan.core.choice import frugal_segment, other_routes, segment_sizes
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.route import Route
@@ -147,7 +147,7 @@ def policies(question: Question) -> tuple[dict[str, Any], ...]:
     """
     has_host = question.device.host_bandwidth > 0
     hosts = product((False, True), ("none", "activations")) if has_host else [(False, "none")]
-    segments = sorted({1, 2, frugal_segment(question.shape.layers)})
+    segments = segment_sizes(question.shape.layers)
     found: list[dict[str, Any]] = []
     for (on_host, offload), checkpoint in product(hosts, CHECKPOINTS):
         where: dict[str, Any] = {"checkpoint": checkpoint, "offload": offload, "optimizer_on_host": on_host}

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ringspan.core.choice import check_segments, num_inputs
+from ringspan.core.choice import check_segments, num_inputs, segment_sizes
 from ringspan.core.errors import ConfigError
 from ringspan.torch.modules import mix_in
 from ringspan.torch.offload import OffloadName, Store, offload_name
@@ -72,26 +72,29 @@ def choose_checkpoint(
     *,
     tp: int = 1,
     feedforward_in_chunks: bool = False,
-    layers_per_checkpoint: int = 1,
-) -> CheckpointName:
-    """The policy that computes least again and keeps at most so many bytes of ``tokens`` local tokens in all layers.
+    layers_per_checkpoint: int | None = None,
+) -> tuple[CheckpointName, int]:
+    """The policy, and its ``layers_per_checkpoint``, that computes least again and keeps at most so many bytes of
+    ``tokens`` local tokens in all layers.
 
-    Layers in segments (see ``checkpoint_layers``) keep fewer inputs.
+    In this order: ``none``; ``attention``, then with ever more layers that share an input; ``full``, in the same way.
+    A number of layers that is given stays.
 
     Raises:
-        ConfigError: not even ``full`` fits; the message says what it needs.
+        ConfigError: not even the last of them fits; the message says what it needs.
     """
-    needed = 0
+    needed, sharing = 0, 1
     layers, own_input = config.num_hidden_layers, dtype.itemsize * config.hidden_size
-    spared = layers - num_inputs(layers, layers_per_checkpoint)
+    sizes = (layers_per_checkpoint,) if layers_per_checkpoint else segment_sizes(layers)
     for policy in ("none", "attention", "full"):
         a_layer = kept_bytes(config, policy, dtype, tp=tp, feedforward_in_chunks=feedforward_in_chunks)
-        needed = tokens * (a_layer * layers - (own_input * spared if policy != "none" else 0))
-        if needed <= budget_bytes:
-            return policy
+        for sharing in (1,) if policy == "none" else sizes:
+            needed = tokens * (a_layer * layers - own_input * (layers - num_inputs(layers, sharing)))
+            if needed <= budget_bytes:
+                return policy, sharing
     raise ConfigError(
-        f"activations of {tokens:,} tokens a rank take {needed:,} bytes with checkpoint='full', the budget is "
-        f"{budget_bytes:,}; use a larger ring, a larger layers_per_checkpoint, or offload='activations'"
+        f"activations of {tokens:,} tokens a rank take {needed:,} bytes with checkpoint='full' and {sharing} layers a "
+        f"checkpoint, the budget is {budget_bytes:,}; use a larger ring, or offload='activations'"
     )
 
 

@@ -183,9 +183,10 @@ class MemoryConfig(_Table):
     attention, "auto" as little as activation_bytes allows."""
     activation_bytes: int | None = Field(default=None, ge=1)
     """Bytes of activations that a rank may keep, for checkpoint = "auto"."""
-    layers_per_checkpoint: int = Field(default=1, ge=1)
+    layers_per_checkpoint: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Consecutive layers of which only the first keeps its input; those of the others are made again in one more
-    forward pass. The root of the number of layers keeps least, see docs/memory.md."""
+    forward pass. The root of the number of layers keeps least, see docs/memory.md. "auto": 1, or with
+    checkpoint = "auto" as few as activation_bytes allows."""
     loss_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens for which logits exist at one time."""
     loss_chunk_vocabulary: int | None = Field(default=None, ge=1)
@@ -206,7 +207,7 @@ class MemoryConfig(_Table):
                 f'memory.checkpoint = "{self.checkpoint}": "auto" and memory.activation_bytes go together; '
                 "set both or neither"
             )
-        if self.checkpoint == "none" and self.layers_per_checkpoint > 1:
+        if self.checkpoint == "none" and self.layers_per_checkpoint not in ("auto", 1):
             raise ConfigError(
                 f"memory.layers_per_checkpoint = {self.layers_per_checkpoint}: layers share the input that "
                 'checkpointing keeps; set memory.checkpoint = "attention"'

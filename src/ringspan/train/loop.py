@@ -339,6 +339,7 @@ def _prepare(config: TrainConfig) -> _Job:
     model: Any = build_model(config, model_config)
     num_parameters, num_weights = model.num_parameters(), num_matmul_parameters(model)
     mesh = init_mesh(ring=ring, replicate=replicate, tp=config.mesh.tp)
+    checkpoint, layers_per_checkpoint = _checkpoint(config, model_config, ring, dtype)
     model = parallelize(
         model.to(device).train(),
         mesh,
@@ -346,8 +347,8 @@ def _prepare(config: TrainConfig) -> _Job:
         route=config.attention.route,
         wire=config.attention.wire,
         kernel=config.attention.kernel,
-        checkpoint=_checkpoint(config, model_config, ring, dtype),
-        layers_per_checkpoint=config.memory.layers_per_checkpoint,
+        checkpoint=checkpoint,
+        layers_per_checkpoint=layers_per_checkpoint,
         loss_chunk_tokens=config.memory.loss_chunk_tokens,
         loss_chunk_vocabulary=config.memory.loss_chunk_vocabulary,
         z_loss=config.optimizer.z_loss,
@@ -467,11 +468,12 @@ def evaluate(
     return total / max(1, num_targets)
 
 
-def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.dtype) -> CheckpointName:
-    """The policy for activations, with "auto" resolved."""
+def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.dtype) -> tuple[CheckpointName, int]:
+    """The policy for activations and the layers that share an input, with "auto" resolved."""
     memory = config.memory
+    layers = None if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint
     if memory.checkpoint != "auto":
-        return memory.checkpoint
+        return memory.checkpoint, layers or 1
     assert memory.activation_bytes is not None, "checked by MemoryConfig"
     split = Layout(config.attention.layout, config.data.sequence_length_tokens, ring)
     return choose_checkpoint(
@@ -481,7 +483,7 @@ def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.
         dtype,
         tp=config.mesh.tp,
         feedforward_in_chunks=memory.feedforward_chunk_tokens not in ("auto", 0),  # "auto" only under a checkpoint
-        layers_per_checkpoint=memory.layers_per_checkpoint,
+        layers_per_checkpoint=layers,
     )
 
 
