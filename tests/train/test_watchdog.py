@@ -1,5 +1,6 @@
 """The watchdog: it names who is missing, on every rank, and leaves an ordinary run alone."""
 
+import re
 import time
 
 import pytest
@@ -43,6 +44,34 @@ def test_a_rank_that_stands_still_is_named_by_all(pool, tmp_path, culprit):
         report = (tmp_path / f"attempt-0-rank-{rank}.txt").read_text()
         assert f"rank {culprit} at step 5" in report and "(furthest behind)" in report
         assert "exit code 76" in report and "in wait_for" in report  # the stack of the main thread
+
+
+def fall_silent(mesh, folder, culprit):
+    """A rank is cut off while it saves, for which it has patience."""
+    codes: list[int] = []
+    watchdog = Watchdog(QUICK.model_copy(update={"silence_seconds": 1.5}), folder, end=codes.append)
+    is_culprit = dist.get_rank() == culprit
+    if is_culprit:
+        watchdog._machine = "another"  # or it would be killed
+    with watchdog:
+        watchdog.step(1)
+        dist.barrier()
+        with watchdog.doing("saving"):
+            time.sleep(0.5)
+            if is_culprit:
+                watchdog._tell, watchdog._judge, watchdog._receive = (lambda *_: None for _ in range(3))
+            waited = wait_for(codes, 4)
+    return codes, waited
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_falls_silent_is_named_whatever_it_was_doing(pool, tmp_path, culprit):
+    for rank, (codes, waited) in enumerate(pool.run(fall_silent, 4, tmp_path, culprit)):
+        if rank != culprit:
+            assert codes == [EXIT_STALLED]
+            assert 1.0 < waited < 1.5 + 1.5
+            report = (tmp_path / f"attempt-0-rank-{rank}.txt").read_text()
+            assert re.search(rf"rank {culprit} at step 1.* \(saving\) \(silent, stopped or cut off\)", report)
 
 
 def fail_alone(mesh, folder, culprit):

@@ -316,6 +316,8 @@ class WatchdogConfig(_Table):
     """The least that this time is."""
     patience_seconds: float = Field(default=1800.0, gt=0)
     """The same for what is no ordinary step: the first three, evaluation, saving."""
+    silence_seconds: float = Field(default=60.0, gt=0)
+    """Time after which a rank of which nothing is heard, stopped or cut off, is stalled whatever it was doing."""
 
 
 class TrainConfig(_Table):

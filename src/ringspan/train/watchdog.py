@@ -2,7 +2,8 @@
 
 Gloo and NCCL report an address, or nothing for half an hour. Here a connection that closes without a farewell names a
 dead rank at once, and a rank whose step and exchanges stand still for ten median steps is named as stalled: the silent
-ones first (stopped, or cut off), else those furthest behind. Every rank then prints a line, dumps the stacks of its
+ones first (stopped, or cut off), else those furthest behind. What is no step, saving say, has patience, but not with a
+rank that is not heard any more. Every rank then prints a line, dumps the stacks of its
 threads into the run's folder, and ends with a documented exit code; no thread can unblock a collective in any other
 way. A silent rank of the same machine, which could not end itself, is killed, so that a restart need not wait for it.
 
@@ -278,7 +279,8 @@ class Watchdog:
     def _judge(self, now: float) -> None:
         """Rank 0 judges all, the others only whether rank 0 is still heard."""
         places = self._places if self._rank == 0 else {r: p for r, p in self._places.items() if r == 0}
-        stalled = [p for p in places.values() if now - p.changed > p.patience_seconds]
+        silence = self._config.silence_seconds
+        stalled = [p for p in places.values() if now - p.changed > p.patience_seconds or now - p.heard > silence]
         if not stalled:
             return
         seconds = max(now - place.changed for place in stalled)
