@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import ringspan as rs
-from ringspan.torch.models import refuse_unsupported
+from ringspan.torch.support import refuse_unsupported
 from tests.torch.models import build, relative, tokens
 
 

@@ -13,7 +13,8 @@ from ringspan.train import guard as guards
 from ringspan.train.config import GuardConfig
 from ringspan.train.data import BatchOrder
 from ringspan.train.guard import Diverged, Guard, Spikes
-from ringspan.train.loop import Observer, _prepare, train
+from ringspan.train.job import prepare
+from ringspan.train.loop import Observer, train
 from ringspan.train.signals import StopRequest
 from tests.train.test_loop import settings, text  # noqa: F401  text is a fixture
 from tests.train.test_resume import curve
@@ -23,7 +24,7 @@ WHERE = "model.layers.1.mlp.up_proj.weight"
 
 def steps_with_nan(mesh, config, poisoned_steps, value):
     """A few steps; before some of them are judged, rank 2 has one gradient entry that is not finite."""
-    job, stop = _prepare(config), StopRequest()
+    job, stop = prepare(config), StopRequest()
     guard, told = Guard(config.guard, stop, job.device), []
     parameter = dict(job.model.named_parameters())[WHERE]
     original = torch.nn.utils.get_total_norm

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ringspan.cli.main import main
 from ringspan.train.config import OptimizerConfig, TrainConfig, parse_config
-from ringspan.train.loop import learning_rate, train
+from ringspan.train.job import learning_rate
+from ringspan.train.loop import train
 
 
 def settings(folder: Path, name: str, **changes: object) -> TrainConfig:

@@ -47,8 +47,8 @@ def command(
     from ringspan.plan.dryrun import hugging_face_config
     from ringspan.plan.setting import Setting, dtype_bytes
     from ringspan.plan.shapes import model_shape
-    from ringspan.torch.models import refuse_route
     from ringspan.torch.remat import checkpoint_name
+    from ringspan.torch.support import refuse_route
 
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if under_torchrun and ranks is not None:

@@ -23,10 +23,11 @@ from ringspan.plan.shapes import ModelShape
 from ringspan.plan.tracker import MemoryTracker, Moment, train_step
 from ringspan.torch import attention, offload
 from ringspan.torch.batch import shard_batch
-from ringspan.torch.models import parallelize, refuse_config
+from ringspan.torch.models import parallelize
 from ringspan.torch.offload import offload_name
 from ringspan.torch.optimizer import HostAdamW
 from ringspan.torch.remat import checkpoint_name
+from ringspan.torch.support import refuse_config
 
 _SETTLING_TOKENS: Final = 16  # of a rank in a first step, in which the optimizer makes its state and DTensor its plans
 _TIMELINE_MOMENTS: Final = 400

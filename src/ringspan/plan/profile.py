@@ -24,7 +24,7 @@ from ringspan.torch.clock import Moment, now, seconds, synchronize
 from ringspan.torch.exchange import TOTALS
 from ringspan.torch.gather import gather
 from ringspan.torch.mesh import init_mesh
-from ringspan.torch.models import refuse_config
+from ringspan.torch.support import refuse_config
 
 PHASES: Final = ("forward", "loss", "backward", "optimizer")
 NUM_STEPS: Final = 3  # one to settle, one for memory, one for time

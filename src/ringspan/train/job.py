@@ -1,0 +1,261 @@
+"""What a rank trains: its model, data and optimizer, and one step of them."""
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
+
+from ringspan.core.layout import Layout, LayoutName
+from ringspan.torch.batch import IGNORED, shard_batch
+from ringspan.torch.launch import local_device
+from ringspan.torch.mesh import init_mesh
+from ringspan.torch.models import parallelize
+from ringspan.torch.remat import CheckpointName, choose_checkpoint
+from ringspan.train.config import OptimizerConfig, TrainConfig
+from ringspan.train.data import BatchOrder, Data, TokenSequences, build_data
+from ringspan.train.guard import Guard, Verdict
+from ringspan.train.metrics import StepMetrics, measure_flops, peak_bytes
+from ringspan.train.model import build_model, flops_per_token, load_model_config, load_tokenizer, num_matmul_parameters
+from ringspan.train.optimizer import build_optimizer, set_learning_rate
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One rank's model, data and optimizer, ready to step."""
+
+    config: TrainConfig
+    device: torch.device
+    mesh: DeviceMesh
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    data: Data
+    batches: "Batches"
+    optimizer: torch.optim.Optimizer
+    facts: dict[str, Any]
+    step_flops: float
+
+    def step(self, step: int, guard: Guard) -> tuple[StepMetrics, Verdict]:
+        """One optimizer step over the whole batch (steps count from 1), applied only if the guard says so.
+
+        Raises:
+            Diverged: the loss or the gradient is not finite, on every rank alike; the weights are untouched.
+        """
+        started = time.perf_counter()
+        settings = self.config.optimizer
+        rate = learning_rate(step, self.config.steps, settings)
+        set_learning_rate(self.optimizer, rate)
+        num_targets, parts = self.batches.step(step)
+        loss = 0.0
+        for number, part in enumerate(parts, start=1):
+            self.model.set_requires_all_reduce(number == settings.accumulation_steps)  # over replicas, once a step
+            micro = self.model(**part, num_items_in_batch=num_targets).loss
+            micro.backward()
+            loss += float(micro.detach())
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        total = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        # Judged before it is clipped: a factor of NaN would spoil every gradient, and hide the one that began it.
+        verdict = guard.judge(step, loss, norm, self.model.named_parameters(), peak_bytes(self.device))
+        if verdict.apply:
+            if settings.clip_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(parameters, settings.clip_grad_norm, total)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        seconds = time.perf_counter() - started
+        metrics = StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            lr=rate,
+            tokens_per_second=self.batches.num_tokens / seconds,
+            mfu=self.step_flops / seconds / self.facts["peak_flops"],
+            peak_bytes=verdict.peak_bytes,
+            seconds=seconds,
+        )
+        return metrics, verdict
+
+
+def prepare(config: TrainConfig) -> Job:
+    """Everything that can be refused is refused here, before anything is written."""
+    replicate, ring = config.resolve_mesh(dist.get_world_size())
+    device, dtype = local_device(), getattr(torch, config.model.dtype)
+    model_config = load_model_config(config)
+    with _first_rank_first():
+        tokenizer = load_tokenizer(config, model_config)
+        data = build_data(config, tokenizer)
+    model: Any = build_model(config, model_config)
+    num_parameters, num_weights = model.num_parameters(), num_matmul_parameters(model)
+    mesh = init_mesh(ring=ring, replicate=replicate, tp=config.mesh.tp)
+    checkpoint, layers_per_checkpoint = _checkpoint(config, model_config, ring, dtype)
+    model = parallelize(
+        model.to(device).train(),
+        mesh,
+        layout=config.attention.layout,
+        route=config.attention.route,
+        wire=config.attention.wire,
+        kernel=config.attention.kernel,
+        checkpoint=checkpoint,
+        layers_per_checkpoint=layers_per_checkpoint,
+        loss_chunk_tokens=config.memory.loss_chunk_tokens,
+        loss_chunk_vocabulary=config.memory.loss_chunk_vocabulary,
+        z_loss=config.optimizer.z_loss,
+        label_smoothing=config.optimizer.label_smoothing,
+        feedforward_chunk_tokens=config.memory.feedforward_chunk_tokens,
+        norm_chunk_tokens=config.memory.norm_chunk_tokens,
+        offload=config.memory.offload,
+        compute_dtype=dtype,
+    )
+    settings, length = config.optimizer, config.data.sequence_length_tokens
+    optimizer = build_optimizer(model, settings)
+    batches = Batches(config, mesh, data.train, device)
+    facts = {
+        "parameters": num_parameters,
+        "ranks": dist.get_world_size(),
+        "replicate": replicate,
+        "ring": ring,
+        "tp": config.mesh.tp,
+        "sequence_length_tokens": length,
+        "tokens_per_step": batches.num_tokens,
+        "documents": data.num_documents,
+        "tokens": data.num_tokens,
+        "skipped_files": data.num_skipped_files,
+        "train_sequences": len(data.train),
+        "eval_sequences": len(data.eval or ()),
+        "peak_flops": _sum_over_ranks(measure_flops(device, dtype), device),
+    }
+    return Job(
+        config=config,
+        device=device,
+        mesh=mesh,
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        batches=batches,
+        optimizer=optimizer,
+        facts=facts,
+        step_flops=flops_per_token(model_config, num_weights, length) * batches.num_tokens,
+    )
+
+
+class Batches:
+    """The parts of each step that this rank works on: its replica's examples, its ring's share of each."""
+
+    def __init__(self, config: TrainConfig, mesh: DeviceMesh, sequences: TokenSequences, device: torch.device) -> None:
+        self._sequences, self._mesh, self._device = sequences, mesh, device
+        self._layout: LayoutName = config.attention.layout
+        settings, replicate = config.optimizer, mesh["replicate"].size()
+        self._micro_steps = settings.accumulation_steps
+        self._order = BatchOrder(
+            len(sequences), config.seed, settings.batch_size, settings.accumulation_steps, replicate
+        )
+        self.num_tokens = self._order.global_batch_size * config.data.sequence_length_tokens
+
+    def position(self, step: int) -> int:
+        """Sequences of the data that the steps up to this one have taken, whatever the number of ranks."""
+        return self._order.place(step)
+
+    def seek(self, step: int, num_sequences: int) -> None:
+        """Let the step after this one take what comes after so many sequences."""
+        self._order = replace(self._order, shift=num_sequences - step * self._order.global_batch_size)
+
+    def step(self, step: int) -> tuple[int, Iterator[dict[str, Tensor]]]:
+        """Valid targets of a whole step (from 1), and this rank's part of each of its micro-steps."""
+        replica = self._mesh["replicate"].get_local_rank()
+        whole = [
+            collate(self._sequences, self._order.indices(step - 1, micro, replica))
+            for micro in range(self._micro_steps)
+        ]
+        valid = torch.tensor(sum(int((b["shift_labels"] != IGNORED).sum()) for b in whole), device=self._device)
+        dist.all_reduce(valid, group=self._mesh["replicate"].get_group())
+        parts = (shard_batch(b, self._mesh, layout=self._layout, device=self._device) for b in whole)
+        return int(valid), parts
+
+
+def collate(sequences: TokenSequences, indices: list[int]) -> dict[str, Tensor]:
+    """Some sequences as one whole batch (B, S)."""
+    rows = [sequences[index] for index in indices]
+    return {name: torch.stack([torch.from_numpy(row[name]) for row in rows]) for name in rows[0]}
+
+
+def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
+    """Rate of a step (from 1): linear warm-up to the highest, then half a cosine down to the smallest at the last
+    step.
+    """
+    if step <= settings.warmup_steps:
+        return settings.learning_rate * step / settings.warmup_steps
+    progress = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
+    low = settings.min_learning_rate_ratio
+    return settings.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@torch.no_grad()
+def evaluate(
+    model: Any, mesh: DeviceMesh, sequences: TokenSequences, config: TrainConfig, device: torch.device
+) -> float:
+    """Loss over the first held-out sequences: the sum over their valid targets over their count.
+
+    Replicas share the work; where it does not come out even, some run an example without targets, so that all ranks
+    take part in every exchange.
+    """
+    model.eval()
+    replicate, replica = mesh["replicate"].size(), mesh["replicate"].get_local_rank()
+    count = min(len(sequences), config.evaluation.num_sequences)
+    total, num_targets = 0.0, 0
+    for first in range(0, count, replicate):
+        whole = collate(sequences, [min(first + replica, count - 1)])
+        if first + replica >= count:
+            whole["shift_labels"].fill_(IGNORED)
+        valid = (whole["shift_labels"] != IGNORED).sum().to(device)
+        dist.all_reduce(valid, group=mesh["replicate"].get_group())
+        part = shard_batch(whole, mesh, layout=config.attention.layout, device=device)
+        total += float(model(**part, num_items_in_batch=1).loss)
+        num_targets += int(valid)
+    model.reshard()  # the root's parameters stay whole after a forward pass without a backward
+    model.train()
+    return total / max(1, num_targets)
+
+
+def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.dtype) -> tuple[CheckpointName, int]:
+    """The policy for activations and the layers that share an input, with "auto" resolved."""
+    memory = config.memory
+    layers = None if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint
+    if memory.checkpoint != "auto":
+        return memory.checkpoint, layers or 1
+    assert memory.activation_bytes is not None, "checked by MemoryConfig"
+    split = Layout(config.attention.layout, config.data.sequence_length_tokens, ring)
+    return choose_checkpoint(
+        model_config,
+        split.tokens_per_rank * config.optimizer.batch_size,
+        memory.activation_bytes,
+        dtype,
+        tp=config.mesh.tp,
+        feedforward_in_chunks=memory.feedforward_chunk_tokens not in ("auto", 0),  # "auto" only under a checkpoint
+        layers_per_checkpoint=layers,
+    )
+
+
+@contextmanager
+def _first_rank_first() -> Iterator[None]:
+    """The first rank of each node goes through the block before the others, who then find its caches."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not is_first:
+        dist.barrier()
+    yield
+    if is_first:
+        dist.barrier()
+
+
+def _sum_over_ranks(value: float, device: torch.device) -> float:
+    total = torch.tensor(value, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+    dist.all_reduce(total)
+    return float(total)
