@@ -33,6 +33,7 @@ from ringspan.bench.machine import describe_machine
 from ringspan.jax import sharded_ring_attention
 from ringspan.jax.llama import Llama, LlamaConfig, mean_loss, shardings
 from ringspan.jax.mesh import BATCH_AXES
+from ringspan.plan.shapes import MODELS
 
 RESULT: Final = Path(__file__).parent / "results" / "tpu-compiled.json"
 CASES: Final = (
@@ -44,17 +45,18 @@ CASES: Final = (
     ("v5p:2x2x4", 65_536, "pallas"),
     ("v6e:4x4", 65_536, "pallas"),
 )
+_SHAPE: Final = MODELS["llama-3.1-8b"]
 LLAMA: Final = LlamaConfig(
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
+    vocab_size=_SHAPE.vocab,
+    hidden_size=_SHAPE.hidden,
+    intermediate_size=_SHAPE.intermediate,
+    num_hidden_layers=_SHAPE.layers,
+    num_attention_heads=_SHAPE.heads,
+    num_key_value_heads=_SHAPE.kv_heads,
+    head_dim=_SHAPE.head_dim,
     rms_norm_eps=1e-5,
     rope_theta=500_000.0,
-    tie_word_embeddings=False,
+    tie_word_embeddings=_SHAPE.tied,
     kernel="pallas",
 )
 LLAMA_CASES: Final = (("v5p:4x4x4", 1, 64, 1 << 20), ("v5p:4x4x4", 8, 8, 1 << 17))

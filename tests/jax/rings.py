@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import ringspan as rs
 from ringspan.jax import ring, sharded_ring_attention
-from ringspan.jax.kernels import Kernel
+from ringspan.jax.kernels import Kernel, XlaKernel
 from ringspan.jax.pallas import PallasKernel
 from ringspan.jax.program import Pairs, Program, compile_pairs, compile_program
 
@@ -68,10 +68,10 @@ class DataRing(ring.Ring):
     pairs: Any = None
 
     @property
-    def kernel(self) -> Kernel | PallasKernel:
+    def kernel(self) -> Kernel:
         if self.pairs:
-            return PallasKernel(self.program, self.pairs, self.scale, self.softcap)
-        return Kernel(self.program, self.scale, self.softcap)
+            return PallasKernel(self.program, self.scale, self.softcap, self.pairs)
+        return XlaKernel(self.program, self.scale, self.softcap)
 
 
 @cache

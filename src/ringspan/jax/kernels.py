@@ -9,6 +9,7 @@ F key/value heads of the batch (B x G), P query heads that share one, T query to
 head size, r = P x chunk rows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -60,41 +61,57 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """The chunk loops for one program. ``scores = scale q k^T``, capped as ``cap tanh(scores / cap)`` when asked."""
+class Kernel(ABC):
+    """What computes blocks, for one program. ``scores = scale q k^T``, capped as ``cap tanh(scores / cap)`` when asked.
+
+    ``row`` says which rank's and which hop's block it is.
+    """
 
     program: Program
     scale: float
     softcap: float | None
 
-    def _work(self, rank: Array, hop: Array | int) -> Work:
-        """What this rank computes at this hop."""
-        program = self.program
-        row = jnp.asarray(program.which)[rank, hop]
-        lists = (program.num_runs, program.runs, program.num_partial, program.partial)
-        return Work(*(jnp.asarray(x)[row] for x in lists))
+    @abstractmethod
+    def forward(self, row: Array, q: Array, block: Array, state: State) -> State:
+        """``state`` with the keys of one block added. q (F, P, T, D), block (F, T', D + E): keys beside values."""
 
-    def forward(self, rank: Array, hop: Array | int, q: Array, block: Array, state: State) -> State:
-        """``state`` with a hop's block added. q (F, P, T, D), block (F, T', D + E): keys beside values."""
-        return _over_heads(partial(self._forward_head, self._work(rank, hop)), (q, block), state)
-
+    @abstractmethod
     def backward(
-        self,
-        rank: Array,
-        hop: Array | int,
-        q: Array,
-        block: Array,
-        dout: Array,
-        lse: Array,
-        delta: Array,
-        dq: Array,
+        self, row: Array, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
     ) -> Gradients:
         """dq with the block's part added, and dk beside dv of the block from these queries; all in lse's dtype.
 
         ``lse`` is the GLOBAL one, +inf where a row sees no key; ``delta = sum(dout out)``. Both (F, P, T).
         """
+
+    def row(self, rank: Array, hop: Array | int) -> Array:
+        """Where the program's lists say what this rank computes at this hop."""
+        return jnp.asarray(self.program.which)[rank, hop]
+
+    def scores(self, products: Array) -> tuple[Array, Array | float]:
+        """Scores from ``q k^T``, and the derivative of a score by its product."""
+        if self.softcap is None:
+            return products * self.scale, self.scale
+        bent = jnp.tanh(products * (self.scale / self.softcap))
+        return bent * self.softcap, (1 - bent * bent) * self.scale
+
+
+class XlaKernel(Kernel):
+    """The chunk loops."""
+
+    def forward(self, row: Array, q: Array, block: Array, state: State) -> State:
+        return _over_heads(partial(self._forward_head, self._work(row)), (q, block), state)
+
+    def backward(
+        self, row: Array, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
+    ) -> Gradients:
         sums = Gradients(dq, varying_like(jnp.zeros(block.shape, lse.dtype), dq))
-        return _over_heads(partial(self._backward_head, self._work(rank, hop)), (q, block, dout, lse, delta), sums)
+        return _over_heads(partial(self._backward_head, self._work(row)), (q, block, dout, lse, delta), sums)
+
+    def _work(self, row: Array) -> Work:
+        program = self.program
+        lists = (program.num_runs, program.runs, program.num_partial, program.partial)
+        return Work(*(jnp.asarray(x)[row] for x in lists))
 
     def _forward_head(self, work: Work, q: Array, block: Array, state: State) -> State:
         queries, keys = self.program.query_size, self.program.key_size
@@ -102,7 +119,7 @@ class Kernel:
         def visit(rows: Array, key: Array, part: State, query: Array | None, bands: tuple[Array, Array]) -> State:
             k_chunk, v_chunk = _cut(block, key, keys, q.shape[-1])
             products = _dot(rows, k_chunk, ((1,), (1,)), part.top.dtype)
-            scores, _ = self._scores(products)
+            scores, _ = self.scores(products)
             if query is None:
                 highest = self._highest(products)
             else:
@@ -134,7 +151,7 @@ class Kernel:
         ) -> Gradients:
             """Everything keys x rows: XLA's CPU product is slow only where the left side is a transposed large one."""
             k_chunk, v_chunk = _cut(block, key, keys, q.shape[-1])
-            scores, slope = self._scores(_dot(k_chunk, rows.q, ((1,), (1,)), dtype))
+            scores, slope = self.scores(_dot(k_chunk, rows.q, ((1,), (1,)), dtype))
             if query is not None:
                 allowed = self._allowed(query, key, *bands).T[:, None]
                 scores = jnp.where(allowed, scores.reshape(keys, -1, queries), -jnp.inf).reshape(scores.shape)
@@ -182,16 +199,9 @@ class Kernel:
 
         return _loop(work.num_partial, cut_pair, _loop(work.num_runs, run, sums))
 
-    def _scores(self, products: Array) -> tuple[Array, Array | float]:
-        """Scores from ``q k^T``, and the derivative of a score by its product."""
-        if self.softcap is None:
-            return products * self.scale, self.scale
-        bent = jnp.tanh(products * (self.scale / self.softcap))
-        return bent * self.softcap, (1 - bent * bent) * self.scale
-
     def _highest(self, products: Array) -> Array:
         """The highest score of each row. Scores grow with products, so none but the highest need be made for it."""
-        return self._scores(products.max(-1) if self.scale >= 0 else products.min(-1))[0]
+        return self.scores(products.max(-1) if self.scale >= 0 else products.min(-1))[0]
 
     def _allowed(self, query: Array, key: Array, first: Array, count: Array) -> Array:
         """Which pairs of a chunk pair any of its bands allows. bool (query chunk, key chunk)."""
@@ -248,10 +258,14 @@ def _dot(a: Array, b: Array, contracting: tuple[tuple[int], tuple[int]], dtype: 
     )  # fmt: skip
 
 
+def parted(block: Array, head_size: int) -> tuple[Array, Array]:
+    """Keys and values of a block."""
+    return block[..., :head_size], block[..., head_size:]
+
+
 def _cut(block: Array, start: Array, size: int, head_size: int) -> tuple[Array, Array]:
     """Keys and values of a chunk."""
-    chunk = lax.dynamic_slice_in_dim(block, start, size, 0)
-    return chunk[:, :head_size], chunk[:, head_size:]
+    return parted(lax.dynamic_slice_in_dim(block, start, size, 0), head_size)
 
 
 def _add(x: Array, part: Array, row: Array, column: int) -> Array:

@@ -11,7 +11,7 @@ head size, c = chunk of queries, c' = chunk of keys.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -20,81 +20,51 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.jax.kernels import Gradients, State, varying_like
-from ringspan.jax.program import KEY_BITS, Pairs, Program
+from ringspan.jax.kernels import Gradients, Kernel, State, parted, varying_like
+from ringspan.jax.program import IntArray, Pairs, Program, key_of, query_of
 
 _LANES: Final = 128  # of a vector register: what a chunk of queries must be a multiple of
 _SUBLANES: Final = 16  # of bfloat16: what a chunk of keys must be a multiple of
 _GRID: Final = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
 
 
-class Work(NamedTuple):
-    """The chunk pairs of one rank at one hop: a row of ``Pairs``."""
-
-    num_pairs: Array  # (1,)
-    by_query: Array
-    by_key: Array
-
-
 @dataclass(frozen=True)
-class PallasKernel:
-    """The kernels for one program. ``scores = scale q k^T``, capped as ``cap tanh(scores / cap)`` when asked."""
+class PallasKernel(Kernel):
+    """The kernels."""
 
-    program: Program
     pairs: Pairs
-    scale: float
-    softcap: float | None
 
-    def forward(self, rank: Array, hop: Array | int, q: Array, block: Array, state: State) -> State:
-        """``state`` with a hop's block added. q (F, P, T, D), block (F, T', D + E): keys beside values."""
-        work = self._work(rank, hop)
-        k, v = _parted(block, q.shape[-1])
+    def forward(self, row: Array, q: Array, block: Array, state: State) -> State:
+        k, v = parted(block, q.shape[-1])
         total = pltpu.VMEM((q.shape[1], v.shape[-1], self.program.query_size), state.total.dtype)
-        return State(*self._call(_forward, work.num_pairs, work.by_query, "qkkqqq", (q, k, v, *state), 3, total))
+        return State(*self._call(_forward, row, self.pairs.by_query, "qkkqqq", (q, k, v, *state), 3, total))
 
     def backward(
-        self,
-        rank: Array,
-        hop: Array | int,
-        q: Array,
-        block: Array,
-        dout: Array,
-        lse: Array,
-        delta: Array,
-        dq: Array,
+        self, row: Array, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
     ) -> Gradients:
-        """dq with the block's part added, and dk beside dv of the block from these queries; all in lse's dtype.
-
-        ``lse`` is the GLOBAL one, +inf where a row sees no key; ``delta = sum(dout out)``. Both (F, P, T).
-        """
-        work = self._work(rank, hop)
-        k, v = _parted(block, q.shape[-1])
+        k, v = parted(block, q.shape[-1])
         arrays = q, k, v, dout, lse, delta
-        (dq,) = self._call(_backward_queries, work.num_pairs, work.by_query, "qkkqqqq", (*arrays, dq), 1)
+        (dq,) = self._call(_backward_queries, row, self.pairs.by_query, "qkkqqqq", (*arrays, dq), 1)
         zeros = [varying_like(jnp.zeros(x.shape, lse.dtype), dq) for x in (k, v)]
-        gradients = self._call(_backward_keys, work.num_pairs, work.by_key, "qkkqqqkk", (*arrays, *zeros), 2)
+        gradients = self._call(_backward_keys, row, self.pairs.by_key, "qkkqqqkk", (*arrays, *zeros), 2)
         return Gradients(dq, jnp.concatenate(gradients, -1))
-
-    def _work(self, rank: Array, hop: Array | int) -> Work:
-        """What this rank computes at this hop."""
-        row = jnp.asarray(self.program.which)[rank, hop]
-        lists = self.pairs.num, self.pairs.by_query, self.pairs.by_key
-        return Work(*(jnp.asarray(x)[row].reshape(-1) for x in lists))
 
     def _call(
         self,
         body: Callable[..., None],
-        num_pairs: Array,
-        pairs: Array,
+        row: Array,
+        table: IntArray,
         kinds: str,
         arrays: tuple[Array, ...],
         updated: int,
         *scratch: Any,
     ) -> list[Array]:
-        """``body(pair, *references)`` for each pair; the last ``updated`` arrays as it has updated them, in place.
+        """``body(pair, *references)`` for each pair in a row of a table; the last ``updated`` arrays as it has updated
+        them, in place.
 
         ``kinds`` has a letter for each array: q where its chunks are those of the queries, k where of the keys.
         """
+        num_pairs, pairs = (jnp.asarray(x)[row].reshape(-1) for x in (self.pairs.num, table))
         lists, bands = (jnp.asarray(x).reshape(-1) for x in (self.pairs.lists, self.program.bands))
         tables = num_pairs, pairs, lists, bands
         specs = [_spec(kind, x, self.program) for kind, x in zip(kinds, arrays, strict=True)]
@@ -120,14 +90,6 @@ class PallasKernel:
             interpret=is_interpreted(),
             name=body.__name__.strip("_"),
         )(*tables, *arrays)
-
-    def scores(self, k: Array, q: Array, dtype: Any) -> tuple[Array, Array | float]:
-        """Scores, keys x queries, and the derivative of a score by its product. (c', D), (c, D) -> (c', c)."""
-        products = _dot(k, q, 1, 1, dtype)
-        if self.softcap is None:
-            return products * self.scale, self.scale
-        bent = jnp.tanh(products * (self.scale / self.softcap))
-        return bent * self.softcap, (1 - bent * bent) * self.scale
 
 
 @dataclass(frozen=True)
@@ -181,16 +143,6 @@ class _Pair:
         return lax.fori_loop(jnp.zeros_like(count), count, inside, jnp.zeros(shape, jnp.int32)) > 0
 
 
-def query_of(where: Any) -> Any:
-    """The chunk of queries of a pair."""
-    return where >> KEY_BITS
-
-
-def key_of(where: Any) -> Any:
-    """The chunk of keys of a pair."""
-    return where & (1 << KEY_BITS) - 1
-
-
 def is_interpreted() -> bool:
     """Whether kernels run step by step, as on CPU."""
     return jax.default_backend() == "cpu"
@@ -226,7 +178,7 @@ def _forward(pair: _Pair, q, k, v, total_in, top_in, sum_in, total, top, sum_, s
             sums[head] = total_in[0, head].T
 
     def one(head: int, allowed: Array | None) -> None:
-        scores, _ = pair.kernel.scores(k[0], q[0, head], sums.dtype)
+        scores, _ = pair.kernel.scores(_dot(k[0], q[0, head], 1, 1, sums.dtype))
         if allowed is not None:
             scores = jnp.where(allowed, scores, -jnp.inf)
         old = top[0, pl.ds(head, 1)]
@@ -277,7 +229,7 @@ def _backward_keys(pair: _Pair, q, k, v, dout, lse, delta, dk_in, dv_in, dk, dv)
 
 def _derivatives(pair: _Pair, head: int, allowed: Array | None, q, k, v, dout, lse, delta) -> tuple[Array, Array]:
     """Probabilities, and the loss's derivatives by the products of queries and keys; (c', c), in q's dtype."""
-    scores, slope = pair.kernel.scores(k[0], q[0, head], lse.dtype)
+    scores, slope = pair.kernel.scores(_dot(k[0], q[0, head], 1, 1, lse.dtype))
     if allowed is not None:
         scores = jnp.where(allowed, scores, -jnp.inf)
     p = jnp.exp(scores - lse[0, pl.ds(head, 1)])
@@ -298,13 +250,11 @@ def _spec(kind: str, x: Array, program: Program) -> pl.BlockSpec:
     return pl.BlockSpec((1, *chunk, *x.shape[len(chunk) + 1 :]), index)
 
 
-def _parted(block: Array, head_size: int) -> tuple[Array, Array]:
-    """Keys and values."""
-    return block[..., :head_size], block[..., head_size:]
-
-
 def _dot(a: Array, b: Array, over_a: int, over_b: int, dtype: Any) -> Array:
-    """A product of two matrices with accumulation, in the precision that their dtypes promise."""
+    """A product of two matrices with accumulation, in the precision that their dtypes promise.
+
+    Not that of ``kernels``: the TPU's compiler refuses the highest precision for bfloat16, which has no other.
+    """
     precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
     contracted = ((over_a,), (over_b,)), ((), ())
     return lax.dot_general(a, b, contracted, precision=precision, preferred_element_type=dtype)

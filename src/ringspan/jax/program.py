@@ -9,7 +9,7 @@ share them: causal attention takes three of them on any number of ranks.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,6 +115,16 @@ def compile_program(layout: Layout, key_layout: Layout, mask: Mask, query_chunk:
 KEY_BITS: Final = 16  # of a chunk pair's number: the chunk of keys; above them that of queries
 
 
+def query_of(where: Any) -> Any:
+    """The chunk of queries of a chunk pair's number."""
+    return where >> KEY_BITS
+
+
+def key_of(where: Any) -> Any:
+    """The chunk of keys of a chunk pair's number."""
+    return where & (1 << KEY_BITS) - 1
+
+
 @dataclass(frozen=True, eq=False)
 class Pairs:
     """The chunk pairs of an even program, one by one, for kernels whose grid is such a list.
@@ -151,8 +161,8 @@ def compile_pairs(program: Program) -> Pairs:
 
     return Pairs(
         np.array([len(pairs) for pairs in rows], dtype=np.int32),
-        table(lambda pair: pair[0]),
-        table(lambda pair: pair[0] & (1 << KEY_BITS) - 1),
+        table(lambda pair: query_of(pair[0])),
+        table(lambda pair: key_of(pair[0])),
         np.array(list(lists) or [(0, 0)], dtype=np.int32),
     )
 

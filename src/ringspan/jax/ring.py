@@ -20,7 +20,7 @@ from jax import Array, lax
 from ringspan.core.choice import head_groups
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
-from ringspan.jax.kernels import LOWEST, Kernel, State, accumulation_dtype, varying_like
+from ringspan.jax.kernels import LOWEST, Kernel, State, XlaKernel, accumulation_dtype, varying_like
 from ringspan.jax.pallas import PallasKernel, check_chunks
 from ringspan.jax.program import compile_pairs, compile_program
 
@@ -42,12 +42,12 @@ class Ring:
     kernel_name: KernelName = "xla"
 
     @property
-    def kernel(self) -> Kernel | PallasKernel:
+    def kernel(self) -> Kernel:
         program = compile_program(self.layout, self.key_layout, self.mask, self.query_chunk, self.key_chunk)
         if self.kernel_name == "xla":
-            return Kernel(program, self.scale, self.softcap)
+            return XlaKernel(program, self.scale, self.softcap)
         check_chunks(program)
-        return PallasKernel(program, compile_pairs(program), self.scale, self.softcap)
+        return PallasKernel(program, self.scale, self.softcap, compile_pairs(program))
 
     def head_groups(self, q: Array, k: Array) -> int:
         """How many groups of heads to go through one after the other."""
@@ -77,7 +77,7 @@ def _forward_of_heads(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | N
     size = v.shape[-1]
 
     def compute(block: Array, state: State, hop: Array | int) -> State:
-        return kernel.forward(rank, hop, rows, block, state)
+        return kernel.forward(kernel.row(rank, hop), rows, block, state)
 
     def one_hop(block: Array, state: State, hop: Array) -> tuple[Array, State]:
         arriving = ring.shift(block, 1)
@@ -123,7 +123,7 @@ def _backward_of_heads(
     head_size, keys_values = k.shape[-1], _packed(k, v)
 
     def compute(block: Array, dq: Array, hop: Array | int) -> tuple[Array, Array]:
-        return kernel.backward(rank, hop, rows, block, dout_rows, lse_rows, delta_rows, dq)
+        return kernel.backward(kernel.row(rank, hop), rows, block, dout_rows, lse_rows, delta_rows, dq)
 
     def one_hop(block: Array, behind: Array, dq: Array, hop: Array) -> tuple[Array, Array, Array]:
         arriving, gradient = ring.shift(block, 1), ring.shift(behind, 1)
