@@ -75,7 +75,7 @@ def test_a_trace_takes_the_place_of_the_formula(monkeypatch, capsys, tmp_path):
         (["--model", "gpt2", "--route", "ulysses:8"], "12 query and 12 key/value heads do not split evenly"),
         (["--trace", "--rank", "8"], "--rank 8"),
         (["--picture", "a.png"], "add --trace"),
-        (["--trace", "--picture", "a.gif"], "end the name in .png or .svg or .pdf"),
+        (["--trace", "--picture", "a.gif"], "end the name in .png, .svg or .pdf"),
         (["--trace", "--picture", "nowhere/a.png"], "there is no folder nowhere"),
     ],
 )

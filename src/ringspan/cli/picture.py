@@ -12,6 +12,8 @@ def check_picture(picture: Path, *endings: str) -> None:
     from ringspan.core.errors import ConfigError
 
     if picture.suffix not in endings:
-        raise ConfigError(f"--picture {picture}: end the name in {' or '.join(endings)}")
+        *others, last = endings
+        shown = f"{', '.join(others)} or {last}" if others else last
+        raise ConfigError(f"--picture {picture}: end the name in {shown}")
     if not picture.parent.is_dir():
         raise ConfigError(f"--picture {picture}: there is no folder {picture.parent}")

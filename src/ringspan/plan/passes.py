@@ -4,10 +4,10 @@
 of ranks; here two rules make a few of them stand for all.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, replace
 from functools import lru_cache
-from typing import Final, Protocol
+from typing import Final
 
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal, sliding_window
@@ -21,26 +21,14 @@ _TOKENS: Final = 8192  # of a group of ranks, in the one schedule that stands fo
 _FEW_TOKENS: Final = 256  # below, a token more or less on the diagonal counts
 
 
+# Forward and backward of one causal attention, on the rank that takes longest: what ``attention_passes`` is.
+Passes = Callable[[LayoutName, int, int, int | None, str, Shape, Speeds], tuple[Pass, Pass]]
+
+
 def causal_pairs(length: int, window: int | None = None) -> int:
     """(query, key) pairs of a causal sequence, in all or in a window."""
     window = length if window is None else min(window, length)
     return window * length - window * (window - 1) // 2
-
-
-class Passes(Protocol):
-    """Forward and backward of one causal attention, on the rank that takes longest."""
-
-    def __call__(
-        self,
-        layout: LayoutName,
-        length: int,
-        ranks: int,
-        window: int | None,
-        route: str,
-        shape: Shape,
-        speeds: Speeds,
-        /,
-    ) -> tuple[Pass, Pass]: ...
 
 
 def even_passes(

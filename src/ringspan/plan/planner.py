@@ -157,29 +157,36 @@ def _fastest(question: Question) -> Setting | None:
     others: list[Setting] = []
     for mesh in meshes(question):
         known = rings.setdefault(mesh.tp, set())
-        if len(known) == _TIMED_RINGS or _is_hopeless(question, mesh):
-            continue
-        named = product(routes(question, mesh), layouts(mesh.ring))
-        ways = [replace(mesh, route=route, layout=layout) for route, layout in named]
-        has_others = any(question.shape.layer_windows)
-        for way in [way for way in ways if way.layout == mesh.layout]:  # the ring, or the first route that fits
-            ways.remove(way)
-            timed = {setting: race.time(setting) for setting in _fastest_policies(question, way)}
-            setting = next((setting for setting in timed if not setting.optimizer_on_host), None)
-            if setting:
+        if len(known) < _TIMED_RINGS and not _is_hopeless(question, mesh):
+            fits, beside = _time_mesh(race, question, mesh)
+            others += beside
+            if fits:
                 known.add(mesh.ring)
-                if timed[setting].compute_seconds < WORTH_IT * timed[setting].seconds:
-                    has_others = True
-                    for larger in _larger_micro_batches(question, setting):
-                        race.time(larger)
-                break
-        if has_others:
-            others += ways
     for way in others:  # last, for the more is known to be beaten
         if not race.is_lost(replace(way, **policies(question)[0])):
             for setting in _fastest_policies(question, way):
                 race.time(setting)
     return race.fastest
+
+
+def _time_mesh(race: _Race, question: Question, mesh: Setting) -> tuple[bool, list[Setting]]:
+    """Time the ring, or the first route that fits, in the usual layout; whether one does without the optimizer on the
+    host, and the routes and layouts that are worth a look beside it.
+    """
+    named = product(routes(question, mesh), layouts(mesh.ring))
+    ways = [replace(mesh, route=route, layout=layout) for route, layout in named]
+    has_windows = any(question.shape.layer_windows)
+    for way in [way for way in ways if way.layout == mesh.layout]:
+        ways.remove(way)
+        timed = {setting: race.time(setting) for setting in _fastest_policies(question, way)}
+        setting = next((setting for setting in timed if not setting.optimizer_on_host), None)
+        if setting is None:
+            continue
+        waits = timed[setting].compute_seconds < WORTH_IT * timed[setting].seconds
+        for larger in _larger_micro_batches(question, setting) if waits else ():
+            race.time(larger)
+        return True, ways if waits or has_windows else []
+    return False, ways if has_windows else []
 
 
 def _is_hopeless(question: Question, mesh: Setting) -> bool:

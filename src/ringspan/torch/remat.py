@@ -94,7 +94,8 @@ def choose_checkpoint(
                 return policy, sharing
     raise ConfigError(
         f"activations of {tokens:,} tokens a rank take {needed:,} bytes with checkpoint='full' and {sharing} layers a "
-        f"checkpoint, the budget is {budget_bytes:,}; use a larger ring, or offload='activations'"
+        f"checkpoint, the budget is {budget_bytes:,}; use a larger ring, a larger layers_per_checkpoint where it is "
+        "given, or offload='activations'"
     )
 
 
