@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from ringspan.train.config import TrainConfig
-    from ringspan.train.loop import TrainResult
+    from ringspan.train.result import TrainResult
 
 EPILOG = (
     "Example: ringspan train examples/finetune.toml --nproc 4 steps=10. "

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ringspan.train.guard import Guard
 from ringspan.train.job import Job, evaluate, prepare
 from ringspan.train.manifest import Manifest
 from ringspan.train.metrics import MetricsWriter, StepMetrics
+from ringspan.train.result import TrainResult
 from ringspan.train.resume import RunRecord, begin_run, open_run, random_state, restore, run_state
 from ringspan.train.signals import StopRequest
 from ringspan.train.watchdog import Watchdog
@@ -33,20 +34,6 @@ class Observer:
     stepped: Callable[[StepMetrics], None] = lambda metrics: None
     evaluated: Callable[[int, float], None] = lambda step, loss: None
     noticed: Callable[[str], None] = lambda line: None
-
-
-@dataclass
-class TrainResult:
-    """What a finished run leaves: its folder, the last losses and what it was made of."""
-
-    run: str
-    model: str
-    steps: int
-    loss: float
-    eval_loss: float | None
-    facts: dict[str, Any] = field(default_factory=dict)
-    stopped_by: str | None = None
-    """The signal that ended the run early; it goes on when it is started again."""
 
 
 def train(config: TrainConfig, observer: Observer | None = None) -> TrainResult:
