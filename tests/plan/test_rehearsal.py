@@ -53,6 +53,13 @@ def test_the_peak_is_that_of_a_real_rank_and_of_the_trace(pool, kind, options):
     assert not dist.is_initialized() and attention.Exchange is Exchange and TOTALS.passages is None
 
 
+def test_another_rank_of_the_same_mesh_has_groups_of_its_own():
+    """DTensor remembers what it worked out by the mesh, and one mesh is like the other to it."""
+    config, setting = models.config("llama", **SIZES), Setting(length=64, ring=2, tp=2, on_gpu=False)
+    trace(config, setting, 0)
+    assert rehearse(config, setting, 2, bandwidth=1e9).rank == 2
+
+
 def test_blocks_that_arrive_are_normal_numbers_of_the_right_size(monkeypatch):
     arrived, wait = [], _Coming.wait
 

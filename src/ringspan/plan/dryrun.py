@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -203,6 +204,7 @@ def fake_mesh(setting: Setting, rank: int, device_type: str) -> Iterator[DeviceM
         yield init_device_mesh(device_type, sizes, mesh_dim_names=axes)
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # DTensor would give a later mesh of the same shape this one's groups
 
 
 def trace_plan(answer: Plan, rank: int) -> Trace:

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -145,7 +146,13 @@ class MemoryTracker(TorchDispatchMode):
         self.moments.clear()
         self._note(always=True)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in here, and the guard against it costs more than a question to a tensor
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF:  # more than half of what a traced step asks, and no operator
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if DTensor in types:
             return NotImplemented  # it comes back here with the local tensors
         if self.is_fake and func in _ANSWERS:
@@ -153,11 +160,11 @@ class MemoryTracker(TorchDispatchMode):
         if func.namespace == "ringspan" and func in _LOOPS:
             with self:
                 return _LOOPS[func](*args, **(kwargs or {}))
-        if func.name().startswith("c10d::reduce_scatter") or func.name().startswith("c10d::_reduce_scatter"):
+        communicates = func.namespace in COMMUNICATION
+        if communicates and func.name().startswith(_REDUCE_SCATTERS):
             self.claim_gradients()
         result = func(*args, **(kwargs or {}))
         self._operators += 1
-        communicates = func.namespace in COMMUNICATION
         given = set[int]()
         for tensor in tensors_of((args, kwargs)):
             storage = tensor.untyped_storage()
@@ -234,6 +241,8 @@ _LOOPS: Final[dict[Any, Callable[..., Any]]] = {
 # A traced run has no numbers to decide by: counts agree, positions are right, a head changes nothing.
 _ANSWERS: Final[dict[Any, Any]] = {_ops.aten._local_scalar_dense.default: 1, _ops.aten.equal.default: True}
 _TAKES_GRADIENTS: Final = {_ops.fsdp.chunk_cat.default}
+_REDUCE_SCATTERS: Final = ("c10d::reduce_scatter", "c10d::_reduce_scatter")
+_DEVICE_OF: Final = _ops.prim.device.default
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
