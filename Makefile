@@ -26,8 +26,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## show exact ring attention at work on this machine
 	$(BIN)/ringspan demo $(ARGS)
 
-test: $(STAMP) ## run the tests (ARGS="-k ring -x" goes to pytest)
+# Two processes at least keep two cores busy; more than four would not help, since many tests start four ranks each.
+test: $(STAMP) ## run the tests (ARGS="-k ring -x" goes to one pytest)
+ifdef ARGS
 	$(BIN)/pytest $(ARGS)
+else
+	$(BIN)/pytest -m "not alone" --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m alone
+endif
 
 lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .

@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks import overlap
+
+pytestmark = pytest.mark.alone
 
 SCRIPT = Path(overlap.__file__)
 
@@ -57,7 +60,9 @@ def test_the_published_crossings_are_where_the_law_puts_them():
 @pytest.mark.parametrize("signalled", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_stays_behind_when_it_is_ended(tmp_path: Path, signalled: signal.Signals):
     command = [sys.executable, str(SCRIPT), "--gigabits", "0.001", "--output", str(tmp_path / "overlap.json")]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    # Shells start what runs in the background with SIGINT ignored, and so would be all that this suite starts.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=heed)
     try:
         namespaces = _wait_until(lambda: _joined(process.pid))
         assert len(set(namespaces.values())) == 2, "each rank has a namespace of its own"

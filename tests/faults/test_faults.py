@@ -5,6 +5,8 @@ import pytest
 from tests.faults import faults
 from tests.faults.hosts import why_not
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -142,6 +142,7 @@ def changes_its_mind(mesh, what):
     return str(error.value), seconds
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     ("what", "message"),

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringspan as rs
 from ringspan.torch.exchange import TOTALS, Exchange, Room
 
+pytestmark = pytest.mark.alone
+
 
 def test_receives_are_posted_before_sends(monkeypatch: pytest.MonkeyPatch):
     # Otherwise gloo's request for a block waits behind the block that goes the other way: half the bandwidth.

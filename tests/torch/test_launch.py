@@ -15,6 +15,8 @@ import torch.distributed as dist
 import ringspan as rs
 from ringspan.torch.launch import launch
 
+pytestmark = pytest.mark.alone
+
 
 def rank_times(factor):
     return dist.get_rank() * factor

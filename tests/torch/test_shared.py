@@ -17,6 +17,8 @@ from ringspan.torch.agreement import agree, mail_of, shared_bytes
 from ringspan.torch.exchange import Exchange, Room
 from ringspan.torch.mail import Mail, OutOfStepError
 
+pytestmark = pytest.mark.alone
+
 CPU = torch.device("cpu")
 
 

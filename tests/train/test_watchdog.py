@@ -11,6 +11,8 @@ from ringspan.train.config import WatchdogConfig
 from ringspan.train.signals import EXIT_PEER_LOST, EXIT_STALLED
 from ringspan.train.watchdog import Watchdog, _Link
 
+pytestmark = pytest.mark.alone
+
 QUICK = WatchdogConfig(min_seconds=0.6, timeout_steps=2, patience_seconds=30)
 
 
