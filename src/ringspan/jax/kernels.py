@@ -153,7 +153,7 @@ class XlaKernel(Kernel):
             k_chunk, v_chunk = _cut(block, key, keys, q.shape[-1])
             scores, slope = self.scores(_dot(k_chunk, rows.q, ((1,), (1,)), dtype))
             if query is not None:
-                allowed = self._allowed(query, key, *bands).T[:, None]
+                allowed = self._allowed(query, key, *bands, keys_first=True)[:, None]
                 scores = jnp.where(allowed, scores.reshape(keys, -1, queries), -jnp.inf).reshape(scores.shape)
             p = jnp.exp(scores - rows.lse)
             ds = p * (_dot(v_chunk, rows.dout, ((1,), (1,)), dtype) - rows.delta) * slope
@@ -203,10 +203,11 @@ class XlaKernel(Kernel):
         """The highest score of each row. Scores grow with products, so none but the highest need be made for it."""
         return self.scores(products.max(-1) if self.scale >= 0 else products.min(-1))[0]
 
-    def _allowed(self, query: Array, key: Array, first: Array, count: Array) -> Array:
-        """Which pairs of a chunk pair any of its bands allows. bool (query chunk, key chunk)."""
-        row = query + jnp.arange(self.program.query_size, dtype=jnp.int32)[:, None]
+    def _allowed(self, query: Array, key: Array, first: Array, count: Array, *, keys_first: bool = False) -> Array:
+        """Which pairs of a chunk pair any of its bands allows. bool (query chunk, key chunk), or the other way round."""
+        row = query + jnp.arange(self.program.query_size, dtype=jnp.int32)
         column = key + jnp.arange(self.program.key_size, dtype=jnp.int32)
+        row, column = (row, column[:, None]) if keys_first else (row[:, None], column)
         table = jnp.asarray(self.program.bands)
 
         def inside(n: Array) -> Array:
