@@ -42,6 +42,7 @@ def test_it_writes_pictures_and_prints_one_object(monkeypatch, capsys, model, tm
     [
         (["--layout", "spiral"], "unknown layout 'spiral'"),
         (["--checkpoint", "some"], "unknown checkpoint policy 'some'"),
+        (["--checkpoint", "none", "--layers-per-checkpoint", "2"], "layers share the input that checkpointing keeps"),
         (["--route", "teleport"], "unknown route 'teleport'"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--ranks", "0"], "--ranks"),

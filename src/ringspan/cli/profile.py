@@ -31,6 +31,7 @@ def command(
     layout: Annotated[str, typer.Option(help="zigzag, striped or contiguous.")] = "zigzag",
     route: Annotated[str, typer.Option(help="ring, bidirectional, double-ring:I, all-gather, ulysses[:U].")] = "ring",
     checkpoint: Annotated[str, typer.Option(help="none, attention or full.")] = "attention",
+    layers_per_checkpoint: Annotated[int, typer.Option(min=1, help="Layers that share one kept input.")] = 1,
     dtype: plan.Dtype = "bfloat16",
     parameter_dtype: plan.ParameterDtype = "float32",
     out: Annotated[Path, typer.Option(help="Folder for report.html, PNG files and profile.json.")] = Path("profile"),
@@ -45,7 +46,7 @@ def command(
     from ringspan.core.errors import ConfigError
     from ringspan.core.layout import Layout, layout_name
     from ringspan.plan.dryrun import hugging_face_config
-    from ringspan.plan.setting import Setting, dtype_bytes
+    from ringspan.plan.setting import Setting, check_setting, dtype_bytes
     from ringspan.plan.shapes import model_shape
     from ringspan.torch.remat import checkpoint_name
     from ringspan.torch.support import refuse_route
@@ -60,6 +61,7 @@ def command(
         layout=layout_name(layout),
         route=route,
         checkpoint=checkpoint_name(checkpoint),
+        layers_per_checkpoint=layers_per_checkpoint,
         dtype=dtype,
         parameter_dtype=parameter_dtype,
     )
@@ -69,6 +71,7 @@ def command(
     if length < needed:
         raise ConfigError(f"--length {length}: a {layout} ring of {setting.ring} needs at least {needed}")
     shape = model_shape(model)
+    check_setting(shape, setting)
     refuse_route(hugging_face_config(shape, length), setting.ring, route, "exact")  # here, not in each rank
     with Console(stderr=True, quiet=as_json).status("running three steps"):
         profiles, is_first = _profiled(shape, setting, out, under_torchrun)

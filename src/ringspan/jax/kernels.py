@@ -204,7 +204,7 @@ class XlaKernel(Kernel):
         return self.scores(products.max(-1) if self.scale >= 0 else products.min(-1))[0]
 
     def _allowed(self, query: Array, key: Array, first: Array, count: Array, *, keys_first: bool = False) -> Array:
-        """Which pairs of a chunk pair any of its bands allows. bool (query chunk, key chunk), or the other way round."""
+        """Which pairs of a chunk pair any of its bands allows. bool (query chunk, key chunk), or with keys first."""
         row = query + jnp.arange(self.program.query_size, dtype=jnp.int32)
         column = key + jnp.arange(self.program.key_size, dtype=jnp.int32)
         row, column = (row, column[:, None]) if keys_first else (row[:, None], column)
