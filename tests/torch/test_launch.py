@@ -1,5 +1,6 @@
 """Starting ranks: results in order, refusals and failures as one exception, and an end when told to stop."""
 
+import logging
 import os
 import platform
 import signal
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
-from ringspan.torch.launch import launch
+from ringspan.torch.launch import _LOGGERS, launch
 
 pytestmark = pytest.mark.alone
 
@@ -93,6 +94,24 @@ def test_what_one_rank_refuses_is_raised_with_its_own_type():
 def test_another_failure_names_the_rank():
     with pytest.raises(RuntimeError, match="rank 0 failed"):
         launch(fail_on_the_first, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "raised", "traceback"),
+    [(refuse_on_the_last, rs.ConfigError, False), (fail_on_the_first, RuntimeError, True)],
+)
+def test_a_traceback_is_logged_of_a_failure_and_nothing_of_what_is_refused(caplog, function, raised, traceback):
+    for name in _LOGGERS:
+        logging.getLogger(name).addHandler(caplog.handler)
+    try:
+        with pytest.raises(raised):
+            launch(function, 2)
+    finally:
+        for name in _LOGGERS:
+            logging.getLogger(name).removeHandler(caplog.handler)
+    logged = [record for record in caplog.records if record.name in _LOGGERS]
+    assert any(record.exc_info for record in logged) is bool(logged) is traceback
+    assert not any(logging.getLogger(name).filters for name in _LOGGERS)
 
 
 def test_no_ranks_are_refused():

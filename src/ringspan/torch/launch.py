@@ -1,6 +1,7 @@
 """Ranks on one machine: start N processes through torch elastic and give back what each returned."""
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -30,6 +31,7 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 _STOP: Final = "stop"
 _POLL_SECONDS: Final = 0.1  # how often elastic looks at the ranks
+_LOGGERS: Final = "torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"  # of how ranks ended
 
 # Freed tensors go back to the system at once, in huge pages, which are nearly as quick to get as old memory. By itself
 # glibc keeps all of up to 32 MB, between small things that stay, for tensors that will not fit. It reads this at start.
@@ -89,6 +91,7 @@ def launch(
         )
         try:
             with (
+                _without_refusals(Path(folder)),
                 _forwarding(Path(folder)) if forward_signals else nullcontext(),
                 _environment(_THRIFT) if is_thrifty else nullcontext(),
             ):
@@ -193,6 +196,22 @@ def _forwarding(folder: Path) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _without_refusals(folder: Path) -> Iterator[None]:
+    """Let torch log how a rank failed, with its traceback, but not what it refused: that is for the caller to say."""
+
+    def is_failure(record: logging.LogRecord) -> bool:
+        return _refusal(folder) is None
+
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(is_failure)
+    try:
+        yield
+    finally:
+        for name in _LOGGERS:
+            logging.getLogger(name).removeFilter(is_failure)
 
 
 def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[Any, ...]) -> Any:
