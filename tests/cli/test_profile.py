@@ -37,6 +37,14 @@ def test_it_writes_pictures_and_prints_one_object(monkeypatch, capsys, model, tm
     ]
 
 
+def test_the_route_may_be_auto_and_layers_may_share_an_input(monkeypatch, capsys, model, tmp_path):
+    options = ("--model", model, "--ranks", "2", "--length", "128", "--out", str(tmp_path / "out"))
+    result = json.loads(
+        printed(monkeypatch, capsys, *options, "--route", "auto", "--layers-per-checkpoint", "2", "--json")
+    )
+    assert [each["rank"] for each in result["ranks"]] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

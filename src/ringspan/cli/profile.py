@@ -43,10 +43,11 @@ def command(
     """
     from rich.console import Console
 
+    from ringspan.core.choice import check_segments
     from ringspan.core.errors import ConfigError
     from ringspan.core.layout import Layout, layout_name
     from ringspan.plan.dryrun import hugging_face_config
-    from ringspan.plan.setting import Setting, check_setting, dtype_bytes
+    from ringspan.plan.setting import Setting, dtype_bytes
     from ringspan.plan.shapes import model_shape
     from ringspan.torch.remat import checkpoint_name
     from ringspan.torch.support import refuse_route
@@ -71,8 +72,9 @@ def command(
     if length < needed:
         raise ConfigError(f"--length {length}: a {layout} ring of {setting.ring} needs at least {needed}")
     shape = model_shape(model)
-    check_setting(shape, setting)
-    refuse_route(hugging_face_config(shape, length), setting.ring, route, "exact")  # here, not in each rank
+    # Here, not in each rank:
+    check_segments(setting.checkpoint, layers_per_checkpoint)
+    refuse_route(hugging_face_config(shape, length), setting.ring, route, "exact")
     with Console(stderr=True, quiet=as_json).status("running three steps"):
         profiles, is_first = _profiled(shape, setting, out, under_torchrun)
     if is_first:
