@@ -1,6 +1,11 @@
 """Our Triton kernels in Triton's interpreter on the CPU, against the rules in float64."""
 
+import json
+import os
+import subprocess
+import sys
 from functools import wraps
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -106,8 +111,27 @@ def test_it_refuses_what_it_cannot_do(monkeypatch):
     with pytest.raises(rs.UnsupportedError, match="float32, these are float64"):
         rs.ring_attention(*(x.double() for x in (q, q, q)), kernel="triton")
     wide = torch.zeros(1, 2, 8, 320)
+    with pytest.raises(rs.UnsupportedError, match="at most 128 numbers, these have 320"):
+        rs.ring_attention(wide, wide, wide, kernel="triton")
+    wide = wide.bfloat16()
     with pytest.raises(rs.UnsupportedError, match="at most 256 numbers, these have 320"):
         rs.ring_attention(wide, wide, wide, kernel="triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(rs.UnsupportedError, match="needs CUDA tensors, these are on cpu"):
         rs.ring_attention(q, q, q, kernel="triton")
+
+
+def test_they_compile_for_gpus_that_are_not_there():
+    """By Triton's and NVIDIA's own compilers, which need no device; the interpreter takes what these do not."""
+    script = (
+        "import json, torch\n"
+        "from benchmarks.triton_kernels import compile_all\n"
+        "print(json.dumps(compile_all(90, torch.bfloat16, 64, 64, True, slice(-1, None))))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command, folder = [sys.executable, "-c", script], Path(__file__).parents[2]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert not run.returncode, run.stderr
+    rows = {row["kernel"]: row for row in json.loads(run.stdout)}
+    assert rows.keys() == {"forward", "backward_queries", "backward_keys", "merge"}
+    assert all(row["fits"] and 0 < row["registers"] < 255 and row["spilled_bytes"] == [0, 0] for row in rows.values())

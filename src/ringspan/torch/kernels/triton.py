@@ -11,8 +11,7 @@ from ringspan.torch.kernels.heads import too_large
 from ringspan.torch.kernels.launch import Launch, Launches, whole
 from ringspan.torch.scores import Scores
 
-_LARGEST_HEAD: Final = 256
-_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+_LARGEST_HEADS: Final = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 
 
 class TritonAttention:
@@ -29,9 +28,9 @@ class TritonAttention:
             return f"it needs CUDA tensors, these are on {q.device.type}"
         if not device.has_triton():
             return "triton is not installed (pip install triton)"
-        if q.dtype not in _DTYPES:
+        if q.dtype not in _LARGEST_HEADS:
             return f"it computes in bfloat16, float16 or float32, these are {str(q.dtype).removeprefix('torch.')}"
-        if reason := too_large(q, v, _LARGEST_HEAD):
+        if reason := too_large(q, v, _LARGEST_HEADS[q.dtype]):
             return reason
         if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
             return "it needs compute capability 8.0"

@@ -23,6 +23,8 @@ from ringspan.torch.kernels.launch import Launch
 from ringspan.torch.scores import Scores
 
 _GRAIN: Final = 128  # rows, or keys, for which there is one list of tiles; a multiple of every block
+_NARROW: Final = 256  # bytes of a head's row, padded: 128 numbers of half precision, 64 of float32
+_Blocks = tuple[int, int, int, int]  # rows, keys, warps, stages
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -388,24 +390,49 @@ def _backward_keys(
     tl.store(dv_at, tl.load(dv_at, mask=is_v, other=0.0) + dv_sum, mask=is_v)
 
 
-def _tuned(kernel: Any, shapes: list[tuple[int, int, int, int]], sums: list[str]) -> Any:
-    """The kernel with the best of some (rows, keys, warps, stages), tried once for a kind of problem.
+def _tuned(kernel: Any, narrow: list[_Blocks], wide: list[_Blocks], sums: list[str]) -> Any:
+    """The kernel with the best of some blocks, tried once for a kind of problem: ``narrow`` ones where a head's row
+    takes at most ``_NARROW`` bytes, else ``wide`` ones.
 
     The interpreter takes small blocks, so that small problems have several.
     """
     if interprets_triton():
         return triton.heuristics({"ROWS": lambda _: 32, "KEYS": lambda _: 16})(kernel)
-    configs = [triton.Config({"ROWS": r, "KEYS": k}, num_warps=w, num_stages=s) for r, k, w, s in shapes]
+
+    def fitting(configs: list[Any], arguments: dict[str, Any], **options: Any) -> list[Any]:
+        row = max(options["SIZE"], options["VALUE_SIZE"]) * arguments["q"].element_size()
+        return configs[: len(narrow)] if row <= _NARROW else configs[len(narrow) :]
+
+    configs = [
+        triton.Config({"ROWS": rows, "KEYS": keys}, num_warps=warps, num_stages=stages)
+        for rows, keys, warps, stages in narrow + wide
+    ]
     key = ["SIZE", "VALUE_SIZE", "HAS_CAP", "HAS_SLOPES", "bucket"]
-    return triton.autotune(configs, key=key, restore_value=sums)(kernel)
+    prune = {"early_config_prune": fitting}
+    return triton.autotune(configs, key=key, restore_value=sums, prune_configs_by=prune)(kernel)
 
 
-# For Hopper, where shared memory holds 227 KiB; a shape that does not fit larger heads is passed over in tuning.
+# As the compiler counts (benchmarks/triton_kernels.py): what fits into the 227 KiB of shared memory of a Hopper and,
+# in half precision, into its registers but for a few hundred bytes. The last ones fit into older devices. A block too
+# large for a device is passed over in tuning.
 _forward_tuned: Final = _tuned(
-    _forward, [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 2)], ["out", "lse"]
+    _forward,
+    [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)],
+    [(128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (64, 16, 4, 2)],
+    ["out", "lse"],
 )
-_queries_tuned: Final = _tuned(_backward_queries, [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)], ["dq"])
-_keys_tuned: Final = _tuned(_backward_keys, [(64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)], ["dk", "dv"])
+_queries_tuned: Final = _tuned(
+    _backward_queries,
+    [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2)],
+    [(64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (32, 16, 4, 2)],
+    ["dq"],
+)
+_keys_tuned: Final = _tuned(
+    _backward_keys,
+    [(64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2)],
+    [(64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)],
+    ["dk", "dv"],
+)
 
 
 class _Table(NamedTuple):
@@ -497,12 +524,14 @@ def _numbers(q: Tensor, k: Tensor, v: Tensor, rows: int, scores: Scores, *num_ke
 
 
 def _options(q: Tensor, v: Tensor, scores: Scores) -> dict[str, Any]:
-    """Head sizes are padded to powers of two, of which a matrix product needs at least 16."""
+    """Head sizes are padded to powers of two, of which a matrix product needs at least 16. Products of float32 are
+    three of TF32 on tensor cores, which is as accurate; without these the sums would not fit into registers.
+    """
     return {
         "SIZE": max(16, triton.next_power_of_2(q.shape[-1])),
         "VALUE_SIZE": max(16, triton.next_power_of_2(v.shape[-1])),
         "HAS_CAP": scores.softcap > 0,
         "HAS_SLOPES": scores.slopes is not None,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         "GRAIN": _GRAIN,
     }
