@@ -17,7 +17,8 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.torch import shared
-from ringspan.torch.launch import settle
+from ringspan.torch.forks import settle
+from ringspan.torch.mesh import make_mesh
 
 SIZE = 4
 TIMEOUT_SECONDS = 100
@@ -117,6 +118,8 @@ def _serve(rank: int, pipe: Connection, store: str) -> None:
 
 
 def _mesh(ranks: int, replicate: int, tp: int) -> DeviceMesh:
+    if ranks == SIZE:
+        return make_mesh("cpu", replicate, ranks // (replicate * tp), tp)
     axes, shape = ("replicate", "ring", "tp"), (replicate, -1, tp)
     num_axes = 3 if tp > 1 else 2
     return DeviceMesh("cpu", torch.arange(ranks).view(shape[:num_axes]), mesh_dim_names=axes[:num_axes])

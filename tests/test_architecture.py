@@ -193,6 +193,7 @@ def test_the_checker_accepts_what_the_design_allows(tmp_path: Path):
 LOADED = """
 import sys
 import ringspan
+import ringspan.torch.forks, ringspan.train.config  # all that a launcher needs before its ranks get ready
 print(ringspan.__file__, *{"torch", "jax", "transformers"} & set(sys.modules), sep="\\n")
 """
 

@@ -30,10 +30,11 @@ def rank_of(config: Any, pids: str) -> Any:
 
 def main(path: str, nproc: str, max_restarts: str) -> None:
     """Launch the ranks; exit as ``ringspan train`` does."""
-    from ringspan.torch.launch import launch, serve_forks
+    from ringspan.torch.forks import serve_forks
 
     serve_forks("ringspan.train.loop")
 
+    from ringspan.torch.launch import launch
     from ringspan.train.config import load_config
     from ringspan.train.signals import EXIT_STOPPED
 
@@ -82,6 +83,7 @@ every_steps = {every_steps}
 keep = 9
 [watchdog]
 min_seconds = {min_seconds}
+silence_seconds = {silence_seconds}
 """
 
 
@@ -98,6 +100,7 @@ class Job:
         max_restarts: int = 0,
         every_steps: int = 5,
         min_seconds: float = 3.0,
+        silence_seconds: float = 60.0,
         optimizer: str = "",
     ) -> None:
         self.run, self.nproc, self.max_restarts = parent / name, nproc, max_restarts
@@ -115,6 +118,7 @@ class Job:
                 steps=steps,
                 every_steps=every_steps,
                 min_seconds=min_seconds,
+                silence_seconds=silence_seconds,
                 optimizer=optimizer,
             )
         )

@@ -1,6 +1,11 @@
 """Models whose heads are split over ``tp`` and whose sequence is split over the ring, against one process."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import ringspan as rs
 from ringspan.torch.tensor_parallel import refuse_split
+from ringspan.train.export import save_model
 from tests.torch.models import build, relative, tokens
 from tests.torch.test_loss import EXTRAS, example, whole
 from tests.torch.test_models import one_step, ring_step
@@ -80,6 +86,37 @@ def test_the_norm_counts_each_parameter_once_and_each_rank_holds_its_share(pool)
     for name, parameter in model.named_parameters():
         copies = 1 if "proj" in name or "embed" in name or "lm_head" in name else 2
         assert sum(held[name] for *_, held in results) == copies * parameter.numel(), name
+
+
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    """What DTensor warns of meanwhile."""
+    records: list[str] = []
+    logger, handler = logging.getLogger("torch.distributed.tensor._redistribute"), logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+
+
+def warnings_of_clipping(mesh: DeviceMesh) -> list[str]:
+    with warnings() as records:
+        for _ in range(2):  # models on one mesh
+            clipped_norm(mesh, 0.1)
+    return [record for record in records if "all_reduce" in record]  # and none of the gathering for this test
+
+
+def warnings_of_saving(mesh: DeviceMesh, folder: Path) -> list[str]:
+    with warnings() as records:
+        save_model(rs.parallelize(build("qwen3", **EVEN), mesh), Mock(), folder, torch.float32)
+    return records
+
+
+def test_a_model_is_saved_without_advice_and_a_norm_is_one_sum_over_both_axes(pool, tmp_path):
+    assert pool.run(warnings_of_saving, 4, tmp_path / "model", tp=2) == [[]] * 4
+    assert pool.run(warnings_of_clipping, 4, tp=2) == [[]] * 4
 
 
 def shared_loss(mesh: DeviceMesh, chunk_tokens: int, chunk_vocabulary: int | None, extras: Any, dtype: Any) -> Any:

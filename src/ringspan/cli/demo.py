@@ -26,6 +26,10 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Train a 5M-parameter Llama on Python's own source over a ring, prove it equal to one process, measure memory."""
+    from ringspan.torch.forks import serve_forks
+
+    serve_forks("ringspan.train.loop")  # it gets ready while the next imports take their time
+
     from rich.console import Console
 
     from ringspan.bench.demo import DemoOptions, measure_memory, training_config
@@ -33,9 +37,8 @@ def command(
     from ringspan.bench.report import write_report
     from ringspan.cli.train import train_rank
     from ringspan.core.layout import layout_name
-    from ringspan.torch.launch import launch, serve_forks
+    from ringspan.torch.launch import launch
 
-    serve_forks("ringspan.train.loop")
     console = Console(stderr=True, highlight=False)
     options = DemoOptions(run=run, ranks=ranks, steps=steps, length=length, layout=layout_name(layout))
     config = training_config(options)

@@ -66,33 +66,44 @@ def _show(result: "TrainResult", as_json: bool) -> None:
 
 def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "tuple[TrainResult, bool]":
     """Train in the ranks that torchrun started, or in new local ones; the result, and whether this is rank 0."""
-    import torch
-
     from ringspan.core.errors import ConfigError
-    from ringspan.torch.launch import join, launch, serve_forks
+    from ringspan.torch.forks import serve_forks
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         for option, given in (("--nproc", nproc), ("--max-restarts", max_restarts or None)):
             if given is not None:
                 raise ConfigError(f"{option} {given} under torchrun, which has started the processes; leave it out")
-        join()
-        try:
-            return train_rank(settings), torch.distributed.get_rank() == 0
-        finally:
-            torch.distributed.destroy_process_group()
-    nproc = nproc if nproc is not None else max(1, torch.cuda.device_count())
-    if nproc < 1:
+        return _run_here(settings)
+    if nproc is None:
+        import torch
+
+        nproc = max(1, torch.cuda.device_count())
+    elif nproc < 1:
         raise ConfigError(f"--nproc {nproc}: at least one process is needed")
     settings.resolve_mesh(nproc)  # refuse here what every rank would
     thrift = settings.memory.offload != "none"  # who offloads would rather wait for memory than run out of it
     if not thrift:
-        serve_forks("ringspan.train.loop")  # it gets ready while the next import takes its time
+        serve_forks("ringspan.train.loop")  # it gets ready while the next imports take their time
 
+    from ringspan.torch.launch import launch
     from ringspan.train.model import load_model_config
 
     load_model_config(settings)
     results = launch(train_rank, nproc, settings, max_restarts=max_restarts, forward_signals=True, is_thrifty=thrift)
     return results[0], True
+
+
+def _run_here(settings: "TrainConfig") -> "tuple[TrainResult, bool]":
+    """As one of the ranks that torchrun started."""
+    import torch.distributed as dist
+
+    from ringspan.torch.launch import join
+
+    join()
+    try:
+        return train_rank(settings), dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
 
 
 def train_rank(settings: "TrainConfig") -> "TrainResult":

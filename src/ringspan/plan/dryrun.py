@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -24,6 +23,7 @@ from ringspan.plan.shapes import ModelShape
 from ringspan.plan.tracker import MemoryTracker, Moment, train_step
 from ringspan.torch import attention, offload
 from ringspan.torch.batch import shard_batch
+from ringspan.torch.mesh import make_mesh
 from ringspan.torch.models import parallelize
 from ringspan.torch.offload import offload_name
 from ringspan.torch.optimizer import HostAdamW
@@ -196,13 +196,12 @@ def check_rank(config: PreTrainedConfig, setting: Setting, rank: int) -> None:
 @contextmanager
 def fake_mesh(setting: Setting, rank: int, device_type: str) -> Iterator[DeviceMesh]:
     """The mesh of a step as one of its ranks sees it, in a process group in which nothing is sent."""
-    sizes, axes = (setting.replicate, setting.ring), ("replicate", "ring")
-    if setting.tp > 1:
-        sizes, axes = (*sizes, setting.tp), (*axes, "tp")
     dist.init_process_group("fake", rank=rank, world_size=setting.devices, store=FakeStore())
     try:
-        yield init_device_mesh(device_type, sizes, mesh_dim_names=axes)
+        yield make_mesh(device_type, setting.replicate, setting.ring, setting.tp)
     finally:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # half a second, for traces alone
+
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # DTensor would give a later mesh of the same shape this one's groups
 

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -25,9 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ringspan.core import errors
 from ringspan.core.errors import ConfigError, RingspanError
-
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask a run to save and end: of schedulers, of a terminal, and of Slurm ahead of a time limit."""
+from ringspan.torch.forks import STOP_SIGNALS, serve_forks, settle
 
 _STOP: Final = "stop"
 _POLL_SECONDS: Final = 0.1  # how often elastic looks at the ranks
@@ -103,38 +100,6 @@ def launch(
                 raise KeyboardInterrupt from None
             raise _refusal(Path(folder)) or RuntimeError(_summary(Path(folder), failure)) from None
     return [results[rank] for rank in range(num_ranks)]
-
-
-def serve_forks(*modules: str) -> bool:
-    """Start the process that ranks are forks of, with these modules imported, unless it runs already. Whether there is
-    such a process: on Linux without CUDA, which does not outlive a fork.
-
-    It imports while this process goes on, so a command that knows what its ranks will need calls this first.
-    """
-    if sys.platform != "linux" or torch.cuda.is_available():
-        return False
-    forkserver.set_forkserver_preload(list(modules))
-    resource_tracker.ensure_running()  # it would be started below, and unblock what is blocked
-    # A stop signal for the whole process group is for the ranks, who take it from when they are at work.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return True
-
-
-def settle() -> None:
-    """Give a fork of that process what a program of its own begins with: its stop signals, the usual way to start
-    others, and no part in how long that process lives.
-    """
-    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
-    if server._forkserver_alive_fd is not None:
-        # The launcher alone keeps its server alive; a rank that loses its parent is ended by torch.
-        os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = None
-    multiprocessing.set_start_method(None, force=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None:

@@ -26,10 +26,17 @@ def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> De
             join()
         else:
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    sizes, axes = split_world(dist.get_world_size(), ring, replicate, tp), ("replicate", "ring")
-    if tp > 1:
-        sizes, axes = (*sizes, tp), (*axes, "tp")
-    return init_device_mesh(local_device().type, sizes, mesh_dim_names=axes)
+    return make_mesh(local_device().type, *split_world(dist.get_world_size(), ring, replicate, tp), tp)
+
+
+def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMesh:
+    """The mesh over all ranks of the default process group; its axis ``tp`` only where that is above 1."""
+    axes = "replicate", "ring", "tp"
+    if tp == 1:
+        return init_device_mesh(device_type, (replicate, ring), mesh_dim_names=axes[:2])
+    mesh = init_device_mesh(device_type, (replicate, ring, tp), mesh_dim_names=axes)
+    mesh[axes[1:]]._flatten()  # a norm over both axes is then one sum; DTensor warns of one an axis
+    return mesh
 
 
 def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:

@@ -1,6 +1,9 @@
 """The result of a run: an ordinary Hugging Face folder, complete or not there at all."""
 
+import logging
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     replaced.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(model, options=options)
+    with _unadvised():
+        weights: dict[str, Any] = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
         config = type(model.config).from_dict(model.config.to_dict())
         config.dtype = dtype
@@ -36,3 +40,15 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
                 folder.rename(Path(scratch, "replaced"))
             complete.rename(folder)
     dist.barrier()
+
+
+@contextmanager
+def _unadvised() -> Iterator[None]:
+    """Without DTensor's advice on how tensors that are split twice are gathered faster: it is done once."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

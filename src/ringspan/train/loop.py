@@ -5,13 +5,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ringspan.core.errors import CheckpointError, ConfigError
-from ringspan.plan.profile import Profiler, gathered
 from ringspan.train.checkpoint import Checkpoints
 from ringspan.train.config import TrainConfig
 from ringspan.train.data import TokenSequences
@@ -24,6 +23,9 @@ from ringspan.train.result import TrainResult
 from ringspan.train.resume import RunRecord, begin_run, open_run, random_state, restore, run_state
 from ringspan.train.signals import StopRequest
 from ringspan.train.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from ringspan.plan.profile import Profiler
 
 
 @dataclass
@@ -74,11 +76,13 @@ class _Run:
         )
         self._step, self._loss, self._eval_loss = 0, math.nan, None
         self._profile = self._folder / "profile"
-        self._profiler = None
+        self._profiler: Profiler | None = None
         if job.config.profile:
+            from ringspan.plan import profile  # with all that traces a step, and few runs are profiled
+
             self._profile.mkdir(exist_ok=True)
             rank = dist.get_rank()
-            self._profiler = Profiler(job.model, job.optimizer, rank, self._profile / f"snapshot-{rank}.pickle")
+            self._profiler = profile.Profiler(job.model, job.optimizer, rank, self._profile / f"snapshot-{rank}.pickle")
 
     def train(self) -> TrainResult:
         """All steps that are left, and the model."""
@@ -137,12 +141,14 @@ class _Run:
         self._notice(self._checkpoints.poll())
         return verdict.stop and not is_last
 
-    def _write_profile(self, profiler: Profiler) -> None:
+    def _write_profile(self, profiler: "Profiler") -> None:
         """The pictures of the profiled steps, on rank 0."""
+        from ringspan.plan.profile import gathered
+
         with self._watchdog.doing("drawing the profile"):
             profiles = gathered(profiler)
             if dist.get_rank() == 0:
-                from ringspan.plan.report import write_report  # plotly takes a second, and few runs are profiled
+                from ringspan.plan.report import write_report  # plotly takes a second
 
                 mesh = " x ".join(f"{axis} {self._job.mesh[axis].size()}" for axis in ("replicate", "ring"))
                 title = f"{self._config.run}: {self._config.data.sequence_length_tokens:,} tokens, {mesh}"

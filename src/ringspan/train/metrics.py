@@ -7,13 +7,17 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from ringspan.torch.clock import synchronize
+
+_MOST_PRODUCTS: Final = 6
+_ENOUGH_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +100,18 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+@lru_cache(maxsize=8)
 def measure_flops(device: torch.device, dtype: torch.dtype, *, size: int | None = None) -> float:
-    """FLOP/s of a square matrix product on this rank, the best of a few: what MFU is a share of."""
+    """FLOP/s of a square matrix product on this rank, the best of a few: what MFU is a share of.
+
+    A process measures it once.
+    """
     size = size or (4096 if device.type == "cuda" else 1024)
     a = torch.randn(size, size, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(6):
+    times: list[float] = []
+    while len(times) < _MOST_PRODUCTS and sum(times) < _ENOUGH_SECONDS:
         started = time.perf_counter()
         torch.mm(a, a)
         synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return 2.0 * size**3 / best
+        times.append(time.perf_counter() - started)
+    return 2.0 * size**3 / min(times)

@@ -5,7 +5,7 @@ import threading
 from types import FrameType
 from typing import Any, Final
 
-from ringspan.torch.launch import STOP_SIGNALS
+from ringspan.torch.forks import STOP_SIGNALS
 
 EXIT_STOPPED: Final = 75
 """Exit code of a run that was told to stop and has saved: sysexits' "temporary failure", start it again to go on."""
