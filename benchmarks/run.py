@@ -1,7 +1,7 @@
 """Run the benchmarks that the documentation quotes and keep their results: ``make bench``, alone on the machine.
 
 Each command's JSON lands in ``benchmarks/results/<name>.json`` as a list of {"command", "result"}; the result names the
-machine and the versions. Pass names (attention, step, memory, context) to run only some.
+machine and the versions. Pass names (attention, routes, step, memory, context) to run only some.
 """
 
 import json
@@ -20,6 +20,11 @@ COMMANDS = {
         for length in (8192, 16384)
         for dtype in ("float32", "bfloat16")
         for kv_heads in (8, 2)
+    ],
+    "routes": [
+        f"ringspan bench attention --ranks 2 --length 8192 --route {route} --mask {mask} --repeats 5 --json"
+        for mask in ("causal", "window:1024")
+        for route in ("ring", "bidirectional", "all-gather", "pass-q", "ulysses")
     ],
     "step": [f"ringspan bench step --length 8192 --dtype {dtype} --json" for dtype in ("float32", "bfloat16")],
     "context": [
