@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from ringspan.torch.clock import synchronize
 
 _MOST_PRODUCTS: Final = 6
-_ENOUGH_SECONDS: Final = 0.1
+_ENOUGH_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
