@@ -32,6 +32,7 @@ from triton.runtime import driver
 from ringspan.bench.machine import describe_machine
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels import triton_attention, triton_merge
+from ringspan.torch.kernels.device import interprets_triton
 from ringspan.torch.kernels.launch import whole
 from ringspan.torch.scores import Scores
 
@@ -168,6 +169,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file to write")
     output = parser.parse_args().output
+    if interprets_triton():
+        raise SystemExit("TRITON_INTERPRET=1 is set, and the interpreter compiles nothing; unset it")
     results: list[dict[str, Any]] = []
     for case in CASES:
         capability, dtype, size, value_size, has_more = case
