@@ -118,7 +118,7 @@ def _serve(rank: int, pipe: Connection, store: str) -> None:
 
 
 def _mesh(ranks: int, replicate: int, tp: int) -> DeviceMesh:
-    if ranks == SIZE:
+    if ranks == SIZE:  # as users' meshes are; one of fewer ranks cannot make groups by itself
         return make_mesh("cpu", replicate, ranks // (replicate * tp), tp)
     axes, shape = ("replicate", "ring", "tp"), (replicate, -1, tp)
     num_axes = 3 if tp > 1 else 2
