@@ -31,8 +31,8 @@ from triton.runtime import driver
 
 from ringspan.bench.machine import describe_machine
 from ringspan.core.tile import Tile
+from ringspan.gpu.support import interprets_triton
 from ringspan.torch.kernels import triton_attention, triton_merge
-from ringspan.torch.kernels.device import interprets_triton
 from ringspan.torch.kernels.launch import whole
 from ringspan.torch.scores import Scores
 
@@ -52,7 +52,7 @@ CASES: Final[tuple[tuple[int, torch.dtype, int, int, bool], ...]] = (
     (80, torch.bfloat16, 128, 128, False),
     (100, torch.bfloat16, 128, 128, False),
 )
-_TUNED: Final = "_forward_tuned", "_queries_tuned", "_keys_tuned"
+_TUNED: Final = "_forward", "_backward_queries", "_backward_keys"
 
 
 class _Absent:

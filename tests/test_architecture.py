@@ -1,4 +1,4 @@
-"""The tree is the architecture: cli -> {train, infer, evals, plan} -> {torch, jax} -> core.
+"""The tree is the architecture: cli -> {train, infer, evals, plan} -> {torch, jax} -> gpu -> core.
 
 Imports are read from the source, never executed, so a folder is checked whether or not its framework is installed.
 """
@@ -23,13 +23,15 @@ SERVICES = {"train", "infer", "evals", "plan", "bench"}
 # What a folder may import besides itself. The services may use each other, without a cycle.
 ALLOWED = {
     "core": set[str](),
-    **{name: {"core"} for name in BACKENDS},
-    **{name: {"core"} | BACKENDS | SERVICES for name in SERVICES},
+    "gpu": {"core"},
+    **{name: {"core", "gpu"} for name in BACKENDS},
+    **{name: {"core", "gpu"} | BACKENDS | SERVICES for name in SERVICES},
     "cli": {"core", FACADE} | BACKENDS | SERVICES,
     FACADE: {"core", "cli"} | BACKENDS | SERVICES,
 }
-# A back end does not reach for the other one's framework either.
-FOREIGN = {"torch": {"jax", "jaxlib", "flax", "optax", "orbax"}, "jax": {"torch"}}
+# A back end does not reach for the other one's framework either, and what both launch for neither.
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
+FOREIGN = {"torch": JAX, "jax": {"torch"}, "gpu": {"torch"} | JAX}
 CORE_MAY_USE = sys.stdlib_module_names | {"numpy"}
 
 
@@ -143,6 +145,8 @@ def test_the_arrows_hold():
         ("core/__init__.py", "from ..torch import ring\n", ":1: core imports torch (ringspan.torch.ring)"),
         ("torch/kernels/cpu.py", "from ...jax.ring import f\n", ":1: torch imports jax (ringspan.jax.ring.f)"),
         ("torch/ring.py", "import jax\n", ":1: torch imports jax"),
+        ("gpu/attention.py", "import torch\n", ":1: gpu imports torch"),
+        ("gpu/attention.py", "from ..torch import ring\n", ":1: gpu imports torch (ringspan.torch.ring)"),
         ("jax/ring.py", "try:\n    import torch\nexcept ImportError:\n    pass\n", ":2: jax imports torch"),
         ("jax/ring.py", "def f():\n    from ..torch import ring\n", ":2: jax imports torch (ringspan.torch.ring)"),
         ("torch/mesh.py", "from ringspan.train.loop import f\n", ":1: torch imports train (ringspan.train.loop.f)"),
@@ -182,7 +186,8 @@ def test_the_checker_accepts_what_the_design_allows(tmp_path: Path):
                 "if typing.TYPE_CHECKING:\n    import torch\n    from ..torch import ring\n"
             ),
             "torch/kernels/cpu.py": "import torch\nfrom ...core import tile\nfrom .. import exchange\n",
-            "jax/ring.py": "import jax\nfrom ..core import tile\n",
+            "gpu/attention.py": "import triton\nfrom ..core import tile\n",
+            "jax/ring.py": "import jax\nfrom ..core import tile\nfrom ..gpu import attention\n",
             "train/loop.py": "from ..torch import ring\nfrom ..plan import cost\n",
             "cli/main.py": "from .. import __version__\nfrom ..train import loop\nfrom ..core import mask\n",
         },

@@ -1,6 +1,6 @@
 """What the JAX tests share: meshes of virtual devices, and one compiled ring for many masks."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,10 +13,10 @@ import ringspan as rs
 from ringspan.jax import ring, sharded_ring_attention
 from ringspan.jax.kernels import Kernel, XlaKernel
 from ringspan.jax.pallas import PallasKernel
-from ringspan.jax.program import Pairs, Program, compile_pairs, compile_program
+from ringspan.jax.program import Pairs, Program, Tables, compile_pairs, compile_program, compile_tables
+from ringspan.jax.triton import TritonKernel
 
 SPLIT = P(None, None, "sp")
-_TABLES = ("which", "num_runs", "runs", "num_partial", "partial", "bands")
 
 
 def mesh(**axes: int) -> Mesh:
@@ -69,44 +69,46 @@ class DataRing(ring.Ring):
 
     @property
     def kernel(self) -> Kernel:
+        if isinstance(self.program, Tables):
+            return TritonKernel(self.program, self.scale, self.softcap)
         if self.pairs:
             return PallasKernel(self.program, self.scale, self.softcap, self.pairs)
         return XlaKernel(self.program, self.scale, self.softcap)
 
 
 @cache
-def _compiled(layout: rs.Layout, direction: int, sizes: tuple[int, int, int], kernel: ring.KernelName):
-    """lse and what ``attention_and_gradients`` gives, for local shards and the tables of a program."""
-    ranks = layout.ranks
+def _compiled(
+    layout: rs.Layout, program_type: type[Program | Tables], static: tuple[Any, ...], kernel: ring.KernelName
+):
+    """lse and what ``attention_and_gradients`` gives, for local shards and the arrays of a program and of its pairs."""
 
-    def local(tables, q, k, v, dout):
-        program = Program(direction, ranks, 0, sizes[1], sizes[2], *tables[: len(_TABLES)], True)
-        pairs = Pairs(*tables[len(_TABLES) :]) if kernel == "pallas" else None
-        data = DataRing("sp", layout, layout, rs.full(), q.shape[-1] ** -0.5, None, 0, 0, kernel, program, pairs)
+    def local(arrays, pairs, q, k, v, dout):
+        program, given = program_type(**dict(static), **arrays), Pairs(**pairs) if pairs else None
+        data = DataRing("sp", layout, layout, rs.full(), q.shape[-1] ** -0.5, None, 0, 0, kernel, program, given)
         out, lse = ring.forward(data, q, k, v, None)
         return lse, out, *ring.backward(data, dout, q, k, v, None, out, lse)[:3]
 
-    specs = {"in_specs": (P(), *(SPLIT,) * 4), "out_specs": (SPLIT,) * 5, "check_vma": kernel == "xla"}
-    return jax.jit(jax.shard_map(local, mesh=mesh(sp=ranks), **specs))
+    specs = {"in_specs": (P(), P(), *(SPLIT,) * 4), "out_specs": (SPLIT,) * 5, "check_vma": kernel != "pallas"}
+    return jax.jit(jax.shard_map(local, mesh=mesh(sp=layout.ranks), **specs))
 
 
 def by_data(q, k, v, dout, layout: rs.Layout, mask: rs.Mask, chunks: tuple[int, int], kernel: ring.KernelName = "xla"):
     """lse, out, dq, dk and dv in order, by the ring loop, without compiling anew for each mask."""
-    program = compile_program(layout, layout, mask, *chunks)
-    tables = [getattr(program, name) for name in _TABLES]
-    if kernel == "pallas":
-        pairs = compile_pairs(program)
-        tables += [getattr(pairs, field.name) for field in fields(pairs)]
-    tables = [x if x.ndim == 2 and x.shape[1] == layout.ranks else _grown(x) for x in tables]
+    by_tiles = kernel == "triton"
+    program = compile_tables(layout, layout, mask) if by_tiles else compile_program(layout, layout, mask, *chunks)
+    arrays = {name: x for name, x in vars(program).items() if isinstance(x, np.ndarray)}
+    static = {name: x for name, x in vars(program).items() if name not in arrays}
+    static |= {"num_hops": layout.ranks, "tile_pairs": 0, "direction": program.direction if layout.ranks > 2 else 1}
+    arrays = {name: x if name == "which" else _grown(name, x) for name, x in arrays.items()}
+    pairs = {name: _grown(name, x) for name, x in vars(compile_pairs(program)).items()} if kernel == "pallas" else {}
     shape = rs.Layout("contiguous", layout.padded_length, layout.ranks)  # which one it is, only the tables know
-    direction = program.direction if layout.ranks > 2 else 1
-    function = _compiled(shape, direction, (layout.tokens_per_rank, program.query_size, program.key_size), kernel)
-    results = function(tables, *(shards(x, layout) for x in (q, k, v, dout)))
+    function = _compiled(shape, type(program), tuple(sorted(static.items())), kernel)
+    results = function(arrays, pairs, *(shards(x, layout) for x in (q, k, v, dout)))
     return [in_order(x, layout) for x in results]
 
 
-def _grown(table: np.ndarray) -> np.ndarray:
+def _grown(name: str, table: np.ndarray) -> np.ndarray:
     """Padded to a size that all programs of small problems fit in; lists of pairs go on as they end."""
-    sizes = {1: (64,), 2: (1500, table.shape[-1]), 3: (64, 40, table.shape[-1])}[table.ndim]
-    assert all(have <= size for have, size in zip(table.shape, sizes, strict=True)), table.shape
-    return np.pad(table, [(0, size - have) for have, size in zip(table.shape, sizes, strict=True)], mode="edge")
+    sizes = {1: (64,), 2: (64, 40) if "_of_" in name else (1500, table.shape[-1]), 3: (64, 40, table.shape[-1])}
+    missing = [(0, size - have) for have, size in zip(table.shape, sizes[table.ndim], strict=True)]
+    return np.pad(table, missing, mode="edge")

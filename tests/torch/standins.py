@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from ringspan.torch.kernels.device import is_installed
+from ringspan.gpu.support import is_installed
 
 _CALLS: list[str] = []
 

@@ -19,9 +19,9 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
 from ringspan.core.schedule import plan
+from ringspan.gpu import support
 from ringspan.torch import kernels
 from ringspan.torch.attention import check_tensors
-from ringspan.torch.kernels import device
 from ringspan.torch.scores import Scores
 
 _RANKS: Final = 4
@@ -113,8 +113,8 @@ def markdown() -> str:
     with (
         patch.object(torch.cuda, "get_device_capability", lambda _: (8, 0)),
         patch.object(torch.backends.cudnn, "is_available", lambda: True),
-        patch.object(device, "has_triton", lambda: True),
-        patch.object(device, "is_installed", lambda _: False),
+        patch.object(support, "has_triton", lambda: True),
+        patch.object(support, "is_installed", lambda _: False),
     ):
         for title, case in CASES.items():
             cells = (shares(serving(case, torch.device(kind))) for kind in ("cpu", "cuda"))

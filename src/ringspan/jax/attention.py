@@ -17,7 +17,7 @@ from ringspan.core.arguments import check_shapes, find_layouts
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal
-from ringspan.jax import ring
+from ringspan.jax import ring, triton
 from ringspan.jax.kernels import varying_axes, varying_like
 from ringspan.jax.pallas import is_interpreted
 
@@ -62,8 +62,9 @@ def ring_attention(
         sinks: a learnt score for each query head (H,), to which probability may go without a value (gpt-oss).
         query_chunk: most local queries whose scores exist at once, for one head on CPU.
         key_chunk: most local keys whose scores exist at once.
-        kernel: what computes a block: ``xla`` on any device, or ``pallas`` on TPUs (interpreted on CPU, for tests),
-            for float32 and bfloat16, whose chunks must divide a rank's tokens.
+        kernel: what computes a block: ``xla`` on any device; ``pallas`` on TPUs (interpreted on CPU, for tests), for
+            float32 and bfloat16, whose chunks must divide a rank's tokens; ``triton`` on GPUs with jax-triton, for
+            float32 and half precision, which takes any tokens, uses no chunks and knows no ``vmap``.
 
     Returns:
         The local part of the result (B, H, T, E), in q's dtype.
@@ -76,7 +77,7 @@ def ring_attention(
     """
     _check_arrays(q, k, v, sinks)
     _check_options(scale, softcap, query_chunk, key_chunk)
-    _check_kernel(kernel, q)
+    _check_kernel(kernel, q, v)
     ranks = lax.axis_size(axis_name)
     layout, key_layout = find_layouts(layout, key_layout, ranks, q.shape[2], k.shape[2], remedy="ringspan.jax.shard")
     mask = causal() if mask is None else Mask.parse(mask) if isinstance(mask, str) else mask
@@ -187,11 +188,15 @@ def _check_arrays(q: Array, k: Array, v: Array, sinks: Array | None) -> None:
         )
 
 
-def _check_kernel(kernel: str, q: Array) -> None:
+def _check_kernel(kernel: str, q: Array, v: Array) -> None:
     names = get_args(ring.KernelName)
     if kernel not in names:
         raise UnsupportedError(f"unknown kernel {kernel!r}; choose one of {', '.join(names)}")
     if kernel == "xla":
+        return
+    if kernel == "triton":
+        if reason := triton.why_not(q, v):
+            raise UnsupportedError(f"kernel='triton': {reason}; use kernel='xla'")
         return
     if jax.default_backend() not in ("tpu", "cpu"):
         raise UnsupportedError(f"kernel='pallas' is for TPUs, not for {jax.default_backend()}; use kernel='xla'")

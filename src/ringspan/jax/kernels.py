@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringspan.jax.program import Program
+from ringspan.jax.program import Course, Program
 
 _Sums = TypeVar("_Sums")
 _Rows = TypeVar("_Rows")
@@ -67,13 +67,23 @@ class Kernel(ABC):
     ``row`` says which rank's and which hop's block it is.
     """
 
-    program: Program
+    program: Course
     scale: float
     softcap: float | None
 
+    def start(self, rows: tuple[int, ...], size: int, dtype: Any) -> Any:
+        """The state of queries (F, P, T) that have seen no key; values have ``size`` E."""
+        return State(jnp.zeros((*rows, size), dtype), jnp.full(rows, LOWEST, dtype), jnp.zeros(rows, dtype))
+
     @abstractmethod
-    def forward(self, row: Array, q: Array, block: Array, state: State) -> State:
+    def forward(self, row: Array, q: Array, block: Array, state: Any) -> Any:
         """``state`` with the keys of one block added. q (F, P, T, D), block (F, T', D + E): keys beside values."""
+
+    def finish(self, state: Any) -> tuple[Array, Array]:
+        """out (F, P, T, E), and lse (F, P, T), -inf where a row has seen no key."""
+        seen = state.sum > 0
+        total = jnp.where(seen, state.sum, 1)
+        return state.total / total[..., None], jnp.where(seen, state.top + jnp.log(total), -jnp.inf)
 
     @abstractmethod
     def backward(
@@ -96,8 +106,11 @@ class Kernel(ABC):
         return bent * self.softcap, (1 - bent * bent) * self.scale
 
 
+@dataclass(frozen=True)
 class XlaKernel(Kernel):
     """The chunk loops."""
+
+    program: Program
 
     def forward(self, row: Array, q: Array, block: Array, state: State) -> State:
         return _over_heads(partial(self._forward_head, self._work(row)), (q, block), state)

@@ -32,6 +32,7 @@ _GRID: Final = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"
 class PallasKernel(Kernel):
     """The kernels."""
 
+    program: Program
     pairs: Pairs
 
     def forward(self, row: Array, q: Array, block: Array, state: State) -> State:

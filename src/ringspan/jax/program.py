@@ -6,20 +6,22 @@ only partly fills. Pairs of chunks without an allowed pair are in neither list. 
 share them: causal attention takes three of them on any number of ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
-from ringspan.core.schedule import plan
+from ringspan.core.schedule import Hop, plan
 from ringspan.core.tile import Tile
+from ringspan.gpu.table import Table
 
 IntArray = NDArray[np.int32]
+_Row = TypeVar("_Row", bound=Hashable)
 Run = tuple[int, int, int]  # query start, first key start, number of key chunks
 Partial = tuple[int, int, tuple[tuple[int, int, int, int, int, int], ...]]  # query start, key start, bands
 
@@ -52,15 +54,21 @@ class Chunks:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
-    """What each rank computes at each hop. Lists are padded to the longest; the numbers say how much of them counts."""
+class Course:
+    """How blocks go round, and where each rank looks up what it computes at each hop."""
 
     direction: int
     num_hops: int
     tile_pairs: int  # ``Schedule.tile_pairs``
+    which: IntArray  # (ranks, hops): row of a kernel's lists
+
+
+@dataclass(frozen=True, eq=False)
+class Program(Course):
+    """What each rank computes at each hop. Lists are padded to the longest; the numbers say how much of them counts."""
+
     query_size: int
     key_size: int
-    which: IntArray  # (ranks, hops): row of the lists below
     num_runs: IntArray  # (rows,)
     runs: IntArray  # (rows, R, 3): query start, first key start, number of key chunks one behind the other
     num_partial: IntArray  # (rows,)
@@ -77,14 +85,7 @@ def compile_program(layout: Layout, key_layout: Layout, mask: Mask, query_chunk:
         LayoutError: two layouts of different name or number of ranks.
     """
     queries, keys = Chunks.of(layout, query_chunk), Chunks.of(key_layout, key_chunk)
-    schedules = [plan(layout, mask, rank, key_layout) for rank in range(layout.ranks)]
-    rows: dict[tuple[tuple[Run, ...], tuple[Partial, ...]], int] = {}
-    which = np.zeros((layout.ranks, layout.ranks), dtype=np.int32)
-    for schedule in schedules:
-        for hop in schedule.hops:
-            lists = _lists(hop.tiles, queries, keys)
-            which[schedule.rank, hop.index] = rows.setdefault(lists, len(rows))
-    num_hops = 1 + max(hop.index for schedule in schedules for hop in schedule.hops if hop.tiles or hop.index == 0)
+    course, rows = _look_up(layout, key_layout, mask, lambda hop: _lists(hop.tiles, queries, keys))
     bands: dict[tuple[tuple[int, ...], ...], int] = {}
     all_bands: list[tuple[int, ...]] = []
     partial: list[list[tuple[int, int, int, int]]] = []
@@ -97,19 +98,68 @@ def compile_program(layout: Layout, key_layout: Layout, mask: Mask, query_chunk:
             partial[-1].append((query, key, bands[here], len(here)))
     runs = [list(runs) for runs, _ in rows]
     return Program(
-        -1 if layout.ranks > 2 and schedules[0].hops[1].owner == 1 else 1,
-        num_hops,
-        schedules[0].tile_pairs,
-        queries.size,
-        keys.size,
-        which,
-        np.array([len(row) for row in runs], dtype=np.int32),
-        _padded(runs, 3),
-        np.array([len(row) for row in partial], dtype=np.int32),
-        _padded(partial, 4),
-        np.array(all_bands or [(0,) * 6], dtype=np.int32),
-        queries.start == queries.first and keys.start == keys.first,
+        **course,
+        query_size=queries.size,
+        key_size=keys.size,
+        num_runs=np.array([len(row) for row in runs], dtype=np.int32),
+        runs=_padded(runs, 3),
+        num_partial=np.array([len(row) for row in partial], dtype=np.int32),
+        partial=_padded(partial, 4),
+        bands=np.array(all_bands or [(0,) * 6], dtype=np.int32),
+        is_even=queries.start == queries.first and keys.start == keys.first,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Tables(Course):
+    """What each rank computes at each hop as tiles with bands, for ``ringspan.gpu.attention``: ``Table`` by row, padded
+    to the longest.
+    """
+
+    tiles: IntArray  # (rows, tiles, 6)
+    first_of_rows: IntArray  # (rows, grains + 1)
+    which_of_rows: IntArray  # (rows, entries)
+    first_of_keys: IntArray
+    which_of_keys: IntArray
+
+
+@lru_cache(maxsize=64)
+def compile_tables(layout: Layout, key_layout: Layout, mask: Mask) -> Tables:
+    """The tables of a ring for one mask; hops that no rank needs are not in them.
+
+    Raises:
+        LayoutError: two layouts of different name or number of ranks.
+    """
+    course, rows = _look_up(layout, key_layout, mask, lambda hop: hop.bands)
+    tables = [Table.of(bands, layout.tokens_per_rank, key_layout.tokens_per_rank) for bands in rows]
+    return Tables(
+        **course,
+        tiles=_stacked([table.tiles for table in tables]),
+        first_of_rows=_stacked([table.of_rows.first for table in tables]),
+        which_of_rows=_stacked([table.of_rows.which for table in tables]),
+        first_of_keys=_stacked([table.of_keys.first for table in tables]),
+        which_of_keys=_stacked([table.of_keys.which for table in tables]),
+    )
+
+
+def _look_up(
+    layout: Layout, key_layout: Layout, mask: Mask, row_of: Callable[[Hop], _Row]
+) -> tuple[dict[str, Any], list[_Row]]:
+    """The fields of a ``Course``, and the different rows that ``row_of`` makes of the hops of all ranks."""
+    schedules = [plan(layout, mask, rank, key_layout) for rank in range(layout.ranks)]
+    rows: dict[_Row, int] = {}
+    which = np.zeros((layout.ranks, layout.ranks), dtype=np.int32)
+    for schedule in schedules:
+        for hop in schedule.hops:
+            which[schedule.rank, hop.index] = rows.setdefault(row_of(hop), len(rows))
+    needed = [hop.index for schedule in schedules for hop in schedule.hops if hop.tiles or hop.index == 0]
+    course = {
+        "direction": -1 if layout.ranks > 2 and schedules[0].hops[1].owner == 1 else 1,
+        "num_hops": 1 + max(needed),
+        "tile_pairs": schedules[0].tile_pairs,
+        "which": which,
+    }
+    return course, list(rows)
 
 
 KEY_BITS: Final = 16  # of a chunk pair's number: the chunk of keys; above them that of queries
@@ -198,7 +248,10 @@ def _lists(tiles: tuple[Tile, ...], queries: Chunks, keys: Chunks) -> tuple[tupl
 
 
 def _padded(rows: list[list[tuple[int, ...]]], columns: int) -> IntArray:
-    table = np.zeros((len(rows), max(1, *map(len, rows)) if rows else 1, columns), dtype=np.int32)
-    for row, entries in zip(table, rows, strict=True):
-        row[: len(entries)] = np.array(entries, dtype=np.int32).reshape(-1, columns)
-    return table
+    return _stacked([np.array(entries, dtype=np.int32).reshape(-1, columns) for entries in rows])
+
+
+def _stacked(rows: Sequence[IntArray]) -> IntArray:
+    """The rows beside each other, with zeros behind those that are shorter than the longest."""
+    longest = max(1, *map(len, rows))
+    return np.stack([np.pad(row, [(0, longest - len(row)), *[(0, 0)] * (row.ndim - 1)]) for row in rows])

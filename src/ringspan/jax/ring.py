@@ -20,11 +20,12 @@ from jax import Array, lax
 from ringspan.core.choice import head_groups
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
-from ringspan.jax.kernels import LOWEST, Kernel, State, XlaKernel, accumulation_dtype, varying_like
+from ringspan.jax.kernels import Kernel, XlaKernel, accumulation_dtype, varying_like
 from ringspan.jax.pallas import PallasKernel, check_chunks
-from ringspan.jax.program import compile_pairs, compile_program
+from ringspan.jax.program import compile_pairs, compile_program, compile_tables
+from ringspan.jax.triton import TritonKernel
 
-KernelName = Literal["xla", "pallas"]
+KernelName = Literal["xla", "pallas", "triton"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Ring:
 
     @property
     def kernel(self) -> Kernel:
+        if self.kernel_name == "triton":
+            return TritonKernel(compile_tables(self.layout, self.key_layout, self.mask), self.scale, self.softcap)
         program = compile_program(self.layout, self.key_layout, self.mask, self.query_chunk, self.key_chunk)
         if self.kernel_name == "xla":
             return XlaKernel(program, self.scale, self.softcap)
@@ -76,22 +79,18 @@ def _forward_of_heads(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | N
     rows, keys_values = _rows(q, k), _packed(k, v)
     size = v.shape[-1]
 
-    def compute(block: Array, state: State, hop: Array | int) -> State:
+    def compute(block: Array, state: Any, hop: Array | int) -> Any:
         return kernel.forward(kernel.row(rank, hop), rows, block, state)
 
-    def one_hop(block: Array, state: State, hop: Array) -> tuple[Array, State]:
+    def one_hop(block: Array, state: Any, hop: Array) -> tuple[Array, Any]:
         arriving = ring.shift(block, 1)
         return arriving, compute(block, state, hop)
 
-    shape = rows.shape[:-1]
-    empty = State(jnp.zeros((*shape, size), dtype), jnp.full(shape, LOWEST, dtype), jnp.zeros(shape, dtype))
-    state = State(*(varying_like(x, rows, keys_values) for x in empty))
+    state = jax.tree.map(lambda x: varying_like(x, rows, keys_values), kernel.start(rows.shape[:-1], size, dtype))
     last = kernel.program.num_hops - 1
     block, state = _hops(one_hop, (keys_values, state), 0, last)
     state = compute(block, state, last)
-    seen = state.sum > 0
-    lse = jnp.where(seen, state.top + jnp.log(jnp.where(seen, state.sum, 1)), -jnp.inf)
-    out = state.total / jnp.where(seen, state.sum, 1)[..., None]
+    out, lse = kernel.finish(state)
     out, lse = out.reshape(*q.shape[:-1], size), lse.reshape(q.shape[:-1])
     if sinks is not None:
         with_sink = jnp.logaddexp(lse, sinks.astype(dtype)[:, None])

@@ -1,34 +1,14 @@
 """What a device can run."""
 
-import os
-from functools import lru_cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
+
+from ringspan.gpu import support
 
 
 def runs_triton(x: Tensor) -> bool:
     """Whether our own kernels run where ``x`` is: a CUDA device with float32 sums and an installed Triton."""
-    return x.device.type == "cuda" and x.dtype == torch.float32 and has_triton()
-
-
-def has_triton() -> bool:
-    return is_installed("triton")
-
-
-@lru_cache(maxsize=16)
-def is_installed(module: str) -> bool:
-    """Whether a module could be imported; nothing is."""
-    try:
-        return find_spec(module) is not None
-    except ImportError:  # the package above is not there
-        return False
-
-
-def interprets_triton() -> bool:
-    """Whether Triton's interpreter stands in for a GPU: slow, for tests."""
-    return has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
+    return x.device.type == "cuda" and x.dtype == torch.float32 and support.has_triton()
 
 
 def half_precision_on_cuda(q: Tensor, capability: tuple[int, int]) -> str | None:

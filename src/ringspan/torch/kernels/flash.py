@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.tile import Tile
+from ringspan.gpu import support
 from ringspan.torch.kernels import device, mirror
 from ringspan.torch.kernels.heads import neighbours, one_size, too_large
 from ringspan.torch.kernels.launch import Launch, Launches, Window, chains, squares
@@ -315,7 +316,7 @@ class Flash4:
 
 
 def _missing(module: str, package: str) -> str | None:
-    return None if device.is_installed(module) else f"{package} is not installed"
+    return None if support.is_installed(module) else f"{package} is not installed"
 
 
 def _is_causal(window: Window) -> bool:

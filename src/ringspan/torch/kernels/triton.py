@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.tile import Tile
-from ringspan.torch.kernels import device
+from ringspan.gpu import support
 from ringspan.torch.kernels.heads import too_large
 from ringspan.torch.kernels.launch import Launch, Launches, whole
 from ringspan.torch.scores import Scores
@@ -23,10 +23,10 @@ class TritonAttention:
     name = "triton"
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
-        is_interpreted = q.device.type == "cpu" and device.interprets_triton()
+        is_interpreted = q.device.type == "cpu" and support.interprets_triton()
         if q.device.type != "cuda" and not is_interpreted:
             return f"it needs CUDA tensors, these are on {q.device.type}"
-        if not device.has_triton():
+        if not support.has_triton():
             return "triton is not installed (pip install triton)"
         if q.dtype not in _LARGEST_HEADS:
             return f"it computes in bfloat16, float16 or float32, these are {str(q.dtype).removeprefix('torch.')}"

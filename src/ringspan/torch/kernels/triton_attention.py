@@ -1,442 +1,44 @@
-"""Attention of any tiles of a hop in one launch, added to the running result in place, in Triton.
+"""Launches ``ringspan.gpu.attention`` on torch's tensors, in place. Import it only where there is a Triton.
 
-FlashAttention (Dao et al. 2022) that starts from the running (out, lse) instead of from nothing: no pass merges
-partials, and sums stay in float32 from the first hop to the last. Import it only where there is a Triton.
-
-B batch, H query heads, G key/value heads, P = H / G, R rows, K keys, D head size, E value head size.
-A tile is six numbers: rows [q0, q1), keys [k0, k1), and the band lo <= i - j <= hi counted from its corner.
+B batch, H query heads, G key/value heads, R rows, K keys, D head size, E value head size.
 """
-# Triton compiles these functions; as Python they would not type.
-# pyright: reportGeneralTypeIssues=false
 
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from ringspan.torch.kernels.device import interprets_triton
+from ringspan.gpu import attention
+from ringspan.gpu.attention import Blocks
+from ringspan.gpu.support import interprets_triton
+from ringspan.gpu.table import Table
 from ringspan.torch.kernels.heads import neighbours
 from ringspan.torch.kernels.launch import Launch
 from ringspan.torch.scores import Scores
 
-_GRAIN: Final = 128  # rows, or keys, for which there is one list of tiles; a multiple of every block
-_NARROW: Final = 256  # bytes of a head's row, padded: 128 numbers of half precision, 64 of float32
-_Blocks = tuple[int, int, int, int]  # rows, keys, warps, stages
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
 
-
-@triton.jit
-def _tanh(x):
-    return 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
-
-
-@triton.jit
-def _scores(
-    product, query_position, key_position, slope, scale, softcap, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr
-):
-    """Scores in units of log 2, and their derivative by the scaled product."""
-    s = product * scale
-    derivative = 1.0
-    if HAS_CAP:
-        t = _tanh(s / softcap)
-        derivative = 1.0 - t * t
-        s = softcap * t
-    if HAS_SLOPES:
-        s -= slope * tl.abs(query_position - key_position).to(tl.float32)
-    return s * _LOG2_E, derivative
-
-
-@triton.jit
-def _tile(tiles, number):
-    at = tiles + 6 * number
-    return (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5))
-
-
-@triton.jit
-def _segments(start, stop, all_from, all_to, is_whole, BLOCK: tl.constexpr):
-    """Blocks from ``start``: [start, a) and [b, stop) need the mask; [a, b) do not, all their pairs are allowed."""
-    a = start + tl.cdiv(tl.maximum(all_from - start, 0), BLOCK) * BLOCK
-    b = start + tl.maximum(all_to - start, 0) // BLOCK * BLOCK
-    has_inside = is_whole & (b > a)
-    return tl.where(has_inside, a, start), tl.where(has_inside, b, start)
-
-
-@triton.jit
-def _see(
-    acc, top, total, q, k, v, k_t, v_t, row, rows_in, position, key_positions, slope, scale, softcap, k0, lo, hi,
-    start, stop, last, size, value_size,
-    KEYS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add the keys [start, stop) of a tile, in blocks, to the sums of a block of rows."""
-    column, value_column = tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE)
-    for first in range(start, stop, KEYS):
-        key = first + tl.arange(0, KEYS)
-        is_key = key < last
-        at = (k0 + first).to(tl.int64)
-        local = tl.arange(0, KEYS)
-        keys = tl.load(
-            k + at * k_t + local[None, :] * k_t + column[:, None],
-            mask=is_key[None, :] & (column < size)[:, None], other=0.0,
-        )  # fmt: skip
-        key_position = 0
-        if HAS_SLOPES:
-            key_position = tl.load(key_positions + k0 + key, mask=is_key, other=0)[None, :]
-        s, _ = _scores(
-            tl.dot(q, keys, input_precision=PRECISION), position, key_position, slope, scale, softcap, HAS_CAP,
-            HAS_SLOPES,
-        )  # fmt: skip
-        if MASKED:
-            distance = row[:, None] - key[None, :]
-            s = tl.where((distance >= lo) & (distance <= hi) & rows_in[:, None] & is_key[None, :], s, -float("inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        kept = tl.exp2(top - base)
-        p = tl.exp2(s - base[:, None])
-        values = tl.load(
-            v + at * v_t + local[:, None] * v_t + value_column[None, :],
-            mask=is_key[:, None] & (value_column < value_size)[None, :], other=0.0,
-        )  # fmt: skip
-        acc = tl.dot(p.to(values.dtype), values, acc * kept[:, None], input_precision=PRECISION)
-        total = total * kept + tl.sum(p, 1)
-        top = new_top
-    return acc, top, total
-
-
-@triton.jit
-def _forward(
-    q, k, v, out, lse, slopes, query_positions, key_positions, tiles, first, which,
-    heads, group, rows, size, value_size, scale, softcap, bucket,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t, lse_b, lse_h, lse_t,
-    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    PRECISION: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the last rows of a causal tile have most keys
-    entry, last_entry = tl.load(first + row0 // GRAIN), tl.load(first + row0 // GRAIN + 1)
-    if entry == last_entry:
-        return
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    local, column, value_column = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE)
-    row = row0 + local
-    is_row = row < rows
-    at, head64, kv_head = row0.to(tl.int64), head.to(tl.int64), (head // group).to(tl.int64)
-    is_out = is_row[:, None] & (value_column < value_size)[None, :]
-    queries = tl.load(
-        q + batch * q_b + head64 * q_h + at * q_t + local[:, None] * q_t + column[None, :],
-        mask=is_row[:, None] & (column < size)[None, :], other=0.0,
-    )  # fmt: skip
-    out_at = out + batch * out_b + head64 * out_h + at * out_t + local[:, None] * out_t + value_column[None, :]
-    lse_at = lse + batch * lse_b + head64 * lse_h + at * lse_t + local * lse_t
-    old_lse = tl.load(lse_at, mask=is_row, other=-float("inf"))
-    acc = tl.load(out_at, mask=is_out, other=0.0)
-    top = old_lse * _LOG2_E
-    total = tl.where(old_lse == -float("inf"), 0.0, 1.0)
-    old_top, slope, position = top, 0.0, 0
-    if HAS_SLOPES:
-        slope = tl.load(slopes + head)
-        position = tl.load(query_positions + row, mask=is_row, other=0)[:, None]
-    k += batch * k_b + kv_head * k_h
-    v += batch * v_b + kv_head * v_h
-    for number in range(entry, last_entry):
-        q0, q1, k0, k1, lo, hi = _tile(tiles, tl.load(which + number))
-        high, low = tl.maximum(row0, q0) - q0, tl.minimum(row0 + ROWS, q1) - 1 - q0
-        start, stop = tl.maximum(0, high - hi), tl.minimum(k1 - k0, low - lo + 1)
-        stop = tl.where(low >= high, stop, start)
-        a, b = _segments(
-            start, stop, low - hi, tl.minimum(k1 - k0, high - lo + 1), (row0 >= q0) & (row0 + ROWS <= q1), KEYS
-        )
-        rows_in = (row >= q0) & (row < q1)
-        acc, top, total = _see(
-            acc, top, total, queries, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope, scale,
-            softcap, k0, lo, hi, start, a, k1 - k0, size, value_size,
-            KEYS, SIZE, VALUE_SIZE, True, HAS_CAP, HAS_SLOPES, PRECISION,
-        )  # fmt: skip
-        acc, top, total = _see(
-            acc, top, total, queries, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope, scale,
-            softcap, k0, lo, hi, a, b, k1 - k0, size, value_size,
-            KEYS, SIZE, VALUE_SIZE, False, HAS_CAP, HAS_SLOPES, PRECISION,
-        )  # fmt: skip
-        acc, top, total = _see(
-            acc, top, total, queries, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope, scale,
-            softcap, k0, lo, hi, b, stop, k1 - k0, size, value_size,
-            KEYS, SIZE, VALUE_SIZE, True, HAS_CAP, HAS_SLOPES, PRECISION,
-        )  # fmt: skip
-    has_seen = total > 0.0
-    divisor = tl.where(has_seen, total, 1.0)
-    new_lse = tl.where(has_seen, (top + tl.log2(divisor)) * _LN_2, -float("inf"))
-    is_unchanged = (top == old_top) & (total == 1.0)  # another base and back would round
-    tl.store(out_at, acc / divisor[:, None], mask=is_out)
-    tl.store(lse_at, tl.where(is_unchanged, old_lse, new_lse), mask=is_row)
-
-
-@triton.jit
-def _pull(
-    acc, q, dout, lse2, delta, k, v, k_t, v_t, row, rows_in, position, key_positions, slope, scale, softcap, k0, lo,
-    hi, start, stop, last, size, value_size,
-    KEYS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add what the keys [start, stop) of a tile contribute to dq / scale of a block of rows."""
-    column, value_column, local = tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE), tl.arange(0, KEYS)
-    for first in range(start, stop, KEYS):
-        key = first + local
-        is_key = key < last
-        at = (k0 + first).to(tl.int64)
-        keys = tl.load(
-            k + at * k_t + local[None, :] * k_t + column[:, None],
-            mask=is_key[None, :] & (column < size)[:, None], other=0.0,
-        )  # fmt: skip
-        values = tl.load(
-            v + at * v_t + local[None, :] * v_t + value_column[:, None],
-            mask=is_key[None, :] & (value_column < value_size)[:, None], other=0.0,
-        )  # fmt: skip
-        key_position = 0
-        if HAS_SLOPES:
-            key_position = tl.load(key_positions + k0 + key, mask=is_key, other=0)[None, :]
-        s, derivative = _scores(
-            tl.dot(q, keys, input_precision=PRECISION), position, key_position, slope, scale, softcap, HAS_CAP,
-            HAS_SLOPES,
-        )  # fmt: skip
-        p = tl.exp2(s - lse2[:, None])
-        if MASKED:
-            distance = row[:, None] - key[None, :]
-            p = tl.where((distance >= lo) & (distance <= hi) & rows_in[:, None] & is_key[None, :], p, 0.0)
-        dp = tl.dot(dout, values, input_precision=PRECISION)
-        ds = p * (dp - delta[:, None]) * derivative
-        acc = tl.dot(ds.to(keys.dtype), tl.trans(keys), acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
-def _backward_queries(
-    dout, q, k, v, out, lse, dq, delta_at, slopes, query_positions, key_positions, tiles, first, which,
-    heads, group, rows, size, value_size, scale, softcap, bucket,
-    dout_b, dout_h, dout_t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t, lse_b, lse_h, lse_t,
-    dq_b, dq_h, dq_t,
-    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    PRECISION: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    entry, last_entry = tl.load(first + row0 // GRAIN), tl.load(first + row0 // GRAIN + 1)
-    if entry == last_entry:
-        return
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    local, column, value_column = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE)
-    row = row0 + local
-    is_row = row < rows
-    at, head64, kv_head = row0.to(tl.int64), head.to(tl.int64), (head // group).to(tl.int64)
-    is_q, is_out = is_row[:, None] & (column < size)[None, :], is_row[:, None] & (value_column < value_size)[None, :]
-    queries = tl.load(
-        q + batch * q_b + head64 * q_h + at * q_t + local[:, None] * q_t + column[None, :], mask=is_q, other=0.0
-    )
-    douts = tl.load(
-        dout + batch * dout_b + head64 * dout_h + at * dout_t + local[:, None] * dout_t + value_column[None, :],
-        mask=is_out, other=0.0,
-    )  # fmt: skip
-    outs = tl.load(
-        out + batch * out_b + head64 * out_h + at * out_t + local[:, None] * out_t + value_column[None, :],
-        mask=is_out, other=0.0,
-    )  # fmt: skip
-    delta = tl.sum(douts.to(tl.float32) * outs.to(tl.float32), 1)
-    tl.store(delta_at + tl.program_id(1).to(tl.int64) * rows + row, delta, mask=is_row)
-    row_lse = tl.load(lse + batch * lse_b + head64 * lse_h + at * lse_t + local * lse_t, mask=is_row, other=0.0)
-    lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * _LOG2_E)  # a row that saw nothing has no share
-    slope, position = 0.0, 0
-    if HAS_SLOPES:
-        slope = tl.load(slopes + head)
-        position = tl.load(query_positions + row, mask=is_row, other=0)[:, None]
-    k += batch * k_b + kv_head * k_h
-    v += batch * v_b + kv_head * v_h
-    acc = tl.zeros((ROWS, SIZE), tl.float32)
-    for number in range(entry, last_entry):
-        q0, q1, k0, k1, lo, hi = _tile(tiles, tl.load(which + number))
-        high, low = tl.maximum(row0, q0) - q0, tl.minimum(row0 + ROWS, q1) - 1 - q0
-        start, stop = tl.maximum(0, high - hi), tl.minimum(k1 - k0, low - lo + 1)
-        stop = tl.where(low >= high, stop, start)
-        a, b = _segments(
-            start, stop, low - hi, tl.minimum(k1 - k0, high - lo + 1), (row0 >= q0) & (row0 + ROWS <= q1), KEYS
-        )
-        rows_in = (row >= q0) & (row < q1)
-        acc = _pull(
-            acc, queries, douts, lse2, delta, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope,
-            scale, softcap, k0, lo, hi, start, a, k1 - k0, size, value_size,
-            KEYS, SIZE, VALUE_SIZE, True, HAS_CAP, HAS_SLOPES, PRECISION,
-        )  # fmt: skip
-        acc = _pull(
-            acc, queries, douts, lse2, delta, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope,
-            scale, softcap, k0, lo, hi, a, b, k1 - k0, size, value_size,
-            KEYS, SIZE, VALUE_SIZE, False, HAS_CAP, HAS_SLOPES, PRECISION,
-        )  # fmt: skip
-        acc = _pull(
-            acc, queries, douts, lse2, delta, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope,
-            scale, softcap, k0, lo, hi, b, stop, k1 - k0, size, value_size,
-            KEYS, SIZE, VALUE_SIZE, True, HAS_CAP, HAS_SLOPES, PRECISION,
-        )  # fmt: skip
-    dq_at = dq + batch * dq_b + head64 * dq_h + at * dq_t + local[:, None] * dq_t + column[None, :]
-    tl.store(dq_at, tl.load(dq_at, mask=is_q, other=0.0) + acc * scale, mask=is_q)
-
-
-@triton.jit
-def _push(
-    dk, dv, keys, values, q, dout, lse, delta, q_t, dout_t, lse_t, key, keys_in, query_positions, key_position, slope,
-    scale, softcap, q0, lo, hi, start, stop, last, size, value_size,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add what the rows [start, stop) of a tile contribute to dk / scale and dv of a block of keys."""
-    column, value_column, local = tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE), tl.arange(0, ROWS)
-    for first in range(start, stop, ROWS):
-        row = first + local
-        is_row = row < last
-        at = (q0 + first).to(tl.int64)
-        queries = tl.load(
-            q + at * q_t + local[None, :] * q_t + column[:, None],
-            mask=is_row[None, :] & (column < size)[:, None], other=0.0,
-        )  # fmt: skip
-        douts = tl.load(
-            dout + at * dout_t + local[:, None] * dout_t + value_column[None, :],
-            mask=is_row[:, None] & (value_column < value_size)[None, :], other=0.0,
-        )  # fmt: skip
-        row_lse = tl.load(lse + at * lse_t + local * lse_t, mask=is_row, other=0.0)
-        lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * _LOG2_E)
-        deltas = tl.load(delta + at + local, mask=is_row, other=0.0)
-        position = 0
-        if HAS_SLOPES:
-            position = tl.load(query_positions + q0 + row, mask=is_row, other=0)[None, :]
-        s, derivative = _scores(
-            tl.dot(keys, queries, input_precision=PRECISION), position, key_position, slope, scale, softcap, HAS_CAP,
-            HAS_SLOPES,
-        )  # fmt: skip
-        p = tl.exp2(s - lse2[None, :])
-        if MASKED:
-            distance = row[None, :] - key[:, None]
-            p = tl.where((distance >= lo) & (distance <= hi) & keys_in[:, None] & is_row[None, :], p, 0.0)
-        dv = tl.dot(p.to(douts.dtype), douts, dv, input_precision=PRECISION)
-        dp = tl.dot(values, tl.trans(douts), input_precision=PRECISION)
-        ds = p * (dp - deltas[None, :]) * derivative
-        dk = tl.dot(ds.to(queries.dtype), tl.trans(queries), dk, input_precision=PRECISION)
-    return dk, dv
-
-
-@triton.jit
-def _backward_keys(
-    dout, q, k, v, lse, dk, dv, delta, slopes, query_positions, key_positions, tiles, first, which,
-    heads, group, rows, num_keys, size, value_size, scale, softcap, bucket,
-    dout_b, dout_h, dout_t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lse_b, lse_h, lse_t, dk_b, dk_h, dk_t,
-    dv_b, dv_h, dv_t,
-    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    PRECISION: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    key_start = tl.program_id(0) * KEYS  # the first keys of a causal tile have most rows
-    entry, last_entry = tl.load(first + key_start // GRAIN), tl.load(first + key_start // GRAIN + 1)
-    if entry == last_entry:
-        return
-    groups = heads // group
-    batch, kv_head = (tl.program_id(1) // groups).to(tl.int64), tl.program_id(1) % groups
-    local, column, value_column = tl.arange(0, KEYS), tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE)
-    key = key_start + local
-    is_key = key < num_keys
-    at, kv_head64 = key_start.to(tl.int64), kv_head.to(tl.int64)
-    is_k, is_v = is_key[:, None] & (column < size)[None, :], is_key[:, None] & (value_column < value_size)[None, :]
-    keys = tl.load(
-        k + batch * k_b + kv_head64 * k_h + at * k_t + local[:, None] * k_t + column[None, :], mask=is_k, other=0.0
-    )
-    values = tl.load(
-        v + batch * v_b + kv_head64 * v_h + at * v_t + local[:, None] * v_t + value_column[None, :],
-        mask=is_v, other=0.0,
-    )  # fmt: skip
-    dk_sum, dv_sum = tl.zeros((KEYS, SIZE), tl.float32), tl.zeros((KEYS, VALUE_SIZE), tl.float32)
-    key_position = 0
-    if HAS_SLOPES:
-        key_position = tl.load(key_positions + key, mask=is_key, other=0)[:, None]
-    for member in range(group):
-        head = kv_head * group + member
-        head64 = head.to(tl.int64)
-        q_head, dout_head = q + batch * q_b + head64 * q_h, dout + batch * dout_b + head64 * dout_h
-        lse_head, delta_head = lse + batch * lse_b + head64 * lse_h, delta + (batch * heads + head64) * rows
-        slope = 0.0
-        if HAS_SLOPES:
-            slope = tl.load(slopes + head)
-        for number in range(entry, last_entry):
-            q0, q1, k0, k1, lo, hi = _tile(tiles, tl.load(which + number))
-            left, right = tl.maximum(key_start, k0) - k0, tl.minimum(key_start + KEYS, k1) - 1 - k0
-            start, stop = tl.maximum(0, left + lo), tl.minimum(q1 - q0, right + hi + 1)
-            stop = tl.where(right >= left, stop, start)
-            is_whole = (key_start >= k0) & (key_start + KEYS <= k1)
-            a, b = _segments(start, stop, right + lo, tl.minimum(q1 - q0, left + hi + 1), is_whole, ROWS)
-            keys_in = (key >= k0) & (key < k1)
-            dk_sum, dv_sum = _push(
-                dk_sum, dv_sum, keys, values, q_head, dout_head, lse_head, delta_head, q_t, dout_t, lse_t, key - k0,
-                keys_in, query_positions, key_position, slope, scale, softcap, q0, lo, hi, start, a, q1 - q0, size,
-                value_size, ROWS, SIZE, VALUE_SIZE, True, HAS_CAP, HAS_SLOPES, PRECISION,
-            )  # fmt: skip
-            dk_sum, dv_sum = _push(
-                dk_sum, dv_sum, keys, values, q_head, dout_head, lse_head, delta_head, q_t, dout_t, lse_t, key - k0,
-                keys_in, query_positions, key_position, slope, scale, softcap, q0, lo, hi, a, b, q1 - q0, size,
-                value_size, ROWS, SIZE, VALUE_SIZE, False, HAS_CAP, HAS_SLOPES, PRECISION,
-            )  # fmt: skip
-            dk_sum, dv_sum = _push(
-                dk_sum, dv_sum, keys, values, q_head, dout_head, lse_head, delta_head, q_t, dout_t, lse_t, key - k0,
-                keys_in, query_positions, key_position, slope, scale, softcap, q0, lo, hi, b, stop, q1 - q0, size,
-                value_size, ROWS, SIZE, VALUE_SIZE, True, HAS_CAP, HAS_SLOPES, PRECISION,
-            )  # fmt: skip
-    dk_at = dk + batch * dk_b + kv_head64 * dk_h + at * dk_t + local[:, None] * dk_t + column[None, :]
-    dv_at = dv + batch * dv_b + kv_head64 * dv_h + at * dv_t + local[:, None] * dv_t + value_column[None, :]
-    tl.store(dk_at, tl.load(dk_at, mask=is_k, other=0.0) + dk_sum * scale, mask=is_k)
-    tl.store(dv_at, tl.load(dv_at, mask=is_v, other=0.0) + dv_sum, mask=is_v)
-
-
-def _tuned(kernel: Any, narrow: list[_Blocks], wide: list[_Blocks], sums: list[str]) -> Any:
-    """The kernel with the best of some blocks, tried once for a kind of problem: ``narrow`` ones where a head's row
-    takes at most ``_NARROW`` bytes, else ``wide`` ones.
-
-    The interpreter takes small blocks, so that small problems have several.
-    """
+def _tuned(program: Any, blocks: Blocks, sums: list[str]) -> Any:
+    """The program with the best of its blocks, tried once for a kind of problem."""
     if interprets_triton():
-        return triton.heuristics({"ROWS": lambda _: 32, "KEYS": lambda _: 16})(kernel)
+        return attention.interpreted(program)
 
-    def fitting(configs: list[Any], arguments: dict[str, Any], **options: Any) -> list[Any]:
-        row = max(options["SIZE"], options["VALUE_SIZE"]) * arguments["q"].element_size()
-        return configs[: len(narrow)] if row <= _NARROW else configs[len(narrow) :]
+    def fitting(_: list[Any], arguments: dict[str, Any], **options: Any) -> list[Any]:
+        return blocks.configs(max(options["SIZE"], options["VALUE_SIZE"]) * arguments["q"].element_size())
 
-    configs = [
-        triton.Config({"ROWS": rows, "KEYS": keys}, num_warps=warps, num_stages=stages)
-        for rows, keys, warps, stages in narrow + wide
-    ]
     key = ["SIZE", "VALUE_SIZE", "HAS_CAP", "HAS_SLOPES", "bucket"]
     prune = {"early_config_prune": fitting}
-    return triton.autotune(configs, key=key, restore_value=sums, prune_configs_by=prune)(kernel)
+    return triton.autotune(blocks.configs(0), key=key, restore_value=sums, prune_configs_by=prune)(program)
 
 
-# As the compiler counts (benchmarks/triton_kernels.py): what fits into the 227 KiB of shared memory of a Hopper and,
-# in half precision, into its registers but for a few hundred bytes. The last ones fit into older devices. A block too
-# large for a device is passed over in tuning.
-_forward_tuned: Final = _tuned(
-    _forward,
-    [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)],
-    [(128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (64, 16, 4, 2)],
-    ["out", "lse"],
-)
-_queries_tuned: Final = _tuned(
-    _backward_queries,
-    [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2)],
-    [(64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (32, 16, 4, 2)],
-    ["dq"],
-)
-_keys_tuned: Final = _tuned(
-    _backward_keys,
-    [(64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2)],
-    [(64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)],
-    ["dk", "dv"],
-)
+_forward: Final = _tuned(attention.forward, attention.FORWARD, ["out", "lse"])
+_backward_queries: Final = _tuned(attention.backward_queries, attention.BACKWARD_QUERIES, ["dq"])
+_backward_keys: Final = _tuned(attention.backward_keys, attention.BACKWARD_KEYS, ["dk", "dv"])
 
 
-class _Table(NamedTuple):
-    """A launch's tiles on the device, and which of them each ``_GRAIN`` rows or keys meet."""
+class _OnDevice(NamedTuple):
+    """A ``Table`` where the kernels read it."""
 
     tiles: Tensor
     of_rows: tuple[Tensor, Tensor]
@@ -444,32 +46,21 @@ class _Table(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _table(launch: Launch, device: torch.device) -> _Table:
-    numbers = torch.tensor([(t.q0, t.q1, t.k0, t.k1, t.lo, t.hi) for t in launch.tiles], dtype=torch.int32)
-    of_rows = _lists([(tile.q0, tile.q1) for tile in launch.tiles], launch.num_rows)
-    of_keys = _lists([(tile.k0, tile.k1) for tile in launch.tiles], launch.num_keys)
-    rows, keys = ((a.to(device), b.to(device)) for a, b in (of_rows, of_keys))
-    return _Table(numbers.to(device), rows, keys)
-
-
-def _lists(spans: list[tuple[int, int]], length: int) -> tuple[Tensor, Tensor]:
-    """Where the list of each grain begins, and all lists behind each other."""
-    lists: list[list[int]] = [[] for _ in range(-(-length // _GRAIN))]
-    for number, (start, stop) in enumerate(spans):
-        for grain in range(start // _GRAIN, -(-stop // _GRAIN)):
-            lists[grain].append(number)
-    first = torch.tensor([0, *(len(one) for one in lists)]).cumsum(0)
-    return first.to(torch.int32), torch.tensor([n for one in lists for n in one], dtype=torch.int32)
+def _table(launch: Launch, device: torch.device) -> _OnDevice:
+    table = Table.of(launch.tiles, launch.num_rows, launch.num_keys)
+    tiles, *lists = (torch.from_numpy(x).to(device) for x in (table.tiles, *table.of_rows, *table.of_keys))
+    return _OnDevice(tiles, (lists[0], lists[1]), (lists[2], lists[3]))
 
 
 def forward_into(q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor) -> None:
     """Add the launch's keys to the running (out, lse) of its rows: float32, (B, H, R, E) and (B, H, R)."""
     table = _table(launch, q.device)
     q, k, v = (neighbours(x) for x in (q, k, v))
-    _forward_tuned[lambda meta: (triton.cdiv(q.shape[2], meta["ROWS"]), q.shape[0] * q.shape[1])](
+    _forward[lambda meta: (triton.cdiv(q.shape[2], meta["ROWS"]), q.shape[0] * q.shape[1])](
         q, k, v, out, lse, *_positions(q, scores), table.tiles, *table.of_rows,
         *_numbers(q, k, v, q.shape[2], scores),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride(),
+        out, lse,
         **_options(q, v, scores),
     )  # fmt: skip
 
@@ -487,25 +78,25 @@ def backward_into(
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Add the launch's share to the running dq, dk and dv, in float32, from the global out and lse.
-
-    dk and dv of a block of keys are summed over the query heads of their group by one program: no atomic adds, so the
-    result is the same every time.
-    """
+    """Add the launch's share to the running dq, dk and dv, in float32, from the global out and lse."""
     table = _table(launch, q.device)
     dout, q, k, v, out = (neighbours(x) for x in (dout, q, k, v, out))
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     shared = *_positions(q, scores), table.tiles
-    _queries_tuned[lambda meta: (triton.cdiv(q.shape[2], meta["ROWS"]), q.shape[0] * q.shape[1])](
-        dout, q, k, v, out, lse, dq, delta, *shared, *table.of_rows, *_numbers(q, k, v, q.shape[2], scores),
+    _backward_queries[lambda meta: (triton.cdiv(q.shape[2], meta["ROWS"]), q.shape[0] * q.shape[1])](
+        dout, q, k, v, out, lse, delta, dq, *shared, *table.of_rows, *_numbers(q, k, v, q.shape[2], scores),
         *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride(),
-        *dq.stride()[:3], **_options(q, v, scores),
+        *dq.stride()[:3],
+        dq,
+        **_options(q, v, scores), HAS_DELTA=False,
     )  # fmt: skip
-    _keys_tuned[lambda meta: (triton.cdiv(k.shape[2], meta["KEYS"]), k.shape[0] * k.shape[1])](
-        dout, q, k, v, lse, dk, dv, delta, *shared, *table.of_keys,
+    _backward_keys[lambda meta: (triton.cdiv(k.shape[2], meta["KEYS"]), k.shape[0] * k.shape[1])](
+        dout, q, k, v, lse, delta, dk, dv, *shared, *table.of_keys,
         *_numbers(q, k, v, q.shape[2], scores, k.shape[2]),
         *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *lse.stride(), *dk.stride()[:3],
-        *dv.stride()[:3], **_options(q, v, scores),
+        *dv.stride()[:3],
+        dk, dv,
+        **_options(q, v, scores),
     )  # fmt: skip
 
 
@@ -524,14 +115,10 @@ def _numbers(q: Tensor, k: Tensor, v: Tensor, rows: int, scores: Scores, *num_ke
 
 
 def _options(q: Tensor, v: Tensor, scores: Scores) -> dict[str, Any]:
-    """Head sizes are padded to powers of two, of which a matrix product needs at least 16. Products of float32 are
-    three of TF32 on tensor cores, which is as accurate; without these the sums would not fit into registers.
-    """
-    return {
-        "SIZE": max(16, triton.next_power_of_2(q.shape[-1])),
-        "VALUE_SIZE": max(16, triton.next_power_of_2(v.shape[-1])),
-        "HAS_CAP": scores.softcap > 0,
-        "HAS_SLOPES": scores.slopes is not None,
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
-        "GRAIN": _GRAIN,
-    }
+    return attention.options(
+        q.shape[-1],
+        v.shape[-1],
+        is_float32=q.dtype == torch.float32,
+        has_cap=scores.softcap > 0,
+        has_slopes=scores.slopes is not None,
+    ) | {"IN_PLACE": True}

@@ -1,0 +1,1 @@
+"""Programs for GPUs, in Triton, that both back ends launch."""

@@ -1,0 +1,176 @@
+"""JAX's ring with our Triton programs, in Triton's interpreter, against the float64 oracle; and, where jax-triton and
+JAX's CUDA plugin are installed, lowered for a GPU that is not there.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax", reason="needs ringspan[jax]")
+pytest.importorskip("triton")
+
+import jax
+import jax.numpy as jnp
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.gpu.table import GRAIN
+from ringspan.jax import sharded_ring_attention
+from ringspan.jax.program import compile_tables
+from tests.core.strategies import lengths, masks
+from tests.fuzz import examples
+from tests.jax import standins
+from tests.jax.rings import attention_and_gradients, by_data, mesh
+from tests.jax.test_attention import arrays, errors
+from tests.torch.test_ring import FLOAT32_LIMIT, Problem
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
+
+
+@pytest.fixture(autouse=True)
+def jax_triton():
+    with standins.jax_triton():
+        yield
+
+
+@given(short=st.integers(0, 7), mask=masks, layout=st.sampled_from(LAYOUT_NAMES), ranks=st.sampled_from([1, 2, 4]))
+@examples(8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+def test_any_mask_on_any_layout(short, mask, layout, ranks):
+    granularity = rs.Layout(layout, 1, ranks).granularity
+    split = rs.Layout(layout, ranks * 20 - min(short, granularity - 1), ranks)
+    problem = Problem(split.length, mask, heads=4, groups=2, size=8, value_size=6)
+    lse, *results = by_data(*arrays(problem), split, mask, (0, 0), "triton")
+    assert max(errors(problem, results)) < FLOAT32_LIMIT
+    assert np.array_equal(np.isneginf(lse), np.isneginf(problem.lse))
+    seen = ~np.isneginf(lse)
+    np.testing.assert_allclose(lse[seen], problem.lse[seen], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "mask", "keys", "options"),
+    [
+        ("zigzag", 2, rs.causal(), None, {"softcap": 1.5, "sinks": np.array([0.3, -2.0], np.float32)}),
+        ("contiguous", 2, rs.full(), 40, {"scale": -0.5}),
+        ("striped", 1, rs.documents([9, 40, 11, 12]), None, {}),
+    ],
+    ids=["sinks and softcap", "cross-attention", "several blocks"],
+)
+def test_it_computes_what_the_other_kernel_does(layout, ranks, mask, keys, options):
+    problem = Problem(72, mask, keys=keys, batch=2, heads=2, groups=1, size=20)
+    split, key_split = rs.Layout(layout, 72, ranks), rs.Layout(layout, keys, ranks) if keys else None
+    ours, expected = (
+        attention_and_gradients(*arrays(problem), split, mask, key_split, kernel=kernel, **options)
+        for kernel in ("triton", "xla")
+    )
+    assert len(ours) == len(expected) == 4 + ("sinks" in options)
+    for one, other in zip(ours, expected, strict=True):
+        assert np.linalg.norm(one - other) < 1e-6 * np.linalg.norm(other)
+
+
+def test_half_precision_is_as_good_as_the_other_kernel():
+    """float16, since the interpreter multiplies bfloat16 numbers as if they were integers."""
+    problem = Problem(64, rs.causal(), heads=2, groups=1, size=16, dtype=torch.float16)
+    inputs, split = [jnp.asarray(x, jnp.float16) for x in arrays(problem)], rs.Layout("zigzag", 64, 2)
+    ours, limits = (
+        errors(problem, attention_and_gradients(*inputs, split, rs.causal(), kernel=name)) for name in ("triton", "xla")
+    )
+    for error, limit in zip(ours, limits, strict=True):
+        assert error < 1.1 * limit
+
+
+def test_a_block_is_one_launch_and_two_in_backward():
+    standins.launched.clear()
+    problem, mask = Problem(48, rs.documents([3, 9, 4, 7, 1, 12, 5, 7]), heads=1, groups=1), rs.documents([48])
+    attention_and_gradients(*arrays(problem), rs.Layout("striped", 48, 1), mask, kernel="triton")
+    assert sorted(standins.launched) == ["backward_keys", "backward_queries", "forward"]
+
+
+@given(length=lengths, mask=masks, layout=st.sampled_from(LAYOUT_NAMES), ranks=st.integers(1, 5))
+@examples(60)
+def test_the_tables_hold_exactly_the_allowed_pairs(length, mask, layout, ranks):
+    split = rs.Layout(layout, length, ranks)
+    tables, tokens = compile_tables(split, split, mask), split.tokens_per_rank
+    i, j = np.indices((tokens, tokens))
+    for rank in range(ranks):
+        for hop in range(ranks):
+            owner, row = (rank - tables.direction * hop) % ranks, tables.which[rank, hop]
+            expected = mask.dense(split.positions(rank), split.positions(owner))
+            expected &= (split.positions(rank) < length)[:, None] & (split.positions(owner) < length)
+            counts = np.zeros((tokens, tokens), dtype=np.int64)
+            for lists in ("rows", "keys"):
+                first, which = (getattr(tables, f"{name}_of_{lists}")[row] for name in ("first", "which"))
+                assert len(first) == -(-tokens // GRAIN) + 1
+                for grain, (start, stop) in enumerate(pairwise(first)):
+                    here = (i if lists == "rows" else j) // GRAIN == grain
+                    for q0, q1, k0, k1, lo, hi in tables.tiles[row][which[start:stop]]:
+                        inside = (i >= q0) & (i < q1) & (j >= k0) & (j < k1)
+                        distance = (i - q0) - (j - k0)
+                        counts += inside & (distance >= lo) & (distance <= hi) & here
+            np.testing.assert_array_equal(counts, 2 * expected)
+
+
+def test_what_it_cannot_do_is_refused_by_name(monkeypatch):
+    def attention(dtype, size):
+        x = np.zeros((1, 2, 16, size), dtype)
+        return sharded_ring_attention(x, x, x, mesh=mesh(sp=2), kernel="triton")
+
+    with pytest.raises(rs.UnsupportedError, match=r"at most 128 numbers in float32, these have 320; use kernel='xla'"):
+        attention(np.float32, 320)
+    with pytest.raises(rs.UnsupportedError, match="at most 256 numbers in float16, these have 320"):
+        attention(np.float16, 320)
+    with jax.enable_x64(True), pytest.raises(rs.UnsupportedError, match="float16 and float32, not float64"):
+        attention(np.float64, 16)
+    monkeypatch.delitem(sys.modules, "jax_triton")
+    if not find_spec("jax_triton"):
+        standins.is_installed.cache_clear()
+        with pytest.raises(rs.UnsupportedError, match="jax-triton is not installed"):
+            attention(np.float32, 16)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(rs.UnsupportedError, match="it is for GPUs, not for cpu"):
+        attention(np.float32, 16)
+
+
+LOWER = """
+from functools import partial
+from unittest.mock import patch
+
+import jax, jax.numpy as jnp
+from jax._src.lib import gpu_triton
+from jax.sharding import PartitionSpec as P
+
+from ringspan.jax import init_mesh, ring_attention
+
+def both(q, k, v, dout):
+    out, differentiate = jax.vjp(partial(ring_attention, kernel="triton"), q, k, v)
+    return out, *differentiate(dout)
+
+jax.config.update("jax_num_cpu_devices", 4)
+split = P(None, None, "sp")
+on_mesh = jax.shard_map(both, mesh=init_mesh(sp=4), in_specs=(split,) * 4, out_specs=split)
+x = [jax.ShapeDtypeStruct((1, heads, 4096, 64), jnp.bfloat16) for heads in (8, 2, 2, 8)]
+gpu_triton.get_compute_capability = lambda _: 90
+with patch.object(jax, "default_backend", lambda: "gpu"):
+    print(jax.jit(on_mesh).trace(*x).lower(lowering_platforms=("cuda",)).as_text().count("custom_call @triton"))
+"""
+
+
+@pytest.mark.skipif(
+    not (find_spec("jax_triton") and any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))),
+    reason="needs jax-triton and JAX's CUDA plugin (pip install --no-deps jax-triton jax-cuda12-plugin)",
+)
+def test_it_lowers_for_gpus_that_are_not_there():
+    """By jax-triton, Triton's compiler and JAX's own plugin, which need no device for it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command, folder = [sys.executable, "-c", LOWER], Path(__file__).parents[2]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert not run.returncode, run.stderr
+    assert int(run.stdout) >= 3
