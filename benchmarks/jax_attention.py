@@ -56,8 +56,8 @@ def contenders(length: int, ranks: int, chunks: list[tuple[int, int]]) -> dict[s
     x = [generator.standard_normal((1, HEADS, length, HEAD_DIM), dtype=np.float32) for _ in range(4)]
     made: dict[str, Any] = {}
 
-    def compiled(local: Callable[..., Any], spec: P, inputs: list[Any]) -> Any:
-        attention = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+    def compiled(local: Callable[..., Any], spec: P, inputs: list[Any], *, check_vma: bool = True) -> Any:
+        attention = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=check_vma)
 
         def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
             out, differentiate = jax.vjp(attention, q, k, v)
@@ -85,7 +85,7 @@ def contenders(length: int, ranks: int, chunks: list[tuple[int, int]]) -> dict[s
                 return package(q, k, v, bias, segments, None, "sp", True, options)
 
             try:
-                made[f"ringattention {chunk}"] = compiled(local_package, P(None, "sp"), theirs)
+                made[f"ringattention {chunk}"] = compiled(local_package, P(None, "sp"), theirs, check_vma=False)
             except Exception as error:  # a package of another time may fail in ways of its own
                 print(f"ringattention {chunk}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
     return made

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from typing import Any, Final, NamedTuple, TypeVar
 
 import jax
@@ -24,6 +25,7 @@ from ringspan.jax.program import Course, Program
 _Sums = TypeVar("_Sums")
 _Rows = TypeVar("_Rows")
 
+_LINE: Final = 64  # bytes
 LOWEST: Final = -1e30  # the maximum of a row that has seen no key: finite, so that no difference of two is NaN
 
 
@@ -48,7 +50,8 @@ class Gradients(NamedTuple):
     """Running sums in backward."""
 
     dq: Array  # (F, P, T, D); while its chunk is computed, of this and transposed, (D, r)
-    block: Array  # (F, T', D + E): dk beside dv
+    dk: Array  # (F, T', D)
+    dv: Array  # (F, T', E)
 
 
 class Work(NamedTuple):
@@ -77,7 +80,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def forward(self, row: Array, q: Array, block: Array, state: Any) -> Any:
-        """``state`` with the keys of one block added. q (F, P, T, D), block (F, T', D + E): keys beside values."""
+        """``state`` with the keys of one ``packed`` block added. q (F, P, T, D)."""
 
     def finish(self, state: Any) -> tuple[Array, Array]:
         """out (F, P, T, E), and lse (F, P, T), -inf where a row has seen no key."""
@@ -89,7 +92,7 @@ class Kernel(ABC):
     def backward(
         self, row: Array, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
     ) -> Gradients:
-        """dq with the block's part added, and dk beside dv of the block from these queries; all in lse's dtype.
+        """dq with the block's part added, and dk and dv of the block from these queries; all in lse's dtype.
 
         ``lse`` is the GLOBAL one, +inf where a row sees no key; ``delta = sum(dout out)``. Both (F, P, T).
         """
@@ -118,19 +121,22 @@ class XlaKernel(Kernel):
     def backward(
         self, row: Array, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
     ) -> Gradients:
-        sums = Gradients(dq, varying_like(jnp.zeros(block.shape, lse.dtype), dq))
-        return _over_heads(partial(self._backward_head, self._work(row)), (q, block, dout, lse, delta), sums)
+        k, v = parted(block, q.shape[-1], dout.shape[-1])
+        zeros = (varying_like(jnp.zeros(x.shape, lse.dtype), dq) for x in (k, v))
+        arrays = q, block, _columns(k), dout, lse, delta
+        return _over_heads(partial(self._backward_head, self._work(row)), arrays, Gradients(dq, *zeros))
 
     def _work(self, row: Array) -> Work:
         program = self.program
         lists = (program.num_runs, program.runs, program.num_partial, program.partial)
         return Work(*(jnp.asarray(x)[row] for x in lists))
 
-    def _forward_head(self, work: Work, q: Array, block: Array, state: State) -> State:
+    def _forward_head(self, work: Work, head: Array, q: Array, block: Array, state: State) -> State:
         queries, keys = self.program.query_size, self.program.key_size
+        sizes = q.shape[-1], state.total.shape[-1]
 
         def visit(rows: Array, key: Array, part: State, query: Array | None, bands: tuple[Array, Array]) -> State:
-            k_chunk, v_chunk = _cut(block, key, keys, q.shape[-1])
+            k_chunk, v_chunk = _cut(block, head, key, keys, sizes)
             products = _dot(rows, k_chunk, ((1,), (1,)), part.top.dtype)
             scores, _ = self.scores(products)
             if query is None:
@@ -146,24 +152,33 @@ class XlaKernel(Kernel):
             return State(part.total * kept[:, None] + added, top, part.sum * kept + p.sum(-1))
 
         def enter(query: Array, state: State) -> tuple[Array, State]:
-            return _cut_rows(q, query, queries), State(*(_cut_rows(x, query, queries) for x in state))
+            return _cut_rows(q, head, query, queries), State(*(_cut_rows(x, head, query, queries) for x in state))
 
         def leave(query: Array, state: State, part: State) -> State:
-            return State(*(_put_rows(x, y, query, queries) for x, y in zip(state, part, strict=True)))
+            return State(*(_put_rows(x, y, head, query, queries) for x, y in zip(state, part, strict=True)))
 
         return self._over_pairs(work, state, enter, visit, leave)
 
     def _backward_head(
-        self, work: Work, q: Array, block: Array, dout: Array, lse: Array, delta: Array, sums: Gradients
+        self,
+        work: Work,
+        head: Array,
+        q: Array,
+        block: Array,
+        columns: Array | None,
+        dout: Array,
+        lse: Array,
+        delta: Array,
+        sums: Gradients,
     ) -> Gradients:
         queries, keys = self.program.query_size, self.program.key_size
-        dtype = lse.dtype
+        sizes, dtype = (q.shape[-1], dout.shape[-1]), lse.dtype
 
         def visit(
             rows: Rows, key: Array, sums: Gradients, query: Array | None, bands: tuple[Array, Array]
         ) -> Gradients:
-            """Everything keys x rows: XLA's CPU product is slow only where the left side is a transposed large one."""
-            k_chunk, v_chunk = _cut(block, key, keys, q.shape[-1])
+            """Everything keys x rows: XLA's CPU product is slow where the left side is transposed."""
+            k_chunk, v_chunk = _cut(block, head, key, keys, sizes)
             scores, slope = self.scores(_dot(k_chunk, rows.q, ((1,), (1,)), dtype))
             if query is not None:
                 allowed = self._allowed(query, key, *bands, keys_first=True)[:, None]
@@ -172,15 +187,19 @@ class XlaKernel(Kernel):
             ds = p * (_dot(v_chunk, rows.dout, ((1,), (1,)), dtype) - rows.delta) * slope
             ds = ds.astype(q.dtype)
             dk, dv = _dot(ds, rows.q, ((1,), (0,)), dtype), _dot(p.astype(q.dtype), rows.dout, ((1,), (0,)), dtype)
-            dq_transposed = sums.dq + _dot(k_chunk, ds, ((0,), (0,)), dtype)
-            return Gradients(dq_transposed, _add(_add(sums.block, dk, key, 0), dv, key, q.shape[-1]))
+            if columns is None:
+                dq = _dot(k_chunk, ds, ((0,), (0,)), dtype)
+            else:
+                k_columns = lax.dynamic_slice(columns, _at(head, 0, key), (1, sizes[0], keys))[0]
+                dq = _dot(k_columns, ds, ((1,), (0,)), dtype)
+            return Gradients(sums.dq + dq, _add(sums.dk, dk, head, key), _add(sums.dv, dv, head, key))
 
         def enter(query: Array, sums: Gradients) -> tuple[Rows, Gradients]:
-            rows = Rows(*(_cut_rows(x, query, queries) for x in (q, dout, lse, delta)))
-            return rows, Gradients(_cut_rows(sums.dq, query, queries).T, sums.block)
+            rows = Rows(*(_cut_rows(x, head, query, queries) for x in (q, dout, lse, delta)))
+            return rows, sums._replace(dq=_cut_rows(sums.dq, head, query, queries).T)
 
         def leave(query: Array, sums: Gradients, part: Gradients) -> Gradients:
-            return Gradients(_put_rows(sums.dq, part.dq.T, query, queries), part.block)
+            return part._replace(dq=_put_rows(sums.dq, part.dq.T, head, query, queries))
 
         return self._over_pairs(work, sums, enter, visit, leave)
 
@@ -249,16 +268,24 @@ def varying_axes(x: Array) -> frozenset[str]:
 
 
 def _over_heads(one_head: Callable[..., _Sums], inputs: tuple[Any, ...], sums: _Sums) -> _Sums:
-    """``one_head(*inputs, sums)`` for each head: in turn and in place on CPU, else all at once."""
-    if jax.default_backend() != "cpu":
-        return jax.vmap(one_head)(*inputs, sums)
+    """``one_head(head, *inputs, sums)`` for each head: in turn and in place on CPU, else all at once."""
+    if jax.default_backend() == "cpu":
+        return lax.fori_loop(0, len(inputs[0]), lambda head, sums: one_head(head, *inputs, sums), sums)
 
-    def turn(n: Array, sums: _Sums) -> _Sums:
-        one = lambda x: lax.dynamic_index_in_dim(x, n, 0, keepdims=False)  # noqa: E731
-        new = one_head(*jax.tree.map(one, inputs), jax.tree.map(one, sums))
-        return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, n, 0), sums, new)
+    def alone(*arrays: Any) -> _Sums:
+        *inputs, sums = jax.tree.map(lambda x: x[None], arrays)
+        return jax.tree.map(lambda x: x[0], one_head(jnp.zeros((), jnp.int32), *inputs, sums))
 
-    return lax.fori_loop(0, len(inputs[0]), turn, sums)
+    return jax.vmap(alone)(*inputs, sums)
+
+
+def _columns(k: Array) -> Array | None:
+    """Keys (F, T', D) as columns, (F, D, T' and some), on CPU, where they are worth it; else None.
+
+    Rows are a cache line longer than T': a power of two would put those of a chunk into the same sets of the cache.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    return jnp.pad(k.swapaxes(1, 2), ((0, 0), (0, 0), (0, _LINE // k.dtype.itemsize))) if on_cpu else None
 
 
 def _loop(count: Array, body: Callable[[Array, Any], Any], start: Any) -> Any:
@@ -272,26 +299,50 @@ def _dot(a: Array, b: Array, contracting: tuple[tuple[int], tuple[int]], dtype: 
     )  # fmt: skip
 
 
-def parted(block: Array, head_size: int) -> tuple[Array, Array]:
-    """Keys and values of a block."""
-    return block[..., :head_size], block[..., head_size:]
+def packed(k: Array, v: Array) -> Array:
+    """Keys (F, T', D) and behind them values (F, T', E) as one message, in rows of a width that divides D and E: so the
+    keys, or the values, of neighbouring tokens lie beside each other.
+    """
+    width = gcd(k.shape[-1], v.shape[-1])
+    return jnp.concatenate([x.reshape(x.shape[0], -1, width) for x in (k, v)], 1)
 
 
-def _cut(block: Array, start: Array, size: int, head_size: int) -> tuple[Array, Array]:
-    """Keys and values of a chunk."""
-    return parted(lax.dynamic_slice_in_dim(block, start, size, 0), head_size)
+def parted(block: Array, *sizes: int) -> tuple[Array, Array]:
+    """Keys and values of a packed block, whose sizes are D and E."""
+    heads, rows, _ = block.shape
+    of_keys = rows * sizes[0] // sum(sizes)
+    k, v = block[:, :of_keys], block[:, of_keys:]
+    return k.reshape(heads, -1, sizes[0]), v.reshape(heads, -1, sizes[1])
 
 
-def _add(x: Array, part: Array, row: Array, column: int) -> Array:
-    """``x`` with ``part`` added to its rows and columns from there on, in place."""
-    corner = row, jnp.asarray(column, row.dtype)
-    return lax.dynamic_update_slice(x, lax.dynamic_slice(x, corner, part.shape) + part, corner)
+def _cut(block: Array, head: Array, start: Array, size: int, sizes: tuple[int, int]) -> tuple[Array, Array]:
+    """Keys and values of a chunk of a head."""
+    _, rows, width = block.shape
+    first = 0, rows * sizes[0] // sum(sizes)  # of the keys, and of the values
+    k, v = (
+        lax.dynamic_slice(block, _at(head, at + start * (n // width), 0), (1, size * n // width, width))
+        for at, n in zip(first, sizes, strict=True)
+    )
+    return k.reshape(size, -1), v.reshape(size, -1)
 
 
-def _cut_rows(x: Array, start: Array, size: int) -> Array:
-    """Tokens of (P, T, ...) as rows: (P x size, ...)."""
-    return lax.dynamic_slice_in_dim(x, start, size, 1).reshape(-1, *x.shape[2:])
+def _add(x: Array, part: Array, head: Array, row: Array) -> Array:
+    """``x`` with ``part`` added to its rows from there on, in place."""
+    corner = _at(head, row, 0)
+    return lax.dynamic_update_slice(x, lax.dynamic_slice(x, corner, (1, *part.shape)) + part, corner)
 
 
-def _put_rows(x: Array, rows: Array, start: Array, size: int) -> Array:
-    return lax.dynamic_update_slice_in_dim(x, rows.reshape(-1, size, *x.shape[2:]), start, 1)
+def _cut_rows(x: Array, head: Array, start: Array, size: int) -> Array:
+    """Tokens of a head of (F, P, T, ...) as rows: (P x size, ...)."""
+    _, shared, _, *rest = x.shape
+    return lax.dynamic_slice(x, _at(head, 0, start, *(0 for _ in rest)), (1, shared, size, *rest)).reshape(-1, *rest)
+
+
+def _put_rows(x: Array, rows: Array, head: Array, start: Array, size: int) -> Array:
+    _, shared, _, *rest = x.shape
+    return lax.dynamic_update_slice(x, rows.reshape(1, shared, size, *rest), _at(head, 0, start, *(0 for _ in rest)))
+
+
+def _at(*corner: Array | int) -> tuple[Array, ...]:
+    """Where to cut, as numbers of one type."""
+    return tuple(jnp.asarray(n, jnp.int32) for n in corner)

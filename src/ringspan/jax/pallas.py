@@ -36,19 +36,18 @@ class PallasKernel(Kernel):
     pairs: Pairs
 
     def forward(self, row: Array, q: Array, block: Array, state: State) -> State:
-        k, v = parted(block, q.shape[-1])
+        k, v = parted(block, q.shape[-1], state.total.shape[-1])
         total = pltpu.VMEM((q.shape[1], v.shape[-1], self.program.query_size), state.total.dtype)
         return State(*self._call(_forward, row, self.pairs.by_query, "qkkqqq", (q, k, v, *state), 3, total))
 
     def backward(
         self, row: Array, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
     ) -> Gradients:
-        k, v = parted(block, q.shape[-1])
+        k, v = parted(block, q.shape[-1], dout.shape[-1])
         arrays = q, k, v, dout, lse, delta
         (dq,) = self._call(_backward_queries, row, self.pairs.by_query, "qkkqqqq", (*arrays, dq), 1)
         zeros = [varying_like(jnp.zeros(x.shape, lse.dtype), dq) for x in (k, v)]
-        gradients = self._call(_backward_keys, row, self.pairs.by_key, "qkkqqqkk", (*arrays, *zeros), 2)
-        return Gradients(dq, jnp.concatenate(gradients, -1))
+        return Gradients(dq, *self._call(_backward_keys, row, self.pairs.by_key, "qkkqqqkk", (*arrays, *zeros), 2))
 
     def _call(
         self,

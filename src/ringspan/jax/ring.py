@@ -20,7 +20,7 @@ from jax import Array, lax
 from ringspan.core.choice import head_groups
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
-from ringspan.jax.kernels import Kernel, XlaKernel, accumulation_dtype, varying_like
+from ringspan.jax.kernels import Kernel, XlaKernel, accumulation_dtype, packed, parted, varying_like
 from ringspan.jax.pallas import PallasKernel, check_chunks
 from ringspan.jax.program import compile_pairs, compile_program, compile_tables
 from ringspan.jax.triton import TritonKernel
@@ -114,15 +114,16 @@ def _backward_of_heads(
 ) -> tuple[Array, Array, Array, Array | None]:
     kernel, dtype = ring.kernel, accumulation_dtype(q.dtype)
     rank = lax.axis_index(ring.axis_name)
-    delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1)
+    delta = jnp.einsum("bhte,bhte->bht", dout.astype(dtype), out.astype(dtype), precision=lax.Precision.HIGHEST)
     rows, dout_rows = _rows(q, k), _rows(dout, k)
     # A row without a key has lse -inf; with +inf its probabilities come out as the 0 that they are.
     safe = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
     lse_rows, delta_rows = (x.reshape(rows.shape[:-1]) for x in (safe, delta))
-    head_size, keys_values = k.shape[-1], _packed(k, v)
+    keys_values = _packed(k, v)
 
     def compute(block: Array, dq: Array, hop: Array | int) -> tuple[Array, Array]:
-        return kernel.backward(kernel.row(rank, hop), rows, block, dout_rows, lse_rows, delta_rows, dq)
+        dq, *added = kernel.backward(kernel.row(rank, hop), rows, block, dout_rows, lse_rows, delta_rows, dq)
+        return dq, packed(*added)
 
     def one_hop(block: Array, behind: Array, dq: Array, hop: Array) -> tuple[Array, Array, Array]:
         arriving, gradient = ring.shift(block, 1), ring.shift(behind, 1)
@@ -138,8 +139,8 @@ def _backward_of_heads(
         gradient = ring.shift(gradient, 1)
         dq, added = compute(block, dq, last)
         gradient = ring.shift(gradient + added, -last)
-    dk = gradient[..., :head_size].reshape(k.shape).astype(k.dtype)
-    dv = gradient[..., head_size:].reshape(v.shape).astype(v.dtype)
+    parts = zip(parted(gradient, k.shape[-1], v.shape[-1]), (k, v), strict=True)
+    dk, dv = (part.reshape(like.shape).astype(like.dtype) for part, like in parts)
     dsinks = None
     if sinks is not None:
         share = jnp.exp(sinks.astype(dtype)[:, None] - lse)  # of the probability that went to the sink
@@ -196,5 +197,5 @@ def _rows(x: Array, k: Array) -> Array:
 
 
 def _packed(k: Array, v: Array) -> Array:
-    """Keys and values as one message. (F, T', D + E)."""
-    return jnp.concatenate((k, v), -1).reshape(-1, k.shape[2], k.shape[3] + v.shape[3])
+    """Keys (B, G, T', D) and values as one message."""
+    return packed(*(x.reshape(-1, *x.shape[2:]) for x in (k, v)))

@@ -47,20 +47,20 @@ class TritonKernel(Kernel):
         return state
 
     def forward(self, row: Array, q: Array, block: Array, state: Partial) -> Partial:
-        k, v = _parted(block, q)
+        k, v = (x[:, None] for x in parted(block, q.shape[-1], state.out.shape[-1]))  # one head for each of the batch
         return Partial(*self._launch("forward", row, (q, k, v, *state), q, v, 2))
 
     def backward(
         self, row: Array, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
     ) -> Gradients:
-        k, v = _parted(block, q)
+        k, v = (x[:, None] for x in parted(block, q.shape[-1], dout.shape[-1]))
         # The second dout stands for out, which nobody reads where delta is known.
         arrays = dout, q, k, v, dout, lse, delta, dq
         (dq,) = self._launch("backward_queries", row, arrays, q, v, 1, without_strides=delta, HAS_DELTA=True)
         zeros = [varying_like(jnp.zeros(x.shape, lse.dtype), dq) for x in (k, v)]
         arrays = dout, q, k, v, lse, delta, *zeros
-        gradients = self._launch("backward_keys", row, arrays, q, v, 2, without_strides=delta)
-        return Gradients(dq, jnp.concatenate(gradients, -1).squeeze(1))
+        dk, dv = self._launch("backward_keys", row, arrays, q, v, 2, without_strides=delta)
+        return Gradients(dq, dk[:, 0], dv[:, 0])
 
     def _launch(
         self,
@@ -139,12 +139,6 @@ def _tuned(name: str, row_bytes: int, first: int, stop: int) -> Any:
         return attention.interpreted(program)
     blocks = getattr(attention, name.upper())
     return triton.autotune(blocks.configs(row_bytes), key=program.arg_names[first:stop])(program)
-
-
-def _parted(block: Array, q: Array) -> tuple[Array, Array]:
-    """Keys (F, 1, T', D) and values (F, 1, T', E): batches with one head each, as queries are batches with P."""
-    k, v = parted(block[:, None], q.shape[-1])
-    return k, v
 
 
 def _strides(x: Array) -> list[int]:
