@@ -1,8 +1,12 @@
-"""Whether there is a Triton; nothing is imported."""
+"""What our programs can do, and whether there is a Triton; nothing is imported."""
 
 import os
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Final
+
+LARGEST_HEADS: Final = {"bfloat16": 256, "float16": 256, "float32": 128}
+"""By dtype, the most numbers of a head whose sums fit into registers."""
 
 
 @lru_cache(maxsize=16)

@@ -13,18 +13,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ringspan.gpu.support import interprets_triton, is_installed
+from ringspan.gpu.support import LARGEST_HEADS, interprets_triton, is_installed
 from ringspan.jax.kernels import Gradients, Kernel, parted, varying_like
 from ringspan.jax.program import Tables
-
-_LARGEST_HEADS: Final = {"bfloat16": 256, "float16": 256, "float32": 128}
 
 
 class Partial(NamedTuple):
@@ -119,9 +117,9 @@ def why_not(q: Any, v: Any) -> str | None:
         return f"it needs compute capability 8.0, this device has {capability}"
     if not is_installed("jax_triton"):
         return "jax-triton is not installed (pip install jax-triton)"
-    if q.dtype.name not in _LARGEST_HEADS:
+    if q.dtype.name not in LARGEST_HEADS:
         return f"it computes bfloat16, float16 and float32, not {q.dtype}"
-    size, largest = max(q.shape[-1], v.shape[-1]), _LARGEST_HEADS[q.dtype.name]
+    size, largest = max(q.shape[-1], v.shape[-1]), LARGEST_HEADS[q.dtype.name]
     return None if size <= largest else f"its heads have at most {largest} numbers in {q.dtype}, these have {size}"
 
 

@@ -1,7 +1,5 @@
 """Our own kernel for what the others do not serve: any tiles of a hop in one launch, added up in place."""
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
@@ -10,8 +8,6 @@ from ringspan.gpu import support
 from ringspan.torch.kernels.heads import too_large
 from ringspan.torch.kernels.launch import Launch, Launches, whole
 from ringspan.torch.scores import Scores
-
-_LARGEST_HEADS: Final = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 
 
 class TritonAttention:
@@ -28,9 +24,10 @@ class TritonAttention:
             return f"it needs CUDA tensors, these are on {q.device.type}"
         if not support.has_triton():
             return "triton is not installed (pip install triton)"
-        if q.dtype not in _LARGEST_HEADS:
-            return f"it computes in bfloat16, float16 or float32, these are {str(q.dtype).removeprefix('torch.')}"
-        if reason := too_large(q, v, _LARGEST_HEADS[q.dtype]):
+        dtype = str(q.dtype).removeprefix("torch.")
+        if dtype not in support.LARGEST_HEADS:
+            return f"it computes in bfloat16, float16 or float32, these are {dtype}"
+        if reason := too_large(q, v, support.LARGEST_HEADS[dtype]):
             return reason
         if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
             return "it needs compute capability 8.0"
