@@ -22,23 +22,15 @@ from ringspan.jax import attention, sharded_ring_attention
 from ringspan.jax.program import KEY_BITS, compile_pairs, compile_program
 from tests.core.strategies import masks
 from tests.fuzz import examples
-from tests.jax.rings import SPLIT, attention_and_gradients, by_data, mesh
-from tests.jax.test_attention import arrays, errors
-from tests.torch.test_ring import FLOAT32_LIMIT, Problem
+from tests.jax.rings import SPLIT, attention_and_gradients, mesh
+from tests.jax.test_attention import arrays, check_any_mask, errors
+from tests.torch.test_ring import Problem
 
 
 @given(short=st.integers(0, 7), mask=masks, layout=st.sampled_from(LAYOUT_NAMES), ranks=st.sampled_from([1, 2, 4]))
 @examples(30, suppress_health_check=[HealthCheck.too_slow])
 def test_any_mask_on_any_layout(short, mask, layout, ranks):
-    tokens = 16  # in chunks of 4 queries and 2 keys
-    granularity = rs.Layout(layout, 1, ranks).granularity
-    split = rs.Layout(layout, ranks * tokens - min(short, granularity - 1), ranks)
-    problem = Problem(split.length, mask, heads=4, groups=2, size=8, value_size=6)
-    lse, *results = by_data(*arrays(problem), split, mask, (4, 2), "pallas")
-    assert max(errors(problem, results)) < FLOAT32_LIMIT
-    assert np.array_equal(np.isneginf(lse), np.isneginf(problem.lse))
-    seen = ~np.isneginf(lse)
-    np.testing.assert_allclose(lse[seen], problem.lse[seen], rtol=0, atol=1e-5)
+    check_any_mask(16, short, mask, layout, ranks, (4, 2), "pallas")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,9 @@
 JAX's CUDA plugin are installed, lowered for a GPU that is not there.
 """
 
-import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,9 +26,10 @@ from ringspan.jax.program import compile_tables
 from tests.core.strategies import lengths, masks
 from tests.fuzz import examples
 from tests.jax import standins
-from tests.jax.rings import attention_and_gradients, by_data, mesh
-from tests.jax.test_attention import arrays, errors
-from tests.torch.test_ring import FLOAT32_LIMIT, Problem
+from tests.jax.rings import attention_and_gradients, mesh
+from tests.jax.test_attention import arrays, check_any_mask, errors
+from tests.torch.test_ring import Problem
+from tests.torch.test_triton import without_interpreter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
 
@@ -45,14 +43,7 @@ def jax_triton():
 @given(short=st.integers(0, 7), mask=masks, layout=st.sampled_from(LAYOUT_NAMES), ranks=st.sampled_from([1, 2, 4]))
 @examples(8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_any_mask_on_any_layout(short, mask, layout, ranks):
-    granularity = rs.Layout(layout, 1, ranks).granularity
-    split = rs.Layout(layout, ranks * 20 - min(short, granularity - 1), ranks)
-    problem = Problem(split.length, mask, heads=4, groups=2, size=8, value_size=6)
-    lse, *results = by_data(*arrays(problem), split, mask, (0, 0), "triton")
-    assert max(errors(problem, results)) < FLOAT32_LIMIT
-    assert np.array_equal(np.isneginf(lse), np.isneginf(problem.lse))
-    seen = ~np.isneginf(lse)
-    np.testing.assert_allclose(lse[seen], problem.lse[seen], rtol=0, atol=1e-5)
+    check_any_mask(20, short, mask, layout, ranks, (0, 0), "triton")
 
 
 @pytest.mark.parametrize(
@@ -169,8 +160,4 @@ with patch.object(jax, "default_backend", lambda: "gpu"):
 )
 def test_it_lowers_for_gpus_that_are_not_there():
     """By jax-triton, Triton's compiler and JAX's own plugin, which need no device for it."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command, folder = [sys.executable, "-c", LOWER], Path(__file__).parents[2]
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert not run.returncode, run.stderr
-    assert int(run.stdout) >= 3
+    assert int(without_interpreter(LOWER)) >= 3

@@ -121,6 +121,15 @@ def test_it_refuses_what_it_cannot_do(monkeypatch):
         rs.ring_attention(q, q, q, kernel="triton")
 
 
+def without_interpreter(script: str) -> str:
+    """What a program prints for which Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command, folder = [sys.executable, "-c", script], Path(__file__).parents[2]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert not run.returncode, run.stderr
+    return run.stdout
+
+
 def test_they_compile_for_gpus_that_are_not_there():
     """By Triton's and NVIDIA's own compilers, which need no device; the interpreter takes what these do not."""
     script = (
@@ -128,10 +137,6 @@ def test_they_compile_for_gpus_that_are_not_there():
         "from benchmarks.triton_kernels import compile_all\n"
         "print(json.dumps(compile_all(90, torch.bfloat16, 64, 64, True, slice(-1, None))))\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command, folder = [sys.executable, "-c", script], Path(__file__).parents[2]
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert not run.returncode, run.stderr
-    rows = {row["kernel"]: row for row in json.loads(run.stdout)}
+    rows = {row["kernel"]: row for row in json.loads(without_interpreter(script))}
     assert rows.keys() == {"forward", "backward_queries", "backward_keys", "merge"}
     assert all(row["fits"] and 0 < row["registers"] < 255 and row["spilled_bytes"] == [0, 0] for row in rows.values())

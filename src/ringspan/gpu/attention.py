@@ -52,12 +52,20 @@ def _tile(tiles, number):
 
 
 @triton.jit
-def _segments(start, stop, all_from, all_to, is_whole, BLOCK: tl.constexpr):
-    """Blocks from ``start``: [start, a) and [b, stop) need the mask; [a, b) do not, all their pairs are allowed."""
-    a = start + tl.cdiv(tl.maximum(all_from - start, 0), BLOCK) * BLOCK
-    b = start + tl.maximum(all_to - start, 0) // BLOCK * BLOCK
-    has_inside = is_whole & (b > a)
-    return tl.where(has_inside, a, start), tl.where(has_inside, b, start)
+def _segments(first, q0, q1, k0, k1, lo, hi, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """The keys of a tile that the rows [first, first + ROWS) see, as start, a, b, stop, from the tile's corner: blocks
+    of KEYS in [start, a) and [b, stop) need the mask; in [a, b) they do not, all their pairs are allowed.
+
+    With rows and keys, and -hi and -lo, in each other's place: the rows that keys see.
+    """
+    high, low = tl.maximum(first, q0) - q0, tl.minimum(first + ROWS, q1) - 1 - q0
+    start, stop = tl.maximum(0, high - hi), tl.minimum(k1 - k0, low - lo + 1)
+    stop = tl.where(low >= high, stop, start)
+    all_from, all_to = low - hi, tl.minimum(k1 - k0, high - lo + 1)
+    a = start + tl.cdiv(tl.maximum(all_from - start, 0), KEYS) * KEYS
+    b = start + tl.maximum(all_to - start, 0) // KEYS * KEYS
+    has_inside = (first >= q0) & (first + ROWS <= q1) & (b > a)
+    return start, tl.where(has_inside, a, start), tl.where(has_inside, b, start), stop
 
 
 @triton.jit
@@ -140,12 +148,7 @@ def forward(
     v += batch * v_b + kv_head * v_h
     for number in range(entry, last_entry):
         q0, q1, k0, k1, lo, hi = _tile(tiles, tl.load(which + number))
-        high, low = tl.maximum(row0, q0) - q0, tl.minimum(row0 + ROWS, q1) - 1 - q0
-        start, stop = tl.maximum(0, high - hi), tl.minimum(k1 - k0, low - lo + 1)
-        stop = tl.where(low >= high, stop, start)
-        a, b = _segments(
-            start, stop, low - hi, tl.minimum(k1 - k0, high - lo + 1), (row0 >= q0) & (row0 + ROWS <= q1), KEYS
-        )
+        start, a, b, stop = _segments(row0, q0, q1, k0, k1, lo, hi, ROWS, KEYS)
         rows_in = (row >= q0) & (row < q1)
         acc, top, total = _see(
             acc, top, total, queries, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope, scale,
@@ -261,12 +264,7 @@ def backward_queries(
     acc = tl.zeros((ROWS, SIZE), tl.float32)
     for number in range(entry, last_entry):
         q0, q1, k0, k1, lo, hi = _tile(tiles, tl.load(which + number))
-        high, low = tl.maximum(row0, q0) - q0, tl.minimum(row0 + ROWS, q1) - 1 - q0
-        start, stop = tl.maximum(0, high - hi), tl.minimum(k1 - k0, low - lo + 1)
-        stop = tl.where(low >= high, stop, start)
-        a, b = _segments(
-            start, stop, low - hi, tl.minimum(k1 - k0, high - lo + 1), (row0 >= q0) & (row0 + ROWS <= q1), KEYS
-        )
+        start, a, b, stop = _segments(row0, q0, q1, k0, k1, lo, hi, ROWS, KEYS)
         rows_in = (row >= q0) & (row < q1)
         acc = _pull(
             acc, queries, douts, lse2, delta, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope,
@@ -376,11 +374,7 @@ def backward_keys(
             slope = tl.load(slopes + head)
         for number in range(entry, last_entry):
             q0, q1, k0, k1, lo, hi = _tile(tiles, tl.load(which + number))
-            left, right = tl.maximum(key_start, k0) - k0, tl.minimum(key_start + KEYS, k1) - 1 - k0
-            start, stop = tl.maximum(0, left + lo), tl.minimum(q1 - q0, right + hi + 1)
-            stop = tl.where(right >= left, stop, start)
-            is_whole = (key_start >= k0) & (key_start + KEYS <= k1)
-            a, b = _segments(start, stop, right + lo, tl.minimum(q1 - q0, left + hi + 1), is_whole, ROWS)
+            start, a, b, stop = _segments(key_start, k0, k1, q0, q1, -hi, -lo, KEYS, ROWS)
             keys_in = (key >= k0) & (key < k1)
             dk_sum, dv_sum = _push(
                 dk_sum, dv_sum, keys, values, q_head, dout_head, lse_head, delta_head, q_t, dout_t, lse_t, key - k0,

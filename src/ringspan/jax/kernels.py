@@ -309,19 +309,21 @@ def packed(k: Array, v: Array) -> Array:
 
 def parted(block: Array, *sizes: int) -> tuple[Array, Array]:
     """Keys and values of a packed block, whose sizes are D and E."""
-    heads, rows, _ = block.shape
-    of_keys = rows * sizes[0] // sum(sizes)
-    k, v = block[:, :of_keys], block[:, of_keys:]
-    return k.reshape(heads, -1, sizes[0]), v.reshape(heads, -1, sizes[1])
+    k, v = jnp.split(block, [_rows_of_keys(block, sizes)], 1)
+    return k.reshape(len(k), -1, sizes[0]), v.reshape(len(v), -1, sizes[1])
+
+
+def _rows_of_keys(block: Array, sizes: tuple[int, ...]) -> int:
+    """Behind which values begin."""
+    return block.shape[1] * sizes[0] // sum(sizes)
 
 
 def _cut(block: Array, head: Array, start: Array, size: int, sizes: tuple[int, int]) -> tuple[Array, Array]:
     """Keys and values of a chunk of a head."""
-    _, rows, width = block.shape
-    first = 0, rows * sizes[0] // sum(sizes)  # of the keys, and of the values
+    width = block.shape[2]
     k, v = (
-        lax.dynamic_slice(block, _at(head, at + start * (n // width), 0), (1, size * n // width, width))
-        for at, n in zip(first, sizes, strict=True)
+        lax.dynamic_slice(block, _at(head, first + start * (n // width), 0), (1, size * n // width, width))
+        for first, n in zip((0, _rows_of_keys(block, sizes)), sizes, strict=True)
     )
     return k.reshape(size, -1), v.reshape(size, -1)
 
