@@ -58,6 +58,33 @@ def config(kind: str, **changes: Any) -> PretrainedConfig:
         case "gpt_oss":
             options = {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
             return AutoConfig.for_model(kind, **_SIZES | options | changes)
+        case "gemma3":  # that takes images too
+            text = config("gemma3_text").to_dict()
+            vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+            sizes = {"image_size": 32, "patch_size": 16}
+            return AutoConfig.for_model(kind, text_config=text | changes, vision_config=vision | sizes)
+        case "gemma4_text":  # whose layers differ in their heads, and share keys and values
+            options = {
+                "num_hidden_layers": 4,
+                "head_dim": 16,
+                "global_head_dim": 32,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "num_kv_shared_layers": 2,
+                "vocab_size_per_layer_input": 97,
+                "hidden_size_per_layer_input": 8,
+                "pad_token_id": 2,
+            }
+            return AutoConfig.for_model(kind, **_SIZES | options | changes)
+        case "granite":
+            options = {"logits_scaling": 6.0, "attention_multiplier": 0.1, "residual_multiplier": 0.3}
+            return AutoConfig.for_model(kind, **_SIZES | options | changes)
+        case "gpt2":
+            options = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+            return AutoConfig.for_model(kind, **_SIZES | options | changes)
+        case "opt":
+            options = {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "enable_bias": False}
+            return AutoConfig.for_model(kind, **_SIZES | options | changes)
         case "llama4_text":
             options = {
                 "head_dim": 16,

@@ -17,8 +17,8 @@ from ringspan.torch.loss import LossOptions, loss_bytes
 from tests.torch.models import relative
 
 
-def whole(hidden, weight, bias, targets, *, softcap=None, z_loss=0.0, label_smoothing=0.0):
-    logits = hidden @ weight.T + (0 if bias is None else bias)
+def whole(hidden, weight, bias, targets, *, logit_scale=1.0, softcap=None, z_loss=0.0, label_smoothing=0.0):
+    logits = logit_scale * (hidden @ weight.T + (0 if bias is None else bias))
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     squares = logits.logsumexp(-1)[targets != -100].square().sum()
@@ -55,6 +55,8 @@ EXTRAS = [
     {"softcap": 3.0},
     {"z_loss": 0.01, "label_smoothing": 0.1},
     {"softcap": 2.0, "z_loss": 0.1, "label_smoothing": 0.3},
+    {"logit_scale": 0.3},
+    {"logit_scale": 1.7, "softcap": 2.0, "z_loss": 0.1, "label_smoothing": 0.3},
 ]
 
 
@@ -153,6 +155,7 @@ def test_memory_is_that_of_one_block_at_any_length(chunk_tokens, chunk_vocabular
         ({"z_loss": -1.0}, "z_loss"),
         ({"label_smoothing": 1.0}, "label_smoothing"),
         ({"softcap": 0.0}, "softcap"),
+        ({"logit_scale": 0.0}, "logit_scale"),
         ({"impl": "magic"}, "magic"),
         ({"impl": "liger"}, "runs on CUDA, not on cpu"),
     ],
@@ -187,6 +190,9 @@ def test_ligers_kernel_is_chosen_on_cuda_where_it_sums_in_float32(monkeypatch):
     assert loss_module._choose_liger("auto", on_cuda) is fused
     assert loss_module._choose_liger("auto", on_cpu) is None
     assert loss_module._choose_liger("blockwise", on_cuda) is None
+    assert loss_module._choose_liger("auto", on_cuda, logit_scale=0.5) is None
+    with pytest.raises(rs.ConfigError, match=r"logit_scale=0\.5"):
+        loss_module._choose_liger("liger", on_cuda, logit_scale=0.5)
     functional.liger_fused_linear_cross_entropy = older
     assert loss_module._choose_liger("auto", on_cuda) is None
     with pytest.raises(rs.ConfigError, match="pip install"):

@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from ringspan.core.errors import ConfigError
+from ringspan.core.errors import ConfigError, RingspanError
 from ringspan.train.config import TrainConfig
-from ringspan.train.model import build_model, load_model_config, scale_rope
+from ringspan.train.model import (
+    build_model,
+    flops_per_token,
+    load_model_config,
+    num_matmul_parameters,
+    scale_rope,
+)
 from tests.torch.models import build, config
 
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
@@ -103,3 +109,22 @@ def test_weights_in_a_pickle_are_not_opened(tmp_path: Path):
     run = run_from(folder)
     with pytest.raises(ConfigError, match="safetensors"):
         build_model(run, load_model_config(run))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("vit", "no causal language model of type vit"), ("mamba", "mamba has no")]
+)
+def test_what_is_no_causal_model_with_attention_is_refused_by_name(kind, message):
+    settings = {"init": "scratch", "config": {"model_type": kind, "vocab_size": 300}, "tokenizer": "train"}
+    data = {"paths": ["x"], "sequence_length_tokens": 8}
+    with pytest.raises(RingspanError, match=message):
+        load_model_config(TrainConfig.model_validate({"model": settings, "data": data}))
+
+
+def test_a_model_that_takes_images_too_is_trained_on_its_text():
+    """What is read of its config is what describes its language model."""
+    whole, text = config("gemma3"), config("gemma3_text")
+    assert not hasattr(whole, "num_attention_heads")
+    assert flops_per_token(whole.get_text_config(), 0, 8) == flops_per_token(text, 0, 8) > 0
+    model, of_text = build("gemma3"), build("gemma3_text")
+    assert num_matmul_parameters(model) == num_matmul_parameters(of_text) < model.num_parameters()

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.support import decoder_of
 from ringspan.torch.tokenwise import kind_of, mixes_tokens, run_in_blocks
 
 ChunkTokens = int | Literal["auto"]
@@ -68,10 +69,10 @@ def find_feedforwards(model: PreTrainedModel) -> list[nn.Module]:
     Raises:
         UnsupportedError: a layer has none; the message says what each of its submodules lacks.
     """
-    size = model.config.get_text_config().hidden_size
+    decoder = decoder_of(model) or model
     verdicts: dict[Any, str] = {}  # layers of one kind share their code: one of each is tried
     found: list[nn.Module] = []
-    for path, layer in model.named_modules():
+    for path, layer in decoder.named_modules():
         if not isinstance(layer, GradientCheckpointingLayer):
             continue
         reasons: list[str] = []
@@ -79,7 +80,7 @@ def find_feedforwards(model: PreTrainedModel) -> list[nn.Module]:
         for name, child in layer.named_children():
             kind = kind_of(child)
             if kind not in verdicts:
-                verdicts[kind] = _why_not(child, size)
+                verdicts[kind] = _why_not(child, decoder.config.hidden_size)
             if verdicts[kind]:
                 reasons.append(f"{name} {verdicts[kind]}")
             else:
@@ -125,7 +126,8 @@ def _why_not_free(model: PreTrainedModel, feedforwards: list[nn.Module]) -> str:
     A layer is computed again up to the last tensor that it keeps: as long as none comes behind its feed-forward, that
     one's result is not needed again.
     """
-    layer = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    decoder = decoder_of(model) or model
+    layer = next(module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer))
     name, feedforward = next((name, child) for name, child in layer.named_children() if child in feedforwards)
     is_behind = False
     reasons: list[str] = []
@@ -153,7 +155,7 @@ def _why_not_free(model: PreTrainedModel, feedforwards: list[nn.Module]) -> str:
     ids = torch.zeros(1, 2, dtype=torch.int64, device=next(layer.parameters()).device)
     try:
         with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x), suppress(_Tried):
-            model.base_model(input_ids=ids, use_cache=False)
+            decoder(input_ids=ids, use_cache=False)
     except Exception as error:  # whatever it raises: then nobody knows
         reasons.append(f"its first layer could not be tried out ({type(error).__name__})")
     finally:

@@ -31,6 +31,7 @@ class LossOptions:
     chunk_vocabulary: int | None = None
     z_loss: float = 0.0
     label_smoothing: float = 0.0
+    logit_scale: float = 1.0
     softcap: float | None = None
 
     def __post_init__(self) -> None:
@@ -42,6 +43,8 @@ class LossOptions:
             raise ConfigError(f"z_loss must be at least 0, got {self.z_loss}")
         if not 0 <= self.label_smoothing < 1:
             raise ConfigError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
+        if not self.logit_scale > 0:
+            raise ConfigError(f"logit_scale must be above 0, got {self.logit_scale}")
         if self.softcap is not None and not self.softcap > 0:
             raise ConfigError(f"softcap must be above 0 or None, got {self.softcap}")
 
@@ -56,6 +59,7 @@ def blockwise_cross_entropy(
     chunk_vocabulary: int | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
     softcap: float | None = None,
     impl: LossName = "auto",
     group: dist.ProcessGroup | None = None,
@@ -64,7 +68,7 @@ def blockwise_cross_entropy(
 
     Equals, with its gradients,
 
-        logits = hidden @ weight.T + bias
+        logits = logit_scale * (hidden @ weight.T + bias)
         logits = softcap * tanh(logits / softcap)                       # with a softcap
         lse = logits.logsumexp(-1)[targets != -100]
         cross_entropy(logits, targets, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing)
@@ -80,6 +84,7 @@ def blockwise_cross_entropy(
         chunk_vocabulary: vocabulary entries for which they do; all V when None.
         z_loss: factor on the squared log-sum-exp (Chowdhery et al. 2022, section 5).
         label_smoothing: share of the target that is spread over the vocabulary, as in torch.
+        logit_scale: factor on what the head computes (Cohere, Granite).
         softcap: largest logit (Gemma 2).
         impl: ``blockwise`` is this file; ``liger`` is Liger's fused kernel, which chooses its own blocks; ``auto``
             takes Liger's on CUDA where it is installed.
@@ -103,10 +108,11 @@ def blockwise_cross_entropy(
         chunk_vocabulary=chunk_vocabulary,
         z_loss=z_loss,
         label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
         softcap=softcap,
     )
     _check_targets(targets, len(weight) * _size(group))
-    if fused := _choose_liger(impl, hidden, group):
+    if fused := _choose_liger(impl, hidden, group, logit_scale):
         return fused(
             hidden,
             weight,
@@ -157,16 +163,18 @@ def _check_targets(targets: Tensor, vocabulary: int) -> None:
 
 
 def _choose_liger(
-    impl: LossName, hidden: Tensor, group: dist.ProcessGroup | None = None
+    impl: LossName, hidden: Tensor, group: dist.ProcessGroup | None = None, logit_scale: float = 1.0
 ) -> Callable[..., Tensor] | None:
     """Liger's fused linear cross-entropy when it is wanted and can add the weight's gradient up in float32."""
     if impl not in ("auto", "blockwise", "liger"):
         raise ConfigError(f"unknown loss {impl!r}; choose one of auto, blockwise, liger")
-    unfit = group is not None or not _is_cuda(hidden) or hidden.dtype == torch.float64
+    unfit = group is not None or logit_scale != 1 or not _is_cuda(hidden) or hidden.dtype == torch.float64
     if impl == "blockwise" or (impl == "auto" and unfit):
         return None
     if group is not None:
         raise ConfigError("loss 'liger' needs the whole vocabulary on every rank; use 'blockwise'")
+    if logit_scale != 1:
+        raise ConfigError(f"loss 'liger' knows no logit_scale={logit_scale}; use 'blockwise'")
     if not _is_cuda(hidden):
         raise ConfigError(f"loss 'liger' runs on CUDA, not on {hidden.device.type}; use 'blockwise'")
     if importlib.util.find_spec("liger_kernel") is not None:
@@ -311,6 +319,8 @@ class _Blocks:
         logits = _multiply(chunk, self.weight[columns].T, self._block(self.buffer, chunk, columns))
         if self.bias is not None:
             logits += self.bias[columns]
+        if self.options.logit_scale != 1:
+            logits.mul_(self.options.logit_scale)
         if self.slopes is not None and self.options.softcap:
             slopes = self._block(self.slopes, chunk, columns)
             logits.div_(self.options.softcap).tanh_()
@@ -319,14 +329,16 @@ class _Blocks:
         return logits
 
     def _differentiate(self, softmax: Tensor, lse: Tensor, target: Tensor, valid: Tensor, columns: slice) -> Tensor:
-        """The loss's gradient for the block's logits, in the softmax's own memory."""
+        """The loss's gradient for what the head computed of the block, in the softmax's own memory."""
         smoothing = self.options.label_smoothing
         d_logits = softmax.mul_((valid * (1 + 2 * self.options.z_loss * lse)).unsqueeze(1))
         index, here = _local(target, columns)
         d_logits.scatter_add_(1, index, (-(1 - smoothing) * valid * here).unsqueeze(1))
         if smoothing:
             d_logits.sub_((valid * smoothing / self.vocabulary).unsqueeze(1))
-        return d_logits if self.slopes is None else d_logits.mul_(self._block(self.slopes, d_logits, columns))
+        if self.slopes is not None:
+            d_logits.mul_(self._block(self.slopes, d_logits, columns))
+        return d_logits if self.options.logit_scale == 1 else d_logits.mul_(self.options.logit_scale)
 
     def _block(self, buffer: Tensor, chunk: Tensor, columns: slice) -> Tensor:
         shape = len(chunk), columns.stop - columns.start

@@ -37,7 +37,17 @@ from ringspan.torch.remat import CheckpointName, checkpoint_layers
 from ringspan.torch.rope import chunk_rotary_tables, set_global_length
 from ringspan.torch.scores import Scores
 from ringspan.torch.sums import Sum, SumOfGradients
-from ringspan.torch.support import LayerKind, capped, decoder_name, layer_kinds, refuse_route, refuse_unsupported
+from ringspan.torch.support import (
+    LayerKind,
+    decoder_of,
+    finished_logits,
+    head_sizes,
+    layer_kinds,
+    logit_scale,
+    logit_softcap,
+    refuse_route,
+    refuse_unsupported,
+)
 from ringspan.torch.tensor_parallel import refuse_split, split_model, splits_vocabulary
 from ringspan.torch.tokenwise import run_in_blocks
 
@@ -96,10 +106,11 @@ def parallelize(
     """
     tp = tensor_axis(mesh)
     refuse_unsupported(model)
+    decoder: Any = decoder_of(model)
     if tp is not None:
         refuse_split(model, tp.size())
-    refuse_route(model.config, mesh["ring"].size(), route, wire, 1 if tp is None else tp.size())
-    _refuse_kernel(model, kernel, compute_dtype, mesh["ring"].get_group())
+    refuse_route(decoder.config, mesh["ring"].size(), route, wire, 1 if tp is None else tp.size())
+    _refuse_kernel(decoder, kernel, compute_dtype, mesh["ring"].get_group())
     if feedforward_chunk_tokens == "auto":
         feedforward_chunk_tokens = free_chunk_tokens(
             model, checkpointed=checkpoint != "none", logs=mesh.get_rank() == int(mesh.mesh.min())
@@ -107,28 +118,31 @@ def parallelize(
     norm_from_tokens = 0
     if norm_chunk_tokens == "auto":
         norm_chunk_tokens, norm_from_tokens = 0 if checkpoint == "none" else FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
+    # Both try modules out, on this process alone: before attention is the ring's.
+    feedforwards = find_feedforwards(model) if feedforward_chunk_tokens else []
+    norms = find_norms(decoder) if norm_chunk_tokens else []
     loss = LossOptions(
         chunk_tokens=loss_chunk_tokens,
         chunk_vocabulary=loss_chunk_vocabulary,
         z_loss=z_loss,
         label_smoothing=label_smoothing,
-        softcap=getattr(model.config, "final_logit_softcapping", None),
+        logit_scale=logit_scale(model.config),
+        softcap=logit_softcap(model.config),
     )
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     ring = mesh["ring"].get_group()
-    model.set_attn_implementation(_register(layout, ring, layer_kinds(model.config), route, wire, kernel))
+    decoder.set_attn_implementation(_register(layout, ring, layer_kinds(decoder.config), route, wire, kernel))
     attention: Any
-    for attention in model.modules():
+    for attention in decoder.modules():
         if getattr(attention, "attn_temperature_tuning", False):
             # Llama 4 counts local tokens for it; ``attend`` does the same with their global positions.
             attention.attn_temperature_tuning, attention.ring_temperature = False, not attention.use_rope
-    model.config.use_cache = False
-    feedforwards = find_feedforwards(model) if feedforward_chunk_tokens else []
-    norms = find_norms(model) if norm_chunk_tokens else []
+    decoder.config.use_cache = False
     checkpoint_layers(model, checkpoint, offload, layers_per_checkpoint)
-    chunk_rotary_tables(model)
-    sum_embedding_gradients(model)
-    _become_ring_model(model, mesh, layout, loss)
+    chunk_rotary_tables(decoder)
+    sum_embedding_gradients(decoder)
+    where = next(name for name, module in model.named_modules() if module is decoder)
+    mix_in(model, RingCausalLM, ring_mesh=mesh, ring_layout=layout, ring_loss=loss, ring_decoder=where)
     if tp is not None:
         split_model(model, tp)
     if feedforwards:
@@ -148,12 +162,12 @@ def parallelize(
 
 
 def _refuse_kernel(
-    model: PreTrainedModel, kernel: str, compute_dtype: torch.dtype | None, ring: dist.ProcessGroup
+    decoder: PreTrainedModel, kernel: str, compute_dtype: torch.dtype | None, ring: dist.ProcessGroup
 ) -> None:
     """Refuse, on every rank alike, a kernel that is none or cannot serve this model's attention on this device."""
     kernels.check_name(kernel)
-    config, parameter = model.config, next(model.parameters())
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config, parameter = decoder.config, next(decoder.parameters())
+    size = max(head_sizes(config))
     probe = torch.empty(1, 1, 1, size, dtype=compute_dtype or parameter.dtype, device=parameter.device)
     scores = Scores(1.0, softcap=getattr(config, "attn_logit_softcapping", None) or 0.0)
     refusal = kernels.why_not(kernel, probe, probe, scores)
@@ -185,8 +199,8 @@ class RingCausalLM:
         ``document_lengths`` (B, documents), 0 behind the last one: tokens see their own document only, and positions
         count within it. ``sequence_length`` is that of the longest document without padding, with it when None.
         """
-        for name in ("labels", "attention_mask"):
-            if kwargs.pop(name, None) is not None:
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor):  # labels, a mask, images, sound
                 raise UnsupportedError(
                     f"{name} of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
                 )
@@ -196,24 +210,23 @@ class RingCausalLM:
         groups = [self.ring_mesh[axis].get_group() for axis in ("replicate", "ring")]
         layout = Layout(self.ring_layout, ring.size() * input_ids.shape[1], ring.size())
         _check_positions(position_ids, layout, ring, document_lengths)
-        set_global_length(self, layout.length if sequence_length is None else int(sequence_length))
+        decoder = self.get_submodule(self.ring_decoder)
+        set_global_length(decoder, layout.length if sequence_length is None else int(sequence_length))
         packed = None if document_lengths is None else _Packed(document_lengths, position_ids)
         if packed:
             kwargs["ring_packed"] = packed
         for axis in (ring, tp) if tp is not None else (ring,):
             agree(axis.get_group(), {"layout": self.ring_layout, "local batch": tuple(input_ids.shape)})
         count = _count_targets(shift_labels, input_ids, groups, tp, num_items_in_batch)
-        hidden = getattr(self, self.ring_decoder)(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs
-        ).last_hidden_state
+        hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs).last_hidden_state
         if packed and not packed.is_seen:
             raise UnsupportedError(
-                f"{type(self).__name__} does not hand its keyword arguments on to attention, so packed documents "
-                "would see each other; give it one document a sequence"
+                f"{type(self).__name__.removeprefix('FSDP')} does not hand its keyword arguments on to attention, so "
+                "packed documents would see each other; give it one document a sequence"
             )
         head = self.get_output_embeddings()
         if shift_labels is None:
-            return CausalLMOutputWithPast(logits=capped(head(hidden), self.ring_loss.softcap))
+            return CausalLMOutputWithPast(logits=finished_logits(head(hidden), self.config))
         # Evaluation is plain cross-entropy, whatever training adds to it.
         loss = self.ring_loss if self.training else replace(self.ring_loss, z_loss=0.0, label_smoothing=0.0)
         share = tp.get_group() if tp is not None and splits_vocabulary(head) else None
@@ -226,11 +239,6 @@ class RingCausalLM:
             **asdict(loss),
         )
         return CausalLMOutputWithPast(loss=Sum.apply(total / count, groups))
-
-
-def _become_ring_model(model: PreTrainedModel, mesh: DeviceMesh, layout: LayoutName, loss: LossOptions) -> None:
-    """Give the model our forward."""
-    mix_in(model, RingCausalLM, ring_mesh=mesh, ring_layout=layout, ring_loss=loss, ring_decoder=decoder_name(model))
 
 
 class _Packed:

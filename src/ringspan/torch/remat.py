@@ -14,6 +14,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.torch.modules import mix_in
 from ringspan.torch.offload import OffloadName, Store, offload_name
 from ringspan.torch.segments import RING, Segments
+from ringspan.torch.support import decoder_of, head_counts, head_sizes
 
 CheckpointName = Literal["none", "full", "attention"]
 CHECKPOINT_NAMES: Final[tuple[str, ...]] = get_args(CheckpointName)
@@ -51,10 +52,8 @@ def kept_bytes(
 
     ``none`` is that of layers in the shape of Llama's; norms on queries and keys or behind a sublayer keep more.
     """
-    s, hidden, heads = dtype.itemsize, config.hidden_size, config.num_attention_heads
-    groups = (getattr(config, "num_key_value_heads", None) or heads) // tp
-    size = getattr(config, "head_dim", None) or hidden // heads
-    heads //= tp
+    s, hidden, size = dtype.itemsize, config.hidden_size, max(head_sizes(config))
+    heads, groups = (count // tp for count in max(head_counts(config)))
     if policy == "full":
         return s * hidden
     if policy == "attention":
@@ -122,18 +121,19 @@ def checkpoint_layers(
     options: dict[str, Any] = {"use_reentrant": False}
     if policy == "attention":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    decoder: Any = decoder_of(model) or model
+    if hasattr(decoder, "activation_checkpointing_enable"):
+        decoder.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # its name before transformers 5.2x
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if offload == "none" and layers_per_checkpoint == 1:
         return
     store = Store() if offload == "activations" else Store(min_bytes=sys.maxsize)
     segments = Segments(layers_per_checkpoint, store, keeps_attention=policy == "attention")
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[Any] = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
         layer._gradient_checkpointing_func = partial(segments.checkpoint, layer)
-    mix_in(model.base_model, _InSegments, activation_segments=segments)
+    mix_in(decoder, _InSegments, activation_segments=segments)
 
 
 class _InSegments:

@@ -27,14 +27,15 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedError(f"{name} does not route its attention through transformers' AttentionInterface")
-    if model.get_output_embeddings() is None or decoder_name(model) is None:
+    decoder = decoder_of(model)
+    if model.get_output_embeddings() is None or decoder is None:
         raise UnsupportedError(f"{name} is not a causal language model with a head; use an AutoModelForCausalLM")
     refuse_config(model.config)
-    for path, module in model.named_modules():
+    for path, module in decoder.named_modules():
         if isinstance(module, nn.Conv1d):
             raise UnsupportedError(f"{name} mixes tokens outside of attention ({path} is a convolution)")
-    for rope in _rope_types(model.config):
-        if rope in _LENGTH_DEPENDENT_ROPE and not any(is_rotary(module) for module in model.modules()):
+    for rope in _rope_types(decoder.config):
+        if rope in _LENGTH_DEPENDENT_ROPE and not any(is_rotary(module) for module in decoder.modules()):
             raise UnsupportedError(
                 f"{name}: rope_type={rope!r} chooses frequencies by the length of the sequence, which its rotary "
                 "embedding cannot be told; use default, linear, llama3 or yarn"
@@ -47,9 +48,12 @@ def refuse_config(config: PreTrainedConfig) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedError(f"{kind} is an encoder-decoder model; only decoder-only causal models are supported")
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    if kv_heads and heads % kv_heads:
-        raise UnsupportedError(f"{kind}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+    config = text_config(config)
+    for heads, kv_heads in set(head_counts(config)):
+        if heads % kv_heads:
+            raise UnsupportedError(
+                f"{kind}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
+            )
     known = {"full_attention", "sliding_attention", "chunked_attention"}
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
@@ -69,11 +73,45 @@ def refuse_route(config: PreTrainedConfig, ranks: int, route: str, wire: str, tp
     check_wire(wire, "exact")
     if route == "auto":
         return
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     way = Route.parse(route, ranks)
-    member_heads(heads // tp, kv_heads // tp, way.ulysses)
+    for heads, kv_heads in set(head_counts(config)):
+        member_heads(heads // tp, kv_heads // tp, way.ulysses)
     way.check_wire(wire)
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """What a config says of the language model: all of it, or its part of a model that takes images or sound too."""
+    return config.get_text_config(decoder=True)
+
+
+def of_layers(config: PreTrainedConfig, field: str) -> list[Any]:
+    """What a decoder's config says in a field, for each layer; None where it says nothing.
+
+    Layers that differ have configs of their own in transformers, in which the common one may not be asked (Gemma 4).
+    """
+    if getattr(config, "is_heterogeneous", False):
+        return [getattr(layer, field, None) for layer in config.per_layer_config]
+    return [getattr(config, field, None)] * config.num_hidden_layers
+
+
+def head_counts(config: PreTrainedConfig) -> list[tuple[int, int]]:
+    """Query heads and key/value heads of each layer.
+
+    Raises:
+        UnsupportedError: the model has no attention heads.
+    """
+    if not isinstance(getattr(config, "num_hidden_layers", None), int):
+        raise UnsupportedError(f"{config.model_type} is no language model of layers; use an AutoModelForCausalLM")
+    counts = list(zip(*(of_layers(config, f"num_{kind}_heads") for kind in ("attention", "key_value")), strict=True))
+    if not all(isinstance(heads, int) for heads, _ in counts):
+        raise UnsupportedError(f"{config.model_type} has no attention heads; only models with attention are supported")
+    return [(heads, kv_heads or heads) for heads, kv_heads in counts]
+
+
+def head_sizes(config: PreTrainedConfig) -> list[int]:
+    """Numbers in a query head of each layer."""
+    sizes = zip(of_layers(config, "head_dim"), head_counts(config), strict=True)
+    return [size or config.hidden_size // heads for size, (heads, _) in sizes]
 
 
 class LayerKind(NamedTuple):
@@ -85,14 +123,15 @@ class LayerKind(NamedTuple):
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
     """What the config says of each layer's attention."""
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    of_type = {
-        "full_attention": LayerKind(),
-        "sliding_attention": LayerKind(window=window),
-        "chunked_attention": LayerKind(chunk=getattr(config, "attention_chunk_size", None)),
-    }
+    slides = getattr(config, "use_sliding_window", True)
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(of_type[kind] for kind in types)
+    windows, chunks = of_layers(config, "sliding_window"), of_layers(config, "attention_chunk_size")
+    of_type = {
+        "full_attention": lambda layer: LayerKind(),
+        "sliding_attention": lambda layer: LayerKind(window=windows[layer] if slides else None),
+        "chunked_attention": lambda layer: LayerKind(chunk=chunks[layer]),
+    }
+    return tuple(of_type[kind](layer) for layer, kind in enumerate(types))
 
 
 def _rope_types(config: PreTrainedConfig) -> list[str]:
@@ -102,46 +141,62 @@ def _rope_types(config: PreTrainedConfig) -> list[str]:
 
 
 def _check_head(model: PreTrainedModel) -> None:
-    """Refuse a model that does more with its hidden states than apply its head (scales or caps logits, say).
+    """Refuse a model that does more with its hidden states than apply its head, scale and cap.
 
-    Runs the model's own forward on one made-up hidden state in place of the decoder and compares.
+    Runs the model's own forward with one made-up hidden state for what its decoder returns, and compares.
     """
     head: Any = model.get_output_embeddings()
     if head.weight.is_meta:
         return
     hidden = torch.randn(1, 1, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight)
-    kind, name = type(model).__name__, decoder_name(model) or ""
-    decoder = getattr(model, name)
-    setattr(model, name, _Decoder(hidden))
+    kind, decoder = type(model).__name__, decoder_of(model)
+    assert decoder is not None
+    decoder.forward = lambda *args, **kwargs: _Outputs(last_hidden_state=hidden)
     try:
         with torch.no_grad():
             tokens = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
-            expected = capped(head(hidden), getattr(model.config, "final_logit_softcapping", None))
-            same = torch.equal(model(input_ids=tokens).logits, expected)
-    except AttributeError as error:
+            logits = model(input_ids=tokens).logits
+            expected = finished_logits(head(hidden), model.config)
+    except Exception as error:  # whatever a model raises that has other plans for its hidden states
         raise UnsupportedError(f"{kind} reaches into its decoder, which is not supported yet") from error
     finally:
-        setattr(model, name, decoder)
-    if not same:
+        del decoder.forward
+    # Once more or less rounded: a factor may come before the head, or as a division.
+    rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
+    if logits.shape != expected.shape or not bool(((logits - expected).abs() <= rounding).all()):
         raise UnsupportedError(f"{kind} changes its logits after the head, which is not supported yet")
 
 
-def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """``softcap tanh(logits / softcap)``, as Gemma 2 does; the logits themselves without one."""
+class _Outputs(MoeModelOutputWithPast):
+    """What a decoder returns: hidden states, and nothing under any other name."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def logit_scale(config: PreTrainedConfig) -> float:
+    """The factor that a model's config puts on what its head computes (Cohere, Granite); 1 for none."""
+    config = text_config(config)
+    return (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+
+
+def logit_softcap(config: PreTrainedConfig) -> float | None:
+    """The largest logit that a model's config allows (Gemma 2); None for any."""
+    return getattr(text_config(config), "final_logit_softcapping", None)
+
+
+def finished_logits(products: Tensor, config: PreTrainedConfig) -> Tensor:
+    """A model's logits from what its head computes: ``softcap tanh(scale x / softcap)``, or ``scale x``."""
+    scale, softcap = logit_scale(config), logit_softcap(config)
+    logits = products if scale == 1 else products * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def decoder_name(model: PreTrainedModel) -> str | None:
-    """The attribute that holds the decoder, a model of its own beside the head."""
-    return next((name for name, child in model.named_children() if isinstance(child, PreTrainedModel)), None)
-
-
-class _Decoder(nn.Module):
-    """Stands in for a decoder: always the same hidden state."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The model of its own beside the head that maps tokens to hidden states; that of its text, where it takes images
+    or sound too.
+    """
+    inner = next((child for child in model.children() if isinstance(child, PreTrainedModel)), None)
+    nested: Any = None if inner is None else inner.get_decoder()
+    return nested if isinstance(nested, PreTrainedModel) else inner

@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.modules import local_part
 from ringspan.torch.sums import Sum, SumOfGradients
+from ringspan.torch.support import of_layers, text_config
 
 _COLUMNS: Final = ("colwise", "colwise_gather_output", "colwise_rep")  # the last is the second one's former name
 STYLES: Final = (*_COLUMNS, "rowwise", "embedding_rowwise", "replicated_with_grad_allreduce")
@@ -30,10 +31,13 @@ STYLES: Final = (*_COLUMNS, "rowwise", "embedding_rowwise", "replicated_with_gra
 
 def refuse_heads(config: PreTrainedConfig, ranks: int) -> None:
     """Raise an UnsupportedError when heads do not come out even."""
+    config = text_config(config)
     for field in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, field, None)
-        if heads and heads % ranks:
-            raise UnsupportedError(f"{config.model_type}: tp={ranks} does not divide {field}={heads}; choose a divisor")
+        for heads in set(of_layers(config, field)):
+            if heads and heads % ranks:
+                raise UnsupportedError(
+                    f"{config.model_type}: tp={ranks} does not divide {field}={heads}; choose a divisor"
+                )
 
 
 def refuse_split(model: PreTrainedModel, ranks: int) -> None:

@@ -21,6 +21,7 @@ from ringspan.torch.launch import local_device
 from ringspan.torch.mesh import init_mesh
 from ringspan.torch.models import parallelize
 from ringspan.torch.remat import CheckpointName, choose_checkpoint
+from ringspan.torch.support import text_config
 from ringspan.train.config import OptimizerConfig, TrainConfig
 from ringspan.train.data import BatchOrder, Data, TokenSequences, build_data
 from ringspan.train.guard import Guard, Verdict
@@ -96,7 +97,8 @@ def prepare(config: TrainConfig) -> Job:
     model: Any = build_model(config, model_config)
     num_parameters, num_weights = model.num_parameters(), num_matmul_parameters(model)
     mesh = init_mesh(ring=ring, replicate=replicate, tp=config.mesh.tp)
-    checkpoint, layers_per_checkpoint = _checkpoint(config, model_config, ring, dtype)
+    text = text_config(model_config)
+    checkpoint, layers_per_checkpoint = _checkpoint(config, text, ring, dtype)
     model = parallelize(
         model.to(device).train(),
         mesh,
@@ -143,7 +145,7 @@ def prepare(config: TrainConfig) -> Job:
         batches=batches,
         optimizer=optimizer,
         facts=facts,
-        step_flops=flops_per_token(model_config, num_weights, length) * batches.num_tokens,
+        step_flops=flops_per_token(text, num_weights, length) * batches.num_tokens,
     )
 
 

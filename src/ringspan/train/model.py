@@ -7,9 +7,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ringspan.core.errors import ConfigError
-from ringspan.torch.support import refuse_config
+from ringspan.torch.support import decoder_of, head_counts, head_sizes, refuse_config, text_config
 from ringspan.torch.tensor_parallel import refuse_heads
 from ringspan.train.config import TrainConfig
 from ringspan.train.data import train_tokenizer
@@ -40,11 +41,18 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
                 "set model.trust_remote_code = true"
             ) from error
         raise ConfigError(f"model: {_one_line(error)}") from error
+    own_code = getattr(model_config, "auto_map", None) or {}
+    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own_code:
+        raise ConfigError(
+            f"model: transformers has no causal language model of type {model_config.model_type}; choose one that "
+            "AutoModelForCausalLM makes"
+        )
     refuse_config(model_config)
     refuse_heads(model_config, config.mesh.tp)
+    text = text_config(model_config)
     if settings.rope is not None:
-        scale_rope(model_config, settings.rope)
-    limit = getattr(model_config, "max_position_embeddings", None)
+        scale_rope(text, settings.rope)
+    limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and settings.rope is not None and settings.rope.get("type") == "dynamic":
         limit = int(limit * settings.rope["factor"])  # of which transformers keeps the original
     if settings.init == "scratch" and limit is not None and limit < config.data.sequence_length_tokens:
@@ -100,17 +108,17 @@ def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> Token
     Raises:
         ConfigError: no tokenizer can be had, or it has more tokens than the model.
     """
-    source = config.model.tokenizer_source
+    source, vocabulary = config.model.tokenizer_source, text_config(model_config).vocab_size
     if source == "train":
-        tokenizer: Tokenizer = train_tokenizer(load_documents(config.data), model_config.vocab_size)
+        tokenizer: Tokenizer = train_tokenizer(load_documents(config.data), vocabulary)
     else:
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"model.tokenizer = {source!r}: {_one_line(error)}") from error
-    if len(tokenizer) > model_config.vocab_size:
+    if len(tokenizer) > vocabulary:
         raise ConfigError(
-            f"model.tokenizer has {len(tokenizer)} tokens, the model only {model_config.vocab_size}; "
+            f"model.tokenizer has {len(tokenizer)} tokens, the model only {vocabulary}; "
             "use the tokenizer that belongs to the model"
         )
     return tokenizer
@@ -140,7 +148,9 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
 
 def num_matmul_parameters(model: PreTrainedModel) -> int:
     """Weights that every token is multiplied with: those of linear layers, the head included."""
-    return sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    decoder: Any = decoder_of(model)
+    modules = (*decoder.modules(), model.get_output_embeddings())
+    return sum(module.weight.numel() for module in modules if isinstance(module, torch.nn.Linear))
 
 
 def flops_per_token(model_config: Any, num_weights: int, length_tokens: int) -> float:
@@ -150,9 +160,8 @@ def flops_per_token(model_config: Any, num_weights: int, length_tokens: int) -> 
     Each weight is multiplied once in forward and twice in backward, 2 FLOPs each; a query meets S / 2 keys on average,
     for 2 x 2 x head size FLOPs a head, three times over.
     """
-    heads = model_config.num_attention_heads
-    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
-    return 6.0 * num_weights + 6.0 * length_tokens * model_config.num_hidden_layers * heads * head_dim
+    counts = zip(head_counts(model_config), head_sizes(model_config), strict=True)
+    return 6.0 * num_weights + 6.0 * length_tokens * sum(heads * size for (heads, _), size in counts)
 
 
 def _one_line(error: BaseException) -> str:
