@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fuzz faults bench clean
+.PHONY: help setup demo test lint fuzz faults models bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
@@ -45,6 +45,9 @@ fuzz: $(STAMP) ## run the property tests with 25 times as many, and new, random 
 
 faults: $(STAMP) ## strike real jobs with kills, signals and damage (ARGS="kill save"); leave the machine alone meanwhile
 	$(BIN)/python -m tests.faults.run $(ARGS)
+
+models: $(STAMP) ## try every causal language model of transformers on the ring and write docs/models.md (ARGS="llama")
+	$(BIN)/python -m tests.every_model.run $(ARGS)
 
 bench: $(STAMP) ## measure what docs/performance.md quotes (ARGS="attention"); leave the machine alone meanwhile
 	$(BIN)/python benchmarks/run.py $(ARGS)

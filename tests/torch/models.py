@@ -76,6 +76,16 @@ def config(kind: str, **changes: Any) -> PretrainedConfig:
                 "pad_token_id": 2,
             }
             return AutoConfig.for_model(kind, **_SIZES | options | changes)
+        case "gemma3n_text":
+            options = {
+                "layer_types": ["sliding_attention", "full_attention"],
+                "num_kv_shared_layers": 0,
+                "activation_sparsity_pattern": [0.0, 0.0],
+                "vocab_size_per_layer_input": 97,
+                "hidden_size_per_layer_input": 8,
+                "laurel_rank": 8,
+            }
+            return AutoConfig.for_model(kind, **_SIZES | options | changes)
         case "granite":
             options = {"logits_scaling": 6.0, "attention_multiplier": 0.1, "residual_multiplier": 0.3}
             return AutoConfig.for_model(kind, **_SIZES | options | changes)

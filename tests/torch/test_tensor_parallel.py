@@ -193,6 +193,7 @@ def test_projections_of_one_input_sum_its_gradient_once(pool):
         ("gpt_oss", 2, {}, "no tensor-parallel plan for the layers of GptOssForCausalLM"),
         ("deepseek_v3", 2, {"num_key_value_heads": 4}, "asks for 'moe_tp_experts'"),
         ("llama4_text", 2, {}, "asks for 'moe_tp_experts'"),
+        ("gemma3n_text", 2, {}, "model.layers.0.altup reads the weights of a projection itself"),
         ("phi3", 2, {"pad_token_id": 0}, "asks for 'rowwise_split_input' .model.layers.0.self_attn.o_proj"),
     ],
 )

@@ -62,6 +62,8 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
                     f"{name}: the tensor-parallel plan splits {path} but says nothing of its {parameter}; use tp=1"
                 )
     for path, module in modules.items():
+        if type(module).__name__ == "Gemma3nTextAltUp":
+            raise UnsupportedError(f"{name}: {path} reads the weights of a projection itself; use tp=1")
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise UnsupportedError(
                 f"{name}: dropout {module.p} ({path}) would differ between the ranks that share a token; set it to 0, "

@@ -1,0 +1,199 @@
+"""Every causal language model of transformers, tiny, on the ring against itself on one process: ``make models``.
+
+Writes ``benchmarks/results/models.json`` and of it docs/models.md. Model types as arguments do only those again.
+"""
+
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import cross_entropy
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import ringspan as rs
+from ringspan.bench.machine import describe_machine
+from ringspan.torch.forks import serve_forks
+from tests.every_model.tiny import tiny_model, tiny_tokens
+from tests.pool import Pool
+from tests.torch.models import relative
+from tests.torch.test_models import restarting, whole
+
+ROOT: Final = Path(__file__).parents[2]
+RESULTS: Final = ROOT / "benchmarks" / "results" / "models.json"
+PAGE: Final = ROOT / "docs" / "models.md"
+LENGTH: Final = 37
+DOCUMENTS: Final = (17, 20)
+# What is tried: ranks, layout, whether the sequence is two documents, ranks that share the heads.
+TRIALS: Final = {
+    "sequence": (2, "zigzag", False, 1),
+    "documents": (3, "striped", True, 1),
+    "tp": (4, "zigzag", False, 2),
+}
+LOSS_BOUND, BOUND = 1e-6, 1e-5  # relative, as in tests/torch/test_models.py
+
+
+def one_process(kind: str, dtype: torch.dtype, *, is_packed: bool) -> dict[str, Any]:
+    """Loss, logits and gradients of the plain model; each document alone."""
+    model, tokens = tiny_model(kind).to(dtype), tiny_tokens(LENGTH)
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the others know no float64
+    parts = tokens.split(DOCUMENTS, 1) if is_packed else (tokens,)
+    logits = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
+    loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), "logits": logits.detach(), "gradients": gradients}
+
+
+def on_the_ring(mesh: DeviceMesh, kind: str, layout: str, is_packed: bool) -> dict[str, Any]:
+    """The same of a rank."""
+    model, tokens = rs.parallelize(tiny_model(kind), mesh, layout=layout), tiny_tokens(LENGTH)
+    batch = {"input_ids": tokens, "labels": tokens}
+    if is_packed:
+        batch["position_ids"] = restarting([list(DOCUMENTS)])
+    local = rs.shard_batch(batch, mesh, layout=layout)
+    loss = model(**local).loss
+    loss.backward()
+    gradients = {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+    del local["shift_labels"]
+    with torch.no_grad():
+        split = rs.Layout(layout, LENGTH, mesh["ring"].size())
+        logits = rs.unshard(model(**local).logits, split, mesh["ring"].get_group(), 1)
+    return {"loss": loss.detach(), "logits": logits, "gradients": gradients}
+
+
+def judge(pool: Pool, kind: str) -> dict[str, Any]:
+    """What each trial of a model type gave: its worst error, or why there is none."""
+    row: dict[str, Any] = {"kind": kind}
+    for trial, (ranks, layout, is_packed, tp) in TRIALS.items():
+        try:
+            truth, plain = (one_process(kind, each, is_packed=is_packed) for each in (torch.float64, torch.float32))
+        except Exception as error:  # whatever it raises: no tiny one can be had of it by what is known here
+            return row | {"untried": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
+        outcomes = pool.outcomes(on_the_ring, ranks, kind, layout, is_packed, tp=tp)
+        if failures := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
+            if not all(isinstance(failure, rs.RingspanError) for failure in failures):
+                pool.restart()
+            refused = len(failures) == ranks and isinstance(failures[0], rs.RingspanError)
+            row[trial] = {"refused" if refused else "failed": str(failures[0])}
+        else:
+            row[trial] = {"error": max(_error(each, truth) for each in outcomes), "alone": _error(plain, truth)}
+        if "refused" in row[trial] and trial == "sequence":
+            break
+    return row
+
+
+def is_exact(outcome: dict[str, Any]) -> bool:
+    """Within the bound, or as far from float64 as one process is, where that is further."""
+    return "error" not in outcome or outcome["error"] < max(BOUND, 2 * outcome["alone"])
+
+
+def _error(outcome: dict[str, Any], truth: dict[str, Any]) -> float:
+    """The worst relative error, the loss's as it compares with its own, narrower bound."""
+    errors = [relative(outcome["loss"], truth["loss"]) * BOUND / LOSS_BOUND]
+    errors.append(relative(outcome["logits"], truth["logits"]))
+    # A gradient that is nothing but rounding, such as that of a bias on keys, is measured against the largest one.
+    floor = 1e-3 * max(float(g.norm()) for g in truth["gradients"].values() if g is not None)
+    none = torch.zeros(())
+    for name, gradient in truth["gradients"].items():
+        found, expected = (none if g is None else g.double() for g in (outcome["gradients"][name], gradient))
+        errors.append(float((found - expected).norm()) / max(float(expected.norm()), floor))
+    return max(errors)
+
+
+def page(facts: dict[str, Any]) -> str:
+    """docs/models.md."""
+    rows = facts["rows"]
+    run = [row for row in rows if "error" in row.get("sequence", {})]
+    refused = [row for row in rows if "refused" in row.get("sequence", {})]
+    untried = [row for row in rows if "untried" in row]
+    lines = [
+        "# Models",
+        "",
+        f"Of the {len(rows)} types of causal language models that transformers {facts['transformers']} knows,",
+        f"{len(run)} run on the ring as they are and {len(refused)} are refused by name; of {len(untried)} no tiny one",
+        "was made here. `make models` tries all of them and writes this page; numbers and whole reasons are in",
+        "[benchmarks/results/models.json](../benchmarks/results/models.json).",
+        "",
+        "## What runs",
+        "",
+        "Each with a tiny config of random weights, in float32, against itself on one process in float64: the worst",
+        "relative error of the loss (times ten: its bound is 1e-6), the logits and every gradient (bound 1e-5).",
+        "Sequence: two ranks, zigzag; beside it what one process in float32 is off. Documents: two in one sequence on",
+        "three ranks, striped, each against itself alone. Heads split: two ranks of a ring times two that share the",
+        "heads ([tensor parallelism](tensor-parallel.md)).",
+        "",
+        "| model type | one process | sequence | documents | heads split |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in run:
+        cells = f"{row['sequence']['alone']:.0e}", *(_cell(row[trial]) for trial in TRIALS)
+        lines.append(f"| {row['kind']} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "A model that takes images or sound too (gemma3, gemma4) is trained on its text: its decoder goes on the ring,",
+        "what sees images is kept as it is, and images in a batch are refused.",
+        "",
+        "## What is refused",
+        "",
+        "| why | model types |",
+        "| --- | --- |",
+    ]
+    reasons = sorted((_reason(row), row["kind"]) for row in refused)
+    lines += [
+        f"| {reason} | {', '.join(kind for _, kind in group)} |"
+        for reason, group in groupby(reasons, key=lambda pair: pair[0])
+    ]
+    kinds = ", ".join(row["kind"] for row in untried)
+    lines += ["", "## What was not tried", "", f"Of these no tiny config was made: {kinds}.", ""]
+    return "\n".join(lines)
+
+
+def _cell(outcome: dict[str, Any]) -> str:
+    return f"{outcome['error']:.0e}" if "error" in outcome else "refused" if "refused" in outcome else "fails"
+
+
+def _reason(row: dict[str, Any]) -> str:
+    """A refusal without the name of the model that it is about, and without what it has in common with the others."""
+    text = row["sequence"]["refused"].partition(";")[0].removesuffix(" yet")
+    for end in (", which is not supported", ", which the ring does not support", " are not supported"):
+        text = text.removesuffix(end)
+    return text.partition(" ")[2]
+
+
+def main(kinds: list[str]) -> int:
+    """Try the kinds, or all; 1 when one that runs is not exact or fails without a word."""
+    serve_forks("ringspan.train.loop", "transformers.models.llama.modeling_llama")
+    transformers.logging.set_verbosity_error()
+    before = {row["kind"]: row for row in json.loads(RESULTS.read_text())["rows"]} if kinds else {}
+    pool, bad = Pool(), []
+    for kind in kinds or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        row = before[kind] = judge(pool, kind)
+        outcomes = [row[trial] for trial in TRIALS if trial in row]
+        if any("failed" in outcome or not is_exact(outcome) for outcome in outcomes):
+            bad.append(kind)
+        print(json.dumps(row), flush=True)
+    pool.close()
+    rows = [before[kind] for kind in sorted(before)]
+    facts = {
+        "command": "make models",
+        "transformers": transformers.__version__,
+        "machine": describe_machine(),
+        "rows": rows,
+    }
+    RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
+    PAGE.write_text(page(facts), encoding="utf-8")
+    print(f"not as they should be: {', '.join(bad) or 'none'}")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    # By its full name, by which the ranks import what they run.
+    from tests.every_model import run
+
+    sys.exit(run.main(sys.argv[1:]))

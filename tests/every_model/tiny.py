@@ -1,0 +1,160 @@
+"""A tiny model of any kind that transformers knows: the same few sizes under every name that configs give them."""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+
+_MOST_PARAMETERS: Final = 20_000_000
+_VOCABULARY: Final = 97
+_SMALL = dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 2)
+_SMALL |= dict.fromkeys(("hidden_size", "n_embd", "d_model", "n_embed"), 64)
+_SMALL |= dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "ffn_dim", "n_inner", "ffn_hidden_size"), 96)
+_SMALL |= dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 4)
+_SMALL |= dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2)
+_SMALL |= dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 512)
+_SMALL |= dict.fromkeys(("moe_intermediate_size", "expert_dim", "shared_expert_intermediate_size"), 32)
+_SMALL |= dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4)
+_SMALL |= dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2)
+_SMALL |= dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_dense_layers", "first_k_dense_replace"), 1)
+_SMALL |= {"vocab_size": _VOCABULARY, "vocab_size_per_layer_input": _VOCABULARY, "hidden_size_per_layer_input": 16}
+_SMALL |= {"head_dim": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+_SMALL |= {"kv_lora_rank": 24, "q_lora_rank": 32, "sliding_window": 8, "attention_chunk_size": 9, "rotary_dim": 8}
+_SMALL |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "is_decoder": True, "word_embed_proj_dim": 64}
+_DROPOUTS: Final = (
+    "attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "dropout", "hidden_dropout_prob",
+    "attention_probs_dropout_prob", "activation_dropout", "layerdrop", "residual_dropout", "embedding_dropout",
+    "router_jitter_noise",
+)  # fmt: skip
+
+_TEXT = {name: _SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+_TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 2}
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION |= {"image_size": 32, "patch_size": 16}
+_WINDOWED: Final = {"layer_types": ["full_attention", "sliding_attention"]}
+_SLIDING: Final = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}
+_WITHOUT: Final = object()
+_WINDOW: Final = {"sliding_window": 8}
+_SCALED: Final = {"logits_scaling": 8.0, "attention_multiplier": 0.1}
+_LATENT: Final = {"head_dim": _WITHOUT, "num_key_value_heads": 4}  # head sizes are those of latent attention
+_GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+_GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
+# What a kind needs beside that, or what makes it show more of itself.
+_CHANGES: Final[dict[str, dict[str, Any]]] = {
+    **dict.fromkeys(("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32"), _LATENT),
+    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash", "minicpm3", "youtu"), _LATENT),
+    **dict.fromkeys(("mixtral", "phi3", "starcoder2"), _WINDOW),
+    **dict.fromkeys(("dots1", "laguna", "mellum"), _WINDOWED),
+    **dict.fromkeys(("qwen2", "qwen2_moe"), _SLIDING | _WINDOWED),
+    "qwen3_moe": _SLIDING,
+    "cohere": {"logit_scale": 0.0625},
+    "emu3": {"text_config": _TEXT | {"attention_dropout": 0.0}},
+    "falcon": {"head_dim": _WITHOUT, "num_kv_heads": 4},
+    "gemma3": {"text_config": _TEXT | _WINDOW | _WINDOWED, "vision_config": _VISION, "mm_tokens_per_image": 4},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"], "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
+    "gemma4": {
+        "text_config": _TEXT | _WINDOW | _GEMMA4
+        | {"vocab_size_per_layer_input": _VOCABULARY, "hidden_size_per_layer_input": 16},
+        "vision_config": _VISION | {"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16},
+        "audio_config": None,
+    },
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4 | {"use_bidirectional_attention": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    **dict.fromkeys(("granite", "granitemoe", "granite_swa"), _SCALED),
+    "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]},
+    "llama4": {
+        "text_config": _TEXT | {"intermediate_size_mlp": 96, "num_local_experts": 2,
+                                "attention_chunk_size": 9},
+        "vision_config": _VISION | {"intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32,
+                                    "projector_output_dim": 32},
+    },
+    "llama4_text": {"floor_scale": 8, "no_rope_layers": [1, 0]},
+    "ministral3": {
+        "rope_parameters": {
+            "type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 8,
+            "max_position_embeddings": 512, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
+    "mllama": {
+        "text_config": _TEXT | {"cross_attention_layers": [1]},
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_global_layers": 1,
+                          "attention_heads": 2, "image_size": 32, "patch_size": 16},
+    },
+    "moshi": {"sliding_window": _WITHOUT},
+    "qwen3_5": {
+        "text_config": _TEXT | {"layer_types": ["linear_attention", "full_attention"]},
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2,
+                          "out_hidden_size": 64},
+    },
+    "reformer": {"axial_pos_embds": False},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "xmod": {"default_language": "en_XX"},
+}  # fmt: skip
+
+
+def tiny_config(kind: str) -> PretrainedConfig:
+    """The config of a model type, with the sizes above wherever it has a field of that name, and no dropout.
+
+    Where layers differ there is one of each type.
+    """
+    usual = CONFIG_MAPPING[kind]()
+    values: dict[str, Any] = {name: size for name, size in _SMALL.items() if _has(usual, name)}
+    values |= {name: 0.0 for name in _DROPOUTS if _has(usual, name)}
+    if not _value(usual, "sliding_window"):
+        values.pop("sliding_window", None)
+    types = list(dict.fromkeys(_value(usual, "layer_types") or ()))
+    if types:
+        layers = max(2, len(types))
+        values |= {"layer_types": (types * 2)[:layers]} | {
+            name: layers for name in ("num_hidden_layers", "n_layer") if name in values
+        }
+    if mlps := _value(usual, "mlp_layer_types"):
+        values["mlp_layer_types"] = [mlps[0], mlps[-1]]
+    values |= _CHANGES.get(kind, {})
+    return CONFIG_MAPPING[kind](**{name: value for name, value in values.items() if value is not _WITHOUT})
+
+
+def tiny_model(kind: str) -> Any:
+    """A model with random weights, the same each time, in float32.
+
+    Raises:
+        MemoryError: it is not tiny: the sizes go by names that are not known here.
+    """
+    config = tiny_config(kind)
+    with torch.device("meta"):
+        count = AutoModelForCausalLM.from_config(config).num_parameters()
+    if count > _MOST_PARAMETERS:
+        raise MemoryError(f"it has {count:,} parameters")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.05
+            # A norm's weight stays near what it is; all else is made up, since some models leave weights as they come.
+            is_norm = parameter.ndim == 1 and bool(parameter.isfinite().all()) and bool((parameter == 1).all())
+            parameter.copy_(noise + 1 if is_norm else noise)
+    return model.train()
+
+
+def tiny_tokens(length: int) -> Tensor:
+    """(1, length), the same each time, without special tokens."""
+    return torch.randint(3, _VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+def _has(config: PretrainedConfig, name: str) -> bool:
+    return _value(config, name, _WITHOUT) is not _WITHOUT
+
+
+def _value(config: PretrainedConfig, name: str, default: Any = None) -> Any:
+    try:
+        return getattr(config, name, default)
+    except RuntimeError:  # layers that differ in it have configs of their own
+        return getattr(config.per_layer_config[0], name)
