@@ -92,9 +92,6 @@ def config(kind: str, **changes: Any) -> PretrainedConfig:
         case "gpt2":
             options = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
             return AutoConfig.for_model(kind, **_SIZES | options | changes)
-        case "opt":
-            options = {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "enable_bias": False}
-            return AutoConfig.for_model(kind, **_SIZES | options | changes)
         case "llama4_text":
             options = {
                 "head_dim": 16,

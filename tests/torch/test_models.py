@@ -104,7 +104,6 @@ CASES = [
     ("granite", 2, 1, "striped", 37, 1, 1, {"loss_chunk_tokens": 5, "loss_chunk_vocabulary": 31}),
     ("cohere", 3, 1, "zigzag", 41, 1, 1, {}),
     ("gpt2", 2, 1, "zigzag", 37, 2, 1, {}),
-    ("opt", 2, 1, "striped", 33, 1, 1, {}),
     ("gemma3", 2, 1, "zigzag", 37, 1, 1, {"layers_per_checkpoint": 2}),
     ("gemma4_text", 3, 1, "zigzag", 41, 1, 1, {}),
     ("gemma4_text", 2, 1, "striped", 37, 1, 1, {"checkpoint": "full", "documents": [[17, 20]]}),
