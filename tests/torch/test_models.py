@@ -44,7 +44,7 @@ def ring_step(mesh: DeviceMesh, kind: str, layout: str, length: int, batch: int,
         part = rs.shard_batch(whole_batch, mesh, layout=layout)
         if accumulate > 1:
             part["num_items_in_batch"] = count
-        loss_step = model(**part).loss
+        loss_step = model(**part, labels=None, attention_mask=None).loss
         loss_step.backward()
         loss = loss + loss_step.detach()
     gradients = {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}

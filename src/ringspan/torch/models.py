@@ -218,7 +218,8 @@ class RingCausalLM:
         for axis in (ring, tp) if tp is not None else (ring,):
             agree(axis.get_group(), {"layout": self.ring_layout, "local batch": tuple(input_ids.shape)})
         count = _count_targets(shift_labels, input_ids, groups, tp, num_items_in_batch)
-        hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs).last_hidden_state
+        others = {name: value for name, value in kwargs.items() if value is not None}
+        hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **others).last_hidden_state
         if packed and not packed.is_seen:
             raise UnsupportedError(
                 f"{type(self).__name__.removeprefix('FSDP')} does not hand its keyword arguments on to attention, so "

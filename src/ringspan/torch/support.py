@@ -123,15 +123,17 @@ class LayerKind(NamedTuple):
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
     """What the config says of each layer's attention."""
-    slides = getattr(config, "use_sliding_window", True)
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    slides = getattr(config, "use_sliding_window", True)
     windows, chunks = of_layers(config, "sliding_window"), of_layers(config, "attention_chunk_size")
-    of_type = {
-        "full_attention": lambda layer: LayerKind(),
-        "sliding_attention": lambda layer: LayerKind(window=windows[layer] if slides else None),
-        "chunked_attention": lambda layer: LayerKind(chunk=chunks[layer]),
-    }
-    return tuple(of_type[kind](layer) for layer, kind in enumerate(types))
+    return tuple(
+        {
+            "full_attention": LayerKind(),
+            "sliding_attention": LayerKind(window=window if slides else None),
+            "chunked_attention": LayerKind(chunk=chunk),
+        }[kind]
+        for kind, window, chunk in zip(types, windows, chunks, strict=True)
+    )
 
 
 def _rope_types(config: PreTrainedConfig) -> list[str]:
@@ -151,6 +153,7 @@ def _check_head(model: PreTrainedModel) -> None:
     hidden = torch.randn(1, 1, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight)
     kind, decoder = type(model).__name__, decoder_of(model)
     assert decoder is not None
+    own = vars(decoder).get("forward")  # a hook of somebody's, say
     decoder.forward = lambda *args, **kwargs: _Outputs(last_hidden_state=hidden)
     try:
         with torch.no_grad():
@@ -161,6 +164,8 @@ def _check_head(model: PreTrainedModel) -> None:
         raise UnsupportedError(f"{kind} reaches into its decoder, which is not supported yet") from error
     finally:
         del decoder.forward
+        if own is not None:
+            decoder.forward = own
     # Once more or less rounded: a factor may come before the head, or as a division.
     rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
     if logits.shape != expected.shape or not bool(((logits - expected).abs() <= rounding).all()):
