@@ -55,7 +55,7 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
         _refuse_module(name, path, modules.get(path), style, ranks)
     if "rowwise" not in styles.values():
         raise UnsupportedError(f"transformers has no tensor-parallel plan for the layers of {name}; use tp=1")
-    for path in {path.rpartition(".")[0] for path, style in styles.items() if style in ("colwise", "rowwise")}:
+    for path in sorted({path.rpartition(".")[0] for path, style in styles.items() if style in ("colwise", "rowwise")}):
         for parameter, _ in modules[path].named_parameters():
             if f"{path}.{parameter}".rpartition(".")[0] not in styles:
                 raise UnsupportedError(
