@@ -21,7 +21,7 @@ from ringspan.torch.forks import serve_forks
 from tests.every_model.tiny import tiny_model, tiny_tokens
 from tests.pool import Pool
 from tests.torch.models import relative
-from tests.torch.test_models import restarting, whole
+from tests.torch.test_models import restarting, whole_gradients
 
 ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "models.json"
@@ -59,7 +59,7 @@ def on_the_ring(mesh: DeviceMesh, kind: str, layout: str, is_packed: bool) -> di
     local = rs.shard_batch(batch, mesh, layout=layout)
     loss = model(**local).loss
     loss.backward()
-    gradients = {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+    gradients = whole_gradients(model)
     del local["shift_labels"]
     with torch.no_grad():
         split = rs.Layout(layout, LENGTH, mesh["ring"].size())
@@ -70,9 +70,13 @@ def on_the_ring(mesh: DeviceMesh, kind: str, layout: str, is_packed: bool) -> di
 def judge(pool: Pool, kind: str) -> dict[str, Any]:
     """What each trial of a model type gave: its worst error, or why there is none."""
     row: dict[str, Any] = {"kind": kind}
+    alone: dict[bool, list[dict[str, Any]]] = {}  # in float64 and in float32, by whether documents are apart
     for trial, (ranks, layout, is_packed, tp) in TRIALS.items():
         try:
-            truth, plain = (one_process(kind, each, is_packed=is_packed) for each in (torch.float64, torch.float32))
+            if is_packed not in alone:
+                dtypes = torch.float64, torch.float32
+                alone[is_packed] = [one_process(kind, dtype, is_packed=is_packed) for dtype in dtypes]
+            truth, plain = alone[is_packed]
         except Exception as error:  # whatever it raises: no tiny one can be had of it by what is known here
             return row | {"untried": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
         outcomes = pool.outcomes(on_the_ring, ranks, kind, layout, is_packed, tp=tp)

@@ -9,10 +9,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    LlamaConfig,
-    MistralConfig,
     PretrainedConfig,
-    Qwen3Config,
 )
 
 _SIZES = {
@@ -29,97 +26,69 @@ _SIZES = {
 }
 
 
+# What a kind has beside these sizes; behind a hyphen, a variant of a model type.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "llama-tied": {"tie_word_embeddings": True, "mlp_bias": True},
+    "qwen3": {"head_dim": 16},
+    "qwen3-window": {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "mistral": {"sliding_window": None},
+    "mistral-window": {"sliding_window": 9},
+    "gemma2": {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.0, 0.0],
+        "vocab_size_per_layer_input": 97,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+    },
+    "gemma4_text": {  # whose layers differ in their heads, and share keys and values
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 97,
+        "hidden_size_per_layer_input": 8,
+        "pad_token_id": 2,
+    },
+    "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt_oss": {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite": {"logits_scaling": 6.0, "attention_multiplier": 0.1, "residual_multiplier": 0.3},
+    "llama4_text": {
+        "head_dim": 16,
+        "attention_chunk_size": 9,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 8,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 2,
+        "pad_token_id": 2,
+    },
+    "deepseek_v3": {
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "kv_lora_rank": 24,
+        "q_lora_rank": None,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+}
+
+
 def config(kind: str, **changes: Any) -> PretrainedConfig:
-    match kind:
-        case "llama":
-            return LlamaConfig(**_SIZES | changes)
-        case "llama-tied":
-            return LlamaConfig(**_SIZES | {"tie_word_embeddings": True, "mlp_bias": True} | changes)
-        case "qwen3":
-            return Qwen3Config(**_SIZES | {"head_dim": 16} | changes)
-        case "mistral":
-            return MistralConfig(**_SIZES | {"sliding_window": None} | changes)
-        case "mistral-window":
-            return MistralConfig(**_SIZES | {"sliding_window": 9} | changes)
-        case "qwen3-window":
-            options = {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
-            return Qwen3Config(**_SIZES | options | changes)
-        case "gemma3_text":
-            options = {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-            return AutoConfig.for_model(kind, **_SIZES | options | changes)
-        case "gemma2":
-            options = {
-                "head_dim": 16,
-                "sliding_window": 8,
-                "attn_logit_softcapping": 2.0,
-                "final_logit_softcapping": 1.5,
-            }
-            return AutoConfig.for_model(kind, **_SIZES | options | changes)
-        case "gpt_oss":
-            options = {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
-            return AutoConfig.for_model(kind, **_SIZES | options | changes)
-        case "gemma3":  # that takes images too
-            text = config("gemma3_text").to_dict()
-            vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-            sizes = {"image_size": 32, "patch_size": 16}
-            return AutoConfig.for_model(kind, text_config=text | changes, vision_config=vision | sizes)
-        case "gemma4_text":  # whose layers differ in their heads, and share keys and values
-            options = {
-                "num_hidden_layers": 4,
-                "head_dim": 16,
-                "global_head_dim": 32,
-                "sliding_window": 8,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-                "num_kv_shared_layers": 2,
-                "vocab_size_per_layer_input": 97,
-                "hidden_size_per_layer_input": 8,
-                "pad_token_id": 2,
-            }
-            return AutoConfig.for_model(kind, **_SIZES | options | changes)
-        case "gemma3n_text":
-            options = {
-                "layer_types": ["sliding_attention", "full_attention"],
-                "num_kv_shared_layers": 0,
-                "activation_sparsity_pattern": [0.0, 0.0],
-                "vocab_size_per_layer_input": 97,
-                "hidden_size_per_layer_input": 8,
-                "laurel_rank": 8,
-            }
-            return AutoConfig.for_model(kind, **_SIZES | options | changes)
-        case "granite":
-            options = {"logits_scaling": 6.0, "attention_multiplier": 0.1, "residual_multiplier": 0.3}
-            return AutoConfig.for_model(kind, **_SIZES | options | changes)
-        case "gpt2":
-            options = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-            return AutoConfig.for_model(kind, **_SIZES | options | changes)
-        case "llama4_text":
-            options = {
-                "head_dim": 16,
-                "attention_chunk_size": 9,
-                "no_rope_layers": [1, 0],
-                "floor_scale": 8,
-                "intermediate_size_mlp": 96,
-                "num_local_experts": 2,
-                "pad_token_id": 2,
-            }
-            return AutoConfig.for_model(kind, **_SIZES | options | changes)
-        case "deepseek_v3":
-            options = {
-                "qk_nope_head_dim": 16,
-                "qk_rope_head_dim": 8,
-                "v_head_dim": 16,
-                "kv_lora_rank": 24,
-                "q_lora_rank": None,
-                "num_key_value_heads": 4,
-                "first_k_dense_replace": 1,
-                "n_routed_experts": 4,
-                "n_group": 1,
-                "topk_group": 1,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 32,
-            }
-            return AutoConfig.for_model(kind, **_SIZES | options | changes)
-    return AutoConfig.for_model(kind, **_SIZES | changes)
+    if kind == "gemma3":  # that takes images too
+        text = config("gemma3_text", **changes).to_dict()
+        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        return AutoConfig.for_model(kind, text_config=text, vision_config=vision | {"image_size": 32, "patch_size": 16})
+    return AutoConfig.for_model(kind.partition("-")[0], **_SIZES | _OPTIONS.get(kind, {}) | changes)
 
 
 def build(kind: str, seed: int = 0, **changes: Any) -> Any:

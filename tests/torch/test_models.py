@@ -19,6 +19,10 @@ def whole(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
+def whole_gradients(model: Any) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+
+
 def labelled(batch: int, length: int, labels: str) -> tuple[Tensor, Tensor]:
     ids = tokens(batch, length)
     targets = ids.clone()
@@ -47,7 +51,7 @@ def ring_step(mesh: DeviceMesh, kind: str, layout: str, length: int, batch: int,
         loss_step = model(**part, labels=None, attention_mask=None).loss
         loss_step.backward()
         loss = loss + loss_step.detach()
-    gradients = {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+    gradients = whole_gradients(model)
     with torch.no_grad():
         inputs = {name: part[name] for name in ("input_ids", "position_ids", "document_lengths") if name in part}
         logits = rs.unshard(model(**inputs).logits, split, mesh["ring"].get_group(), 1)
@@ -170,7 +174,7 @@ def bfloat16_step(mesh: DeviceMesh) -> Any:
     ids = tokens(1, 64)
     loss = model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
     loss.backward()
-    gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+    gradients = whole_gradients(model)
     return {"loss": loss.detach(), "gradients": gradients}
 
 

@@ -69,7 +69,7 @@ def find_feedforwards(model: PreTrainedModel) -> list[nn.Module]:
     Raises:
         UnsupportedError: a layer has none; the message says what each of its submodules lacks.
     """
-    decoder = decoder_of(model) or model
+    decoder = decoder_of(model)
     verdicts: dict[Any, str] = {}  # layers of one kind share their code: one of each is tried
     found: list[nn.Module] = []
     for path, layer in decoder.named_modules():
@@ -126,7 +126,7 @@ def _why_not_free(model: PreTrainedModel, feedforwards: list[nn.Module]) -> str:
     A layer is computed again up to the last tensor that it keeps: as long as none comes behind its feed-forward, that
     one's result is not needed again.
     """
-    decoder = decoder_of(model) or model
+    decoder = decoder_of(model)
     layer = next(module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer))
     name, feedforward = next((name, child) for name, child in layer.named_children() if child in feedforwards)
     is_behind = False

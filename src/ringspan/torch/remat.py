@@ -121,7 +121,7 @@ def checkpoint_layers(
     options: dict[str, Any] = {"use_reentrant": False}
     if policy == "attention":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
-    decoder: Any = decoder_of(model) or model
+    decoder: Any = decoder_of(model)
     if hasattr(decoder, "activation_checkpointing_enable"):
         decoder.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # its name before transformers 5.2x

@@ -28,7 +28,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedError(f"{name} does not route its attention through transformers' AttentionInterface")
     decoder = decoder_of(model)
-    if model.get_output_embeddings() is None or decoder is None:
+    if model.get_output_embeddings() is None or decoder is model:
         raise UnsupportedError(f"{name} is not a causal language model with a head; use an AutoModelForCausalLM")
     refuse_config(model.config)
     for path, module in decoder.named_modules():
@@ -152,7 +152,6 @@ def _check_head(model: PreTrainedModel) -> None:
         return
     hidden = torch.randn(1, 1, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight)
     kind, decoder = type(model).__name__, decoder_of(model)
-    assert decoder is not None
     own = vars(decoder).get("forward")  # a hook of somebody's, say
     decoder.forward = lambda *args, **kwargs: _Outputs(last_hidden_state=hidden)
     try:
@@ -198,10 +197,10 @@ def finished_logits(products: Tensor, config: PreTrainedConfig) -> Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The model of its own beside the head that maps tokens to hidden states; that of its text, where it takes images
-    or sound too.
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model of its own beside the head that maps tokens to hidden states, that of its text where it takes images
+    or sound too; a model that has none beside a head is itself one.
     """
-    inner = next((child for child in model.children() if isinstance(child, PreTrainedModel)), None)
-    nested: Any = None if inner is None else inner.get_decoder()
+    inner = next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
+    nested: Any = inner if inner is model else inner.get_decoder()
     return nested if isinstance(nested, PreTrainedModel) else inner
