@@ -27,11 +27,12 @@ demo: $(STAMP) ## show exact ring attention at work on this machine
 	$(BIN)/ringspan demo $(ARGS)
 
 # Two processes at least keep two cores busy; more than four would not help, since many tests start four ranks each.
+# With a process for each core, threads of PyTorch would only wait for each other.
 test: $(STAMP) ## run the tests (ARGS="-k ring -x" goes to one pytest)
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	$(BIN)/pytest -m "not alone" --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not alone" --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 	$(BIN)/pytest -m alone
 endif
 

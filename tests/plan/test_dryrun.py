@@ -106,7 +106,7 @@ def test_the_formula_is_within_10_percent_of_the_trace(kind, changes, options):
 @pytest.mark.parametrize("route", [*ROUTES, "ulysses:4+all-gather"])
 def test_what_the_loop_holds_is_counted_to_a_percent(route):
     """Where nothing else comes near it."""
-    setting = Setting(length=32_768, ring=8, checkpoint="full", route=route, norm_chunk_tokens=256)
+    setting = Setting(length=32_768, ring=8, checkpoint="full", route=route, norm_chunk_tokens=1024)
     config = models.config("llama", **WIDE | THIN)
     traced = trace(config, setting, 0).peak
     formula = training_memory(from_config(config.to_dict(), "llama"), setting)
@@ -127,7 +127,7 @@ def test_what_segments_of_layers_keep_is_counted_to_a_percent(checkpoint, layers
 
 @pytest.mark.parametrize("route", ["ring", "bidirectional", "double-ring:2", "ulysses:2+ring"])
 def test_what_the_loop_holds_of_one_group_of_heads_after_the_other(monkeypatch, route):
-    setting = Setting(length=32_768, ring=8, checkpoint="full", route=route, norm_chunk_tokens=256)
+    setting = Setting(length=32_768, ring=8, checkpoint="full", route=route, norm_chunk_tokens=1024)
     config = models.config("llama", **WIDE | THIN)
     shape = from_config(config.to_dict(), "llama")
     at_once = training_memory(shape, setting).peak_bytes

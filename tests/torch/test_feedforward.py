@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ringspan as rs
+from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.torch.feedforward import (
-    FREE_CHUNK_TOKENS,
     chunk_feedforwards,
     find_feedforwards,
-    free_chunk_tokens,
+    free_feedforwards,
 )
 from ringspan.torch.remat import checkpoint_layers
 from ringspan.torch.tokenwise import Blockwise, mixes_tokens
@@ -194,21 +194,21 @@ def test_a_layer_of_another_kind_is_looked_at_by_itself():
 @pytest.mark.parametrize(("kind", "is_cut"), [("llama", True), ("gemma3_text", False)])
 def test_the_default_cuts_what_then_runs_no_more_often(kind, is_cut, caplog):
     model = build(kind).train()
-    assert free_chunk_tokens(model, checkpointed=True) == (FREE_CHUNK_TOKENS if is_cut else 0)
+    assert free_feedforwards(model, checkpointed=True) == (find_feedforwards(model) if is_cut else [])
     assert [message for message in caplog.messages if "Gemma3ForCausalLM" in message] == caplog.messages
     assert len(caplog.messages) == (not is_cut)
     runs: list[list[Any]] = [[], []]
     for chunk, counted in ((0, runs[0]), (100, runs[1])):
         step(kind, {}, chunk, "full", lambda *_, counted=counted: counted.append(1))
     assert (len(runs[0]) == len(runs[1])) == is_cut
-    assert free_chunk_tokens(model, checkpointed=False) == 0, "without a checkpoint blocks cost one more pass"
+    assert free_feedforwards(model, checkpointed=False) == [], "without a checkpoint blocks cost one more pass"
 
 
 def test_trying_a_layer_leaves_nothing_behind():
     model, results = build("llama").train(), []
     model.model.layers[0].mlp.register_forward_hook(lambda *given: results.append(weakref.ref(given[2])))
     model.model.layers[1].register_forward_pre_hook(lambda *_: results.append("the second layer runs"))
-    assert free_chunk_tokens(model, checkpointed=True) == FREE_CHUNK_TOKENS
+    assert free_feedforwards(model, checkpointed=True) == [layer.mlp for layer in model.model.layers]
     assert results[-1]() is None and "the second layer runs" not in results
 
 
@@ -226,7 +226,7 @@ def test_the_default_leaves_what_it_cannot_try(how, reason, monkeypatch, caplog)
         return forward(self, hidden, **kwargs) + 0 * self.mlp(x=hidden)
 
     monkeypatch.setattr(type(model.model.layers[0]), "forward", changed)
-    assert free_chunk_tokens(model, checkpointed=True) == 0
+    assert free_feedforwards(model, checkpointed=True) == []
     assert re.search(reason, caplog.text)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

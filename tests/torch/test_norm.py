@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from ringspan.torch.feedforward import FREE_CHUNK_TOKENS
+from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.torch.norm import chunk_norms, find_norms
 from ringspan.torch.tokenwise import Blockwise, run_in_blocks
 from tests.torch.models import build, kept_bytes, relative, tokens

@@ -21,7 +21,7 @@ from ringspan.plan.planner import Plan
 from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import ModelShape
 from ringspan.plan.tracker import MemoryTracker, Moment, train_step
-from ringspan.torch import attention, offload
+from ringspan.torch import attention, offload, tokenwise
 from ringspan.torch.batch import shard_batch
 from ringspan.torch.mesh import make_mesh
 from ringspan.torch.models import parallelize
@@ -63,6 +63,7 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: 
         fake_mesh(setting, rank, "cpu") as mesh,
         _as_on_gpu() if setting.on_gpu else nullcontext(),
         _real_meshes(),
+        _without_trials(),
         FakeTensorMode(allow_non_fake_inputs=True),
         tracker,
     ):
@@ -134,6 +135,16 @@ def _as_on_gpu() -> Iterator[None]:
     finally:
         attention.num_head_groups, offload._Mapped = choose, mapped
         HostAdamW.step = update
+
+
+@contextmanager
+def _without_trials() -> Iterator[None]:
+    """Let modules that are tried out be tried on one token: without values all of them pass."""
+    tokens, tokenwise.PROBE_TOKENS = tokenwise.PROBE_TOKENS, 1
+    try:
+        yield
+    finally:
+        tokenwise.PROBE_TOKENS = tokens
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.support import decoder_of
 from ringspan.torch.tokenwise import kind_of, mixes_tokens, run_in_blocks
@@ -28,24 +27,26 @@ ChunkTokens = int | Literal["auto"]
 _log: Final = logging.getLogger(__name__)
 
 
-def free_chunk_tokens(model: PreTrainedModel, *, checkpointed: bool, logs: bool = True) -> int:
-    """Tokens at a time for feed-forwards where that costs next to nothing; 0, for all at once, where it does not.
+def free_feedforwards(model: PreTrainedModel, *, checkpointed: bool, logs: bool = True) -> list[nn.Module]:
+    """The feed-forwards, where running them in blocks of ``FREE_CHUNK_TOKENS`` costs next to nothing; else none.
 
     A checkpointed layer computes its feed-forward again in any case, once, unless it keeps something that comes behind
     it, such as the input of a norm: then blocks would be computed a third time. Why a checkpointed model goes without
     is said in the log where ``logs``.
     """
     if not checkpointed:
-        return 0
+        return []
     try:
         feedforwards = find_feedforwards(model)
     except UnsupportedError as error:
         reason = str(error)
     else:
         reason = _why_not_free(model, feedforwards)
-    if reason and logs:
+        if not reason:
+            return feedforwards
+    if logs:
         _log.warning("feed-forwards run on all tokens at once: %s", reason)
-    return 0 if reason else FREE_CHUNK_TOKENS
+    return []
 
 
 def chunk_feedforwards(model: PreTrainedModel, chunk_tokens: int) -> None:

@@ -27,7 +27,7 @@ from ringspan.torch.agreement import agree
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.batch import IGNORED, document_positions
 from ringspan.torch.embedding import sum_embedding_gradients
-from ringspan.torch.feedforward import ChunkTokens, find_feedforwards, free_chunk_tokens
+from ringspan.torch.feedforward import ChunkTokens, find_feedforwards, free_feedforwards
 from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
 from ringspan.torch.mesh import tensor_axis
 from ringspan.torch.modules import local_part, mix_in
@@ -111,15 +111,15 @@ def parallelize(
         refuse_split(model, tp.size())
     refuse_route(decoder.config, mesh["ring"].size(), route, wire, 1 if tp is None else tp.size())
     _refuse_kernel(decoder, kernel, compute_dtype, mesh["ring"].get_group())
-    if feedforward_chunk_tokens == "auto":
-        feedforward_chunk_tokens = free_chunk_tokens(
-            model, checkpointed=checkpoint != "none", logs=mesh.get_rank() == int(mesh.mesh.min())
-        )
     norm_from_tokens = 0
     if norm_chunk_tokens == "auto":
         norm_chunk_tokens, norm_from_tokens = 0 if checkpoint == "none" else FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
     # Both try modules out, on this process alone: before attention is the ring's.
-    feedforwards = find_feedforwards(model) if feedforward_chunk_tokens else []
+    if feedforward_chunk_tokens == "auto":
+        feedforward_chunk_tokens, logs = FREE_CHUNK_TOKENS, mesh.get_rank() == int(mesh.mesh.min())
+        feedforwards = free_feedforwards(model, checkpointed=checkpoint != "none", logs=logs)
+    else:
+        feedforwards = find_feedforwards(model) if feedforward_chunk_tokens else []
     norms = find_norms(decoder) if norm_chunk_tokens else []
     loss = LossOptions(
         chunk_tokens=loss_chunk_tokens,

@@ -8,7 +8,7 @@ Such a module can run on a block of tokens at a time and again, a block at a tim
 
 import copy
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.torch.modules import hidden_of, local_part, mix_in
 
 # Tokens of the probe: enough for a router that fills experts to a capacity to drop some when all choose alike.
-_PROBE_TOKENS: Final = 24
+PROBE_TOKENS = 24
 
 
 def run_in_blocks(modules: list[nn.Module], chunk_tokens: int, option: str, *, from_tokens: int = 0) -> None:
@@ -55,9 +55,9 @@ def mixes_tokens(module: nn.Module, size: int) -> str:
         for p in module.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5)
     like = next(module.parameters())
-    tokens = torch.randn(2, _PROBE_TOKENS, size, generator=generator).to(like)
+    tokens = torch.randn(2, PROBE_TOKENS, size, generator=generator).to(like)
     tokens[1] = tokens[0, 0]  # one row of equal tokens, which a router sends to the same experts
-    order = torch.randperm(_PROBE_TOKENS, generator=generator).to(like.device)
+    order = torch.randperm(PROBE_TOKENS, generator=generator).to(like.device)
     try:
         whole = module(tokens)
     except Exception as error:  # whatever it raises: it does not take hidden states alone
@@ -65,7 +65,7 @@ def mixes_tokens(module: nn.Module, size: int) -> str:
     whole = hidden_of(whole)
     if not isinstance(whole, Tensor) or whole.shape != tokens.shape or whole.dtype != tokens.dtype:
         return "does not give hidden states"
-    apart = torch.cat([hidden_of(module(tokens[:1, i : i + 1])) for i in range(_PROBE_TOKENS)], 1)
+    apart = torch.cat([hidden_of(module(tokens[:1, i : i + 1])) for i in range(PROBE_TOKENS)], 1)
     others = [whole[:1] - apart, whole[:, order] - hidden_of(module(tokens[:, order])), whole[1] - whole[0, 0]]
     bound = max(1e-5, 8 * torch.finfo(like.dtype).eps) * whole.abs().max()
     if not all(bool(difference.abs().max() <= bound) for difference in others):
