@@ -7,22 +7,18 @@ Each rank computes on its block of c tokens while the other's block is on its wa
 with H query heads, G key/value heads, head size D, s bytes a number, F FLOP/s and B bytes/s; with bfloat16 and as many
 key/value heads as query heads, c >= F / B (Liu, Zaharia, Abbeel 2023, section 3.2).
 
-Linux, root, iproute2 and util-linux. The namespaces have no names: they, and the link with them, are gone as soon as
-the two rank processes are, and those end with this one however it ends.
+    python -m benchmarks.overlap
+
+Linux, root, iproute2 and util-linux (``benchmarks.namespaces``).
 """
 
 import argparse
 import json
-import os
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,14 +30,14 @@ import torch.distributed as dist
 from matplotlib import pyplot
 
 import ringspan as rs
+from benchmarks import namespaces
+from benchmarks.namespaces import LINK, ask, end_with_parent, namespaced, path, rank_command, run, take_end
 from ringspan.bench.machine import describe_machine
 from ringspan.bench.timing import timed
 from ringspan.torch.exchange import TOTALS, Exchange, Room
 
 RESULT: Final = Path(__file__).parent / "results" / "overlap-cpu.json"
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "overlap.svg"
-PROGRAMS: Final = ("ip", "tc", "unshare")
-LINK: Final = "ring"  # the name of either end, each in its own namespace
 TOKENS: Final = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288)
 # Two-byte numbers halve the constant before F / B, four query heads on a key/value head divide it by four.
 CURVES: Final[tuple[dict[str, Any], ...]] = (
@@ -81,43 +77,19 @@ class Sweep:
 
 def why_not() -> str | None:
     """What this machine lacks to join two namespaces by a limited link; None when it can."""
-    missing = [name for name in PROGRAMS if not shutil.which(name)]
-    if missing:
-        return f"needs {', '.join(missing)} (packages iproute2 and util-linux)"
-    if os.geteuid():
-        return "needs root, to make network namespaces"
     trial = f"ip link add name {LINK} type veth peer name other && {shlex.join(_limit(1))}"
-    done = subprocess.run([_path("unshare"), "--net", "sh", "-c", trial], capture_output=True, text=True)
-    return f"cannot limit a link here: {done.stderr.strip()}" if done.returncode else None
+    return namespaces.why_not("tc", trial=trial)
 
 
 def measure(sweeps: list[Sweep]) -> list[dict[str, Any]]:
     """Each sweep's rows and where its transfers stop showing, from two ranks that live as long as this call."""
     with tempfile.TemporaryDirectory(prefix="ringspan-overlap-") as folder, ExitStack() as stack:
-        ranks = [stack.enter_context(_namespaced([__file__, "--rank", str(rank), folder])) for rank in range(2)]
+        commands = (rank_command("benchmarks.overlap", rank, folder) for rank in range(2))
+        ranks = [stack.enter_context(namespaced(command)) for command in commands]
         ends = [["netns", str(process.pid)] for process in ranks]
-        _run("ip", "link", "add", "name", LINK, *ends[0], "type", "veth", "peer", "name", LINK, *ends[1])
-        for process in ranks:
-            _pipe(process.stdin).write(json.dumps([asdict(sweep) for sweep in sweeps]) + "\n")
-            _pipe(process.stdin).flush()
-        lines = [_pipe(process.stdout).readline() for process in ranks]
-        if not all(lines):
-            raise SystemExit("a rank failed; its message is above")
-        return [asdict(sweep) | result for sweep, result in zip(sweeps, json.loads(lines[0]), strict=True)]
-
-
-@contextmanager
-def _namespaced(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A Python process in a network namespace of its own; it says a line when it is there."""
-    command = [_path("unshare"), "--net", sys.executable, *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        if not _pipe(process.stdout).readline():
-            raise SystemExit("a rank did not start; its message is above")
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+        run("ip", "link", "add", "name", LINK, *ends[0], "type", "veth", "peer", "name", LINK, *ends[1])
+        results = json.loads(ask(ranks, json.dumps([asdict(sweep) for sweep in sweeps])))
+        return [asdict(sweep) | result for sweep, result in zip(sweeps, results, strict=True)]
 
 
 def _serve(rank: int, folder: str) -> None:
@@ -125,14 +97,8 @@ def _serve(rank: int, folder: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the ranks
     print("here", flush=True)
     sweeps = [Sweep(**{**sweep, "tokens": tuple(sweep["tokens"])}) for sweep in json.loads(sys.stdin.readline())]
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
-    _run("ip", "link", "set", "lo", "up")
-    _run("ip", "address", "add", f"10.0.0.{rank + 1}/24", "dev", LINK)
-    # tbf would cut larger segments up and send them out of order.
-    _run("ip", "link", "set", LINK, "gso_max_size", "16384", "up")
-    os.environ["GLOO_SOCKET_IFNAME"] = LINK
-    # Each rank its own cores: woken by the network all the time, a scheduler may put both ranks on one core.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[rank::2] or os.sched_getaffinity(0))
+    end_with_parent()
+    take_end(rank, 2)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
@@ -141,7 +107,7 @@ def _serve(rank: int, folder: str) -> None:
 
 def _sweep(sweep: Sweep, rank: int, alone: Any) -> dict[str, Any]:
     """Seconds of a hop's computation, of its transfer and of what of it shows; medians of interleaved repeats."""
-    _run(*_limit(sweep.gigabits))
+    run(*_limit(sweep.gigabits))
     times: dict[int, dict[str, list[float]]] = {c: {} for c in sweep.tokens}
     for repeat in range(sweep.repeats + 1):
         for tokens in sweep.tokens:
@@ -215,24 +181,9 @@ def _limit(gigabits: float) -> list[str]:
     """The command that limits this end of the link; a small burst, so that small blocks see the rate too."""
     rate = f"{round(gigabits * 1e9)}bit"
     return [
-        *(_path("tc"), "qdisc", "replace", "dev", LINK, "root"),
+        *(path("tc"), "qdisc", "replace", "dev", LINK, "root"),
         *("tbf", "rate", rate, "burst", "32kb", "latency", "50ms"),
     ]
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run([_path(command[0]), *command[1:]], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(command)}: {done.stderr.strip()}")
-
-
-def _path(name: str) -> str:
-    return shutil.which(name) or name
-
-
-def _pipe(pipe: Any) -> Any:
-    assert pipe is not None
-    return pipe
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
@@ -284,7 +235,7 @@ def main() -> None:
     sweeps = [Sweep(tokens=tuple(options.tokens), repeats=options.repeats, **curve) for curve in curves]
     results = measure(sweeps)
     row = {
-        "command": shlex.join(["python", "benchmarks/overlap.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks.overlap", *sys.argv[1:]]),
         "result": {"sweeps": results, "machine": describe_machine()},
     }
     options.output.write_text(json.dumps([row], indent=1) + "\n")

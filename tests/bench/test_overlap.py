@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import overlap
+from benchmarks.namespaces import LINK
 
 pytestmark = pytest.mark.alone
 
-SCRIPT = Path(overlap.__file__)
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -59,10 +60,11 @@ def test_the_published_crossings_are_where_the_law_puts_them():
 @pytest.mark.usefixtures("link")
 @pytest.mark.parametrize("signalled", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_stays_behind_when_it_is_ended(tmp_path: Path, signalled: signal.Signals):
-    command = [sys.executable, str(SCRIPT), "--gigabits", "0.001", "--output", str(tmp_path / "overlap.json")]
+    options = "--gigabits", "0.001", "--output", str(tmp_path / "overlap.json")
+    command = [sys.executable, "-m", "benchmarks.overlap", *options]
     # Shells start what runs in the background with SIGINT ignored, and so would be all that this suite starts.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=heed)
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=ROOT, preexec_fn=heed)
     try:
         namespaces = _wait_until(lambda: _joined(process.pid))
         assert len(set(namespaces.values())) == 2, "each rank has a namespace of its own"
@@ -95,10 +97,7 @@ def _joined(pid: int) -> dict[int, str] | None:
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         with suppress(OSError):  # the programs that make the link come and go
             process = Path(f"/proc/{child}")
-            if (
-                b"--rank" in (process / "cmdline").read_bytes()
-                and f"{overlap.LINK}:" in (process / "net/dev").read_text()
-            ):
+            if b"--rank" in (process / "cmdline").read_bytes() and f"{LINK}:" in (process / "net/dev").read_text():
                 found[int(child)] = _namespace(int(child))
     return found if len(found) == 2 else None
 

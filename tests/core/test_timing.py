@@ -1,6 +1,7 @@
 """When passes end, where that can be worked out by hand, and what arrives, against what the ring brings."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import ringspan as rs
 from ringspan.core import timing
 from ringspan.core.route import Route
+from ringspan.core.schedule import plan
 from ringspan.core.timing import Shape, Speeds, forward_pass
 from ringspan.torch.exchange import TOTALS
 
@@ -109,3 +111,25 @@ def test_pass_q_goes_back_by_keys_and_values():
     assert backward_pass(layout, rs.causal(), "pass-q", HEADS, NEAR) == backward_pass(
         layout, rs.causal(), Route("ring"), HEADS, NEAR
     )
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (6, 3), (8, 2), (8, 4), (12, 4)])
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_no_rank_takes_much_longer_than_those_that_are_looked_at(layout, ranks, per_node):
+    split = rs.Layout(layout, 512 * ranks, ranks)
+    routes = "ring", "bidirectional", "all-gather", "pass-q", f"double-ring:{per_node}"
+    for name, flops, is_backward in product(routes, (1e10, 1e12), (False, True)):
+        route, speeds = Route.parse(name, ranks), Speeds(flops, 1e9, 1e8, per_node)
+        way = route.backward if is_backward else route
+        looked_at = timing.passes(split, rs.causal(), route, HEADS, speeds, is_backward=is_backward)
+        for rank in range(ranks):
+            one = timing._walk(plan(split, rs.causal(), rank, split, way), HEADS, speeds, is_backward=is_backward)
+            assert one.seconds < 1.1 * timing.slowest(looked_at).seconds, name
+
+
+def test_a_ring_over_two_nodes_waits_for_the_rank_to_which_most_comes_from_the_other():
+    """Causal zigzag goes down the ring: rank 1 gets blocks 2 and 3 from rank 2, and of block 0 the early chunk."""
+    layout, speeds = rs.Layout("zigzag", 4 * 64, 4), Speeds(1e15, 1e9, 1e6, 2)
+    block = 64 * HEADS.kv_numbers * HEADS.itemsize
+    assert forward_pass(layout, rs.causal(), "ring", HEADS, speeds).inter_node_bytes == 2.5 * block
+    assert forward_pass(layout, rs.causal(), "double-ring:2", HEADS, speeds).inter_node_bytes == block

@@ -4,28 +4,22 @@ Needs Linux, root, iproute2 and util-linux; ``why_not`` names what is missing.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks import namespaces
+
 LINK = "ringspan0"
-PROGRAMS = ("ip", "unshare", "nsenter")
 ROOT = Path(__file__).parents[2]
 
 
 def why_not() -> str | None:
     """What this machine lacks to make hosts of namespaces; None when it can."""
-    missing = [name for name in PROGRAMS if not shutil.which(name)]
-    if missing:
-        return f"needs {', '.join(missing)} (packages iproute2 and util-linux)"
-    if os.geteuid():
-        return "needs root, to make namespaces"
-    trial = f"ip link add name {LINK} type veth peer name other"
-    done = subprocess.run(["unshare", "--net", "--pid", "--fork", "sh", "-c", trial], capture_output=True, text=True)
-    return f"cannot make hosts here: {done.stderr.strip()}" if done.returncode else None
+    trial = f"unshare --net --pid --fork ip link add name {LINK} type veth peer name other"
+    return namespaces.why_not("nsenter", trial=trial)
 
 
 class Hosts:
@@ -58,7 +52,7 @@ class Hosts:
                 self._stack.callback(process.kill)
                 self.processes.append(process)
             ends = [["netns", str(self._namespace(process))] for process in self.processes]
-            _run("ip", "link", "add", "name", LINK, *ends[0], "type", "veth", "peer", "name", LINK, *ends[1])
+            namespaces.run("ip", "link", "add", "name", LINK, *ends[0], "type", "veth", "peer", "name", LINK, *ends[1])
             for process in self.processes:
                 assert process.stdin is not None
                 process.stdin.write(b"go\n")
@@ -70,7 +64,7 @@ class Hosts:
 
     def cut(self) -> None:
         """The link goes down; neither side is told."""
-        _run("nsenter", "--net", "--target", str(self.processes[1].pid), "ip", "link", "set", LINK, "down")
+        namespaces.run("nsenter", "--net", "--target", str(self.processes[1].pid), "ip", "link", "set", LINK, "down")
 
     @staticmethod
     def _namespace(process: "subprocess.Popen[bytes]") -> int:
@@ -79,7 +73,3 @@ class Hosts:
             if process.poll() is not None:
                 raise RuntimeError("a host did not start")
         return process.pid
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)

@@ -144,6 +144,16 @@ def plan(
     return Schedule(rank, layout.ranks, tuple(hops), travel.tile_pairs, route.passes_queries)
 
 
+def arrivals(layout: Layout, mask: Mask, key_layout: Layout, route: Route) -> tuple[IntArray, IntArray]:
+    """Who sends each rank its block of each hop, and how many tokens of it: ``arrives`` of all hops of all ranks, both
+    (hops, ranks).
+    """
+    travel = _travel(layout, key_layout, mask, route)
+    way = travel.itinerary
+    tokens = np.maximum(-travel.carried.sum(-1), 0).sum(-1)
+    return way.source, np.take_along_axis(tokens, way.owner, 1)
+
+
 def _part(half: int, tokens: int) -> tuple[int, int]:
     """The storage indices that a hop's block is about: all, or either half."""
     middle = tokens // 2

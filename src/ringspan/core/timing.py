@@ -9,11 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
 from ringspan.core.ranges import size
 from ringspan.core.route import Heads, Route, member_heads
-from ringspan.core.schedule import Parcel, Schedule, plan
+from ringspan.core.schedule import Parcel, Schedule, arrivals, plan
 
 FORWARD_PRODUCTS: Final = 2  # matrix products of attention: scores and weighted values
 BACKWARD_PRODUCTS: Final = 5  # scores again, and the gradients of weights, queries, keys and values
@@ -96,8 +98,7 @@ def passes(
     *,
     is_backward: bool,
 ) -> tuple[Pass, ...]:
-    """A forward or backward pass on the ranks of which one takes longest: the first, the first of the last node, and
-    the last.
+    """A forward or backward pass on the ranks of which one takes longest, see ``_slow_ranks``.
 
     With Ulysses groups: their trade of tokens for heads, which nothing hides, and the pass between the groups.
     """
@@ -116,8 +117,7 @@ def passes(
         # Members of one place in their groups are as far apart as the groups.
         speeds = replace(speeds, ranks_per_node=max(1, speeds.ranks_per_node // route.ulysses))
     between = replace(route, ulysses=1)
-    last = layout.ranks - 1
-    ranks = 0, last // speeds.ranks_per_node * speeds.ranks_per_node, last
+    ranks = _slow_ranks(layout, keys, mask, between, speeds)
     schedules = {rank: plan(layout, mask, rank, keys, between) for rank in ranks}
     alone = {rank: _walk(schedule, shape, speeds, is_backward=is_backward) for rank, schedule in schedules.items()}
     return tuple(
@@ -129,6 +129,17 @@ def passes(
         )
         for one in map(alone.__getitem__, ranks)
     )
+
+
+def _slow_ranks(layout: Layout, keys: Layout, mask: Mask, route: Route, speeds: Speeds) -> tuple[int, ...]:
+    """The first rank, the first of the last node and the last, of which one computes most; and those that get most
+    from their node and from outside of it, which depends on the way around that a ring takes.
+    """
+    sources, tokens = arrivals(layout, mask, keys, route)
+    everyone, last = np.arange(layout.ranks), layout.ranks - 1
+    inside = sources // speeds.ranks_per_node == everyone // speeds.ranks_per_node
+    most = (int((tokens * which).sum(0).argmax()) for which in (inside, ~inside))
+    return 0, last // speeds.ranks_per_node * speeds.ranks_per_node, last, *most
 
 
 def _without_members(layout: Layout) -> Layout:

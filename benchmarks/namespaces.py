@@ -1,0 +1,93 @@
+"""Processes in Linux network namespaces of their own, and the links between them.
+
+Linux, root, iproute2 and util-linux. The namespaces have no names: they, and the links into them, are gone as soon as
+their processes are, and those end with this one however it ends.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+LINK: Final = "ring"  # the name of the end of a link, each in its own namespace
+
+
+def why_not(*programs: str, trial: str) -> str | None:
+    """What this machine lacks of some programs, and to run ``trial`` in a namespace of its own; None when it can."""
+    missing = [name for name in ("ip", "unshare", *programs) if not shutil.which(name)]
+    if missing:
+        return f"needs {', '.join(missing)} (packages iproute2 and util-linux)"
+    if os.geteuid():
+        return "needs root, to make network namespaces"
+    done = subprocess.run([path("unshare"), "--net", "sh", "-c", trial], capture_output=True, text=True)
+    return f"cannot do this here: {done.stderr.strip()}" if done.returncode else None
+
+
+@contextmanager
+def namespaced(command: list[str]) -> Iterator["subprocess.Popen[str]"]:
+    """A process in a network namespace of its own; it says a line when it is there."""
+    full = [path("unshare"), "--net", *command]
+    process = subprocess.Popen(full, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        if not pipe(process.stdout).readline():
+            raise SystemExit("a rank did not start; its message is above")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def rank_command(module: str, rank: int, folder: str) -> list[str]:
+    """What a benchmark starts itself with as one of its ranks."""
+    return [sys.executable, "-m", module, "--rank", str(rank), folder]
+
+
+def ask(ranks: list["subprocess.Popen[str]"], question: str) -> str:
+    """Give every rank a line; what the first answers, when all have answered with one."""
+    for process in ranks:
+        pipe(process.stdin).write(question + "\n")
+        pipe(process.stdin).flush()
+    lines = [pipe(process.stdout).readline() for process in ranks]
+    if not all(lines):
+        raise SystemExit("a rank failed; its message is above")
+    return lines[0]
+
+
+def end_with_parent() -> None:
+    """End this process when the one that holds its standard input ends."""
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+
+
+def take_end(rank: int, ranks: int) -> None:
+    """Take this rank's end of the link, let gloo use it, and keep to this rank's share of the cores."""
+    run("ip", "link", "set", "lo", "up")
+    run("ip", "address", "add", f"10.0.0.{rank + 1}/24", "dev", LINK)
+    # A token bucket would cut larger segments up and send them out of order.
+    run("ip", "link", "set", LINK, "gso_max_size", "16384", "up")
+    os.environ["GLOO_SOCKET_IFNAME"] = LINK
+    # Woken by the network all the time, ranks may end up on one core.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[rank::ranks] or [cores[rank % len(cores)]])
+
+
+def run(*command: str) -> None:
+    """Run a command that must succeed."""
+    done = subprocess.run([path(command[0]), *command[1:]], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command)}: {done.stderr.strip()}")
+
+
+def path(name: str) -> str:
+    """Where a program is."""
+    return shutil.which(name) or name
+
+
+def pipe(end: Any) -> Any:
+    """A pipe that was asked for."""
+    assert end is not None
+    return end
