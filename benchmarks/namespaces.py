@@ -4,15 +4,22 @@ Linux, root, iproute2 and util-linux. The namespaces have no names: they, and th
 their processes are, and those end with this one however it ends.
 """
 
+import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from ringspan.torch.exchange import Exchange, Room
 
 LINK: Final = "ring"  # the name of the end of a link, each in its own namespace
 
@@ -25,7 +32,7 @@ def why_not(*programs: str, trial: str) -> str | None:
     if os.geteuid():
         return "needs root, to make network namespaces"
     done = subprocess.run([path("unshare"), "--net", "sh", "-c", trial], capture_output=True, text=True)
-    return f"cannot do this here: {done.stderr.strip()}" if done.returncode else None
+    return f"cannot make such a network here: {done.stderr.strip()}" if done.returncode else None
 
 
 @contextmanager
@@ -47,32 +54,43 @@ def rank_command(module: str, rank: int, folder: str) -> list[str]:
     return [sys.executable, "-m", module, "--rank", str(rank), folder]
 
 
-def ask(ranks: list["subprocess.Popen[str]"], question: str) -> str:
-    """Give every rank a line; what the first answers, when all have answered with one."""
+def ask(ranks: list["subprocess.Popen[str]"], question: Any) -> Any:
+    """Ask every rank the same; what the first answers, when all have answered. Both are JSON."""
     for process in ranks:
-        pipe(process.stdin).write(question + "\n")
+        pipe(process.stdin).write(json.dumps(question) + "\n")
         pipe(process.stdin).flush()
     lines = [pipe(process.stdout).readline() for process in ranks]
     if not all(lines):
         raise SystemExit("a rank failed; its message is above")
-    return lines[0]
+    return json.loads(lines[0])
 
 
-def end_with_parent() -> None:
-    """End this process when the one that holds its standard input ends."""
+def serve(rank: int, ranks: int, folder: str, answer: Callable[[Any, dist.ProcessGroup], Any]) -> None:
+    """One rank of one thread: join the others over this end of the link and give ``answer(question, alone)``, where
+    ``alone`` is a group of this rank only. It ends when the process that asks does.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the ranks
+    print("here", flush=True)
+    question = json.loads(sys.stdin.readline())
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
-
-
-def take_end(rank: int, ranks: int) -> None:
-    """Take this rank's end of the link, let gloo use it, and keep to this rank's share of the cores."""
     run("ip", "link", "set", "lo", "up")
     run("ip", "address", "add", f"10.0.0.{rank + 1}/24", "dev", LINK)
     # A token bucket would cut larger segments up and send them out of order.
     run("ip", "link", "set", LINK, "gso_max_size", "16384", "up")
     os.environ["GLOO_SOCKET_IFNAME"] = LINK
-    # Woken by the network all the time, ranks may end up on one core.
+    # Each rank its own cores: woken by the network all the time, a scheduler may put ranks on one core.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[rank::ranks] or [cores[rank % len(cores)]])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    alone = [dist.new_group([one]) for one in range(ranks)][rank]
+    print(json.dumps(answer(question, alone)), flush=True)
+
+
+def swap(block: torch.Tensor, peer: int) -> None:
+    """Trade a block with another rank."""
+    exchange = Exchange(dist.group.WORLD, "a block and nothing else")
+    exchange.post([(peer, block)], [(peer, Room.like(block))], 0)[0].wait()
 
 
 def run(*command: str) -> None:

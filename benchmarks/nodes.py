@@ -29,12 +29,11 @@ from torch import Tensor
 
 import ringspan as rs
 from benchmarks import namespaces
-from benchmarks.namespaces import LINK, ask, end_with_parent, namespaced, path, rank_command, run, take_end
+from benchmarks.namespaces import LINK, ask, namespaced, path, rank_command, run, serve, swap
 from ringspan.bench.machine import describe_machine
 from ringspan.bench.timing import timed
 from ringspan.core.choice import choose_route
 from ringspan.core.timing import Shape, Speeds, pair_flops, passes, slowest
-from ringspan.torch.exchange import Exchange, Room
 
 RESULT: Final = Path(__file__).parent / "results" / "nodes-cpu.json"
 RANKS: Final = 4
@@ -92,7 +91,7 @@ def measure(cases: list[Case]) -> list[dict[str, Any]]:
             ends = ["name", port, "netns", str(switch.pid)], ["name", LINK, "netns", str(process.pid)]
             run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
             run(*inside, "ip", "link", "set", port, "master", "switch", "up")
-        results = json.loads(ask(ranks, json.dumps([asdict(case) for case in cases])))
+        results = ask(ranks, [asdict(case) for case in cases])
         return [asdict(case) | result for case, result in zip(cases, results, strict=True)]
 
 
@@ -117,18 +116,10 @@ def _tc(command: str) -> list[str]:
     return [path("tc"), *command.split()]
 
 
-def _serve(rank: int, folder: str) -> None:
-    """One rank: take its end of the link, then measure what the parent asks for. Ends when the parent does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the ranks
-    print("here", flush=True)
-    cases = [Case(**case) for case in json.loads(sys.stdin.readline())]
-    end_with_parent()
-    take_end(rank, RANKS)
+def _answer(cases: list[dict[str, Any]], alone: Any) -> list[dict[str, Any]]:
+    """Runs on each rank."""
     run(*_tc(_ROOT))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    alone = [dist.new_group([one]) for one in range(RANKS)][rank]
-    print(json.dumps([_measure(case, rank, alone) for case in cases]), flush=True)
+    return [_measure(Case(**case), dist.get_rank(), alone) for case in cases]
 
 
 def _measure(case: Case, rank: int, alone: Any) -> dict[str, Any]:
@@ -147,19 +138,19 @@ def _measure(case: Case, rank: int, alone: Any) -> dict[str, Any]:
     def both(route: str) -> None:
         torch.autograd.grad(attention(route), (q, k, v), dout)
 
-    def whole() -> None:  # as many pairs as a rank of the ring computes, and nothing to wait for
-        with torch.no_grad():
-            rs.ring_attention(q, k, v, mask=rs.full(), layout="contiguous", group=alone)
-
     def forward(route: str) -> None:
         with torch.no_grad():
             attention(route)
 
+    def whole() -> None:  # a block, with nothing to wait for
+        with torch.no_grad():
+            rs.ring_attention(q, k, v, mask=rs.full(), layout="contiguous", group=alone)
+
     block = torch.empty(case.layout.tokens_per_rank * case.shape.kv_numbers * 4, dtype=torch.uint8)
     timings: dict[str, Callable[[], None]] = {
         "whole": whole,
-        "inside": partial(_swap, block, rank ^ 1),
-        "between": partial(_swap, block, rank ^ PER_NODE),
+        "inside": partial(swap, block, rank ^ 1),
+        "between": partial(swap, block, rank ^ PER_NODE),
     }
     for route in ROUTES:
         timings[f"{route} forward"], timings[f"{route} both"] = partial(forward, route), partial(both, route)
@@ -186,12 +177,6 @@ def _measure(case: Case, rank: int, alone: Any) -> dict[str, Any]:
         }
     auto = choose_route(case.layout, rs.causal(), case.shape, speeds).route
     return {"speeds": asdict(speeds), "routes": routes, "auto": auto}
-
-
-def _swap(block: Tensor, peer: int) -> None:
-    """Trade a block with another rank."""
-    exchange = Exchange(dist.group.WORLD, "a block and nothing else")
-    exchange.post([(peer, block)], [(peer, Room.like(block))], 0)[0].wait()
 
 
 def main() -> None:
@@ -227,6 +212,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        _serve(int(sys.argv[2]), sys.argv[3])
+        serve(int(sys.argv[2]), RANKS, sys.argv[3], _answer)
     else:
         main()

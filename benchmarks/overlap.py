@@ -31,10 +31,10 @@ from matplotlib import pyplot
 
 import ringspan as rs
 from benchmarks import namespaces
-from benchmarks.namespaces import LINK, ask, end_with_parent, namespaced, path, rank_command, run, take_end
+from benchmarks.namespaces import LINK, ask, namespaced, path, rank_command, run, serve, swap
 from ringspan.bench.machine import describe_machine
 from ringspan.bench.timing import timed
-from ringspan.torch.exchange import TOTALS, Exchange, Room
+from ringspan.torch.exchange import TOTALS
 
 RESULT: Final = Path(__file__).parent / "results" / "overlap-cpu.json"
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "overlap.svg"
@@ -88,21 +88,13 @@ def measure(sweeps: list[Sweep]) -> list[dict[str, Any]]:
         ranks = [stack.enter_context(namespaced(command)) for command in commands]
         ends = [["netns", str(process.pid)] for process in ranks]
         run("ip", "link", "add", "name", LINK, *ends[0], "type", "veth", "peer", "name", LINK, *ends[1])
-        results = json.loads(ask(ranks, json.dumps([asdict(sweep) for sweep in sweeps])))
+        results = ask(ranks, [asdict(sweep) for sweep in sweeps])
         return [asdict(sweep) | result for sweep, result in zip(sweeps, results, strict=True)]
 
 
-def _serve(rank: int, folder: str) -> None:
-    """One rank: take this end of the link, then measure what the parent asks for. Ends when the parent does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the ranks
-    print("here", flush=True)
-    sweeps = [Sweep(**{**sweep, "tokens": tuple(sweep["tokens"])}) for sweep in json.loads(sys.stdin.readline())]
-    end_with_parent()
-    take_end(rank, 2)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    alone = [dist.new_group([0]), dist.new_group([1])][rank]
-    print(json.dumps([_sweep(sweep, rank, alone) for sweep in sweeps]), flush=True)
+def _answer(sweeps: list[dict[str, Any]], alone: Any) -> list[dict[str, Any]]:
+    """Runs on each rank."""
+    return [_sweep(Sweep(**{**sweep, "tokens": tuple(sweep["tokens"])}), dist.get_rank(), alone) for sweep in sweeps]
 
 
 def _sweep(sweep: Sweep, rank: int, alone: Any) -> dict[str, Any]:
@@ -144,13 +136,9 @@ def _once(sweep: Sweep, tokens: int, rank: int, alone: Any) -> dict[str, float]:
     block = torch.empty(tokens * sweep.bytes_per_token, dtype=torch.uint8)
     attention = partial(rs.ring_attention, q, k, v, mask=rs.full(), layout="contiguous")
 
-    def swap() -> None:
-        exchange = Exchange(dist.group.WORLD, "a block and nothing else")
-        exchange.post([(1 - rank, block)], [(1 - rank, Room.like(block))], 0)[0].wait()
-
     with torch.no_grad():
         compute = timed(partial(attention, group=alone), threads=1)
-        transfer = timed(swap, threads=1)
+        transfer = timed(partial(swap, block, 1 - rank), threads=1)
         before = replace(TOTALS)
         ring = timed(attention, threads=1)
     assert TOTALS.sent_bytes - before.sent_bytes == block.nbytes, "a hop sends its whole block once"
@@ -252,6 +240,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        _serve(int(sys.argv[2]), sys.argv[3])
+        serve(int(sys.argv[2]), 2, sys.argv[3], _answer)
     else:
         main()

@@ -39,9 +39,9 @@ class Hosts:
                     f"read go && ip link set lo up && ip address add 10.0.0.{rank + 1}/24 dev {LINK} && "
                     f'ip link set {LINK} up && exec "$@"'
                 )
-                namespaces = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+                unshare = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
                 process = subprocess.Popen(
-                    [*namespaces, "sh", "-c", script, "sh", *torchrun, *self._command],
+                    [*unshare, "sh", "-c", script, "sh", *torchrun, *self._command],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=stack.enter_context(log.open("ab")),
