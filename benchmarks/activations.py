@@ -25,7 +25,7 @@ import ringspan as rs
 from ringspan.bench.machine import describe_machine
 from ringspan.bench.pictures import category_picture
 from ringspan.bench.step import StepCase, small_llama
-from ringspan.bench.timing import timed
+from ringspan.bench.timing import timed, timed_in_turns
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.plan.dryrun import trace
 from ringspan.plan.setting import Setting
@@ -126,13 +126,7 @@ def _steps(case: StepCase, options: dict[str, dict[str, Any]]) -> dict[str, Any]
 
 
 def _time_steps(case: StepCase, options: dict[str, dict[str, Any]], repeats: int) -> dict[str, Any]:
-    seconds: dict[str, list[float]] = {name: [] for name in options}
-    steps = _steps(case, options)
-    for repeat in range(repeats + 1):
-        for name, step in steps.items():
-            took = timed(step, threads=1)
-            if repeat:  # the first round warms up
-                seconds[name].append(took)
+    seconds = timed_in_turns(_steps(case, options), repeats, threads=1)
     first = next(iter(seconds.values()))
     return {
         name: {
@@ -154,12 +148,8 @@ def _time_kept(case: StepCase, repeats: int) -> dict[str, float]:
             for _ in range(case.layers):
                 rs.ring_attention(q, k, v)
 
-    shares: list[float] = []
-    for repeat in range(repeats + 1):
-        full, attention = (timed(step, threads=1) for step in steps.values())
-        forward = timed(ring_forward, threads=1)
-        if repeat:
-            shares.append((full - attention) / forward)
+    seconds = timed_in_turns(steps | {"forward": ring_forward}, repeats, threads=1)
+    shares = [(full - attention) / forward for full, attention, forward in zip(*seconds.values(), strict=True)]
     return {"saved_share_of_ring_forward": median(shares), "least": min(shares), "most": max(shares)}
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import ringspan as rs
 from ringspan.bench.machine import describe_machine
-from ringspan.bench.timing import timed
+from ringspan.bench.timing import timed_in_turns
 from ringspan.core.layout import LAYOUT_NAMES
 from ringspan.core.schedule import plan
 from ringspan.torch.exchange import TOTALS
@@ -39,12 +39,8 @@ def measure_window(length: int, window: int, heads: int, repeats: int) -> dict[s
     layout = rs.Layout("zigzag", length, RANKS)
     masks = {"causal": rs.causal(), "window": rs.sliding_window(window)}
     tensors = _tensors(layout, heads)
-    seconds: dict[str, list[float]] = {name: [] for name in masks}
-    for repeat in range(repeats + 1):
-        for name, mask in masks.items():
-            found = timed(partial(_both, layout, mask, tensors), threads=1)
-            if repeat:  # the first round warms up
-                seconds[name].append(found)
+    both = {name: partial(_both, layout, mask, tensors) for name, mask in masks.items()}
+    seconds = timed_in_turns(both, repeats, threads=1)
     pairs = {name: sum(plan(layout, mask, rank).num_pairs for rank in range(RANKS)) for name, mask in masks.items()}
     return {
         **{f"{name}_seconds": median(found) for name, found in seconds.items()},
@@ -78,13 +74,8 @@ def measure_documents(length: int, count: int, heads: int, repeats: int) -> dict
         "documents": (rs.Layout("zigzag", length, RANKS), rs.documents(lengths.tolist())),
         "one": (rs.Layout("zigzag", one, RANKS), rs.causal()),
     }
-    tensors = {name: _tensors(layout, heads) for name, (layout, _) in cases.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for repeat in range(repeats + 1):
-        for name, (layout, mask) in cases.items():
-            found = timed(partial(_both, layout, mask, tensors[name]), threads=1)
-            if repeat:
-                seconds[name].append(found)
+    both = {name: partial(_both, layout, mask, _tensors(layout, heads)) for name, (layout, mask) in cases.items()}
+    seconds = timed_in_turns(both, repeats, threads=1)
     ratio = median(a / b for a, b in zip(seconds["documents"], seconds["one"], strict=True))
     return {**{f"{name}_seconds": median(found) for name, found in seconds.items()}, "ratio": ratio, "one_length": one}
 

@@ -54,6 +54,12 @@ def rank_command(module: str, rank: int, folder: str) -> list[str]:
     return [sys.executable, "-m", module, "--rank", str(rank), folder]
 
 
+def link(one: tuple[str, int], other: tuple[str, int]) -> None:
+    """Join the namespaces of two processes: the name of either end of the link, and its process."""
+    first, second = (["name", name, "netns", str(pid)] for name, pid in (one, other))
+    run("ip", "link", "add", *first, "type", "veth", "peer", *second)
+
+
 def ask(ranks: list["subprocess.Popen[str]"], question: Any) -> Any:
     """Ask every rank the same; what the first answers, when all have answered. Both are JSON."""
     for process in ranks:

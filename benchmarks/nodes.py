@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,9 +29,9 @@ from torch import Tensor
 
 import ringspan as rs
 from benchmarks import namespaces
-from benchmarks.namespaces import LINK, ask, namespaced, path, rank_command, run, serve, swap
+from benchmarks.namespaces import LINK, ask, link, namespaced, path, rank_command, run, serve, swap
 from ringspan.bench.machine import describe_machine
-from ringspan.bench.timing import timed
+from ringspan.bench.timing import timed_in_turns
 from ringspan.core.choice import choose_route
 from ringspan.core.timing import Shape, Speeds, pair_flops, passes, slowest
 
@@ -87,10 +87,8 @@ def measure(cases: list[Case]) -> list[dict[str, Any]]:
         commands = (rank_command("benchmarks.nodes", rank, folder) for rank in range(RANKS))
         ranks = [stack.enter_context(namespaced(command)) for command in commands]
         for rank, process in enumerate(ranks):
-            port = f"port{rank}"
-            ends = ["name", port, "netns", str(switch.pid)], ["name", LINK, "netns", str(process.pid)]
-            run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-            run(*inside, "ip", "link", "set", port, "master", "switch", "up")
+            link((f"port{rank}", switch.pid), (LINK, process.pid))
+            run(*inside, "ip", "link", "set", f"port{rank}", "master", "switch", "up")
         results = ask(ranks, [asdict(case) for case in cases])
         return [asdict(case) | result for case, result in zip(cases, results, strict=True)]
 
@@ -154,13 +152,7 @@ def _measure(case: Case, rank: int, alone: Any) -> dict[str, Any]:
     }
     for route in ROUTES:
         timings[f"{route} forward"], timings[f"{route} both"] = partial(forward, route), partial(both, route)
-    seconds: dict[str, list[float]] = {name: [] for name in timings}
-    for repeat in range(case.repeats + 1):
-        for name, function in timings.items():
-            found = timed(function, threads=1)
-            if repeat:  # the first round warms up
-                seconds[name].append(found)
-    medians = {name: median(found) for name, found in seconds.items()}
+    medians = {name: median(found) for name, found in timed_in_turns(timings, case.repeats, threads=1).items()}
     flops = case.layout.tokens_per_rank**2 * pair_flops(case.shape, is_backward=False) / medians["whole"]
     speeds = Speeds(flops, block.nbytes / medians["inside"], block.nbytes / medians["between"], PER_NODE)
     routes = {}
@@ -191,7 +183,7 @@ def main() -> None:
         sys.exit(f"nodes: {reason}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the ranks are ended then too
     chosen = [Case(gigabits=gigabits) for gigabits in options.gigabits] or CASES
-    cases = [Case(**asdict(case) | {"repeats": options.repeats}) for case in chosen]
+    cases = [replace(case, repeats=options.repeats) for case in chosen]
     results = measure(cases)
     command = shlex.join(["python", "-m", "benchmarks.nodes", *sys.argv[1:]])
     row = {"command": command, "result": {"cases": results, "machine": describe_machine()}}

@@ -31,7 +31,7 @@ from matplotlib import pyplot
 
 import ringspan as rs
 from benchmarks import namespaces
-from benchmarks.namespaces import LINK, ask, namespaced, path, rank_command, run, serve, swap
+from benchmarks.namespaces import LINK, ask, link, namespaced, path, rank_command, run, serve, swap
 from ringspan.bench.machine import describe_machine
 from ringspan.bench.timing import timed
 from ringspan.torch.exchange import TOTALS
@@ -86,8 +86,8 @@ def measure(sweeps: list[Sweep]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="ringspan-overlap-") as folder, ExitStack() as stack:
         commands = (rank_command("benchmarks.overlap", rank, folder) for rank in range(2))
         ranks = [stack.enter_context(namespaced(command)) for command in commands]
-        ends = [["netns", str(process.pid)] for process in ranks]
-        run("ip", "link", "add", "name", LINK, *ends[0], "type", "veth", "peer", "name", LINK, *ends[1])
+        one, other = ((LINK, process.pid) for process in ranks)
+        link(one, other)
         results = ask(ranks, [asdict(sweep) for sweep in sweeps])
         return [asdict(sweep) | result for sweep, result in zip(sweeps, results, strict=True)]
 

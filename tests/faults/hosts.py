@@ -51,8 +51,8 @@ class Hosts:
                 self._stack.callback(process.wait)
                 self._stack.callback(process.kill)
                 self.processes.append(process)
-            ends = [["netns", str(self._namespace(process))] for process in self.processes]
-            namespaces.run("ip", "link", "add", "name", LINK, *ends[0], "type", "veth", "peer", "name", LINK, *ends[1])
+            one, other = ((LINK, self._namespace(process)) for process in self.processes)
+            namespaces.link(one, other)
             for process in self.processes:
                 assert process.stdin is not None
                 process.stdin.write(b"go\n")

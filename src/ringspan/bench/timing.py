@@ -1,7 +1,7 @@
 """Fair timing among ranks: from a common start to the slowest rank's end."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,3 +25,11 @@ def timed(function: Callable[[], Any] | None, *, threads: int) -> float:
     torch.set_num_threads(1)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
+
+
+def timed_in_turns(functions: Mapping[str, Callable[[], Any]], repeats: int, *, threads: int) -> dict[str, list[float]]:
+    """``timed`` of each function in each of some rounds, after one round that warms up."""
+    rounds = [
+        {name: timed(function, threads=threads) for name, function in functions.items()} for _ in range(repeats + 1)
+    ]
+    return {name: [found[name] for found in rounds[1:]] for name in functions}

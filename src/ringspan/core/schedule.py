@@ -150,8 +150,7 @@ def arrivals(layout: Layout, mask: Mask, key_layout: Layout, route: Route) -> tu
     """
     travel = _travel(layout, key_layout, mask, route)
     way = travel.itinerary
-    tokens = np.maximum(-travel.carried.sum(-1), 0).sum(-1)
-    return way.source, np.take_along_axis(tokens, way.owner, 1)
+    return way.source, np.take_along_axis(_sizes(travel.carried).sum(-1), way.owner, 1)
 
 
 def _part(half: int, tokens: int) -> tuple[int, int]:
@@ -224,7 +223,7 @@ def _travel(layout: Layout, keys: Layout, mask: Mask, route: Route) -> _Travel:
     needed, tile_pairs = _needed(layout, keys, mask, route.passes_queries)
     tokens = (layout if route.passes_queries else keys).tokens_per_rank
     journeys = (_journey(needed, way, tokens, tile_pairs) for way in route.itineraries(layout.ranks))
-    return min(journeys, key=lambda travel: _sizes(travel.carried))
+    return min(journeys, key=lambda travel: int(_sizes(travel.carried).sum()))
 
 
 def _journey(needed: IntArray, way: Itinerary, tokens: int, tile_pairs: int) -> _Travel:
@@ -314,8 +313,9 @@ def _overlap(a: IntArray, b: IntArray) -> IntArray:
     return np.where(both.sum(-1, keepdims=True) < 0, both, _NOTHING)
 
 
-def _sizes(hulls: IntArray) -> int:
-    return int(np.maximum(-hulls.sum(-1), 0).sum())
+def _sizes(hulls: IntArray) -> IntArray:
+    """Indices in each hull."""
+    return np.maximum(-hulls.sum(-1), 0)
 
 
 def _listed(hulls: IntArray) -> list[Ranges]:
