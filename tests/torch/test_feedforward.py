@@ -173,6 +173,17 @@ def test_a_module_that_mixes_tokens_is_refused_by_name(how):
     assert mixes_tokens(Mixing("none").to("meta"), 8) == "", "tried on weights made up for it"
 
 
+def test_one_that_is_random_in_training_is_refused_whatever_its_mode():
+    """As ``from_pretrained`` leaves it, a model is in evaluation, where a mixture's jitter does not show."""
+    model = build("mixtral", num_local_experts=4, router_jitter_noise=0.1).eval()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with pytest.raises(rs.UnsupportedError, match=r"layers\.0.*mlp is random in training"):
+        chunk_feedforwards(model, 4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(module.training for module in model.modules())
+
+
 def test_what_has_no_feedforward_in_one_piece_is_refused_by_name():
     with pytest.raises(rs.UnsupportedError, match=r"OPTForCausalLM.*layers\.0.*fc1 is a part of a feed-forward"):
         find_feedforwards(build("opt", ffn_dim=96))

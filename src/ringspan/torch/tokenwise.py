@@ -8,6 +8,7 @@ Such a module can run on a block of tokens at a time and again, a block at a tim
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ def kind_of(module: nn.Module) -> Any:
 
 @torch.no_grad()
 def mixes_tokens(module: nn.Module, size: int) -> str:
-    """Try the module on tokens together, apart, in another order and all alike: why it cannot run in blocks, or
-    nothing.
+    """Try the module, as it trains, on tokens together, again, apart, in another order and all alike: why it cannot run
+    in blocks, or nothing.
     """
     parameters = list(module.parameters())
     generator = torch.Generator().manual_seed(0)
@@ -58,19 +59,41 @@ def mixes_tokens(module: nn.Module, size: int) -> str:
     tokens = torch.randn(2, PROBE_TOKENS, size, generator=generator).to(like)
     tokens[1] = tokens[0, 0]  # one row of equal tokens, which a router sends to the same experts
     order = torch.randperm(PROBE_TOKENS, generator=generator).to(like.device)
-    try:
-        whole = module(tokens)
-    except Exception as error:  # whatever it raises: it does not take hidden states alone
-        return f"does not take hidden states alone ({type(error).__name__})"
-    whole = hidden_of(whole)
-    if not isinstance(whole, Tensor) or whole.shape != tokens.shape or whole.dtype != tokens.dtype:
-        return "does not give hidden states"
-    apart = torch.cat([hidden_of(module(tokens[:1, i : i + 1])) for i in range(PROBE_TOKENS)], 1)
-    others = [whole[:1] - apart, whole[:, order] - hidden_of(module(tokens[:, order])), whole[1] - whole[0, 0]]
+
+    def run(tokens: Tensor) -> Any:
+        return hidden_of(module(tokens.clone()))  # some write into what they are given
+
+    with _training(module):
+        try:
+            whole = run(tokens)
+        except Exception as error:  # whatever it raises: it does not take hidden states alone
+            return f"does not take hidden states alone ({type(error).__name__})"
+        if not isinstance(whole, Tensor) or whole.shape != tokens.shape or whole.dtype != tokens.dtype:
+            return "does not give hidden states"
+        again = run(tokens)
+        apart = torch.cat([run(tokens[:1, i : i + 1]) for i in range(PROBE_TOKENS)], 1)
+        in_order = run(tokens[:, order])
     bound = max(1e-5, 8 * torch.finfo(like.dtype).eps) * whole.abs().max()
+    if not bool((whole - again).abs().max() <= bound):
+        return "is random in training, and would be so anew when its blocks are computed again"
+    others = [whole[:1] - apart, whole[:, order] - in_order, whole[1] - whole[0, 0]]
     if not all(bool(difference.abs().max() <= bound) for difference in others):
         return "mixes tokens"
     return ""
+
+
+@contextmanager
+def _training(module: nn.Module) -> Iterator[None]:
+    """While this context is active the module trains; its modes and the random numbers to come are as they were."""
+    modes = [(part, part.training) for part in module.modules()]
+    device = next(module.parameters()).device
+    try:
+        module.train()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 class Blockwise:
