@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ringspan.cli.main import main
 from ringspan.train.config import OptimizerConfig, TrainConfig, parse_config
-from ringspan.train.job import learning_rate
+from ringspan.train.job import learning_rate, prepare
 from ringspan.train.loop import train
 
 
@@ -62,6 +62,22 @@ def losses(run: Path) -> list[float]:
 
 def train_on(mesh, config):
     return train(config)
+
+
+def drawn(mesh, config):
+    """The first random number and the sum of the weights that a rank has, ready to step."""
+    job = prepare(config)
+    weights = sum(float(p.detach().full_tensor().double().sum()) for p in job.model.parameters())
+    return float(torch.rand(())), weights
+
+
+def test_ranks_draw_random_numbers_of_their_own_from_the_seed(pool, text):
+    """What dropout takes from the tokens of one rank, it need not take from those of another."""
+    first, again = (pool.run(drawn, 4, settings(text, "drawn", mesh={"ring": 2, "replicate": 2})) for _ in range(2))
+    other = pool.run(drawn, 4, settings(text, "drawn", mesh={"ring": 2, "replicate": 2}, seed=1))
+    assert first == again
+    assert len({number for number, _ in first + other}) == 8
+    assert len({weights for _, weights in first}) == 1
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from ringspan.train.guard import Guard, Verdict
 from ringspan.train.metrics import StepMetrics, measure_flops, peak_bytes
 from ringspan.train.model import build_model, flops_per_token, load_model_config, load_tokenizer, num_matmul_parameters
 from ringspan.train.optimizer import build_optimizer, set_learning_rate
+from ringspan.train.resume import begin_random_numbers
 
 
 @dataclass(kw_only=True)
@@ -135,6 +136,7 @@ def prepare(config: TrainConfig) -> Job:
         "eval_sequences": len(data.eval or ()),
         "peak_flops": _sum_over_ranks(measure_flops(device, dtype), device),
     }
+    begin_random_numbers(config.seed)  # the last thing: what is measured above draws some
     return Job(
         config=config,
         device=device,

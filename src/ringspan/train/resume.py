@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -96,6 +97,14 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
+def begin_random_numbers(*numbers: int) -> None:
+    """Let random numbers begin anew, a function of these numbers and of the rank: what one rank drops from its tokens
+    says nothing of what another one does.
+    """
+    [seed] = np.random.SeedSequence([*numbers, dist.get_rank()]).generate_state(1)
+    torch.manual_seed(int(seed))
+
+
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
     """Go on with the random numbers after those of ``random_state``."""
     torch.set_rng_state(state["random/cpu"])
@@ -113,7 +122,7 @@ def restore(
 ) -> None:
     """Put model, optimizer and random numbers into the state of a checkpoint that was checked.
 
-    With another number of ranks, their random numbers begin anew, from the seed of the checkpoint's step.
+    With another number of ranks, their random numbers begin anew, from the checkpoint's step.
 
     Raises:
         CheckpointError: on every rank, when the checkpoint is of another model.
@@ -128,7 +137,7 @@ def restore(
     if same:
         set_random_state(random, device)
     else:
-        torch.manual_seed(manifest.step * dist.get_world_size() + dist.get_rank())
+        begin_random_numbers(manifest.step, dist.get_world_size())
 
 
 def _read_record(config: TrainConfig) -> RunRecord:
