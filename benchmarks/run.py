@@ -31,6 +31,17 @@ COMMANDS = {
         "ringspan bench context --budget 4e9 --options off --dtype bfloat16 --json",
         "ringspan bench context --budget 16e9 --options off --dtype bfloat16 --json",
         "ringspan bench context --budget 4e9 --options on --dtype bfloat16 --start 61696 --trials 1 --json",
+        "ringspan bench context --budget 4e9 --options on --dtype bfloat16 --start 16384 --trials 1 --json",
+        *(
+            f"ringspan bench context --budget {budget} --options {options} --dtype bfloat16 --start {start} --trials 1 "
+            f"--rows-in {rows_in} --json"
+            for budget, options, start, rows_in in (
+                ("4e9", "on", 16384, 64),
+                ("4e9", "on", 61696, 64),
+                ("16e9", "off", 23946, 1024),
+                ("16e9", "on", 383136, 1024),
+            )
+        ),
     ],
     "memory": ["ringspan bench memory --length 8192 --rings 1,2,4 --json"],
 }

@@ -146,6 +146,7 @@ def test_a_small_context_is_found(monkeypatch):
         start_tokens=256,
         max_length=300,
         max_trials=2,
+        rows_in=3,
     )
     result = run(case)
     assert 256 <= result["max_length_tokens"] <= 300 and result["step_seconds"] > 0

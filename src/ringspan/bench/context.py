@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from ringspan.bench.machine import describe_machine
+from ringspan.bench.thin import thin_attention
 from ringspan.core.errors import ConfigError
 from ringspan.core.layout import LayoutName
 from ringspan.torch.batch import shard_batch
@@ -36,7 +37,10 @@ OPTIONS: Final[dict[OptionsName, dict[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ContextCase:
-    """A model, a ring and a budget for all of its ranks together; ``max_trials`` steps are tried at most."""
+    """A model, a ring and a budget for all of its ranks together; ``max_trials`` steps are tried at most.
+
+    ``rows_in`` above 1 computes one row in so many of attention (``ringspan.bench.thin``), on a CPU alone.
+    """
 
     ranks: int = 2
     budget_bytes: int = 16 * 10**9
@@ -51,6 +55,7 @@ class ContextCase:
     start_tokens: int = 1024
     max_length: int = 1 << 24
     max_trials: int = 8
+    rows_in: int = 1
 
 
 def run(case: ContextCase) -> dict[str, Any]:
@@ -60,8 +65,10 @@ def run(case: ContextCase) -> dict[str, Any]:
     budget; it stays between the longest that fitted and the shortest that did not.
 
     Raises:
-        ConfigError: not even ``start_tokens`` fit.
+        ConfigError: not even ``start_tokens`` fit, or attention is to be thinned on a device that is no CPU.
     """
+    if case.rows_in > 1 and local_device().type != "cpu":
+        raise ConfigError(f"--rows-in {case.rows_in}: attention is thinned on a CPU alone; leave it out")
     trials: list[dict[str, Any]] = []
     length = case.start_tokens
     while length and len(trials) < case.max_trials:
@@ -132,6 +139,8 @@ def _measure(case: ContextCase, length: int) -> dict[str, Any]:
         # A length that is far too long fails here, rather than by what the system does to the machine's programs.
         limit = int(1.5 * case.budget_bytes / case.ranks) + (2 << 30)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    if case.rows_in > 1:
+        thin_attention(case.rows_in)
     mesh = init_mesh(ring=case.ranks)
     model = parallelize(_llama(case, length), mesh, layout=case.layout, **OPTIONS[case.options])
     parameters = sum(p.numel() for p in model.parameters())
@@ -145,8 +154,8 @@ def _measure(case: ContextCase, length: int) -> dict[str, Any]:
     optimizer.step()
     synchronize(device)
     seconds = time.perf_counter() - started
-    if not math.isfinite(float(loss)):
-        raise AssertionError(f"the loss of {length} tokens is {float(loss)}")
+    if not math.isfinite(loss := float(loss.detach())):
+        raise AssertionError(f"the loss of {length} tokens is {loss}")
     return {"peak_bytes": peak_bytes(device), "step_seconds": seconds, "parameters": parameters}
 
 

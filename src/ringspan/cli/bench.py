@@ -250,6 +250,10 @@ def context(
     trials: Annotated[int, typer.Option(min=1, help="Steps to try at most; time grows as their lengths squared.")] = 8,
     start: Annotated[int, typer.Option(min=1, help="Length to try first.")] = 1024,
     max_length: Annotated[int, typer.Option(min=1024, help="Longest sequence to try.")] = 1 << 24,
+    rows_in: Annotated[
+        int,
+        typer.Option(min=1, help="Compute one row in so many of attention (CPU): a step's memory without its time."),
+    ] = 1,
     as_json: Json = False,
 ) -> None:
     """The longest sequence on which a Llama (100M parameters) takes a whole training step within a memory budget."""
@@ -275,6 +279,7 @@ def context(
             start_tokens=start,
             max_trials=trials,
             max_length=max_length,
+            rows_in=rows_in,
         )
     )
     if as_json:
@@ -284,7 +289,8 @@ def context(
         [f"{trial['length']:,}", f"{trial['peak_bytes'] / 2**30:.2f}", f"{trial['step_seconds']:.1f}"]
         for trial in result["trials"]
     ]
-    _table(f"{result['parameters']:,} parameters, options {options}", ["tokens", "GiB in all", "step s"], rows)
+    seconds = "step s" if rows_in == 1 else f"step s, attention of one row in {rows_in}"
+    _table(f"{result['parameters']:,} parameters, options {options}", ["tokens", "GiB in all", seconds], rows)
     print(f"longest: {result['max_length_tokens']:,} tokens in {result['budget_bytes']:,} bytes")
 
 
