@@ -87,6 +87,18 @@ def test_few_queries_travel_to_many_keys_of_their_own_accord(pool, layout):
     assert sent["auto"] == sent["pass-q"] < sent["ring"] / 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_casts_what_it_casts_for_sdpa(dtype):
+    q, k, v, _ = (x.requires_grad_() for x in tensors(12, dtype=dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        values = v if dtype == torch.float64 else v.bfloat16()  # as a projection leaves them, and not the rotation
+        out = rs.ring_attention(q, k, values)
+        expected = scaled_dot_product_attention(q, k, values, is_causal=True, enable_gqa=True)
+    assert out.dtype == expected.dtype == (dtype if dtype == torch.float64 else torch.bfloat16)
+    assert relative(out, expected) < 5e-3
+    assert all(x.dtype == dtype for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
 def unequal(mesh, what):
     group = mesh["ring"].get_group()
     rank = dist.get_rank(group)

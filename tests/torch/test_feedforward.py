@@ -56,6 +56,22 @@ def test_any_model_has_the_same_loss_and_gradients_in_chunks(kind, changes):
             assert relative(others[name], expected) < 1e-6, name
 
 
+def test_blocks_are_computed_again_in_the_autocast_of_the_forward_pass():
+    """Backward runs outside of the context, as PyTorch's own training loops have it."""
+    model = build("llama").train()
+    feedforwards: list[Any] = find_feedforwards(model)
+    chunk_feedforwards(model, 5)
+    seen: list[tuple[bool, torch.dtype]] = []
+    for module in feedforwards:
+        module.act_fn.register_forward_hook(lambda _, __, out: seen.append((torch.is_grad_enabled(), out.dtype)))
+    ids = tokens(2, 19)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert {again for again, _ in seen} == {False, True}
+    assert {dtype for _, dtype in seen} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize(("kind", "layer_runs"), [("llama", 2), ("gemma3_text", 3)])
 def test_a_checkpointed_layer_runs_its_feedforward_no_more_often_than_it_must(kind, layer_runs):
     """Once forward and once in backward; a norm behind it needs its result again."""

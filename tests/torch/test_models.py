@@ -187,6 +187,36 @@ def test_computing_in_bfloat16_keeps_float32_weights_and_gradients(pool):
             assert relative(gradient, expected["gradients"][name]) < 5e-2, name
 
 
+def autocast_step(mesh: DeviceMesh, inside: bool, options: dict[str, Any]) -> Any:
+    model = rs.parallelize(build("llama"), mesh, **options)
+    ids = tokens(1, 64)
+    batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch).loss
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    return loss.detach(), whole_gradients(model)
+
+
+CHUNKS: dict[str, Any] = {"feedforward_chunk_tokens": 5, "norm_chunk_tokens": 7, "loss_chunk_tokens": 9}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize(
+    "options", [{"checkpoint": "none"}, CHUNKS | {"layers_per_checkpoint": 2}], ids=["plain", "all"]
+)
+def test_autocast_computes_in_bfloat16_and_loses_no_gradient(pool, inside, options):
+    """``q`` and ``k`` come out of the rotation in float32 there, ``v`` in bfloat16."""
+    expected = one_step("llama", 64, 1)
+    for loss, gradients in pool.run(autocast_step, 2, inside, options):
+        assert 1e-7 < relative(loss, expected["loss"]) < 5e-3
+        for name, gradient in gradients.items():
+            assert gradient is not None and gradient.dtype == torch.float32, name
+            assert relative(gradient, expected["gradients"][name]) < 5e-2, name
+
+
 def unequal_lengths(mesh: DeviceMesh) -> None:
     model = rs.parallelize(build("llama"), mesh)
     for lengths in ((16, 16), (24, 24), (16, 24)):  # the last: both known to the ring, but not the same

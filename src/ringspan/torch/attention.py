@@ -65,8 +65,8 @@ def ring_attention(
     alike.
 
     On the gathered tensors it equals, for GQA too,
-    ``scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)``; a query that may see
-    nothing gives 0.
+    ``scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)``, under autocast too; a
+    query that may see nothing gives 0.
 
     Args:
         q: local queries (B, H, T, D), in the order of the layout. float32, float64 or bfloat16; float16 on CUDA.
@@ -92,7 +92,7 @@ def ring_attention(
             cpu, reference, or ``auto``, the fastest that serves. One that cannot serve is refused.
 
     Returns:
-        The local part of the result (B, H, T, E), in q's dtype.
+        The local part of the result (B, H, T, E), in q's dtype, or that of autocast.
 
     Raises:
         UnsupportedError: shapes, dtypes or a device that this cannot run on, before any communication.
@@ -101,6 +101,7 @@ def ring_attention(
 
     Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
     """
+    q, k, v = _in_autocast(q, k, v)
     check_tensors(q, k, v)
     check_wire(wire, gradient_wire)
     kernels.check_name(kernel)
@@ -123,6 +124,15 @@ def ring_attention(
     wires = wire, gradient_wire
     out, _ = _forward(q, k, v, sinks, slopes, scale, softcap, mask.spec, *lengths, route, *wires, kernel, name)
     return out
+
+
+def _in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as autocast wants them for PyTorch's own attention: in its dtype, but for float64."""
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch import attention as attention  # registers the ring's operator
-from ringspan.torch.modules import hidden_of
+from ringspan.torch.modules import autocast_now, hidden_of
 from ringspan.torch.offload import Store
 
 RING: Final = torch.ops.ringspan.ring_attention.default
@@ -154,15 +154,11 @@ def _surroundings(hidden: Tensor) -> Callable[[], Any]:
     kind = hidden.device.type
     cpu_state = torch.get_rng_state()
     devices, states = get_device_states(hidden)
-    casts = {
-        "dtype": torch.get_autocast_dtype(kind),
-        "enabled": torch.is_autocast_enabled(kind),
-        "cache_enabled": torch.is_autocast_cache_enabled(),
-    }
+    autocast = autocast_now(kind)
 
     @contextmanager
     def surroundings() -> Iterator[None]:
-        with torch.random.fork_rng(devices, device_type=kind), torch.autocast(kind, **casts):
+        with torch.random.fork_rng(devices, device_type=kind), autocast():
             torch.set_rng_state(cpu_state)
             set_device_states(devices, states, device_type=kind)
             yield

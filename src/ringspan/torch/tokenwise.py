@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.torch.modules import hidden_of, local_part, mix_in
+from ringspan.torch.modules import autocast_now, hidden_of, local_part, mix_in
 
 # Tokens of the probe: enough for a router that fills experts to a capacity to drop some when all choose alike.
 PROBE_TOKENS = 24
@@ -139,6 +139,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, run: Any, chunk_tokens: int, module: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.run, ctx.chunk_tokens, ctx.module = run, chunk_tokens, module
+        ctx.autocast = autocast_now(hidden.device.type)
         return hidden.view_as(hidden)
 
     @staticmethod
@@ -150,12 +151,13 @@ class _Recomputed(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(parameters)
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[3] else None
         for rows in _blocks(hidden, ctx.chunk_tokens):
-            with torch.enable_grad():
+            with torch.enable_grad(), ctx.autocast():
                 chunk = hidden[:, rows].detach().requires_grad_(d_hidden is not None)
                 out = ctx.run(chunk)
             wanted = [chunk, *parameters] if d_hidden is not None else parameters
-            parts: list[Tensor | None] = list(torch.autograd.grad(out, wanted, d_out[:, rows], allow_unused=True))
-            del out
+            d_chunk_out = d_out[:, rows].to(out.dtype)  # autocast gives its own, and the results a place of another
+            parts: list[Tensor | None] = list(torch.autograd.grad(out, wanted, d_chunk_out, allow_unused=True))
+            del out, d_chunk_out
             if d_hidden is not None:
                 d_chunk = parts.pop(0)
                 d_hidden[:, rows] = 0 if d_chunk is None else d_chunk
