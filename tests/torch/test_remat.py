@@ -1,5 +1,7 @@
 """What is kept, computed again, chunked and offloaded changes no loss and no gradient: each alone and all together."""
 
+import resource
+import signal
 from typing import Any
 from unittest import mock
 
@@ -148,6 +150,21 @@ def test_what_was_put_away_before_is_fetched_ahead(tmp_path, monkeypatch):
 def test_a_folder_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         Store(min_bytes=1, folder=str(tmp_path / "nowhere")).put(torch.zeros(4))
+
+
+def test_a_disk_without_room_is_an_error(tmp_path):
+    """Not a bus error: a limit on the size of files stands for the end of the disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    store, handler = Store(min_bytes=1, folder=str(tmp_path)), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(rs.ConfigError, match=r"no room for 4,194,304 bytes in .*set TMPDIR"):
+            store.put(torch.zeros(1 << 20))
+        small = torch.randn(1 << 10)
+        assert torch.equal(store.get(store.put(small)), small)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ On the CPU it goes to memory-mapped files, whose pages the system may write out 
 """
 
 import mmap
+import os
 import tempfile
 import weakref
 from typing import Any, ClassVar, Final, Literal, cast, get_args
@@ -101,7 +102,7 @@ class _Mapped(_Parked):
     def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:
         super().__init__(before)
         with tempfile.TemporaryFile(prefix="ringspan-offload-", dir=folder) as file:
-            file.truncate(tensor.nbytes)
+            _reserve(file.fileno(), tensor.nbytes, folder)
             self._map = mmap.mmap(file.fileno(), tensor.nbytes)
         self._view = torch.frombuffer(self._map, dtype=tensor.dtype).view(tensor.shape)
         self._view.copy_(tensor.detach())
@@ -118,6 +119,22 @@ class _Mapped(_Parked):
     def _advise(self, advice: str) -> None:
         if hasattr(mmap, advice):
             self._map.madvise(getattr(mmap, advice))
+
+
+def _reserve(file: int, num_bytes: int, folder: str | None) -> None:
+    """Give a file its size, and room on its disk, where the system can say that there is none: a page of a map that
+    cannot be written ends the process without a word.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        os.truncate(file, num_bytes)
+        return
+    try:
+        os.posix_fallocate(file, 0, num_bytes)
+    except OSError as error:
+        raise ConfigError(
+            f"offload: no room for {num_bytes:,} bytes in {folder or tempfile.gettempdir()} ({error.strerror}); "
+            "set TMPDIR to a folder on a disk with more"
+        ) from error
 
 
 class _Pinned(_Parked):
