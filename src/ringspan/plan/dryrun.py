@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -20,7 +21,7 @@ from ringspan.core.layout import Layout
 from ringspan.plan.planner import Plan
 from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import ModelShape
-from ringspan.plan.tracker import MemoryTracker, Moment, train_step
+from ringspan.plan.tracker import MemoryTracker, Moment, end_step, train_step
 from ringspan.torch import attention, offload, tokenwise
 from ringspan.torch.batch import shard_batch
 from ringspan.torch.mesh import make_mesh
@@ -30,7 +31,6 @@ from ringspan.torch.optimizer import HostAdamW
 from ringspan.torch.remat import checkpoint_name
 from ringspan.torch.support import refuse_config
 
-_SETTLING_TOKENS: Final = 16  # of a rank in a first step, in which the optimizer makes its state and DTensor its plans
 _TIMELINE_MOMENTS: Final = 400
 
 
@@ -70,8 +70,7 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: 
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
         model, optimizer, batch = prepare(model, mesh, setting, **options)
         tracker.watch_model(model)
-        short = replace(setting, length=_SETTLING_TOKENS * setting.ring)
-        watch_step(tracker, model, optimizer, _batch(model, mesh, short))
+        _settle(tracker, model, optimizer)
         watch_step(tracker, model, optimizer, batch)
     return Trace(rank, tuple(tracker.moments))
 
@@ -99,6 +98,19 @@ def prepare(
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=setting.on_gpu)
     return model, optimizer, _batch(model, mesh, setting)
+
+
+def _settle(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Do what only a first step does, without its passes: FSDP pads and gathers parameters, the optimizer makes its
+    state and DTensor its plans.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    end_step(tracker, model, optimizer)
 
 
 def watch_step(

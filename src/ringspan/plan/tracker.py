@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.torch import attention
@@ -227,6 +226,11 @@ def train_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimi
     loss.backward()
     tracker.claim_gradients()
     tracker.phase = "optimizer"
+    end_step(tracker, model, optimizer)
+
+
+def end_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """What a step does when the gradients are there: clipping, and the optimizer with its state."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     tracker.watch_optimizer(optimizer)
@@ -247,4 +251,12 @@ _DEVICE_OF: Final = _ops.prim.device.default
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
     """The tensors with storage of their own in an operator's arguments or results."""
-    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor) and type(leaf) is not DTensor)
+    if isinstance(tree, Tensor):
+        if type(tree) is not DTensor:
+            yield tree
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            yield from tensors_of(part)
+    elif isinstance(tree, dict):
+        for part in tree.values():
+            yield from tensors_of(part)
