@@ -38,13 +38,13 @@ class Hop:
 
     Ranges are indices into the owner's own storage. Hop 0 is the rank's own block, which nothing carried here. A
     block's gradient is dk and dv, in the backward pass; of a block of queries it is their partial, in the same pass.
-    ``bands`` are what it computes as few tiles with any band; ``tiles`` the same as tiles that every flash kernel runs.
+    ``bands`` are what it computes as few tiles with any band; ``tiles`` the same as tiles that every flash kernel runs,
+    cut when they are asked for: a planner never does.
     """
 
     index: int
     owner: int
     bands: tuple[Tile, ...]
-    tiles: tuple[Tile, ...]
     arrives: Parcel  # the block, and who sent it
     sends: tuple[tuple[int, Parcel], ...]  # what of this block goes out, and for which hop of whoever gets it
     gradient: Ranges  # held after this hop: what earlier visitors added up and what this rank adds
@@ -53,6 +53,10 @@ class Hop:
     gradient_next: int
     gradient_home: Ranges  # what of it nobody adds to any more: straight to the owner
     comes_home: Parcel  # the part of this rank's own gradient that its visitor of this hop sends home
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        return tuple(tile for band in self.bands for tile in band.split())
 
     @cached_property
     def num_pairs(self) -> int:
@@ -130,7 +134,6 @@ def plan(
                 index=index,
                 owner=owner,
                 bands=bands,
-                tiles=tuple(tile for band in bands for tile in band.split()),
                 arrives=freight.arrives[index],
                 sends=tuple((later, freight.sent[later]) for later in way.sent_at[index]),
                 gradient=freight.gradient[index],

@@ -7,7 +7,7 @@ size.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -66,8 +66,7 @@ class Shape:
         )
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """A forward or backward pass as one rank sees it: when it ends, what it computes, and what arrives on its links."""
 
     seconds: float

@@ -5,7 +5,7 @@ tokens of a rank, C hidden size, H, G heads, D head size, N ranks of the ring, P
 """
 
 from collections import Counter
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Final
 
 from ringspan.core.timing import Pass, Shape, Speeds
@@ -152,14 +152,14 @@ class _LayerTimes:
         )
         passes = [forward, backward]
         if self.attention_again:
-            passes += [forward, Pass(*(self.made_again * cost for cost in astuple(forward)))]
+            passes += [forward, Pass(*(self.made_again * cost for cost in forward))]
         times = 3 + self.made_again
         if self.again:  # the feed-forward's last product need not be computed again; blocks of it need nothing more
             times += 1
         elif setting.feedforward_tokens:
             times += shape.feedforward_parameters / shape.layer_matrix_parameters
         matrices = times * self.matrices(shape.layer_matrix_parameters)
-        attention = Pass(*(sum(column) for column in zip(*map(astuple, passes), strict=True)))
+        attention = Pass(*(sum(column) for column in zip(*passes, strict=True)))
         return self._time(
             matrices + attention.compute_seconds,
             matrices + attention.seconds,

@@ -5,7 +5,7 @@ of ranks; here two rules make a few of them stand for all.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
@@ -55,7 +55,7 @@ def attention_passes(
     """
     if shape.batch > 1:
         one = attention_passes(layout, length, ranks, window, route, replace(shape, batch=1), speeds)
-        forward, backward = (Pass(*(shape.batch * cost for cost in astuple(each))) for each in one)
+        forward, backward = (Pass(*(shape.batch * cost for cost in each)) for each in one)
         return forward, backward
     way = Route.parse(route, ranks)
     split, usual = Layout(layout, length, ranks), Layout(layout, _TOKENS // way.ulysses * ranks, ranks)
@@ -77,7 +77,7 @@ def attention_passes(
 
 
 def _with_bytes(one: Pass, times: float) -> Pass:
-    return replace(one, intra_node_bytes=one.intra_node_bytes * times, inter_node_bytes=one.inter_node_bytes * times)
+    return one._replace(intra_node_bytes=one.intra_node_bytes * times, inter_node_bytes=one.inter_node_bytes * times)
 
 
 def _passes(
@@ -105,6 +105,6 @@ def _passes(
 
     beyond = (groups - large) / (large - small)
     return (
-        Pass(*(a + (a - b) * beyond for a, b in zip(astuple(more), astuple(less), strict=True)))
+        Pass(*(a + (a - b) * beyond for a, b in zip(more, less, strict=True)))
         for more, less in zip(smaller(large), smaller(small), strict=True)
     )
