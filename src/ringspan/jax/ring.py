@@ -80,7 +80,7 @@ def _forward_of_heads(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | N
     size = v.shape[-1]
 
     def compute(block: Array, state: Any, hop: Array | int) -> Any:
-        return kernel.forward(kernel.row(rank, hop), rows, block, state)
+        return _seen(ring, kernel.row(rank, hop), rows, block, state)
 
     def one_hop(block: Array, state: Any, hop: Array) -> tuple[Array, Any]:
         arriving = ring.shift(block, 1)
@@ -122,7 +122,7 @@ def _backward_of_heads(
     keys_values = _packed(k, v)
 
     def compute(block: Array, dq: Array, hop: Array | int) -> tuple[Array, Array]:
-        dq, *added = kernel.backward(kernel.row(rank, hop), rows, block, dout_rows, lse_rows, delta_rows, dq)
+        dq, *added = _differentiated(ring, kernel.row(rank, hop), rows, block, dout_rows, lse_rows, delta_rows, dq)
         return dq, packed(*added)
 
     def one_hop(block: Array, behind: Array, dq: Array, hop: Array) -> tuple[Array, Array, Array]:
@@ -146,6 +146,17 @@ def _backward_of_heads(
         share = jnp.exp(sinks.astype(dtype)[:, None] - lse)  # of the probability that went to the sink
         dsinks = -(share * delta).sum((0, 2)).astype(sinks.dtype)
     return dq.reshape(q.shape).astype(q.dtype), dk, dv, dsinks
+
+
+# Of their own under ``jit``, so that JAX traces one kernel for all hops and layers.
+@partial(jax.jit, static_argnums=0)
+def _seen(ring: Ring, *arrays: Any) -> Any:
+    return ring.kernel.forward(*arrays)
+
+
+@partial(jax.jit, static_argnums=0)
+def _differentiated(ring: Ring, *arrays: Any) -> Any:
+    return ring.kernel.backward(*arrays)
 
 
 def _by_heads(one_group: Callable[..., Any], groups: int, arrays: tuple[Array, ...], sinks: Array | None) -> Any:
