@@ -346,8 +346,8 @@ MUTANTS = [
     Mutant(
         "memory of a message written again while somebody reads it",
         "torch/shared.py",
-        "if not self._outbox.is_marked(slot.start)]",
-        "if True]",
+        "return not self._outbox.is_marked(slot.start)",
+        "return True",
         FREE,
     ),
     Mutant(

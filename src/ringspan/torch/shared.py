@@ -26,6 +26,7 @@ from ringspan.torch.gather import gather
 MAX_RANKS: Final = 64  # of a group that shares memory: a byte each in the line of a slot
 
 _LINE: Final = 64  # bytes before a message: a mark for each rank, in a cache line of their own
+_NO_MARKS: Final = bytes(_LINE)
 _PAGE: Final = mmap.PAGESIZE
 _WORD: Final = 8  # bytes
 _IDLE_CALLS = 256  # a slot that so many allocations passed by gives its memory back when another is needed
@@ -126,18 +127,21 @@ class SharedMemory:
         """The smallest free slot that fits and is not much too large; a new one if there is none."""
         assert self._outbox is not None
         self._calls += 1
-        free = [slot for slot in self._slots if not self._outbox.is_marked(slot.start)]
-        fitting = [slot for slot in free if size <= slot.stop - slot.message <= 2 * size]
+        is_free = self._is_free
+        fitting = [slot for slot in self._slots if size <= slot.stop - slot.message <= 2 * size and is_free(slot)]
         if fitting:
             slot = min(fitting, key=lambda slot: slot.stop - slot.start)
         else:
-            for idle in free:
-                if self._calls - idle.used > _IDLE_CALLS:
-                    self._outbox.discard(idle.start, idle.stop)
-                    self._slots.remove(idle)
+            for idle in [slot for slot in self._slots if self._calls - slot.used > _IDLE_CALLS and is_free(slot)]:
+                self._outbox.discard(idle.start, idle.stop)
+                self._slots.remove(idle)
             slot = self._new_slot(-(-(size + _LINE) // _PAGE) * _PAGE)
         slot.used = self._calls
         return slot
+
+    def _is_free(self, slot: _Slot) -> bool:
+        assert self._outbox is not None
+        return not self._outbox.is_marked(slot.start)
 
     def _new_slot(self, size: int) -> _Slot:
         """A slot in the first gap between the others."""
@@ -180,7 +184,7 @@ class _Memory:
         self._map[start + rank] = is_used
 
     def is_marked(self, start: int) -> bool:
-        return any(self.read(start, _LINE))
+        return self.read(start, _LINE) != _NO_MARKS
 
     def discard(self, start: int, stop: int) -> None:
         """Give the pages back; they read as zeros."""
