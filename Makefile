@@ -33,7 +33,7 @@ ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not alone" --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
-	$(BIN)/pytest -m alone
+	$(BIN)/pytest -m alone $$(grep -rl "mark\.alone" tests --include="test_*.py")
 endif
 
 lint: $(STAMP) ## check style, formatting and types
