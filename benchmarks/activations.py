@@ -22,8 +22,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import ringspan as rs
+from ringspan.bench.charts import category_picture
 from ringspan.bench.machine import describe_machine
-from ringspan.bench.pictures import category_picture
 from ringspan.bench.step import StepCase, small_llama
 from ringspan.bench.timing import timed, timed_in_turns
 from ringspan.core.arguments import FREE_CHUNK_TOKENS

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from ringspan.bench import context
+from ringspan.bench.charts import category_picture
 from ringspan.bench.context import ContextCase, next_length, ran_out_of_memory, run
 from ringspan.bench.memory import held_activations, step_bytes
-from ringspan.bench.pictures import category_picture
 from ringspan.core.choice import num_inputs
 from ringspan.torch import offload
 from ringspan.torch.launch import launch

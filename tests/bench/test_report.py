@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringspan.bench.pictures import RANK_COLOURS, loss_picture, memory_picture, ring_picture, travel_picture
+from ringspan.bench.charts import loss_picture, memory_picture
 from ringspan.bench.report import MAX_ROWS, write_report
+from ringspan.bench.ring_pictures import ring_picture, travel_picture
+from ringspan.bench.svg import RANK_COLOURS
 from ringspan.core.errors import LayoutError
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask, causal, documents, full, prefix_lm, sliding_window

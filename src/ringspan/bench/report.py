@@ -8,16 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from ringspan.bench.pictures import (
-    RANK_COLOURS,
-    element,
-    loss_picture,
-    megabytes,
-    memory_picture,
-    number,
-    ring_picture,
-    travel_picture,
-)
+from ringspan.bench.charts import loss_picture, megabytes, memory_picture, number
+from ringspan.bench.ring_pictures import ring_picture, travel_picture
+from ringspan.bench.svg import RANK_COLOURS, element
 from ringspan.core.layout import LAYOUT_NAMES, Layout
 from ringspan.core.mask import causal
 from ringspan.core.schedule import plan

@@ -202,8 +202,8 @@ def memory(
     as_json: Json = False,
 ) -> None:
     """Bytes of activations and of all else that each rank holds, at a fixed length and at fixed tokens a rank."""
+    from ringspan.bench.charts import category_picture
     from ringspan.bench.memory import VARIANTS, MemoryCase, VariantName, run
-    from ringspan.bench.pictures import category_picture
     from ringspan.core.errors import ConfigError
     from ringspan.core.layout import layout_name
 
