@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -154,6 +155,23 @@ def test_a_small_context_is_found(monkeypatch):
     monkeypatch.setattr(context, "_try", lambda *_: result["trials"][0])
     with pytest.raises(rs.ConfigError, match="raise it"):
         run(replace(case, budget_bytes=1))
+
+
+def test_what_the_disk_has_no_room_for_is_not_tried(monkeypatch):
+    """In bfloat16 a layer of the 100M model keeps its input and output, 768 numbers each, and 12 float32 lse."""
+    a_token, tried = 12 * (2 * 768 * 2 + 12 * 4), []
+
+    def small(case, length):
+        tried.append(length)
+        return {"length": length, "peak_bytes": length, "step_seconds": 1.0, "parameters": 1}
+
+    monkeypatch.setattr(context, "_try", small)
+    monkeypatch.setattr(context.shutil, "disk_usage", lambda folder: SimpleNamespace(free=5000 * a_token + 1))
+    assert run(ContextCase(dtype="bfloat16"))["max_length_tokens"] == max(tried) <= 5000 < 1.03 * max(tried)
+    with pytest.raises(rs.ConfigError, match="5,000 tokens; set TMPDIR"):
+        run(ContextCase(dtype="bfloat16", start_tokens=5001))
+    assert max(tried) <= 5000
+    assert run(ContextCase(dtype="bfloat16", options="off", max_length=9000))["max_length_tokens"] > 8000
 
 
 def test_the_picture_is_to_scale():

@@ -2,6 +2,8 @@
 
 import math
 import resource
+import shutil
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +17,9 @@ from ringspan.bench.machine import describe_machine
 from ringspan.bench.thin import thin_attention
 from ringspan.core.errors import ConfigError
 from ringspan.core.layout import LayoutName
+from ringspan.plan.memory import saved_per_token
+from ringspan.plan.setting import Setting
+from ringspan.plan.shapes import from_config
 from ringspan.torch.batch import shard_batch
 from ringspan.torch.clock import synchronize
 from ringspan.torch.launch import launch, local_device
@@ -62,18 +67,25 @@ def run(case: ContextCase) -> dict[str, Any]:
     """Try lengths, each in processes of their own, until the longest that fits is known within 3%, or trials run out.
 
     Memory grows linearly with the length, so the next length is where a line through the last two trials meets the
-    budget; it stays between the longest that fitted and the shortest that did not.
+    budget; it stays between the longest that fitted and the shortest that did not, and within what the disk has room
+    for where activations wait on it.
 
     Raises:
         ConfigError: not even ``start_tokens`` fit, or attention is to be thinned on a device that is no CPU.
     """
     if case.rows_in > 1 and local_device().type != "cpu":
         raise ConfigError(f"--rows-in {case.rows_in}: attention is thinned on a CPU alone; leave it out")
+    longest = _longest(case)
+    if longest < min(case.start_tokens, case.max_length):
+        raise ConfigError(
+            f"--start {case.start_tokens}: {tempfile.gettempdir()} has room for the activations of {longest:,} tokens; "
+            "set TMPDIR to a folder on a disk with more"
+        )
     trials: list[dict[str, Any]] = []
     length = case.start_tokens
     while length and len(trials) < case.max_trials:
         trials.append(_try(case, length))
-        length = next_length(trials, case.budget_bytes, case.max_length)
+        length = next_length(trials, case.budget_bytes, longest)
     fitting = [trial for trial in trials if trial["peak_bytes"] <= case.budget_bytes]
     if not fitting:
         raise ConfigError(
@@ -91,6 +103,17 @@ def run(case: ContextCase) -> dict[str, Any]:
         "config": asdict(case),
         "machine": describe_machine(),
     }
+
+
+def _longest(case: ContextCase) -> int:
+    """``max_length``, or as many tokens as the temporary folder can hold what is offloaded of, if those are fewer."""
+    options = OPTIONS[case.options]
+    if "offload" not in options or local_device().type != "cpu":
+        return case.max_length
+    setting = Setting(length=case.start_tokens, ring=case.ranks, checkpoint=options["checkpoint"], dtype=case.dtype)
+    shape = from_config(_config(case, case.start_tokens).to_dict(), "the benchmark's model")
+    room = shutil.disk_usage(tempfile.gettempdir()).free
+    return min(case.max_length, room // saved_per_token(shape, setting, case.layers))
 
 
 def next_length(trials: list[dict[str, Any]], budget_bytes: int, longest: int) -> int:
@@ -161,7 +184,12 @@ def _measure(case: ContextCase, length: int) -> dict[str, Any]:
 
 def _llama(case: ContextCase, length: int) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = _config(case, length)
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.dtype)).to(local_device()).train()
+
+
+def _config(case: ContextCase, length: int) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=case.vocabulary,
         hidden_size=case.hidden_size,
         intermediate_size=8 * case.hidden_size // 3,
@@ -172,7 +200,6 @@ def _llama(case: ContextCase, length: int) -> PreTrainedModel:
         tie_word_embeddings=True,
         use_cache=False,
     )
-    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.dtype)).to(local_device()).train()
 
 
 def _text(length: int) -> torch.Tensor:
