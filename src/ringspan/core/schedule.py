@@ -39,7 +39,7 @@ class Hop:
     Ranges are indices into the owner's own storage. Hop 0 is the rank's own block, which nothing carried here. A
     block's gradient is dk and dv, in the backward pass; of a block of queries it is their partial, in the same pass.
     ``bands`` are what it computes as few tiles with any band; ``tiles`` the same as tiles that every flash kernel runs,
-    cut when they are asked for: a planner never does.
+    cut when they are asked for: timing never does.
     """
 
     index: int

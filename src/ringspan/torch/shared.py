@@ -127,12 +127,11 @@ class SharedMemory:
         """The smallest free slot that fits and is not much too large; a new one if there is none."""
         assert self._outbox is not None
         self._calls += 1
-        is_free = self._is_free
-        fitting = [slot for slot in self._slots if size <= slot.stop - slot.message <= 2 * size and is_free(slot)]
+        fitting = [slot for slot in self._slots if size <= slot.stop - slot.message <= 2 * size and self._is_free(slot)]
         if fitting:
             slot = min(fitting, key=lambda slot: slot.stop - slot.start)
         else:
-            for idle in [slot for slot in self._slots if self._calls - slot.used > _IDLE_CALLS and is_free(slot)]:
+            for idle in [slot for slot in self._slots if self._calls - slot.used > _IDLE_CALLS and self._is_free(slot)]:
                 self._outbox.discard(idle.start, idle.stop)
                 self._slots.remove(idle)
             slot = self._new_slot(-(-(size + _LINE) // _PAGE) * _PAGE)
