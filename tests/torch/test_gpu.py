@@ -6,6 +6,7 @@ import torch
 import ringspan as rs
 from ringspan.core.schedule import plan
 from ringspan.torch import kernels
+from ringspan.torch.offload import Store
 from ringspan.torch.scores import Scores
 from tests.torch.merge import check_merge
 from tests.torch.test_ring import FLOAT32_LIMIT, Problem, relative
@@ -150,3 +151,21 @@ def test_the_steady_state_asks_the_device_for_no_memory(inputs):
     for _ in range(5):
         step()
     assert torch.cuda.memory_stats()["num_device_alloc"] == before
+
+
+def test_what_is_offloaded_comes_back_from_pinned_memory():
+    """Although others have written where it was."""
+    tensors, size = 8, 1 << 20
+    store, parked = Store(min_bytes=1), []
+    before = torch.cuda.memory_allocated()
+    for number in range(tensors):
+        parked.append(store.put(torch.full((size,), float(number), device="cuda")))
+        torch.full((size,), -1.0, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # so that what waited for a copy is given back
+    assert torch.cuda.memory_allocated() <= before
+    for number in reversed(range(tensors)):
+        for again in (True, False):
+            back = store.get(parked[number], again=again)
+            assert bool((back == number).all())
+            back.fill_(-1.0)
