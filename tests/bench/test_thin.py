@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from ringspan.bench import context
-from ringspan.bench.thin import Thinned, thin_attention
+from ringspan.bench.thin import Thinned, ThinnedInPlace, thin_attention
 from ringspan.core.tile import Tile
 from ringspan.torch.exchange import TOTALS
 from ringspan.torch.kernels import KERNELS
@@ -35,9 +35,27 @@ def test_rows_get_the_result_of_the_one_before_them_that_is_computed(tile, every
     assert [x.shape for x in gradients] == [x.shape for x in whole]
 
 
+@pytest.mark.parametrize("every", [1, 4, 100])
+def test_what_is_added_in_place_is_spread_over_the_rows_too(every):
+    kernel, launch = KERNELS["reference"], Launch.of(Tile.full(0, 37, 0, 50))
+    q, dout = torch.randn(2, 2, 4, 37, 16)
+    k, v = torch.randn(2, 2, 2, 50, 16)
+    scores, computed = Scores(scale=0.25), torch.arange(37) // every * every
+    thinned = ThinnedInPlace(kernel, every)
+    (out, lse), mine = ((torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf)) for _ in range(2))
+    kernel.forward_into(q, k, v, launch, scores, out, lse)
+    thinned.forward_into(q, k, v, launch, scores, *mine)
+    whole, gradients = ([torch.zeros_like(x) for x in (q, k, v)] for _ in range(2))
+    kernel.backward_into(dout, q, k, v, out, lse, launch, scores, *whole)
+    thinned.backward_into(dout, q, k, v, out, lse, launch, scores, *gradients)
+    expected = tuple(x[:, :, computed] for x in (out, lse, whole[0]))
+    torch.testing.assert_close((*mine, gradients[0]), expected, rtol=0, atol=1e-6)
+    assert all(bool(x.abs().sum() > 0) for x in gradients[1:])
+
+
 def traffic(mesh: DeviceMesh, every: int) -> tuple[int, int]:
-    """Messages and bytes that this rank sends for a step of attention; its kernel is put back."""
-    kernel = KERNELS["cpu"]
+    """Messages and bytes that this rank sends for a step of attention; its kernels are put back."""
+    before_it = dict(KERNELS)
     before = TOTALS.num_sends, TOTALS.sent_bytes
     try:
         thin_attention(every)
@@ -45,7 +63,7 @@ def traffic(mesh: DeviceMesh, every: int) -> tuple[int, int]:
         rs.ring_attention(q, k, v, group=mesh.get_group("ring")).sum().backward()
         assert all(x.grad is not None and bool(x.grad.isfinite().all()) for x in (q, k, v))
     finally:
-        KERNELS["cpu"] = kernel
+        KERNELS.update(before_it)
     return TOTALS.num_sends - before[0], TOTALS.sent_bytes - before[1]
 
 

@@ -1,5 +1,7 @@
 """Local kernels: which computes what, what each refuses, and those of CUDA through stand-ins for their operators."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given
@@ -10,6 +12,7 @@ from ringspan.core.layout import LAYOUT_NAMES
 from ringspan.core.schedule import plan
 from ringspan.core.tile import Tile
 from ringspan.torch import kernels
+from ringspan.torch.kernels import reference
 from ringspan.torch.kernels.launch import Launch, Window, bands, chains, pieces, squares, whole
 from ringspan.torch.scores import Scores
 from tests.core.strategies import layouts, masks
@@ -94,6 +97,43 @@ def test_any_mask_through_the_kernels_of_cuda(
     assert max(problem.errors(layout, ranks, kernel=kernel)) < FLOAT32_LIMIT
 
 
+@given(
+    length=st.integers(1, 50),
+    mask=masks,
+    layout=st.sampled_from(LAYOUT_NAMES),
+    ranks=st.integers(1, 3),
+    grouping=st.sampled_from([(3, 3), (4, 2), (3, 1)]),
+    sizes=st.sampled_from([(8, 8), (5, 7)]),
+    batch=st.integers(1, 2),
+    softcap=st.sampled_from([0.0, 2.0]),
+    has_slopes=st.booleans(),
+    room=st.builds(reference.Room, st.integers(1, 12), st.integers(1, 12), st.sampled_from([1, 100, 1 << 18])),
+)
+@examples(60)
+def test_any_mask_through_plain_pytorch_whatever_its_chunks(
+    length, mask, layout, ranks, grouping, sizes, batch, softcap, has_slopes, room
+):
+    heads, groups = grouping
+    shape = {"batch": batch, "heads": heads, "groups": groups, "size": sizes[0], "value_size": sizes[1]}
+    problem = Problem(length, mask, softcap=softcap, has_slopes=has_slopes, **shape)
+    with patch.object(reference.Room, "on", lambda _: room):
+        assert max(problem.errors(layout, ranks, kernel="reference")) < FLOAT32_LIMIT
+
+
+def test_plain_pytorch_keeps_scores_that_differ_by_more_than_a_float_holds():
+    """The probabilities of some are denormal, of others 0; and what is forbidden is far above what is allowed."""
+    q, k, v = (torch.randn(1, 1, 300, 4).double() for _ in range(3))
+    q, k = q * 30, k * 30
+    k[:, :, -1] = 500 * q[:, :, 0]
+    ours, exact = (
+        rs.ring_attention(q.to(dtype), k.to(dtype), v.to(dtype), mask=rs.causal(), kernel="reference")
+        for dtype in (torch.float32, torch.float64)
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(exact, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=2e-3)  # scores of 5,000 round to 2e-4
+
+
 @pytest.mark.parametrize("kernel", ["flash", "flash2", "flash3", "flash4"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_packed_documents_are_a_call_a_hop_or_two(standins, kernel, layout):
@@ -117,7 +157,7 @@ def test_a_row_between_documents_saw_nothing(standins, kernel):
     assert out[:, :, seen].abs().amin() > 0 and out[:, :, ~seen].eq(0).all()
 
 
-def test_auto_takes_the_first_kernel_that_knows_the_tiles():
+def test_auto_takes_the_first_kernel_that_knows_the_tiles(monkeypatch):
     square, rectangle = Tile(0, 8, 0, 8, 0, 7), Tile.full(0, 8, 0, 4)
     band = Tile(0, 8, 0, 8, 0, 3)
     everything = tuple(kernels.KERNELS)
@@ -130,6 +170,9 @@ def test_auto_takes_the_first_kernel_that_knows_the_tiles():
     assert kernels.serving("auto", q, q, PLAIN) == ("cpu", "reference")
     assert kernels.serving("auto", q, q, Scores(1.0, softcap=2.0)) == ("reference",)
     assert kernels.serving("flash", q, q, PLAIN) == ("flash",)
+    for is_fast, names in ((True, ("cpu", "reference")), (False, ("reference",))):  # where a CPU has AMX, and elsewhere
+        monkeypatch.setattr(kernels, "multiplies_16_bits", lambda is_fast=is_fast: is_fast)
+        assert kernels.serving("auto", q.bfloat16(), q, PLAIN) == names
 
 
 @pytest.mark.parametrize("kernel", [name for name in kernels.KERNEL_NAMES if name in OF_CUDA])

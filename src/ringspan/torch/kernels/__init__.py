@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.tile import Tile
-from ringspan.torch.kernels.cpu import CpuFlash
+from ringspan.torch.kernels.cpu import CpuFlash, multiplies_16_bits
 from ringspan.torch.kernels.cudnn import Cudnn
 from ringspan.torch.kernels.flash import Flash, Flash2, Flash3, Flash4, TorchFlash
 from ringspan.torch.kernels.launch import Launch, Launches
@@ -115,9 +115,10 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
     """The names of the kernels that may compute a pass: the one that was asked for, or for ``auto`` all that can."""
     if kernel != "auto":
         return (kernel,)
-    # Elsewhere Triton is only interpreted.
-    names = (name for name in KERNELS if name != "triton" or q.device.type == "cuda")
-    return tuple(name for name in names if KERNELS[name].why_not(q, v, scores) is None)
+    can = tuple(name for name in KERNELS if KERNELS[name].why_not(q, v, scores) is None)
+    # Triton is only interpreted on a CPU, and PyTorch's own kernel for CPUs slower there than plain PyTorch in 16 bits.
+    slow = {"triton": q.device.type != "cuda", "cpu": q.dtype.itemsize < 4 and not multiplies_16_bits()}
+    return tuple(name for name in can if not slow.get(name))
 
 
 def choose(names: tuple[str, ...], tiles: tuple[Tile, ...]) -> Returning | InPlace:

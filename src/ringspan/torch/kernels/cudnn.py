@@ -45,7 +45,10 @@ class Cudnn:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]:
         if min(launch.num_rows, launch.num_keys) < _FEWEST:
-            return self._thin.forward(q, k, v, launch, scores)
+            out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=torch.float32, device=q.device)
+            lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
+            self._thin.forward_into(q, k, v, launch, scores, out, lse)
+            return out, lse
         if launch.tile.is_anticausal:
             return mirror.forward(self, q, k, v, launch, scores)
         value_size = v.shape[-1]
@@ -59,7 +62,9 @@ class Cudnn:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         if min(launch.num_rows, launch.num_keys) < _FEWEST:
-            return self._thin.backward(dout, q, k, v, out, lse, launch, scores)
+            dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+            self._thin.backward_into(dout, q, k, v, out, lse, launch, scores, dq, dk, dv)
+            return dq, dk, dv
         if launch.tile.is_anticausal:
             return mirror.backward(self, dout, q, k, v, out, lse, launch, scores)
         size, value_size = q.shape[-1], v.shape[-1]

@@ -1,11 +1,18 @@
 """Blockwise attention in plain PyTorch: any tile, dtype, device and pair of head sizes, in bounded memory.
 
-The maths of FlashAttention (Dao et al. 2022) over chunks of rows and keys; it is what runs where no fast kernel serves.
-B batch, H query heads, G key/value heads, P = H / G query heads a group, D head size, E value head size.
+The maths of FlashAttention (Dao et al. 2022) over chunks of rows and keys, in powers of two: scores are those of
+``Scores`` times log2(e), and ``exp2`` takes what is forbidden or tiny as fast as anything else, where a CPU's ``exp``
+takes ten times as long and more. It runs where no fast kernel serves, and on CPUs where PyTorch's own is slower.
+
+B batch, H query heads, G key/value heads, P = H / G query heads a group, D head size, E value head size; g of the
+key/value heads of one sequence at a time, n rows, m keys.
 """
 
 from collections.abc import Iterator
-from typing import Final
+from functools import lru_cache
+from itertools import pairwise
+from math import log
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +20,28 @@ from torch import Tensor
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels.launch import Launch, Launches, bands
 from ringspan.torch.scores import Scores
+from ringspan.torch.softmax import merge_into
 
-_ROWS: Final = 256
-_KEYS: Final = 1024
+_LOG2E: Final = 1 / log(2)
+_LOWEST: Final = -1e30  # the maximum of a row that has seen no key: finite, so that no difference of two is NaN
+_FAINTEST: Final = -100.0  # of weights, as a power of two: 1e-30
+
+
+class Room(NamedTuple):
+    """How large chunks are: rows and keys, and scores of all heads that are computed at once."""
+
+    rows: int
+    keys: int
+    scores: int
+
+    @staticmethod
+    def on(device: torch.device) -> "Room":
+        """A megabyte of scores where they should stay in a core's cache, all heads where launches should be large."""
+        return Room(128, 512, 1 << 18) if device.type == "cpu" else Room(256, 1024, 1 << 40)
 
 
 class Blockwise:
-    """Scores of at most ``_ROWS x _KEYS`` a head exist at any time; chunks outside of the band are never touched."""
+    """Scores of a chunk of rows and keys exist at any time; chunks outside of the band are never touched."""
 
     name = "reference"
 
@@ -29,80 +51,152 @@ class Blockwise:
     def launches(self, tiles: tuple[Tile, ...]) -> Launches:
         return bands(tiles)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]:
-        tile = launch.tile
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        grouped = _group(q, k)
-        out = torch.zeros(*grouped.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
-        lse = torch.full(grouped.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
-        for rows, keys in _chunks(tile):
-            s, _ = _scores(grouped[..., rows, :], k[:, :, None, keys], tile, rows, keys, scores, dtype)
-            new_lse = torch.logaddexp(lse[..., rows], s.logsumexp(-1))
-            # A row may see nothing in this chunk, and nothing so far: exp(-inf - 0) is the 0 that it should be.
-            base = new_lse.masked_fill(new_lse == -torch.inf, 0.0).unsqueeze(-1)
-            kept = (lse[..., rows].unsqueeze(-1) - base).exp_()
-            out[..., rows, :] *= kept
-            out[..., rows, :] += (s - base).exp_() @ v[:, :, None, keys].to(dtype)
-            lse[..., rows] = new_lse
-        return out.flatten(1, 2), lse.flatten(1, 2)
+    def forward_into(
+        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor
+    ) -> None:
+        tile, dtype, factor = launch.tile, lse.dtype, _factor(scores)
+        for one, heads, kv_heads in _heads(q, k, tile):
+            for rows, chunks in _chunks(tile, q.device):
+                q_rows = _as_rows(q[one, heads, rows], kv_heads, dtype) * factor
+                top = total = sum_ = q_rows.new_empty(0)
+                for keys in chunks:
+                    s, _ = _scores(q_rows, k[one, kv_heads, keys].to(dtype), tile, rows, keys, scores.heads(heads))
+                    v_keys = v[one, kv_heads, keys].to(dtype)
+                    highest = s.amax(-1, keepdim=True).clamp_(min=_LOWEST)
+                    if keys is chunks[0]:
+                        p = _weights(s, highest, tile, rows, keys, scores)
+                        sum_, total = p.sum(-1, keepdim=True), torch.bmm(p, v_keys)
+                    else:
+                        highest = torch.maximum(top, highest)
+                        kept = (top - highest).exp2_()
+                        p = _weights(s, highest, tile, rows, keys, scores)
+                        sum_.mul_(kept).add_(p.sum(-1, keepdim=True))
+                        total.mul_(kept).baddbmm_(p, v_keys)
+                    top = highest
+                mine, mine_lse = out[one, heads, rows], lse[one, heads, rows]
+                new_lse = top.add_(sum_.log2()).div_(_LOG2E)
+                merge_into(mine, mine_lse, total.div_(sum_).view(mine.shape), new_lse.view(mine_lse.shape))
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        tile = launch.tile
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        q_groups, dout_groups, out_groups = _group(q, k), _group(dout, k), _group(out, k)
-        lse_groups = lse.unflatten(1, q_groups.shape[1:3]).unsqueeze(-1)
-        dq, dk, dv = (torch.zeros(like.shape, dtype=dtype, device=q.device) for like in (q_groups, k, v))
-        for rows, keys in _chunks(tile):
-            q_rows, dout_rows = q_groups[..., rows, :].to(dtype), dout_groups[..., rows, :].to(dtype)
-            k_keys, v_keys = k[:, :, None, keys].to(dtype), v[:, :, None, keys].to(dtype)
-            s, slope = _scores(q_rows, k_keys, tile, rows, keys, scores, dtype)
-            p = (s - lse_groups[..., rows, :]).exp_()
-            delta = (dout_rows * out_groups[..., rows, :].to(dtype)).sum(-1, keepdim=True)
-            ds = (dout_rows @ v_keys.mT).sub_(delta).mul_(p).mul_(scores.scale)
-            if slope is not None:
-                ds *= slope
-            dq[..., rows, :] += ds @ k_keys
-            dk[:, :, keys] += (ds.mT @ q_rows).sum(2)
-            dv[:, :, keys] += (p.mT @ dout_rows).sum(2)
-        return dq.flatten(1, 2), dk, dv
+    def backward_into(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        launch: Launch,
+        scores: Scores,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        tile, dtype, factor = launch.tile, lse.dtype, _factor(scores)
+        for one, heads, kv_heads in _heads(q, k, tile):
+            for rows, chunks in _chunks(tile, q.device):
+                q_rows, dout_rows, out_rows = (_as_rows(x[one, heads, rows], kv_heads, dtype) for x in (q, dout, out))
+                lse_rows = _as_rows(lse[one, heads, rows, None], kv_heads, dtype) * _LOG2E
+                q_rows = q_rows * factor
+                delta = (dout_rows * out_rows).sum(-1, keepdim=True)
+                dq_rows = torch.zeros_like(q_rows)
+                for keys in chunks:
+                    k_keys, v_keys = (x[one, kv_heads, keys].to(dtype) for x in (k, v))
+                    s, slope = _scores(q_rows, k_keys, tile, rows, keys, scores.heads(heads))
+                    p = _weights(s, lse_rows, tile, rows, keys, scores)
+                    dv[one, kv_heads, keys].baddbmm_(p.mT, dout_rows)
+                    ds = p.mul_(torch.bmm(dout_rows, v_keys.mT).sub_(delta))
+                    if slope is not None:
+                        ds *= slope
+                    dq_rows.baddbmm_(ds, k_keys, alpha=scores.scale)
+                    dk[one, kv_heads, keys].baddbmm_(ds.mT, q_rows, alpha=scores.scale / factor)
+                dq[one, heads, rows] += dq_rows.view(dq[one, heads, rows].shape)
 
 
-def _chunks(tile: Tile) -> Iterator[tuple[slice, slice]]:
-    """Chunks of rows and keys that the band touches."""
-    for row in range(0, tile.num_rows, _ROWS):
-        stop = min(row + _ROWS, tile.num_rows)
-        first, last = max(0, row - tile.hi), min(tile.num_keys, stop - tile.lo)
-        for key in range(first, last, _KEYS):
-            yield slice(row, stop), slice(key, min(key + _KEYS, last))
+def _heads(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[int, slice, slice]]:
+    """A sequence, some of its query heads and the key/value heads that these share; all of them in turn."""
+    (batch, kv_heads), room = k.shape[:2], Room.on(q.device)
+    shared = q.shape[1] // kv_heads
+    scores = shared * min(tile.num_rows, room.rows) * min(tile.num_keys, room.keys)
+    groups = _equal(0, kv_heads, max(1, room.scores // scores))
+    for one in range(batch):
+        for group in groups:
+            yield one, slice(group.start * shared, group.stop * shared), group
 
 
-def _group(heads: Tensor, kv: Tensor) -> Tensor:
-    """(B, H, rows, D) -> (B, G, P, rows, D)."""
-    return heads.unflatten(1, (kv.shape[1], -1))
+def _chunks(tile: Tile, device: torch.device) -> Iterator[tuple[slice, list[slice]]]:
+    """Chunks of rows, and for each those of the keys that the band lets it see."""
+    room = Room.on(device)
+    for rows in _equal(0, tile.num_rows, room.rows):
+        first, last = max(0, rows.start - tile.hi), min(tile.num_keys, rows.stop - tile.lo)
+        yield rows, _equal(first, last, room.keys)
 
 
-def _scores(
-    q: Tensor, k: Tensor, tile: Tile, rows: slice, keys: slice, scores: Scores, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Scores of a chunk with -inf outside of the band, and their derivative by the scaled product unless it is 1.
+def _equal(first: int, last: int, most: int) -> list[slice]:
+    """The fewest parts of [first, last) of at most so many, as equal as can be: thin ones are slow."""
+    size = last - first
+    number = -(-size // most)
+    edges = [first + size * n // number for n in range(number + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
 
-    Shape (B, G, P, rows, keys).
+
+def _as_rows(x: Tensor, kv_heads: slice, dtype: torch.dtype) -> Tensor:
+    """(g P, n, size) -> (g, P n, size): queries that share a head are rows of one matrix. A view where it can be."""
+    return x.to(dtype).reshape(kv_heads.stop - kv_heads.start, -1, x.shape[-1])
+
+
+def _factor(scores: Scores) -> float:
+    """What queries are multiplied by before they meet keys."""
+    return scores.scale / scores.softcap if scores.softcap else scores.scale * _LOG2E
+
+
+def _scores(q: Tensor, k: Tensor, tile: Tile, rows: slice, keys: slice, scores: Scores) -> tuple[Tensor, Tensor | None]:
+    """Scores of a chunk, (g, P n, m), times log2(e), with -inf outside of the band; and the derivative of a score by
+    its scaled product, unless it is 1.
     """
-    s = (q.to(dtype) @ k.to(dtype).mT).mul_(scores.scale)
-    slope = None
+    s, slope = torch.bmm(q, k.mT), None
     if scores.softcap:
-        s = s.div_(scores.softcap).tanh_()
-        slope = 1 - s * s
-        s = s.mul_(scores.softcap)
+        slope = 1 - s.tanh_().square()
+        s.mul_(scores.softcap * _LOG2E)
     if scores.slopes is not None:
         assert scores.query_positions is not None and scores.key_positions is not None, "slopes need positions"
         distance = (scores.query_positions[rows, None] - scores.key_positions[keys]).abs_()
-        slopes = scores.slopes.to(dtype).view(k.shape[1], -1, 1, 1)
-        s = s.sub_(distance.to(dtype) * slopes)
-    if not tile.is_full:
-        i = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
-        j = torch.arange(keys.start, keys.stop, device=q.device)
-        s = s.masked_fill_((i - j < tile.lo) | (i - j > tile.hi), -torch.inf)
+        slopes = scores.slopes.to(s.dtype).view(len(k), -1, 1, 1)
+        _of_heads(s, rows).addcmul_(distance.to(s.dtype), slopes, value=-_LOG2E)
+    _forbid(s, tile, rows, keys)
     return s, slope
+
+
+def _weights(s: Tensor, base: Tensor, tile: Tile, rows: slice, keys: slice, scores: Scores) -> Tensor:
+    """``exp2(s - base)``, in place.
+
+    Where ALiBi lets attention fade, weights would be denormal numbers, which slow products down several times; they are
+    too small to count anyway.
+    """
+    s.sub_(base)
+    if scores.slopes is not None:
+        s.clamp_(min=_FAINTEST)
+        _forbid(s, tile, rows, keys)
+    return s.exp2_()
+
+
+def _of_heads(s: Tensor, rows: slice) -> Tensor:
+    """(g, P n, m) -> (g, P, n, m)."""
+    return s.unflatten(1, (-1, rows.stop - rows.start))
+
+
+def _forbid(s: Tensor, tile: Tile, rows: slice, keys: slice) -> None:
+    """Add -inf to the scores of pairs that the band leaves out, in the columns that it cuts."""
+    s, corner = _of_heads(s, rows), rows.start - keys.start
+    late = max(0, corner - tile.lo + 1)  # the first column that is too late for some row
+    if late < s.shape[-1]:
+        s[..., late:] += _cut(s.shape[-2], s.shape[-1] - late, corner - tile.lo + 1 - late, True, s.dtype, s.device)
+    early = min(s.shape[-1], corner + s.shape[-2] - 1 - tile.hi)  # behind the last that is too early for some row
+    if early > 0:
+        s[..., :early] += _cut(s.shape[-2], early, corner - tile.hi - 1, False, s.dtype, s.device)
+
+
+@lru_cache(maxsize=16)
+def _cut(rows: int, columns: int, diagonal: int, above: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """-inf from this diagonal on and above it, or from it on and below; else 0. Heads and rows share them."""
+    cut = torch.full((rows, columns), -torch.inf, dtype=dtype, device=device)
+    return cut.triu_(diagonal) if above else cut.tril_(diagonal)
