@@ -116,7 +116,7 @@ def test_any_mask_through_plain_pytorch_whatever_its_chunks(
     heads, groups = grouping
     shape = {"batch": batch, "heads": heads, "groups": groups, "size": sizes[0], "value_size": sizes[1]}
     problem = Problem(length, mask, softcap=softcap, has_slopes=has_slopes, **shape)
-    with patch.object(reference.Room, "on", lambda _: room):
+    with patch.object(reference.Room, "of", lambda _: room):
         assert max(problem.errors(layout, ranks, kernel="reference")) < FLOAT32_LIMIT
 
 

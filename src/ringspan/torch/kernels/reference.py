@@ -35,9 +35,11 @@ class Room(NamedTuple):
     scores: int
 
     @staticmethod
-    def on(device: torch.device) -> "Room":
+    def of(q: Tensor) -> "Room":
         """A megabyte of scores where they should stay in a core's cache, all heads where launches should be large."""
-        return Room(128, 512, 1 << 18) if device.type == "cpu" else Room(256, 1024, 1 << 40)
+        if q.device.type != "cpu":
+            return Room(256, 1024, 1 << 40)
+        return Room(128 if q.shape[1] > 1 else 256, 512, 1 << 18)
 
 
 class Blockwise:
@@ -56,7 +58,7 @@ class Blockwise:
     ) -> None:
         tile, dtype, factor = launch.tile, lse.dtype, _factor(scores)
         for one, heads, kv_heads in _heads(q, k, tile):
-            for rows, chunks in _chunks(tile, q.device):
+            for rows, chunks in _chunks(tile, q):
                 q_rows = _as_rows(q[one, heads, rows], kv_heads, dtype) * factor
                 top = total = sum_ = q_rows.new_empty(0)
                 for keys in chunks:
@@ -93,7 +95,7 @@ class Blockwise:
     ) -> None:
         tile, dtype, factor = launch.tile, lse.dtype, _factor(scores)
         for one, heads, kv_heads in _heads(q, k, tile):
-            for rows, chunks in _chunks(tile, q.device):
+            for rows, chunks in _chunks(tile, q):
                 q_rows, dout_rows, out_rows = (_as_rows(x[one, heads, rows], kv_heads, dtype) for x in (q, dout, out))
                 lse_rows = _as_rows(lse[one, heads, rows, None], kv_heads, dtype) * _LOG2E
                 q_rows = q_rows * factor
@@ -114,7 +116,7 @@ class Blockwise:
 
 def _heads(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[int, slice, slice]]:
     """A sequence, some of its query heads and the key/value heads that these share; all of them in turn."""
-    (batch, kv_heads), room = k.shape[:2], Room.on(q.device)
+    (batch, kv_heads), room = k.shape[:2], Room.of(q)
     shared = q.shape[1] // kv_heads
     scores = shared * min(tile.num_rows, room.rows) * min(tile.num_keys, room.keys)
     groups = _equal(0, kv_heads, max(1, room.scores // scores))
@@ -123,9 +125,9 @@ def _heads(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[int, slice, slice
             yield one, slice(group.start * shared, group.stop * shared), group
 
 
-def _chunks(tile: Tile, device: torch.device) -> Iterator[tuple[slice, list[slice]]]:
+def _chunks(tile: Tile, q: Tensor) -> Iterator[tuple[slice, list[slice]]]:
     """Chunks of rows, and for each those of the keys that the band lets it see."""
-    room = Room.on(device)
+    room = Room.of(q)
     for rows in _equal(0, tile.num_rows, room.rows):
         first, last = max(0, rows.start - tile.hi), min(tile.num_keys, rows.stop - tile.lo)
         yield rows, _equal(first, last, room.keys)
