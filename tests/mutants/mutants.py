@@ -35,21 +35,21 @@ CARRIED = "core/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gr
 MUTANTS = [
     Mutant(
         "merge by plain mean",
-        "torch/softmax.py",
+        "torch/kernels/merge.py",
         "weight = torch.sigmoid(new_lse - lse)",
         "weight = torch.full_like(lse, 0.5)",
         RING_FULL,
     ),
     Mutant(
         "lse not updated by the merge",
-        "torch/softmax.py",
+        "torch/kernels/merge.py",
         "torch.logaddexp(lse, new_lse.to(lse.dtype), out=lse)",
         "lse.copy_(lse)",
         RING_FULL,
     ),
     Mutant(
         "merge weight the wrong way round",
-        "torch/softmax.py",
+        "torch/kernels/merge.py",
         "torch.sigmoid(new_lse - lse)",
         "torch.sigmoid(lse - new_lse)",
         RING_FULL,
@@ -128,7 +128,7 @@ MUTANTS = [
     ),
     Mutant(
         "queries that saw nothing merged as if they had",
-        "torch/softmax.py",
+        "torch/kernels/merge.py",
         "torch.sigmoid(new_lse - lse).nan_to_num_(0.0)",
         "torch.sigmoid(new_lse - lse)",
         "torch/test_ring.py::test_queries_that_nobody_answers_between_others_that_several_answer",

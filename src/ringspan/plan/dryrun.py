@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -18,12 +19,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout
+from ringspan.core.tile import Tile
 from ringspan.plan.planner import Plan
 from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import ModelShape
 from ringspan.plan.tracker import MemoryTracker, Moment, end_step, train_step
-from ringspan.torch import attention, offload, tokenwise
+from ringspan.torch import attention, kernels, offload, tokenwise
 from ringspan.torch.batch import shard_batch
+from ringspan.torch.kernels import reference
 from ringspan.torch.mesh import make_mesh
 from ringspan.torch.models import parallelize
 from ringspan.torch.offload import offload_name
@@ -64,6 +67,7 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: 
         _as_on_gpu() if setting.on_gpu else nullcontext(),
         _real_meshes(),
         _without_trials(),
+        _one_chunk(),
         FakeTensorMode(allow_non_fake_inputs=True),
         tracker,
     ):
@@ -131,22 +135,42 @@ def _batch(model: Any, mesh: DeviceMesh, setting: Setting) -> dict[str, torch.Te
 
 @contextmanager
 def _as_on_gpu() -> Iterator[None]:
-    """Let the ring take as many heads at once as on a GPU: without one there are no fake CUDA tensors either.
+    """Let the ring take as many heads at once as on a GPU, and kernels and chunks as there: without one there are no
+    fake CUDA tensors either.
 
     And let what is offloaded be away, as in a GPU's host; fake tensors have nothing that a file could hold.
     """
     choose, mapped, update = attention.num_head_groups, offload._Mapped, HostAdamW.step
+    multiplies, room = kernels.multiplies_16_bits, reference.Room.of
 
     def on_gpu(q: Any, *others: Any) -> int:
         return choose(SimpleNamespace(shape=q.shape, device=torch.device("cuda")), *others)  # pyright: ignore[reportArgumentType]
 
     attention.num_head_groups, offload._Mapped = on_gpu, _Away  # pyright: ignore[reportAttributeAccessIssue]
     HostAdamW.step = lambda self, closure=None: None  # changes weights where they are
+    kernels.multiplies_16_bits, reference.Room.of = lambda: True, lambda q: reference.ON_DEVICES
     try:
         yield
     finally:
         attention.num_head_groups, offload._Mapped = choose, mapped
         HostAdamW.step = update
+        kernels.multiplies_16_bits, reference.Room.of = multiplies, room
+
+
+@contextmanager
+def _one_chunk() -> Iterator[None]:
+    """Let plain PyTorch compute one chunk of scores of a launch: without values all of them are alike, and many."""
+    heads, chunks = reference._heads, reference._chunks
+
+    def last(tile: Tile, q: Tensor) -> Iterator[tuple[slice, list[slice]]]:
+        *_, (rows, keys) = chunks(tile, q)  # which sees as many keys as any
+        yield rows, keys[-1:]
+
+    reference._heads, reference._chunks = lambda *arguments: islice(heads(*arguments), 1), last
+    try:
+        yield
+    finally:
+        reference._heads, reference._chunks = heads, chunks
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ringspan.torch.kernels.device import runs_triton
+from ringspan.torch.kernels.merge import merge_into
 from ringspan.torch.rows import Rows
 
 
@@ -70,10 +71,3 @@ class Partial:
     def _clear_rows(self, start: int, stop: int) -> None:
         self._out[:, :, start:stop].zero_()
         self._lse[:, :, start:stop].fill_(-torch.inf)
-
-
-def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """The merge rule in place: (out, lse) <- (out, lse) + (new_out, new_lse), rows (B, H, rows, E) and (B, H, rows)."""
-    weight = torch.sigmoid(new_lse - lse).nan_to_num_(0.0).to(out.dtype)  # two rows that saw nothing: -inf less -inf
-    out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
-    torch.logaddexp(lse, new_lse.to(lse.dtype), out=lse)

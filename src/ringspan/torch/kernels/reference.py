@@ -9,7 +9,6 @@ key/value heads of one sequence at a time, n rows, m keys.
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import pairwise
 from math import log
 from typing import Final, NamedTuple
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels.launch import Launch, Launches, bands
+from ringspan.torch.kernels.merge import merge_into
 from ringspan.torch.scores import Scores
-from ringspan.torch.softmax import merge_into
 
 _LOG2E: Final = 1 / log(2)
 _LOWEST: Final = -1e30  # the maximum of a row that has seen no key: finite, so that no difference of two is NaN
@@ -38,8 +37,11 @@ class Room(NamedTuple):
     def of(q: Tensor) -> "Room":
         """A megabyte of scores where they should stay in a core's cache, all heads where launches should be large."""
         if q.device.type != "cpu":
-            return Room(256, 1024, 1 << 40)
+            return ON_DEVICES
         return Room(128 if q.shape[1] > 1 else 256, 512, 1 << 18)
+
+
+ON_DEVICES: Final = Room(256, 1024, 1 << 40)
 
 
 class Blockwise:
@@ -75,6 +77,7 @@ class Blockwise:
                         sum_.mul_(kept).add_(p.sum(-1, keepdim=True))
                         total.mul_(kept).baddbmm_(p, v_keys)
                     top = highest
+                    del s, p, v_keys  # before the next ones are made
                 mine, mine_lse = out[one, heads, rows], lse[one, heads, rows]
                 new_lse = top.add_(sum_.log2()).div_(_LOG2E)
                 merge_into(mine, mine_lse, total.div_(sum_).view(mine.shape), new_lse.view(mine_lse.shape))
@@ -111,6 +114,7 @@ class Blockwise:
                         ds *= slope
                     dq_rows.baddbmm_(ds, k_keys, alpha=scores.scale)
                     dk[one, kv_heads, keys].baddbmm_(ds.mT, q_rows, alpha=scores.scale / factor)
+                    del s, p, ds, slope, k_keys, v_keys  # before the next ones are made
                 dq[one, heads, rows] += dq_rows.view(dq[one, heads, rows].shape)
 
 
@@ -191,14 +195,9 @@ def _forbid(s: Tensor, tile: Tile, rows: slice, keys: slice) -> None:
     s, corner = _of_heads(s, rows), rows.start - keys.start
     late = max(0, corner - tile.lo + 1)  # the first column that is too late for some row
     if late < s.shape[-1]:
-        s[..., late:] += _cut(s.shape[-2], s.shape[-1] - late, corner - tile.lo + 1 - late, True, s.dtype, s.device)
+        cut = s[..., late:]
+        cut += s.new_full(cut.shape[-2:], -torch.inf).triu_(corner - tile.lo + 1 - late)
     early = min(s.shape[-1], corner + s.shape[-2] - 1 - tile.hi)  # behind the last that is too early for some row
     if early > 0:
-        s[..., :early] += _cut(s.shape[-2], early, corner - tile.hi - 1, False, s.dtype, s.device)
-
-
-@lru_cache(maxsize=16)
-def _cut(rows: int, columns: int, diagonal: int, above: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """-inf from this diagonal on and above it, or from it on and below; else 0. Heads and rows share them."""
-    cut = torch.full((rows, columns), -torch.inf, dtype=dtype, device=device)
-    return cut.triu_(diagonal) if above else cut.tril_(diagonal)
+        cut = s[..., :early]
+        cut += s.new_full(cut.shape[-2:], -torch.inf).tril_(corner - tile.hi - 1)
