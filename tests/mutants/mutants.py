@@ -276,7 +276,7 @@ MUTANTS = [
     Mutant(
         "soft cap without its derivative",
         "torch/kernels/reference.py",
-        "                    if slope is not None:\n                        ds *= slope\n",
+        "        if slope is not None:\n            ds *= slope\n",
         "",
         ANY,
     ),

@@ -58,29 +58,13 @@ class Blockwise:
     def forward_into(
         self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor
     ) -> None:
-        tile, dtype, factor = launch.tile, lse.dtype, _factor(scores)
-        for one, heads, kv_heads in _heads(q, k, tile):
-            for rows, chunks in _chunks(tile, q):
-                q_rows = _as_rows(q[one, heads, rows], kv_heads, dtype) * factor
-                top = total = sum_ = q_rows.new_empty(0)
-                for keys in chunks:
-                    s, _ = _scores(q_rows, k[one, kv_heads, keys].to(dtype), tile, rows, keys, scores.heads(heads))
-                    v_keys = v[one, kv_heads, keys].to(dtype)
-                    highest = s.amax(-1, keepdim=True).clamp_(min=_LOWEST)
-                    if keys is chunks[0]:
-                        p = _weights(s, highest, tile, rows, keys, scores)
-                        sum_, total = p.sum(-1, keepdim=True), torch.bmm(p, v_keys)
-                    else:
-                        highest = torch.maximum(top, highest)
-                        kept = (top - highest).exp2_()
-                        p = _weights(s, highest, tile, rows, keys, scores)
-                        sum_.mul_(kept).add_(p.sum(-1, keepdim=True))
-                        total.mul_(kept).baddbmm_(p, v_keys)
-                    top = highest
-                    del s, p, v_keys  # before the next ones are made
-                mine, mine_lse = out[one, heads, rows], lse[one, heads, rows]
-                new_lse = top.add_(sum_.log2()).div_(_LOG2E)
-                merge_into(mine, mine_lse, total.div_(sum_).view(mine.shape), new_lse.view(mine_lse.shape))
+        for one, heads, kv_heads in _heads(q, k, launch.tile):
+            keys, head_scores = (k[one, kv_heads], v[one, kv_heads]), scores.heads(heads)
+            for rows, chunks in _chunks(launch.tile, q):
+                queries = _as_rows(q[one, heads, rows], kv_heads, lse.dtype) * _factor(scores)
+                new_out, new_lse = _partial(queries, *keys, launch.tile, rows, chunks, head_scores)
+                into, lse_into = out[one, heads, rows], lse[one, heads, rows]
+                merge_into(into, lse_into, new_out.view(into.shape), new_lse.view(lse_into.shape))
 
     def backward_into(
         self,
@@ -96,26 +80,79 @@ class Blockwise:
         dk: Tensor,
         dv: Tensor,
     ) -> None:
-        tile, dtype, factor = launch.tile, lse.dtype, _factor(scores)
-        for one, heads, kv_heads in _heads(q, k, tile):
-            for rows, chunks in _chunks(tile, q):
-                q_rows, dout_rows, out_rows = (_as_rows(x[one, heads, rows], kv_heads, dtype) for x in (q, dout, out))
-                lse_rows = _as_rows(lse[one, heads, rows, None], kv_heads, dtype) * _LOG2E
-                q_rows = q_rows * factor
-                delta = (dout_rows * out_rows).sum(-1, keepdim=True)
-                dq_rows = torch.zeros_like(q_rows)
-                for keys in chunks:
-                    k_keys, v_keys = (x[one, kv_heads, keys].to(dtype) for x in (k, v))
-                    s, slope = _scores(q_rows, k_keys, tile, rows, keys, scores.heads(heads))
-                    p = _weights(s, lse_rows, tile, rows, keys, scores)
-                    dv[one, kv_heads, keys].baddbmm_(p.mT, dout_rows)
-                    ds = p.mul_(torch.bmm(dout_rows, v_keys.mT).sub_(delta))
-                    if slope is not None:
-                        ds *= slope
-                    dq_rows.baddbmm_(ds, k_keys, alpha=scores.scale)
-                    dk[one, kv_heads, keys].baddbmm_(ds.mT, q_rows, alpha=scores.scale / factor)
-                    del s, p, ds, slope, k_keys, v_keys  # before the next ones are made
-                dq[one, heads, rows] += dq_rows.view(dq[one, heads, rows].shape)
+        dtype = lse.dtype
+        for one, heads, kv_heads in _heads(q, k, launch.tile):
+            keys, key_sums = (k[one, kv_heads], v[one, kv_heads]), (dk[one, kv_heads], dv[one, kv_heads])
+            head_scores = scores.heads(heads)
+            for rows, chunks in _chunks(launch.tile, q):
+                queries, dout_rows, out_rows = (_as_rows(x[one, heads, rows], kv_heads, dtype) for x in (q, dout, out))
+                row = Rows(
+                    queries * _factor(scores),
+                    dout_rows,
+                    _as_rows(lse[one, heads, rows, None], kv_heads, dtype) * _LOG2E,
+                    (dout_rows * out_rows).sum(-1, keepdim=True),
+                )
+                into = dq[one, heads, rows]
+                into += _gradient(row, *keys, *key_sums, launch.tile, rows, chunks, head_scores).view(into.shape)
+
+
+class Rows(NamedTuple):
+    """A chunk of queries in backward. ``lse`` is the GLOBAL one times log2(e), ``delta = sum(dout out)``."""
+
+    q: Tensor  # (g, P n, D), times ``_factor``
+    dout: Tensor  # (g, P n, E)
+    lse: Tensor  # (g, P n, 1)
+    delta: Tensor
+
+
+def _partial(
+    q: Tensor, k: Tensor, v: Tensor, tile: Tile, rows: slice, chunks: list[slice], scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """out (g, P n, E) and lse (g, P n, 1) of a chunk of queries against chunks of the keys of some heads."""
+    top = total = sum_ = q.new_empty(0)
+    for keys in chunks:
+        s, _ = _scores(q, k[:, keys].to(q.dtype), tile, rows, keys, scores, differentiate=False)
+        values = v[:, keys].to(q.dtype)
+        highest = s.amax(-1, keepdim=True).clamp_(min=_LOWEST)
+        if keys is chunks[0]:
+            p = _weights(s, highest, tile, rows, keys, scores)
+            sum_, total = p.sum(-1, keepdim=True), torch.bmm(p, values)
+        else:
+            highest = torch.maximum(top, highest)
+            kept = (top - highest).exp2_()
+            p = _weights(s, highest, tile, rows, keys, scores)
+            sum_.mul_(kept).add_(p.sum(-1, keepdim=True))
+            total.mul_(kept).baddbmm_(p, values)
+        top = highest
+        del s, p, values  # before the next ones are made
+    return total.div_(sum_), top.add_(sum_.log2()).div_(_LOG2E)
+
+
+def _gradient(
+    row: Rows,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    tile: Tile,
+    rows: slice,
+    chunks: list[slice],
+    scores: Scores,
+) -> Tensor:
+    """dq (g, P n, D) of a chunk of queries; adds to the dk and dv of the keys."""
+    dq = torch.zeros_like(row.q)
+    for keys in chunks:
+        k_keys, v_keys = (x[:, keys].to(dq.dtype) for x in (k, v))
+        s, slope = _scores(row.q, k_keys, tile, rows, keys, scores, differentiate=True)
+        p = _weights(s, row.lse, tile, rows, keys, scores)
+        dv[:, keys].baddbmm_(p.mT, row.dout)
+        ds = p.mul_(torch.bmm(row.dout, v_keys.mT).sub_(row.delta))
+        if slope is not None:
+            ds *= slope
+        dq.baddbmm_(ds, k_keys, alpha=scores.scale)
+        dk[:, keys].baddbmm_(ds.mT, row.q, alpha=scores.softcap or 1 / _LOG2E)  # times _factor: the scale
+        del s, p, ds, slope, k_keys, v_keys  # before the next ones are made
+    return dq
 
 
 def _heads(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[int, slice, slice]]:
@@ -155,13 +192,16 @@ def _factor(scores: Scores) -> float:
     return scores.scale / scores.softcap if scores.softcap else scores.scale * _LOG2E
 
 
-def _scores(q: Tensor, k: Tensor, tile: Tile, rows: slice, keys: slice, scores: Scores) -> tuple[Tensor, Tensor | None]:
-    """Scores of a chunk, (g, P n, m), times log2(e), with -inf outside of the band; and the derivative of a score by
-    its scaled product, unless it is 1.
+def _scores(
+    q: Tensor, k: Tensor, tile: Tile, rows: slice, keys: slice, scores: Scores, differentiate: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Scores of a chunk, (g, P n, m), times log2(e), with -inf outside of the band; and, if asked for, the derivative
+    of a score by its scaled product, unless it is 1.
     """
     s, slope = torch.bmm(q, k.mT), None
     if scores.softcap:
-        slope = 1 - s.tanh_().square()
+        s.tanh_()
+        slope = 1 - s.square() if differentiate else None
         s.mul_(scores.softcap * _LOG2E)
     if scores.slopes is not None:
         assert scores.query_positions is not None and scores.key_positions is not None, "slopes need positions"
