@@ -99,6 +99,18 @@ def test_autocast_casts_what_it_casts_for_sdpa(dtype):
     assert all(x.dtype == dtype for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
+@pytest.mark.parametrize("scores", [{}, {"softcap": 5.0}, {"slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}], ids=str)
+def test_autocast_leaves_the_sums_of_the_kernels_alone(scores):
+    """In its region a product of float32 scores would be one of bfloat16, in backward too when it is called there."""
+    q, k, v, dout = (x.bfloat16().requires_grad_() for x in tensors(12))
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = rs.ring_attention(q, k, v, **scores)
+            found.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 def unequal(mesh, what):
     group = mesh["ring"].get_group()
     rank = dist.get_rank(group)

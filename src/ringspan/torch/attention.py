@@ -205,7 +205,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     options = _Options(scale, softcap, mask, layout, length, key_length, route, wire, gradient_wire, kernel, group)
     ring, ulysses = _prepare("forward", q, k, v, sinks, slopes, options)
-    return ulysses.forward(ring, q, k, v, sinks) if ulysses else forward(ring, q, k, v, sinks)
+    with torch.autocast(q.device.type, enabled=False):  # sums stay in float32
+        return ulysses.forward(ring, q, k, v, sinks) if ulysses else forward(ring, q, k, v, sinks)
 
 
 @torch.library.custom_op("ringspan::ring_attention_backward", mutates_args=())
@@ -232,9 +233,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = _Options(scale, softcap, mask, layout, length, key_length, route, wire, gradient_wire, kernel, group)
     ring, ulysses = _prepare("backward", q, k, v, sinks, slopes, options)
-    dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
     inputs = dout, q, k, v, out, lse
-    return *(ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)), dsinks
+    with torch.autocast(q.device.type, enabled=False):  # of a backward pass that is called in its region
+        dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
+        return *(ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)), dsinks
 
 
 @_forward.register_fake
