@@ -60,7 +60,7 @@ def draw(curves: list[dict[str, Any]], path: Path) -> None:
         for number, name in enumerate(RESULTS):
             axes.plot(RANKS, [row[name] for row in curve["rows"]], "o-", color=f"C{number}", markersize=4, label=name)
             axes.axhline(curve["one_process"][name], color=f"C{number}", linestyle="--", linewidth=1)
-        worst = max(max(row[name] for name in RESULTS) for row in curve["rows"])
+        worst = max(row[name] for name in RESULTS for row in (*curve["rows"], curve["one_process"]))
         top = FLOAT32_LIMIT if curve["dtype"] == "float32" else worst
         if curve["dtype"] == "float32":
             axes.axhline(FLOAT32_LIMIT, color="grey", linewidth=1)
