@@ -1,5 +1,6 @@
 """Local kernels: which computes what, what each refuses, and those of CUDA through stand-ins for their operators."""
 
+import platform
 from unittest.mock import patch
 
 import pytest
@@ -132,7 +133,8 @@ def test_a_scale_of_zero_gives_every_key_the_same_weight():
 
 def test_plain_pytorch_keeps_scores_that_differ_by_more_than_a_float_holds():
     """The probabilities of some are denormal, of others 0; and what is forbidden is far above what is allowed."""
-    q, k, v = (torch.randn(1, 1, 300, 4).double() for _ in range(3))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 300, 4, generator=generator).double() for _ in range(3))
     q, k = q * 30, k * 30
     k[:, :, -1] = 500 * q[:, :, 0]
     ours, exact = (
@@ -180,9 +182,26 @@ def test_auto_takes_the_first_kernel_that_knows_the_tiles(monkeypatch):
     assert kernels.serving("auto", q, q, PLAIN) == ("cpu", "reference")
     assert kernels.serving("auto", q, q, Scores(1.0, softcap=2.0)) == ("reference",)
     assert kernels.serving("flash", q, q, PLAIN) == ("flash",)
-    for is_fast, names in ((True, ("cpu", "reference")), (False, ("reference",))):  # where a CPU has AMX, and elsewhere
+    for is_fast, names in ((True, ("cpu", "reference")), (False, ("reference",))):
         monkeypatch.setattr(kernels, "multiplies_16_bits", lambda is_fast=is_fast: is_fast)
         assert kernels.serving("auto", q.bfloat16(), q, PLAIN) == names
+
+
+@pytest.mark.parametrize(
+    ("machine", "instructions", "is_fast"),
+    [
+        ("x86_64", None, False),
+        ("AMD64", None, False),
+        ("x86_64", "_is_amx_tile_supported", True),
+        ("x86_64", "_is_avx512_bf16_supported", True),
+        ("aarch64", None, True),
+    ],
+)
+def test_which_cpus_leave_16_bits_to_pytorch(monkeypatch, machine, instructions, is_fast):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda name=name: name == instructions)
+    assert kernels.multiplies_16_bits() is is_fast
 
 
 @pytest.mark.parametrize("kernel", [name for name in kernels.KERNEL_NAMES if name in OF_CUDA])

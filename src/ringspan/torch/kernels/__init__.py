@@ -115,10 +115,10 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
     """The names of the kernels that may compute a pass: the one that was asked for, or for ``auto`` all that can."""
     if kernel != "auto":
         return (kernel,)
-    can = tuple(name for name in KERNELS if KERNELS[name].why_not(q, v, scores) is None)
     # Triton is only interpreted on a CPU, and PyTorch's own kernel for CPUs slower there than plain PyTorch in 16 bits.
     slow = {"triton": q.device.type != "cuda", "cpu": q.dtype.itemsize < 4 and not multiplies_16_bits()}
-    return tuple(name for name in can if not slow.get(name))
+    names = (name for name in KERNELS if not slow.get(name))
+    return tuple(name for name in names if KERNELS[name].why_not(q, v, scores) is None)
 
 
 def choose(names: tuple[str, ...], tiles: tuple[Tile, ...]) -> Returning | InPlace:

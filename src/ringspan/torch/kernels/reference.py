@@ -1,8 +1,8 @@
 """Blockwise attention in plain PyTorch: any tile, dtype, device and pair of head sizes, in bounded memory.
 
 The maths of FlashAttention (Dao et al. 2022) over chunks of rows and keys, in powers of two: scores are those of
-``Scores`` times log2(e), and ``exp2`` takes what is forbidden or tiny as fast as anything else, where a CPU's ``exp``
-takes ten times as long and more. It runs where no fast kernel serves, and on CPUs where PyTorch's own is slower.
+``Scores`` times log2(e), and ``exp2`` takes what is forbidden as fast as anything else, where a CPU's ``exp`` takes ten
+times as long. It runs where no fast kernel serves, and on CPUs where PyTorch's own is slower.
 
 B batch, H query heads, G key/value heads, P = H / G query heads a group, D head size, E value head size; g of the
 key/value heads of one sequence at a time, n rows, m keys.
@@ -86,17 +86,17 @@ class Blockwise:
             head_scores = scores.heads(heads)
             for rows, chunks in _chunks(launch.tile, q):
                 queries, dout_rows, out_rows = (_as_rows(x[one, heads, rows], kv_heads, dtype) for x in (q, dout, out))
-                row = Rows(
+                mine = Queries(
                     queries * _factor(scores),
                     dout_rows,
                     _as_rows(lse[one, heads, rows, None], kv_heads, dtype) * _LOG2E,
                     (dout_rows * out_rows).sum(-1, keepdim=True),
                 )
                 into = dq[one, heads, rows]
-                into += _gradient(row, *keys, *key_sums, launch.tile, rows, chunks, head_scores).view(into.shape)
+                into += _gradient(mine, *keys, *key_sums, launch.tile, rows, chunks, head_scores).view(into.shape)
 
 
-class Rows(NamedTuple):
+class Queries(NamedTuple):
     """A chunk of queries in backward. ``lse`` is the GLOBAL one times log2(e), ``delta = sum(dout out)``."""
 
     q: Tensor  # (g, P n, D), times ``_factor``
@@ -129,7 +129,7 @@ def _partial(
 
 
 def _gradient(
-    row: Rows,
+    mine: Queries,
     k: Tensor,
     v: Tensor,
     dk: Tensor,
@@ -140,17 +140,17 @@ def _gradient(
     scores: Scores,
 ) -> Tensor:
     """dq (g, P n, D) of a chunk of queries; adds to the dk and dv of the keys."""
-    dq = torch.zeros_like(row.q)
+    dq = torch.zeros_like(mine.q)
     for keys in chunks:
         k_keys, v_keys = (x[:, keys].to(dq.dtype) for x in (k, v))
-        s, slope = _scores(row.q, k_keys, tile, rows, keys, scores, differentiate=True)
-        p = _weights(s, row.lse, tile, rows, keys, scores)
-        dv[:, keys].baddbmm_(p.mT, row.dout)
-        ds = p.mul_(torch.bmm(row.dout, v_keys.mT).sub_(row.delta))
+        s, slope = _scores(mine.q, k_keys, tile, rows, keys, scores, differentiate=True)
+        p = _weights(s, mine.lse, tile, rows, keys, scores)
+        dv[:, keys].baddbmm_(p.mT, mine.dout)
+        ds = p.mul_(torch.bmm(mine.dout, v_keys.mT).sub_(mine.delta))
         if slope is not None:
             ds *= slope
         dq.baddbmm_(ds, k_keys, alpha=scores.scale)
-        dk[:, keys].baddbmm_(ds.mT, row.q, alpha=scores.softcap or 1 / _LOG2E)  # times _factor: the scale
+        dk[:, keys].baddbmm_(ds.mT, mine.q, alpha=scores.softcap or 1 / _LOG2E)  # times _factor: the scale
         del s, p, ds, slope, k_keys, v_keys  # before the next ones are made
     return dq
 
