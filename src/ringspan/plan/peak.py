@@ -1,5 +1,6 @@
 """The most memory that a piece of work allocates, whoever allocates it: operators, kernels and messages."""
 
+import os
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -17,6 +18,7 @@ def allocated_bytes(function: Callable[[], Any]) -> int:
         function()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its profiler tells standard error that it starts and stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     events = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
