@@ -36,6 +36,10 @@ def pool() -> Iterator[Pool]:
     ranks.close()
 
 
+def pytest_runtest_setup() -> None:
+    torch.manual_seed(0)  # a test draws the same numbers whichever ran before it
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:

@@ -109,6 +109,7 @@ def _serve(rank: int, pipe: Connection, store: str) -> None:
             function, shape, args = pipe.recv()
         except EOFError:
             return
+        torch.manual_seed(0)  # whatever ran before
         try:
             result = function(meshes[shape], *args)
         except BaseException as error:

@@ -22,8 +22,9 @@ CAUSAL = Tile(0, 37, 0, 37, 0, 36)
 def test_rows_get_the_result_of_the_one_before_them_that_is_computed(tile, every):
     """Of a launch without its band: that is what a row of FULL would get."""
     kernel, launch = KERNELS["cpu"], Launch.of(Tile.full(0, tile.num_rows, 0, tile.num_keys))
-    q, dout = torch.randn(2, 2, 4, tile.num_rows, 16)
-    k, v = torch.randn(2, 2, 2, tile.num_keys, 16)
+    generator = torch.Generator().manual_seed(0)
+    q, dout = torch.randn(2, 2, 4, tile.num_rows, 16, generator=generator).double()
+    k, v = torch.randn(2, 2, 2, tile.num_keys, 16, generator=generator).double()
     scores = Scores(scale=0.25)
     thinned = Thinned(kernel, every)
     out, lse = kernel.forward(q, k, v, launch, scores)
@@ -38,11 +39,12 @@ def test_rows_get_the_result_of_the_one_before_them_that_is_computed(tile, every
 @pytest.mark.parametrize("every", [1, 4, 100])
 def test_what_is_added_in_place_is_spread_over_the_rows_too(every):
     kernel, launch = KERNELS["reference"], Launch.of(Tile.full(0, 37, 0, 50))
-    q, dout = torch.randn(2, 2, 4, 37, 16)
-    k, v = torch.randn(2, 2, 2, 50, 16)
+    generator = torch.Generator().manual_seed(0)
+    q, dout = torch.randn(2, 2, 4, 37, 16, generator=generator).double()
+    k, v = torch.randn(2, 2, 2, 50, 16, generator=generator).double()
     scores, computed = Scores(scale=0.25), torch.arange(37) // every * every
     thinned = ThinnedInPlace(kernel, every)
-    (out, lse), mine = ((torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf)) for _ in range(2))
+    (out, lse), mine = ((torch.zeros_like(q), torch.full_like(q[..., 0], -torch.inf)) for _ in range(2))
     kernel.forward_into(q, k, v, launch, scores, out, lse)
     thinned.forward_into(q, k, v, launch, scores, *mine)
     whole, gradients = ([torch.zeros_like(x) for x in (q, k, v)] for _ in range(2))
