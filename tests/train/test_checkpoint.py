@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ringspan.core.errors import CheckpointError
-from ringspan.train.checkpoint import Checkpoints, held_here, read_tensors
+from ringspan.train.checkpoint import Checkpoints
 from ringspan.train.manifest import MANIFEST, read_manifest
+from ringspan.train.shards import held_here, read_tensors
 
 SHAPES = {"matrix": (7, 3), "short": (2, 5), "vector": (9,), "tall": (33, 2), "scalar": ()}
 

@@ -6,46 +6,34 @@ does not matter how many ranks wrote them, or on which mesh.
 """
 
 import hashlib
-import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import CheckpointError
 from ringspan.torch.gather import gather
+from ringspan.train.disk import sync_folder, write_synced
 from ringspan.train.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
     Piece,
     TensorEntry,
-    file_digest,
     origin_of,
     read_manifest,
     verify,
 )
+from ringspan.train.shards import Chunk, dtype_name, read_tensors, write_shard, written_by_me
 
 _LATEST: Final = "latest"
 _HEADROOM_BYTES: Final = 1 << 20  # headers, the manifest, and folders
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What this rank holds of a tensor."""
-
-    offset: tuple[int, ...]
-    data: Tensor
 
 
 @dataclass(kw_only=True)
@@ -198,12 +186,12 @@ class Checkpoints:
         mesh: dict[str, int],
         layout: str,
     ) -> _Snapshot:
-        chunks = {name: _to_cpu(chunk) for name, tensor in shared.items() for chunk in written_by_me(tensor)}
-        whole = {name: (_dtype_name(tensor), tuple(tensor.shape)) for name, tensor in shared.items()}
+        chunks = {name: chunk.on_cpu() for name, tensor in shared.items() for chunk in written_by_me(tensor)}
+        whole = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in shared.items()}
         for name, tensor in own.items():
             mine = _own_name(self._rank, name)
-            chunks[mine] = _to_cpu(Chunk((0,) * tensor.ndim, tensor))
-            whole[mine] = _dtype_name(tensor), tuple(tensor.shape)
+            chunks[mine] = Chunk((0,) * tensor.ndim, tensor).on_cpu()
+            whole[mine] = dtype_name(tensor), tuple(tensor.shape)
         return _Snapshot(step=step, chunks=chunks, whole=whole, mesh=mesh, layout=layout, state=state)
 
     def _save(self, snapshot: _Snapshot) -> None:
@@ -328,12 +316,8 @@ def _write_shard(folder: Path, checkpoints: Checkpoints, snapshot: _Snapshot) ->
     if not snapshot.chunks:
         return _Part(file=name, entry=None, pieces={}, whole=whole)
     path = folder / name
-    tensors = {name: chunk.data for name, chunk in snapshot.chunks.items()}
     try:
-        save_file(tensors, path, metadata=origin_of(checkpoints.run_id, snapshot.step))
-        sync_file(path)
-        entry = FileEntry(bytes=path.stat().st_size, sha256=file_digest(path))
-        sync_folder(folder)
+        entry = write_shard(path, snapshot.chunks, origin_of(checkpoints.run_id, snapshot.step))
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(folder).free
         raise CheckpointError(
@@ -346,129 +330,8 @@ def _write_shard(folder: Path, checkpoints: Checkpoints, snapshot: _Snapshot) ->
     return _Part(file=name, entry=entry, pieces=pieces, whole=whole)
 
 
-def held_here(tensor: Tensor) -> Iterator[Chunk]:
-    """What this rank holds of a tensor, at its place in the whole; nothing where it holds an empty part."""
-    if not isinstance(tensor, DTensor):
-        yield Chunk((0,) * tensor.ndim, tensor.detach())
-        return
-    # The places that torch.distributed.checkpoint plans with, for every kind of sharding.
-    places: Any = tensor.__create_chunk_list__()
-    assert len(places) == 1, "a DTensor has one local shard"
-    local = tensor.to_local().detach()
-    if local.numel():
-        assert tuple(local.shape) == tuple(places[0].sizes), "the shard is where the mesh says"
-        yield Chunk(tuple(places[0].offsets), local)
-
-
-def written_by_me(tensor: Tensor) -> Iterator[Chunk]:
-    """What this rank writes of a tensor: of replicas, only the first does."""
-    if isinstance(tensor, DTensor):
-        coordinate = tensor.device_mesh.get_coordinate()
-        assert coordinate is not None, "the rank is in the mesh"
-        first = all(place == 0 for place, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
-    else:
-        first = dist.get_rank() == 0
-    if first:
-        yield from held_here(tensor)
-
-
-def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Fill this rank's part of each tensor with the slices of the checkpoint's pieces that it meets.
-
-    Raises:
-        CheckpointError: a tensor is missing, or has another shape or dtype.
-    """
-    with ExitStack() as stack, torch.no_grad():
-        files: dict[str, Any] = {}
-        for name, tensor in tensors.items():
-            entry = manifest.tensors.get(name)
-            if entry is None:
-                raise CheckpointError(f"{folder}: has no {name}; is it of another model?")
-            wanted = _dtype_name(tensor), tuple(tensor.shape)
-            if (entry.dtype, entry.shape) != wanted:
-                raise CheckpointError(
-                    f"{folder}: {name} is {entry.dtype} {list(entry.shape)}, expected {wanted[0]} {list(wanted[1])}"
-                )
-            for chunk in held_here(tensor):
-                for piece in entry.pieces:
-                    meeting = _meeting(chunk, piece)
-                    if meeting is None:
-                        continue
-                    if piece.file not in files:
-                        files[piece.file] = stack.enter_context(_open_shard(folder / piece.file))
-                    here, there = meeting
-                    shard, path = files[piece.file], folder / piece.file
-                    chunk.data[here].copy_(_read_slice(shard, path, name, piece, there, tensor.dtype))
-
-
-_Slices = tuple[slice, ...]
-
-
-def _meeting(chunk: Chunk, piece: Piece) -> tuple[_Slices, _Slices] | None:
-    """Where a chunk and a piece of one tensor overlap, in the indices of each; None where they do not."""
-    here, there = [], []
-    for first, size, start, length in zip(chunk.offset, chunk.data.shape, piece.offset, piece.shape, strict=True):
-        low, high = max(first, start), min(first + size, start + length)
-        if low >= high:
-            return None
-        here.append(slice(low - first, high - first))
-        there.append(slice(low - start, high - start))
-    return tuple(here), tuple(there)
-
-
-def _open_shard(path: Path) -> Any:
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: is not a shard: {' '.join(str(error).split())}") from error
-
-
-def _read_slice(shard: Any, path: Path, name: str, piece: Piece, part: _Slices, dtype: torch.dtype) -> Tensor:
-    try:
-        stored = shard.get_slice(name)
-        if tuple(stored.get_shape()) != piece.shape:
-            raise CheckpointError(f"{path}: {name} has shape {stored.get_shape()}, expected {list(piece.shape)}")
-        values = stored[part] if part else shard.get_tensor(name)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {name}: {' '.join(str(error).split())}") from error
-    if values.dtype != dtype:
-        raise CheckpointError(f"{path}: {name} is {values.dtype}, expected {dtype}")
-    return values
-
-
 def _own_name(rank: int, name: str) -> str:
     return f"rank {rank}/{name}"
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _to_cpu(chunk: Chunk) -> Chunk:
-    copy = torch.empty(chunk.data.shape, dtype=chunk.data.dtype, device="cpu")
-    return Chunk(chunk.offset, copy.copy_(chunk.data))
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Put a small file in place of another at once, on the disk when this returns but for ``sync_folder``."""
-    scratch = path.with_name(f"{path.name}.tmp-new")
-    scratch.write_text(text, encoding="utf-8")
-    sync_file(scratch)
-    scratch.replace(path)
-
-
-def sync_file(path: Path) -> None:
-    """Wait until a file's content is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until a folder's entries are on the disk."""
-    sync_file(path)
 
 
 def _remove(folder: Path) -> None:

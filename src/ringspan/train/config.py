@@ -5,21 +5,19 @@ model.path, model.tokenizer and model.config where they are local) are taken fro
 file's own folder.
 """
 
-import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.route import Route
+from ringspan.train.problems import explain, one_line, shown
 
 # A byte-level BPE has one token for each byte and <|endoftext|>.
 MIN_VOCAB_SIZE = 257
@@ -103,7 +101,7 @@ class ModelConfig(_Table):
             values = _read_json(values)
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
             raise ConfigError(
-                f'model.config = {_shown(self.config)}: has no model_type; add one, such as model_type = "llama"'
+                f'model.config = {shown(self.config)}: has no model_type; add one, such as model_type = "llama"'
             )
         size = values.get("vocab_size", MIN_VOCAB_SIZE)
         if self.tokenizer == "train" and (not isinstance(size, int) or size < MIN_VOCAB_SIZE):
@@ -418,7 +416,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not valid TOML: {_one_line(error)}; strings need quotes") from error
+        raise ConfigError(f"{path}: is not valid TOML: {one_line(error)}; strings need quotes") from error
     for override in overrides:
         _apply_override(values, override)
     config = parse_config(values)
@@ -436,11 +434,7 @@ def parse_config(values: Mapping[str, Any]) -> TrainConfig:
     try:
         return TrainConfig.model_validate(dict(values))
     except ValidationError as error:
-        # A misspelt key often makes its right spelling "missing" as well: the misspelling is the one to show.
-        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        others = {_locate(problem["loc"])[0] for problem in problems} - {_locate(problems[0]["loc"])[0]}
-        more = f" (and {len(others)} more)" if others else ""
-        raise ConfigError(_explain(problems[0]) + more) from error
+        raise ConfigError(explain(error, TrainConfig)) from error
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -448,13 +442,13 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     *tables, name = (part.strip() for part in key.split("."))
     if not equals or not name or not all(tables):
         raise ConfigError(
-            f"{_shown(override)}: is not an override; write key=value, such as optimizer.learning_rate=1e-4"
+            f"{shown(override)}: is not an override; write key=value, such as optimizer.learning_rate=1e-4"
         )
     table = values
     for part in tables:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{_shown(override)}: {part} = {_shown(table)} is not a table, so it has no key {name}")
+            raise ConfigError(f"{shown(override)}: {part} = {shown(table)} is not a table, so it has no key {name}")
     table[name] = _override_value(text)
 
 
@@ -469,70 +463,6 @@ def _override_value(text: str) -> object:
     return parsed["value"]
 
 
-def _explain(problem: ErrorDetails) -> str:
-    """One line about one of pydantic's problems: key, value, what is wrong, what would work."""
-    key, fields, field = _locate(problem["loc"])
-    kind, value = problem["type"], problem["input"]
-    cause = problem.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
-        return str(cause)
-    if kind == "extra_forbidden":
-        return f"{key}: unknown key; {_nearest(key, fields)}"
-    description = (field.description or "" if field is not None else "").split(". ")[0].rstrip(".")
-    if kind == "missing":
-        return f"{key}: missing; it takes: {description}"
-    if kind in ("model_type", "model_attributes_type"):
-        return f"{key} = {_shown(value)}: should be a table; write [{key}] and its keys below"
-    what = (
-        problem["msg"]
-        .replace("Input should be", "should be")
-        .replace("Tuple should", "should")
-        .replace(" after validation", "")
-    )
-    default = None if field is None or field.is_required() else field.default
-    remedy = f"it takes: {description}" if default is None else f"the default is {_shown(default)}"
-    return f"{key} = {_shown(value)}: {what}; {remedy}"
-
-
-def _locate(loc: tuple[int | str, ...]) -> tuple[str, dict[str, FieldInfo], FieldInfo | None]:
-    """(dotted key, fields of the innermost table, field) of a place, without what pydantic adds for unions."""
-    table: type[BaseModel] | None = TrainConfig
-    fields, field, key = dict(TrainConfig.model_fields), None, ""
-    for part in loc:
-        if isinstance(part, int):
-            key += f"[{part}]"
-        elif table is not None:
-            fields = dict(table.model_fields)
-            field = fields.get(part)
-            key += f".{part}" if key else part
-            table = _table_of(field)
-    return key, fields, field
-
-
-def _nearest(key: str, fields: Mapping[str, Any]) -> str:
-    """The most similar key of the same table, else of any table; else all keys of the table."""
-    name = key.split(".")[-1]
-    table = key.removesuffix(name)
-    elsewhere = {known.split(".")[-1]: known for known in _known_keys(TrainConfig)}
-    for known in ({field: table + field for field in fields}, elsewhere):
-        if near := difflib.get_close_matches(name, known, n=1):
-            return f"did you mean {known[near[0]]}?"
-    return f"known are {', '.join(table + field for field in fields)}"
-
-
-def _known_keys(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in table.model_fields.items():
-        yield prefix + name
-        if nested := _table_of(field):
-            yield from _known_keys(nested, f"{prefix}{name}.")
-
-
-def _table_of(field: FieldInfo | None) -> type[BaseModel] | None:
-    """The model of a field that is a table, else None."""
-    kind: Any = None if field is None else field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, _Table) else None
-
-
 def _read_json(path: str) -> Any:
     try:
         return json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -543,15 +473,5 @@ def _read_json(path: str) -> Any:
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"model.config = {json.dumps(path)}: is not valid JSON: {_one_line(error)}; repair it"
+            f"model.config = {json.dumps(path)}: is not valid JSON: {one_line(error)}; repair it"
         ) from error
-
-
-def _shown(value: object, limit: int = 80) -> str:
-    """A value as TOML writes it, more or less, and on one line."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

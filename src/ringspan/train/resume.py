@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringspan.core.errors import CheckpointError, ConfigError, RingspanError
-from ringspan.train.checkpoint import Checkpoints, sync_folder, write_synced
+from ringspan.train.checkpoint import Checkpoints
 from ringspan.train.config import TrainConfig, parse_config
+from ringspan.train.disk import sync_folder, write_synced
 from ringspan.train.manifest import Manifest
 
 _RECORD: Final = "run.json"

@@ -1,0 +1,96 @@
+"""What is wrong with a configuration, in one line: the key, its value and the remedy, from what pydantic found."""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from ringspan.core.errors import ConfigError
+
+
+def explain(error: ValidationError, root: type[BaseModel]) -> str:
+    """One line about the first problem, and how many more keys have one. ``root`` is the outermost table."""
+    # A misspelt key often makes its right spelling "missing" as well: the misspelling is the one to show.
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    keys = [_locate(problem["loc"], root)[0] for problem in problems]
+    others = set(keys) - {keys[0]}
+    return _explain_one(problems[0], root) + (f" (and {len(others)} more)" if others else "")
+
+
+def _explain_one(problem: ErrorDetails, root: type[BaseModel]) -> str:
+    """One line about one of pydantic's problems: key, value, what is wrong, what would work."""
+    key, fields, field = _locate(problem["loc"], root)
+    kind, value = problem["type"], problem["input"]
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return str(cause)
+    if kind == "extra_forbidden":
+        return f"{key}: unknown key; {_nearest(key, fields, root)}"
+    description = (field.description or "" if field is not None else "").split(". ")[0].rstrip(".")
+    if kind == "missing":
+        return f"{key}: missing; it takes: {description}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{key} = {shown(value)}: should be a table; write [{key}] and its keys below"
+    what = (
+        problem["msg"]
+        .replace("Input should be", "should be")
+        .replace("Tuple should", "should")
+        .replace(" after validation", "")
+    )
+    default = None if field is None or field.is_required() else field.default
+    remedy = f"it takes: {description}" if default is None else f"the default is {shown(default)}"
+    return f"{key} = {shown(value)}: {what}; {remedy}"
+
+
+def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, dict[str, FieldInfo], FieldInfo | None]:
+    """(dotted key, fields of the innermost table, field) of a place, without what pydantic adds for unions."""
+    table: type[BaseModel] | None = root
+    fields, field, key = dict(root.model_fields), None, ""
+    for part in loc:
+        if isinstance(part, int):
+            key += f"[{part}]"
+        elif table is not None:
+            fields = dict(table.model_fields)
+            field = fields.get(part)
+            key += f".{part}" if key else part
+            table = _table_of(field)
+    return key, fields, field
+
+
+def _nearest(key: str, fields: Mapping[str, Any], root: type[BaseModel]) -> str:
+    """The most similar key of the same table, else of any table; else all keys of the table."""
+    name = key.split(".")[-1]
+    table = key.removesuffix(name)
+    elsewhere = {known.split(".")[-1]: known for known in _known_keys(root)}
+    for known in ({field: table + field for field in fields}, elsewhere):
+        if near := difflib.get_close_matches(name, known, n=1):
+            return f"did you mean {known[near[0]]}?"
+    return f"known are {', '.join(table + field for field in fields)}"
+
+
+def _known_keys(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in table.model_fields.items():
+        yield prefix + name
+        if nested := _table_of(field):
+            yield from _known_keys(nested, f"{prefix}{name}.")
+
+
+def _table_of(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The model of a field that is a table, else None."""
+    kind: Any = None if field is None else field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A value as TOML writes it, more or less, and on one line."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def one_line(error: Exception) -> str:
+    """What an exception says, without line breaks."""
+    return " ".join(str(error).split())
