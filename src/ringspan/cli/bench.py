@@ -187,8 +187,8 @@ def step(
         print(json.dumps(result))
         return
     speeds = [f"{result[f'{who}_tokens_per_second']:,.0f}" for who in ("ring", "baseline")]
-    rows = [[*speeds, f"{result['ratio_tokens_per_second']:.3f}", f"{result['peak_bytes'] / 2**30:.2f}"]]
-    _table(f"one step of {length:,} tokens, {dtype}", ["ring tokens/s", "one process", "ratio", "peak GiB"], rows)
+    rows = [[*speeds, f"{result['ratio_tokens_per_second']:.3f}", f"{result['peak_bytes'] / 1e9:.2f}"]]
+    _table(f"one step of {length:,} tokens, {dtype}", ["ring tokens/s", "one process", "ratio", "peak GB"], rows)
 
 
 @app.command("memory", epilog="Example: ringspan bench memory --length 8192 --json")
@@ -230,11 +230,11 @@ def memory(
             f"{row['tokens_per_rank']:,}",
             row["checkpoint"],
             row["variant"],
-            f"{row['bytes']['activations'] / 2**20:.1f}",
+            f"{row['bytes']['activations'] / 1e6:.1f}",
         ]
         for row in result["rows"]
     ]
-    _table("activations held per rank", ["ring", "tokens", "tokens a rank", "checkpoint", "variant", "MiB"], rows)
+    _table("activations held per rank", ["ring", "tokens", "tokens a rank", "checkpoint", "variant", "MB"], rows)
 
 
 @app.command("context", epilog="Example: ringspan bench context --budget 6e9 --options on --json")
@@ -286,11 +286,11 @@ def context(
         print(json.dumps(result))
         return
     rows = [
-        [f"{trial['length']:,}", f"{trial['peak_bytes'] / 2**30:.2f}", f"{trial['step_seconds']:.1f}"]
+        [f"{trial['length']:,}", f"{trial['peak_bytes'] / 1e9:.2f}", f"{trial['step_seconds']:.1f}"]
         for trial in result["trials"]
     ]
     seconds = "step s" if rows_in == 1 else f"step s, attention of one row in {rows_in}"
-    _table(f"{result['parameters']:,} parameters, options {options}", ["tokens", "GiB in all", seconds], rows)
+    _table(f"{result['parameters']:,} parameters, options {options}", ["tokens", "GB in all", seconds], rows)
     print(f"longest: {result['max_length_tokens']:,} tokens in {result['budget_bytes']:,} bytes")
 
 

@@ -137,7 +137,7 @@ def _summary(result: dict[str, Any], folder: Path) -> None:
     for row in result["memory"]:
         table.add_row(
             f"activations, ring {row['ring']}",
-            f"{row['activation_bytes'] / 2**20:.1f} MiB a rank, {row['tokens_per_rank']:,} tokens each",
+            f"{row['activation_bytes'] / 1e6:.1f} MB a rank, {row['tokens_per_rank']:,} tokens each",
         )
     table.add_row("time", ", ".join(f"{name} {value:.0f} s" for name, value in result["seconds"].items()))
     table.add_row("report", str(folder / "report.html"))

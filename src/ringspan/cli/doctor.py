@@ -97,7 +97,7 @@ def _show_cluster(console: Any, result: dict[str, Any]) -> None:
 
 def _device(device: dict[str, Any]) -> list[str]:
     cores = f", {device['cores']} cores" if "cores" in device else ""
-    return [f"{device['kind']}: {device['name']}{cores}", f"{device['memory_bytes'] / 2**30:,.1f} GiB"]
+    return [f"{device['kind']}: {device['name']}{cores}", f"{device['memory_bytes'] / 1e9:,.1f} GB"]
 
 
 def _cases(serves: dict[str, float]) -> str:

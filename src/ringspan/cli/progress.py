@@ -47,7 +47,7 @@ def describe(metrics: StepMetrics) -> str:
     """Loss, speed, share of the measured peak and memory in a line."""
     return (
         f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  MFU {metrics.mfu:.0%}  "
-        f"peak {metrics.peak_bytes / 2**30:.2f} GiB a rank"
+        f"peak {metrics.peak_bytes / 1e9:.2f} GB a rank"
     )
 
 
