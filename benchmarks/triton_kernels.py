@@ -25,8 +25,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 
 from ringspan.bench.machine import describe_machine
@@ -102,13 +102,12 @@ class _Compiled:
 
 def _counted(ptx: str) -> dict[str, Any]:
     """What ptxas says of a program."""
-    found = re.search(r"\.target sm_(\w+)", ptx)
+    found = re.search(r"\.target sm_((\d+)\w*)", ptx)
     assert found, "a program for no device"
-    blackwell = found[1].startswith("10")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [(knobs.nvidia.ptxas_blackwell if blackwell else knobs.nvidia.ptxas).path, "-v"]
+        command = [get_ptxas(int(found[2])).path, "-v"]
         command += [f"--gpu-name=sm_{found[1]}", file.name, "-o", "/dev/null"]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, stored, loaded = (

@@ -5,13 +5,16 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Shard
 
 from ringspan.core import choice
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.plan import tracker
 from ringspan.plan.cost import step_cost
-from ringspan.plan.dryrun import hugging_face_config, summary, thinned, trace
+from ringspan.plan.dryrun import fake_mesh, hugging_face_config, summary, thinned, trace
 from ringspan.plan.hardware import DEVICES
 from ringspan.plan.memory import CATEGORIES, training_memory
 from ringspan.plan.setting import CHECKPOINTS, Setting
@@ -167,6 +170,14 @@ def test_the_sums_of_tensor_parallelism_are_those_that_the_step_asks_for(monkeyp
     device = DEVICES["h100-80gb"]
     cost = step_cost(from_config(config.to_dict(), "llama"), setting, device, 1)
     assert cost.tensor_bytes == sum(summed)
+
+
+def test_what_dtensor_makes_to_foresee_shapes_is_not_counted():
+    with fake_mesh(Setting(length=256, ring=2), 0, "cpu") as mesh, FakeTensorMode():
+        x = DTensor.from_local(torch.empty(101, 7), mesh["ring"], [Shard(0)])
+        with tracker.MemoryTracker(is_fake=True) as counted:
+            held = torch._foreach_mul([x], 2.0), x * 3
+    assert len(held) == 2 and counted.peak.total_bytes == 2 * x.to_local().nbytes
 
 
 def test_a_trace_without_the_inside_of_the_ring_would_miss_its_buffers(monkeypatch):

@@ -83,10 +83,8 @@ def test_the_norm_counts_each_parameter_once_and_each_rank_holds_its_share(pool)
         assert relative(norm, expected) < 1e-6
         for name, parameter in model.named_parameters():
             assert relative(gradients[name], parameter.grad) < 1e-5, name
-    splits_embedding = any("embed" in path for path in model.tp_plan)  # older transformers leave it whole
     for name, parameter in model.named_parameters():
-        is_split = "proj" in name or "lm_head" in name or ("embed" in name and splits_embedding)
-        copies = 1 if is_split else 2
+        copies = 1 if "proj" in name or "lm_head" in name or "embed" in name else 2
         assert sum(held[name] for *_, held in results) == copies * parameter.numel(), name
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -69,7 +70,8 @@ class MemoryTracker(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()
         self._storages: dict[int, _Storage] = {}
-        self._resizes: list[Callable[..., Any]] = []
+        self._patched: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+        self._predicts = False
         self._totals: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self._operators = 0
         self._changed = False
@@ -79,20 +81,30 @@ class MemoryTracker(TorchDispatchMode):
         return id(self)
 
     def __enter__(self) -> "MemoryTracker":
-        """Also see storages change their size, which is no operator: FSDP frees and refills what it gathers."""
-        resize = torch.UntypedStorage.resize_
-        self._resizes.append(resize)
+        """Also see storages change their size, which is no operator: FSDP frees and refills what it gathers. And know
+        when DTensor makes fake tensors, to see what shapes an operator will give: they take no memory.
+        """
+        resize, predict = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        self._patched.append((resize, predict))
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             self._resized(storage)
             return result
 
+        def predicted(*args: Any) -> Any:
+            self._predicts = True
+            try:
+                return predict(*args)
+            finally:
+                self._predicts = False
+
         torch.UntypedStorage.resize_ = resized  # pyright: ignore[reportAttributeAccessIssue]
+        ShardingPropagator._propagate_tensor_meta_non_cached = predicted  # pyright: ignore[reportAttributeAccessIssue]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resizes.pop()
+        torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached = self._patched.pop()
         super().__exit__(*error)
 
     @property
@@ -156,6 +168,8 @@ class MemoryTracker(TorchDispatchMode):
             return NotImplemented  # it comes back here with the local tensors
         if self.is_fake and func in _ANSWERS:
             return _ANSWERS[func]
+        if self._predicts:
+            return func(*args, **(kwargs or {}))
         if func.namespace == "ringspan" and func in _LOOPS:
             with self:
                 return _LOOPS[func](*args, **(kwargs or {}))

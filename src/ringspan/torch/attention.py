@@ -126,10 +126,16 @@ def ring_attention(
     return out
 
 
+# Asked once: torch.compile of PyTorch 2.11 cannot trace the question.
+_HAVE_AUTOCAST: Final = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
+)
+
+
 def _in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as autocast wants them for PyTorch's own attention: in its dtype, but for float64."""
     kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind not in _HAVE_AUTOCAST or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

@@ -141,8 +141,8 @@ def _styles(model: PreTrainedModel, ranks: int) -> dict[str, str]:
     if any(len(module.weight) % ranks for module in (head, embedding)):
         for path in ends:
             styles.pop(path, None)
-    elif head.weight is embedding.weight and not styles.keys().isdisjoint(ends):
-        styles |= ends  # one tensor is split for both, though older plans name the head alone
+    elif not styles.keys().isdisjoint(ends):
+        styles |= ends  # older plans name the head alone
     return styles
 
 
