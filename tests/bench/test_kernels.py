@@ -31,7 +31,11 @@ def test_a_kernel_that_refuses_a_tile_loses_its_share(monkeypatch):
     monkeypatch.setattr(kernels, "multiplies_16_bits", lambda: True)
     assert serving(CASES["causal"], CPU) == {"cpu": 1.0}
     choose, full = kernels.choose, ("cpu", "reference")
-    monkeypatch.setattr(kernels, "choose", lambda _, tiles: choose(full[not all(t.is_full for t in tiles) :], tiles))
+
+    def only_full(_, tiles, q):
+        return choose(full[not all(t.is_full for t in tiles) :], tiles, q)
+
+    monkeypatch.setattr(kernels, "choose", only_full)
     shares = serving(CASES["causal"], CPU)
     assert set(shares) == {"cpu", "reference"} and 0.5 < shares["cpu"] < 0.9
 
@@ -43,7 +47,9 @@ def test_what_does_not_run_here_says_why(monkeypatch):
     assert report["flash"] == {
         "available": False, "serves": {}, "why_not": "it needs CUDA tensors, these are on cpu; this machine has cpu",
     }  # fmt: skip
-    assert set(report["reference"]["serves"]) == {"causal, soft cap (Gemma 2)", "causal, ALiBi"}
+    assert set(report["reference"]["serves"]) == {
+        "short documents, float32", "causal, soft cap (Gemma 2)", "causal, ALiBi",
+    }  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     report = kernel_report([CUDA])
     assert re.match("it needs compute capability 8.0, this device has 7.5", report["flash"]["why_not"])
@@ -53,4 +59,4 @@ def test_what_does_not_run_here_says_why(monkeypatch):
 def test_no_kernel_is_chosen_where_it_does_not_run():
     q = torch.empty(1, 1, 8, 16, device="meta")
     names = kernels.serving("auto", q, q, Scores(1.0))
-    assert kernels.choose(names, (Tile.full(0, 8, 0, 8),)).name == "reference"
+    assert kernels.choose(names, (Tile.full(0, 8, 0, 8),), q).name == "reference"

@@ -93,7 +93,7 @@ def test_auto_has_layers_share_an_input_before_it_runs_the_ring_again():
 
 
 def bytes_of_a_step(mesh: DeviceMesh, chunk: int) -> dict[str, int]:
-    model = rs.parallelize(build("llama", vocab_size=2048), mesh, loss_chunk_tokens=chunk)
+    model = rs.parallelize(build("llama", vocab_size=4096), mesh, loss_chunk_tokens=chunk)
     ids = tokens(1, 1024)
     counted = step_bytes(model, rs.shard_batch({"input_ids": ids, "labels": ids}, mesh))
     return counted | {"elements": sum(p.numel() for p in model.parameters())}
@@ -105,7 +105,7 @@ def test_the_categories_of_a_step(pool):
         for category, times in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
             assert whole[category] == chunked[category]
             assert abs(whole[category] / (times * share) - 1) < 0.02
-        logits = 512 * 2048 * 4
+        logits = 512 * 4096 * 4
         assert whole["temporaries"] - chunked["temporaries"] > 0.5 * logits
         assert whole["communication"] > 0 and whole["activations"] > 0
 

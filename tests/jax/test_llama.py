@@ -48,7 +48,7 @@ def torch_step(folder, batch):
     loss.backward()
     gradients = {name: p.grad.numpy().copy() for name, p in model.named_parameters()}
     torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1, eps=1e-6).step()
-    return float(loss), gradients, {name: p.detach().numpy() for name, p in model.named_parameters()}
+    return float(loss.detach()), gradients, {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
 def by_name(model: Llama) -> dict[str, np.ndarray]:

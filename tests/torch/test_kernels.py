@@ -14,7 +14,7 @@ from ringspan.core.schedule import plan
 from ringspan.core.tile import Tile
 from ringspan.torch import kernels
 from ringspan.torch.kernels import reference
-from ringspan.torch.kernels.launch import Launch, Window, bands, chains, pieces, squares, whole
+from ringspan.torch.kernels.launch import Launch, Window, bands, chains, keys_a_row, pieces, squares, whole
 from ringspan.torch.scores import Scores
 from tests.core.strategies import layouts, masks
 from tests.fuzz import examples
@@ -22,6 +22,7 @@ from tests.torch.standins import calls, installed
 from tests.torch.test_ring import FLOAT32_LIMIT, Problem
 
 PLAIN = Scores(1.0)
+widths = st.integers(1, 12) | st.sampled_from([16, 32])  # of chunks
 OF_CUDA = ("cudnn", "flash", "flash2", "flash3", "flash4")
 
 
@@ -108,17 +109,20 @@ def test_any_mask_through_the_kernels_of_cuda(
     batch=st.integers(1, 2),
     softcap=st.sampled_from([0.0, 2.0]),
     has_slopes=st.booleans(),
-    room=st.builds(reference.Room, st.integers(1, 12), st.integers(1, 12), st.sampled_from([1, 100, 1 << 18])),
+    room=st.builds(reference.Room, widths, widths, st.sampled_from([1, 100, 1 << 18])),
+    others=st.none() | st.integers(1, 20),
 )
 @examples(60)
 def test_any_mask_through_plain_pytorch_whatever_its_chunks(
-    length, mask, layout, ranks, grouping, sizes, batch, softcap, has_slopes, room
+    length, mask, layout, ranks, grouping, sizes, batch, softcap, has_slopes, room, others
 ):
+    """Alone, or beside another kernel in hops where rows see ``others`` keys or more."""
     heads, groups = grouping
     shape = {"batch": batch, "heads": heads, "groups": groups, "size": sizes[0], "value_size": sizes[1]}
     problem = Problem(length, mask, softcap=softcap, has_slopes=has_slopes, **shape)
-    with patch.object(reference.Room, "of", lambda _: room):
-        assert max(problem.errors(layout, ranks, kernel="reference")) < FLOAT32_LIMIT
+    is_slow = patch.object(kernels, "is_slow_at", lambda tiles, q: keys_a_row(tiles) < others)
+    with patch.object(reference.Room, "of", lambda q, tile: room), is_slow:
+        assert max(problem.errors(layout, ranks, kernel="auto" if others else "reference")) < FLOAT32_LIMIT
 
 
 def test_a_scale_of_zero_gives_every_key_the_same_weight():
@@ -173,18 +177,38 @@ def test_auto_takes_the_first_kernel_that_knows_the_tiles(monkeypatch):
     square, rectangle = Tile(0, 8, 0, 8, 0, 7), Tile.full(0, 8, 0, 4)
     band = Tile(0, 8, 0, 8, 0, 3)
     everything = tuple(kernels.KERNELS)
-    assert kernels.choose(everything, (square, rectangle)).name == "cudnn"
-    assert kernels.choose(everything, (band,)).name == "flash3"
-    assert kernels.choose(everything, tuple(square.shifted(8 * i, 8 * i) for i in range(9))).name == "flash3"
-    assert kernels.choose(("cudnn", "flash", "reference"), (band,)).name == "flash"
-    assert kernels.choose(("cudnn", "reference"), (band,)).name == "cudnn"
     q = torch.zeros(1, 2, 8, 16)
+    assert kernels.choose(everything, (square, rectangle), q).name == "cudnn"
+    assert kernels.choose(everything, (band,), q).name == "flash3"
+    assert kernels.choose(everything, tuple(square.shifted(8 * i, 8 * i) for i in range(9)), q).name == "flash3"
+    assert kernels.choose(("cudnn", "flash", "reference"), (band,), q).name == "flash"
+    assert kernels.choose(("cudnn", "reference"), (band,), q).name == "cudnn"
     assert kernels.serving("auto", q, q, PLAIN) == ("cpu", "reference")
     assert kernels.serving("auto", q, q, Scores(1.0, softcap=2.0)) == ("reference",)
     assert kernels.serving("flash", q, q, PLAIN) == ("flash",)
     for is_fast, names in ((True, ("cpu", "reference")), (False, ("reference",))):
         monkeypatch.setattr(kernels, "multiplies_16_bits", lambda is_fast=is_fast: is_fast)
         assert kernels.serving("auto", q.bfloat16(), q, PLAIN) == names
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "dtype", "name"),
+    [
+        (96, 8, torch.float32, "reference"),
+        (94, 8, torch.float32, "cpu"),
+        (1023, 8, torch.float32, "reference"),
+        (1024, 8, torch.float32, "cpu"),
+        (766, 1, torch.float32, "cpu"),
+        (767, 1, torch.float32, "reference"),
+        (512, 8, torch.bfloat16, "cpu"),
+        (512, 8, torch.float64, "cpu"),
+    ],
+)
+def test_on_a_cpu_rows_that_see_few_keys_go_to_plain_pytorch(rows, heads, dtype, name):
+    """A causal row of n sees (n + 1) / 2 keys on average."""
+    q, tiles = torch.empty(1, heads, 1, 16, dtype=dtype), (Tile(0, rows, 0, rows, 0, rows - 1),)
+    assert kernels.choose(("cpu", "reference"), tiles, q).name == name
+    assert kernels.choose(("cpu",), tiles, q).name == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from ringspan.torch.attention import check_tensors
 from ringspan.torch.scores import Scores
 
 _RANKS: Final = 4
-_LENGTH: Final = 4096
+_LENGTH: Final = 16384
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,14 @@ class Case:
 CASES: Final[dict[str, Case]] = {
     "full": Case(full()),
     "causal": Case(),
-    "window": Case(sliding_window(700)),
-    "prefix-LM": Case(prefix_lm(500)),
-    "documents": Case(documents([300, 1500, 1000, 1296])),
-    "documents in a window": Case(documents([300, 1500, 1000, 1296], window=700)),
-    "chunks": Case(chunked(600, length=_LENGTH)),
+    "window": Case(sliding_window(2800)),
+    "prefix-LM": Case(prefix_lm(2000)),
+    "documents": Case(documents([1200, 6000, 4000, 5184])),
+    "documents in a window": Case(documents([1200, 6000, 4000, 5184], window=2800)),
+    "chunks": Case(chunked(2400, length=_LENGTH)),
     "causal, float16": Case(dtype=torch.float16),
     "causal, float32": Case(dtype=torch.float32),
+    "short documents, float32": Case(documents([512] * 32), dtype=torch.float32),
     "causal, float64": Case(dtype=torch.float64),
     "causal, soft cap (Gemma 2)": Case(softcap=50.0),
     "causal, ALiBi": Case(has_slopes=True),
@@ -64,10 +65,10 @@ def serving(case: Case, where: torch.device) -> dict[str, float]:
     Empty when the ring refuses it there.
     """
     layout = Layout("zigzag", _LENGTH, _RANKS)
-    hops = (hop for rank in range(_RANKS) for hop in plan(layout, case.mask, rank).hops)
+    hops = (hop for rank in range(_RANKS) for hop in plan(layout, case.mask, rank).hops if hop.bands)
     pairs: Counter[str] = Counter()
     with FakeTensorMode():
-        q, v = (torch.empty(1, 1, 1, d, dtype=case.dtype, device=where) for d in (case.head_dim, case.value_dim))
+        q, v = (torch.empty(1, 8, 1, d, dtype=case.dtype, device=where) for d in (case.head_dim, case.value_dim))
         try:
             check_tensors(q, q, v)
         except UnsupportedError:
@@ -75,7 +76,7 @@ def serving(case: Case, where: torch.device) -> dict[str, float]:
         scores = Scores(case.head_dim**-0.5, case.softcap, torch.empty(1, device=where) if case.has_slopes else None)
         names = kernels.serving("auto", q, v, scores)
         for hop in hops:
-            pairs[kernels.choose(names, hop.bands).name] += hop.num_pairs
+            pairs[kernels.choose(names, hop.bands, q).name] += hop.num_pairs
     return {name: count / pairs.total() for name, count in pairs.most_common()}
 
 

@@ -141,20 +141,21 @@ def _as_on_gpu() -> Iterator[None]:
     And let what is offloaded be away, as in a GPU's host; fake tensors have nothing that a file could hold.
     """
     choose, mapped, update = attention.num_head_groups, offload._Mapped, HostAdamW.step
-    multiplies, room = kernels.multiplies_16_bits, reference.Room.of
+    multiplies, is_slow, room = kernels.multiplies_16_bits, kernels.is_slow_at, reference.Room.of
 
     def on_gpu(q: Any, *others: Any) -> int:
         return choose(SimpleNamespace(shape=q.shape, device=torch.device("cuda")), *others)  # pyright: ignore[reportArgumentType]
 
     attention.num_head_groups, offload._Mapped = on_gpu, _Away  # pyright: ignore[reportAttributeAccessIssue]
     HostAdamW.step = lambda self, closure=None: None  # changes weights where they are
-    kernels.multiplies_16_bits, reference.Room.of = lambda: True, lambda q: reference.ON_DEVICES
+    kernels.multiplies_16_bits, kernels.is_slow_at = lambda: True, lambda tiles, q: False
+    reference.Room.of = lambda q, tile: reference.ON_DEVICES
     try:
         yield
     finally:
         attention.num_head_groups, offload._Mapped = choose, mapped
         HostAdamW.step = update
-        kernels.multiplies_16_bits, reference.Room.of = multiplies, room
+        kernels.multiplies_16_bits, kernels.is_slow_at, reference.Room.of = multiplies, is_slow, room
 
 
 @contextmanager

@@ -197,7 +197,7 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
             total, is_sent = home, passes_queries and hop.index > 0
             if is_sent:
                 total = PartialBlock.travelling(Form.of(hop.gradient_home, *partial, dtype), ring.exchange.empty)
-            kernel = kernels.choose(serving, hop.bands)
+            kernel = kernels.choose(serving, hop.bands, q[:, heads])
             for launch in launches(kernel, hop.bands, block.ranges, passes_queries=passes_queries):
                 rows, _ = queries.part(launch.q0, launch.q1)
                 here, scores = keys.part(launch.k0, launch.k1), ring.scores_of(launch, hop.owner, heads)
@@ -277,7 +277,7 @@ def _backward_of_heads(
         total = home
         if hop.index:
             total = GradientBlock.travelling(Form.of(hop.gradient, k, v, dtype), ring.exchange.empty)
-        kernel = kernels.choose(serving, hop.bands)
+        kernel = kernels.choose(serving, hop.bands, q)
         for launch in launches(kernel, hop.bands, block.ranges, total.ranges):
             rows, keys = slice(launch.q0, launch.q1), block.part(launch.k0, launch.k1)
             ours = dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows]

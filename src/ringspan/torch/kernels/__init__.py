@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.tile import Tile
-from ringspan.torch.kernels.cpu import CpuFlash, multiplies_16_bits
+from ringspan.torch.kernels.cpu import CpuFlash, is_slow_at, multiplies_16_bits
 from ringspan.torch.kernels.cudnn import Cudnn
 from ringspan.torch.kernels.flash import Flash, Flash2, Flash3, Flash4, TorchFlash
 from ringspan.torch.kernels.launch import Launch, Launches
@@ -121,8 +121,10 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
     return tuple(name for name in names if KERNELS[name].why_not(q, v, scores) is None)
 
 
-def choose(names: tuple[str, ...], tiles: tuple[Tile, ...]) -> Returning | InPlace:
-    """Which of the serving kernels computes the tiles of a hop."""
+def choose(names: tuple[str, ...], tiles: tuple[Tile, ...], q: Tensor) -> Returning | InPlace:
+    """Which of the serving kernels computes the tiles of a hop for some heads of the queries."""
+    if "cpu" in names and "reference" in names and is_slow_at(tiles, q):
+        return KERNELS["reference"]
     are_squares = len(tiles) <= _FEW and all(
         tile.is_full or (tile.is_causal and tile.num_rows == tile.num_keys) for tile in tiles
     )

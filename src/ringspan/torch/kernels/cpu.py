@@ -8,7 +8,7 @@ from torch import Tensor
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels import mirror
 from ringspan.torch.kernels.heads import one_size
-from ringspan.torch.kernels.launch import Launch, Launches, pieces
+from ringspan.torch.kernels.launch import SHORT, Launch, Launches, keys_a_row, pieces
 from ringspan.torch.scores import Scores
 
 _ops = torch.ops.aten
@@ -20,6 +20,14 @@ def multiplies_16_bits() -> bool:
     """
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return not is_x86 or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def is_slow_at(tiles: tuple[Tile, ...], q: Tensor) -> bool:
+    """Whether plain PyTorch computes some tiles in less time: in float32, where rows see up to 512 keys and all heads
+    together at least 384. PyTorch's kernel goes through fewer than 768 rows by 64, and takes up to twice as long a pair
+    as of many.
+    """
+    return q.dtype == torch.float32 and 384 / q.shape[1] <= keys_a_row(tiles) <= SHORT
 
 
 class CpuFlash:

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ringspan.core.tile import Tile
 
+SHORT: Final = 512  # a tile whose rows see so many keys or fewer, on average
 _CACHED = 1024  # sets of tiles remembered for each way to group them
 
 
@@ -41,6 +42,13 @@ class Launch:
 
 
 Launches = tuple[Launch, ...]
+
+
+@lru_cache(_CACHED)
+def keys_a_row(tiles: tuple[Tile, ...]) -> float:
+    """How many keys a row of some tiles sees on average; 0 of no tiles."""
+    rows = sum(tile.num_rows for tile in tiles)
+    return sum(tile.num_pairs for tile in tiles) / rows if rows else 0.0
 
 
 @lru_cache(_CACHED)

@@ -10,20 +10,21 @@ key/value heads of one sequence at a time, n rows, m keys.
 
 from collections.abc import Iterator
 from itertools import pairwise
-from math import log
+from math import gcd, log
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringspan.core.tile import Tile
-from ringspan.torch.kernels.launch import Launch, Launches, bands
+from ringspan.torch.kernels.launch import SHORT, Launch, Launches, bands, keys_a_row
 from ringspan.torch.kernels.merge import merge_into
 from ringspan.torch.scores import Scores
 
 _LOG2E: Final = 1 / log(2)
 _LOWEST: Final = -1e30  # the maximum of a row that has seen no key: finite, so that no difference of two is NaN
 _FAINTEST: Final = -100.0  # of weights, as a power of two: 1e-30
+_UNIT: Final = 16  # rows and keys: CPUs multiply matrices of odd widths a fifth slower
 
 
 class Room(NamedTuple):
@@ -34,11 +35,15 @@ class Room(NamedTuple):
     scores: int
 
     @staticmethod
-    def of(q: Tensor) -> "Room":
-        """A megabyte of scores where they should stay in a core's cache, all heads where launches should be large."""
+    def of(q: Tensor, tile: Tile) -> "Room":
+        """A megabyte of scores where they should stay in a core's cache, all heads where launches should be large.
+
+        Fewer rows leave less of what a chunk computes forbidden, which counts where rows see few keys.
+        """
         if q.device.type != "cpu":
             return ON_DEVICES
-        return Room(128 if q.shape[1] > 1 else 256, 512, 1 << 18)
+        rows = 64 if q.shape[1] >= 8 and keys_a_row((tile,)) <= SHORT else 128 if q.shape[1] > 1 else 256
+        return Room(rows, 512, 1 << 18)
 
 
 ON_DEVICES: Final = Room(256, 1024, 1 << 40)
@@ -157,7 +162,7 @@ def _gradient(
 
 def _heads(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[int, slice, slice]]:
     """A sequence, some of its query heads and the key/value heads that these share; all of them in turn."""
-    (batch, kv_heads), room = k.shape[:2], Room.of(q)
+    (batch, kv_heads), room = k.shape[:2], Room.of(q, tile)
     shared = q.shape[1] // kv_heads
     scores = shared * min(tile.num_rows, room.rows) * min(tile.num_keys, room.keys)
     groups = _equal(0, kv_heads, max(1, room.scores // scores))
@@ -168,17 +173,17 @@ def _heads(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[int, slice, slice
 
 def _chunks(tile: Tile, q: Tensor) -> Iterator[tuple[slice, list[slice]]]:
     """Chunks of rows, and for each those of the keys that the band lets it see."""
-    room = Room.of(q)
+    room = Room.of(q, tile)
     for rows in _equal(0, tile.num_rows, room.rows):
         first, last = max(0, rows.start - tile.hi), min(tile.num_keys, rows.stop - tile.lo)
         yield rows, _equal(first, last, room.keys)
 
 
 def _equal(first: int, last: int, most: int) -> list[slice]:
-    """The fewest parts of [first, last) of at most so many, as equal as can be: thin ones are slow."""
-    size = last - first
+    """The fewest parts of [first, last) of at most so many, as equal as can be: thin ones are slow, odd ones too."""
+    size, unit = last - first, gcd(_UNIT, most)
     number = -(-size // most)
-    edges = [first + size * n // number for n in range(number + 1)]
+    edges = [first + min(size, -(-size * n // (number * unit)) * unit) for n in range(number + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]
 
 
