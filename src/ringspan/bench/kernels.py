@@ -26,6 +26,7 @@ from ringspan.torch.scores import Scores
 
 _RANKS: Final = 4
 _LENGTH: Final = 16384
+_HEADS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def serving(case: Case, where: torch.device) -> dict[str, float]:
     hops = (hop for rank in range(_RANKS) for hop in plan(layout, case.mask, rank).hops if hop.bands)
     pairs: Counter[str] = Counter()
     with FakeTensorMode():
-        q, v = (torch.empty(1, 8, 1, d, dtype=case.dtype, device=where) for d in (case.head_dim, case.value_dim))
+        q, v = (torch.empty(1, _HEADS, 1, d, dtype=case.dtype, device=where) for d in (case.head_dim, case.value_dim))
         try:
             check_tensors(q, q, v)
         except UnsupportedError:

@@ -163,8 +163,8 @@ def _one_chunk() -> Iterator[None]:
     """Let plain PyTorch compute one chunk of scores of a launch: without values all of them are alike, and many."""
     heads, chunks = reference._heads, reference._chunks
 
-    def last(tile: Tile, q: Tensor) -> Iterator[tuple[slice, list[slice]]]:
-        *_, (rows, keys) = chunks(tile, q)  # which sees as many keys as any
+    def last(tile: Tile, room: reference.Room) -> Iterator[tuple[slice, list[slice]]]:
+        *_, (rows, keys) = chunks(tile, room)  # which sees as many keys as any
         yield rows, keys[-1:]
 
     reference._heads, reference._chunks = lambda *arguments: islice(heads(*arguments), 1), last

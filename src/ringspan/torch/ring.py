@@ -187,7 +187,8 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
     serving = kernels.serving(ring.kernel, q, v, ring.scores)
     passes_queries = ring.schedule.passes_queries
     for number, heads, kv_heads in ring.heads(q, k):
-        own = Block.whole(q[:, heads], q[:, heads, :, :0]), Block.whole(k[:, kv_heads], v[:, kv_heads])
+        mine = q[:, heads]
+        own = Block.whole(mine, mine[..., :0]), Block.whole(k[:, kv_heads], v[:, kv_heads])
         travelling, staying = own if passes_queries else reversed(own)
         partial = out[:, heads], lse[:, heads].unsqueeze(-1)
         home = PartialBlock(Block.whole(*partial))
@@ -197,7 +198,7 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
             total, is_sent = home, passes_queries and hop.index > 0
             if is_sent:
                 total = PartialBlock.travelling(Form.of(hop.gradient_home, *partial, dtype), ring.exchange.empty)
-            kernel = kernels.choose(serving, hop.bands, q[:, heads])
+            kernel = kernels.choose(serving, hop.bands, mine)
             for launch in launches(kernel, hop.bands, block.ranges, passes_queries=passes_queries):
                 rows, _ = queries.part(launch.q0, launch.q1)
                 here, scores = keys.part(launch.k0, launch.k1), ring.scores_of(launch, hop.owner, heads)

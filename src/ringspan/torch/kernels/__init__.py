@@ -123,8 +123,8 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
 
 def choose(names: tuple[str, ...], tiles: tuple[Tile, ...], q: Tensor) -> Returning | InPlace:
     """Which of the serving kernels computes the tiles of a hop for some heads of the queries."""
-    if "cpu" in names and "reference" in names and is_slow_at(tiles, q):
-        return KERNELS["reference"]
+    if "cpu" in names and is_slow_at(tiles, q):
+        names = tuple(name for name in names if name != "cpu") or names
     are_squares = len(tiles) <= _FEW and all(
         tile.is_full or (tile.is_causal and tile.num_rows == tile.num_keys) for tile in tiles
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.tile import Tile
-from ringspan.torch.kernels.launch import SHORT, Launch, Launches, bands, keys_a_row
+from ringspan.torch.kernels.launch import SHORT, Launch, Launches, bands
 from ringspan.torch.kernels.merge import merge_into
 from ringspan.torch.scores import Scores
 
@@ -42,7 +42,8 @@ class Room(NamedTuple):
         """
         if q.device.type != "cpu":
             return ON_DEVICES
-        rows = 64 if q.shape[1] >= 8 and keys_a_row((tile,)) <= SHORT else 128 if q.shape[1] > 1 else 256
+        is_short = tile.num_pairs <= SHORT * tile.num_rows
+        rows = 64 if is_short and q.shape[1] >= 8 else 128 if q.shape[1] > 1 else 256
         return Room(rows, 512, 1 << 18)
 
 
@@ -63,9 +64,10 @@ class Blockwise:
     def forward_into(
         self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor
     ) -> None:
-        for one, heads, kv_heads in _heads(q, k, launch.tile):
+        room = Room.of(q, launch.tile)
+        for one, heads, kv_heads in _heads(q, k, launch.tile, room):
             keys, head_scores = (k[one, kv_heads], v[one, kv_heads]), scores.heads(heads)
-            for rows, chunks in _chunks(launch.tile, q):
+            for rows, chunks in _chunks(launch.tile, room):
                 queries = _as_rows(q[one, heads, rows], kv_heads, lse.dtype) * _factor(scores)
                 new_out, new_lse = _partial(queries, *keys, launch.tile, rows, chunks, head_scores)
                 into, lse_into = out[one, heads, rows], lse[one, heads, rows]
@@ -85,11 +87,11 @@ class Blockwise:
         dk: Tensor,
         dv: Tensor,
     ) -> None:
-        dtype = lse.dtype
-        for one, heads, kv_heads in _heads(q, k, launch.tile):
+        dtype, room = lse.dtype, Room.of(q, launch.tile)
+        for one, heads, kv_heads in _heads(q, k, launch.tile, room):
             keys, key_sums = (k[one, kv_heads], v[one, kv_heads]), (dk[one, kv_heads], dv[one, kv_heads])
             head_scores = scores.heads(heads)
-            for rows, chunks in _chunks(launch.tile, q):
+            for rows, chunks in _chunks(launch.tile, room):
                 queries, dout_rows, out_rows = (_as_rows(x[one, heads, rows], kv_heads, dtype) for x in (q, dout, out))
                 mine = Queries(
                     queries * _factor(scores),
@@ -160,9 +162,9 @@ def _gradient(
     return dq
 
 
-def _heads(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[int, slice, slice]]:
+def _heads(q: Tensor, k: Tensor, tile: Tile, room: Room) -> Iterator[tuple[int, slice, slice]]:
     """A sequence, some of its query heads and the key/value heads that these share; all of them in turn."""
-    (batch, kv_heads), room = k.shape[:2], Room.of(q, tile)
+    batch, kv_heads = k.shape[:2]
     shared = q.shape[1] // kv_heads
     scores = shared * min(tile.num_rows, room.rows) * min(tile.num_keys, room.keys)
     groups = _equal(0, kv_heads, max(1, room.scores // scores))
@@ -171,17 +173,19 @@ def _heads(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[int, slice, slice
             yield one, slice(group.start * shared, group.stop * shared), group
 
 
-def _chunks(tile: Tile, q: Tensor) -> Iterator[tuple[slice, list[slice]]]:
+def _chunks(tile: Tile, room: Room) -> Iterator[tuple[slice, list[slice]]]:
     """Chunks of rows, and for each those of the keys that the band lets it see."""
-    room = Room.of(q, tile)
-    for rows in _equal(0, tile.num_rows, room.rows):
+    for rows in _equal(0, tile.num_rows, room.rows, _UNIT):
         first, last = max(0, rows.start - tile.hi), min(tile.num_keys, rows.stop - tile.lo)
-        yield rows, _equal(first, last, room.keys)
+        yield rows, _equal(first, last, room.keys, _UNIT)
 
 
-def _equal(first: int, last: int, most: int) -> list[slice]:
-    """The fewest parts of [first, last) of at most so many, as equal as can be: thin ones are slow, odd ones too."""
-    size, unit = last - first, gcd(_UNIT, most)
+def _equal(first: int, last: int, most: int, unit: int = 1) -> list[slice]:
+    """The fewest parts of [first, last) of at most so many, as equal as can be: thin ones are slow.
+
+    Where ``most`` is a multiple of ``unit``, all but the last are too.
+    """
+    size, unit = last - first, gcd(unit, most)
     number = -(-size // most)
     edges = [first + min(size, -(-size * n // (number * unit)) * unit) for n in range(number + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]
