@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.hosts import Hosts
-from tests.faults.job import Job, is_running
+from tests.faults.job import Job, is_running, newest_step
 
 
 @dataclass(kw_only=True)
@@ -183,7 +183,7 @@ def kill_in_save(parent: Path, times: int, seed: int = 0) -> Row:
     folder = parent / "saves"
     context = multiprocessing.get_context("fork")
     for number in range(times):
-        before = _newest_whole(folder)
+        before = newest_step(folder)
         store = parent / f"store-{number}"
         ranks = [context.Process(target=_save_for_ever, args=(rank, store, folder, before)) for rank in range(2)]
         for process in ranks:
@@ -198,7 +198,7 @@ def kill_in_save(parent: Path, times: int, seed: int = 0) -> Row:
             process.join(20)
             process.kill()
             process.join()
-        newest = max((int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdecimal()), default=0)
+        newest = newest_step(folder)
         leftovers += any(folder.glob("*.tmp-*"))
         outcome = context.Queue()
         reader = context.Process(target=_load_after, args=(parent / f"store-{number}-load", folder, outcome))
@@ -265,13 +265,9 @@ def _load_after(store: Path, folder: Path, outcome: Any) -> None:
     outcome.put((found.manifest.step, right and found.manifest.state["step"] == found.manifest.step, clean))
 
 
-def _newest_whole(folder: Path) -> int:
-    return max((int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdecimal()), default=0)
-
-
 def _has_begun(folder: Path, before: int) -> bool:
     """The first save at least is done, so that there is something to lose."""
-    return _newest_whole(folder) > before
+    return newest_step(folder) > before
 
 
 def other_worlds(parent: Path, steps: int = 25, saved_at: int = 5) -> Row:

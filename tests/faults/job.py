@@ -201,8 +201,12 @@ class Job:
 
     def newest(self) -> int:
         """The step of the newest finished checkpoint."""
-        folder = self.run / "checkpoints"
-        return max((int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdecimal()), default=0)
+        return newest_step(self.run / "checkpoints")
+
+
+def newest_step(checkpoints: Path) -> int:
+    """The step of the newest finished checkpoint in a folder of them; 0 of none."""
+    return max((int(p.name[5:]) for p in checkpoints.glob("step_*") if p.name[5:].isdecimal()), default=0)
 
 
 def is_running(pid: int) -> bool:

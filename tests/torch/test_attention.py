@@ -248,10 +248,19 @@ def test_an_odd_local_length_for_zigzag_says_what_to_do():
         rs.ring_attention(q, k, v)
 
 
+# The operator's arguments behind q, k and v, for eight tokens of one rank.
+PLAIN = (None, None, 0.25, 0.0, rs.causal().spec, "zigzag", 8, 8, "ring", "exact", "exact", "auto", "")
+
+
 def test_the_operator_passes_torchs_own_checks():
     q, k, v, _ = (x.requires_grad_() for x in tensors(8))
-    arguments = (q, k, v, None, None, 0.25, 0.0, rs.causal().spec, "zigzag", 8, 8, "ring", "exact", "exact", "auto", "")
-    torch.library.opcheck(torch.ops.ringspan.ring_attention, arguments)
+    torch.library.opcheck(torch.ops.ringspan.ring_attention, (q, k, v, *PLAIN))
+
+
+def test_a_gradient_through_the_log_sum_exp_is_refused_and_not_dropped():
+    q, k, v, _ = (x.requires_grad_() for x in tensors(8))
+    out, lse = torch.ops.ringspan.ring_attention(q, k, v, *PLAIN)
+    assert out.requires_grad and not lse.requires_grad
 
 
 def test_it_runs_under_fake_tensors_without_a_peer():

@@ -104,7 +104,7 @@ def _measure(case: AttentionCase) -> dict[str, Any]:
         "exposed_comm_seconds": _exposed(on_ring),
         "peak_bytes_per_token": {
             "ring": (_peak_bytes(partial(on_ring, True)) + _largest(shared_bytes())) / layout.tokens_per_rank,
-            "baseline": _peak_bytes(partial(on_one, True) if rank == 0 else None) / case.length,
+            "baseline": _peak_bytes(partial(on_one, True) if rank == 0 else None, threads=case.ranks) / case.length,
         },
         "max_relative_error": _error(case, inputs, dout, on_ring(True)),
     }
@@ -126,11 +126,14 @@ def _exposed(on_ring: Callable[[bool], list[Tensor]]) -> dict[str, float]:
     return waits
 
 
-def _peak_bytes(function: Callable[[], Any] | None) -> float:
+def _peak_bytes(function: Callable[[], Any] | None, *, threads: int = 1) -> float:
     """Most bytes that forward and backward hold beside their inputs, kernels' and messages' buffers included, on any
     rank.
     """
-    return _largest(allocated_bytes(function) if function else 0)
+    torch.set_num_threads(threads)
+    found = allocated_bytes(function) if function else 0
+    torch.set_num_threads(1)
+    return _largest(found)
 
 
 def _largest(number: float) -> float:

@@ -38,13 +38,13 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """How large the demonstration is; the defaults take a few minutes on two cores."""
+    """How large the demonstration is; ``ringspan demo`` has defaults that take a few minutes on two cores."""
 
-    run: str = "runs/demo"
-    ranks: int = 2
-    steps: int = 20
-    length: int = 8192
-    layout: LayoutName = "zigzag"
+    run: str
+    ranks: int
+    steps: int
+    length: int
+    layout: LayoutName
 
 
 def python_text() -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from math import prod
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -163,11 +164,12 @@ def _one_chunk() -> Iterator[None]:
     """Let plain PyTorch compute one chunk of scores of a launch: without values all of them are alike, and many."""
     heads, chunks = reference._heads, reference._chunks
 
-    def last(tile: Tile, room: reference.Room) -> Iterator[tuple[slice, list[slice]]]:
-        *_, (rows, keys) = chunks(tile, room)  # which sees as many keys as any
-        yield rows, keys[-1:]
+    def largest(tile: Tile, room: reference.Room) -> Iterator[tuple[slice, list[slice]]]:
+        pieces = ((rows, piece) for rows, keys in chunks(tile, room) for piece in keys)
+        rows, keys = max(pieces, key=lambda pair: prod(part.stop - part.start for part in pair))
+        yield rows, [keys]
 
-    reference._heads, reference._chunks = lambda *arguments: islice(heads(*arguments), 1), last
+    reference._heads, reference._chunks = lambda *arguments: islice(heads(*arguments), 1), largest
     try:
         yield
     finally:

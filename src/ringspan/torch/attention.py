@@ -262,6 +262,8 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sinks, slopes, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, sinks, slopes, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for it
 
 
 def _differentiate(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
