@@ -136,13 +136,15 @@ def end_when_told():
     return bool(told)
 
 
-def started(function, **options):
+def started(function, *, then="", **options):
     """A launcher of two such ranks in a process group of its own, when both have said a line."""
     code = (
+        "import os, signal\n"
         f"from tests.torch.test_launch import launch, {function}\n"
         "if __name__ == '__main__':\n"
         f"    try: print(launch({function}, 2, **{options}))\n"
         "    except KeyboardInterrupt: print('interrupted')\n"
+        f"    {then}\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -161,9 +163,10 @@ def test_an_interrupt_ends_all_ranks_in_one_line():
 
 
 def test_a_signal_to_the_whole_group_reaches_ranks_that_end_by_themselves():
-    process = started("end_when_told", forward_signals=True)
+    another = "os.kill(os.getpid(), signal.SIGTERM)"  # it has its answer: another signal must not take it
+    process = started("end_when_told", then=another, forward_signals=True)
     os.killpg(process.pid, signal.SIGUSR1)
-    assert process.communicate(timeout=20)[0] == "[True, True]\n"
+    assert process.communicate(timeout=20)[0] == "[True, True]\n" and process.returncode == 0
     assert all_gone(process.pid, within_seconds=10)
 
 

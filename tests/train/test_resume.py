@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from ringspan.core.errors import CheckpointError, ConfigError
+from ringspan.torch.forks import STOP_SIGNALS
 from ringspan.train.config import TrainConfig
 from ringspan.train.loop import Observer, train
 from tests.train.test_loop import settings, text  # noqa: F401  text is a fixture
@@ -39,6 +40,15 @@ def train_and_see(mesh, config, stop_after=None, number=signal.SIGTERM, rank=0):
 
     result = train(config, Observer(stepped=stepped, noticed=lines.append))
     return result.steps, result.stopped_by, lines
+
+
+def handlers_around_a_stop(mesh, config, then_exit):
+    """Train until the first rank tells itself to stop; the handlers of stop signals before and after."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    stop = Observer(stepped=lambda metrics: os.kill(os.getpid(), signal.SIGTERM))
+    assert train(config, stop, then_exit=then_exit).stopped_by
+    after = {number: signal.signal(number, handler) for number, handler in before.items()}
+    return before, after
 
 
 def curve(run: Path) -> dict[tuple[int, str], float]:
@@ -80,6 +90,13 @@ def test_a_stopped_run_goes_on_bit_for_bit(pool, text, uninterrupted, stop_after
         assert any(line.startswith(f"goes on after step {stop_after + 1} from") for line in lines)
     assert curve(run) == curve(uninterrupted)
     assert equal(weights(run), weights(uninterrupted))
+
+
+@pytest.mark.parametrize("then_exit", [False, True])
+def test_a_signal_to_any_rank_that_has_saved_does_not_take_its_exit_code(pool, text, then_exit):  # noqa: F811
+    for before, after in pool.run(handlers_around_a_stop, 4, config(text, f"exit {then_exit}"), then_exit):
+        assert after == (dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN) if then_exit else before)
+        assert signal.SIG_IGN not in before.values()
 
 
 def test_a_run_that_lost_its_newest_checkpoint_goes_on_from_the_one_before_and_says_so(pool, text, uninterrupted):  # noqa: F811

@@ -107,7 +107,7 @@ def _run_here(settings: "TrainConfig") -> "tuple[TrainResult, bool]":
 
 
 def train_rank(settings: "TrainConfig") -> "TrainResult":
-    """One rank's part of the run, with a progress bar on rank 0."""
+    """One rank's part of the run, with a progress bar on rank 0, in a process that ends with it."""
     import torch.distributed as dist
 
     from ringspan.cli.progress import quiet, watched
@@ -115,6 +115,6 @@ def train_rank(settings: "TrainConfig") -> "TrainResult":
 
     if dist.get_rank() != 0:
         quiet()
-        return train(settings)
+        return train(settings, then_exit=True)
     with watched(settings.steps) as observer:
-        return train(settings, observer)
+        return train(settings, observer, then_exit=True)

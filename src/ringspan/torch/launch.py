@@ -49,8 +49,9 @@ def launch(
     The ranks meet through a file and talk over the loopback interface. Each uses ``threads`` CPU threads, an equal
     share of the cores when None. CUDA ranks get a device each. When a rank dies, all are started again, up to
     ``max_restarts`` times; what a rank refused is not tried again. With ``forward_signals`` a stop signal goes on to
-    the ranks, who end by themselves; otherwise it ends them. Ranks that are thrifty give the memory of large tensors
-    back as soon as these are freed, on Linux with glibc, unless the environment has GLIBC_TUNABLES already.
+    the ranks, who end by themselves, and further ones change nothing any more; otherwise it ends them. Ranks that are
+    thrifty give the memory of large tensors back as soon as these are freed, on Linux with glibc, unless the
+    environment has GLIBC_TUNABLES already.
 
     On Linux without CUDA the others are forks of one process, which lives as long as this one and has imported what
     the first launch's function needs, in the environment of that launch: a rank starts in a tenth of a second.
@@ -146,7 +147,10 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _forwarding(folder: Path) -> Iterator[None]:
-    """Pass stop signals on to the ranks. Ranks that start later find the note and end at once."""
+    """Pass stop signals on to the ranks. Ranks that start later find the note and end at once.
+
+    Once one has come, more of them could only take this process its exit code.
+    """
 
     def forward(number: int, frame: FrameType | None) -> None:
         (folder / _STOP).touch()
@@ -159,8 +163,9 @@ def _forwarding(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        was_told = (folder / _STOP).exists()
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if was_told else handler)
 
 
 @contextmanager

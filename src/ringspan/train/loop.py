@@ -38,12 +38,12 @@ class Observer:
     noticed: Callable[[str], None] = lambda line: None
 
 
-def train(config: TrainConfig, observer: Observer | None = None) -> TrainResult:
+def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: bool = False) -> TrainResult:
     """Train as configured and save the model to ``<run>/model``; every rank of the process group calls it.
 
     The loss of a step is the sum over all its valid targets, on all ranks, replicas and micro-steps, over their count.
     A run that is there already goes on from its newest valid checkpoint. A stop signal to any rank ends all of them
-    after the same step, saved.
+    after the same step, saved. Ranks whose process ends with the run, ``then_exit``, ignore them from its end on.
 
     Raises:
         RingspanError: anything in the config, data or model that is refused; before the run's folder is made.
@@ -56,7 +56,10 @@ def train(config: TrainConfig, observer: Observer | None = None) -> TrainResult:
     begin_run(config, record)
     run = Path(config.run)
     with StopRequest() as stop, Watchdog(config.watchdog, run / "watchdog") as watchdog:
-        return _Run(job, record, stop, watchdog, observer).train()
+        result = _Run(job, record, stop, watchdog, observer).train()
+        if then_exit:
+            stop.ignore_from_now_on()
+        return result
 
 
 class _Run:

@@ -34,5 +34,13 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def ignore_from_now_on(self) -> None:
+        """Let stop signals change nothing any more, also when this has been left: all is saved, and another one could
+        only take the exit code of a process that is about to end.
+        """
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
+        self._previous.clear()
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.signal_name = self.signal_name or signal.Signals(number).name
