@@ -42,13 +42,12 @@ def train_and_see(mesh, config, stop_after=None, number=signal.SIGTERM, rank=0):
     return result.steps, result.stopped_by, lines
 
 
-def handlers_around_a_stop(mesh, config, then_exit):
-    """Train until the first rank tells itself to stop; the handlers of stop signals before and after."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+def handlers_after_a_stop(mesh, config, then_exit):
+    """Train until the first rank tells itself to stop; the handlers of stop signals then, which were the default."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
     stop = Observer(stepped=lambda metrics: os.kill(os.getpid(), signal.SIGTERM))
     assert train(config, stop, then_exit=then_exit).stopped_by
-    after = {number: signal.signal(number, handler) for number, handler in before.items()}
-    return before, after
+    return [signal.signal(number, handler) for number, handler in before.items()]
 
 
 def curve(run: Path) -> dict[tuple[int, str], float]:
@@ -94,9 +93,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(pool, text, uninterrupted, stop_after
 
 @pytest.mark.parametrize("then_exit", [False, True])
 def test_a_signal_to_any_rank_that_has_saved_does_not_take_its_exit_code(pool, text, then_exit):  # noqa: F811
-    for before, after in pool.run(handlers_around_a_stop, 4, config(text, f"exit {then_exit}"), then_exit):
-        assert after == (dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN) if then_exit else before)
-        assert signal.SIG_IGN not in before.values()
+    expected = signal.SIG_IGN if then_exit else signal.SIG_DFL
+    for handlers in pool.run(handlers_after_a_stop, 4, config(text, f"exit {then_exit}"), then_exit):
+        assert handlers == [expected] * len(STOP_SIGNALS)
 
 
 def test_a_run_that_lost_its_newest_checkpoint_goes_on_from_the_one_before_and_says_so(pool, text, uninterrupted):  # noqa: F811
