@@ -42,8 +42,8 @@ def relative(x: np.ndarray, expected: np.ndarray, terms: np.ndarray) -> float:
 def cancelling_terms(dout, q, k, v, allowed, scale, softcap=0.0, bias=None, sinks=None):
     """Sums of the absolute values of what out, dq, dk, dv and, with sinks, dsinks are sums of.
 
-    Of a score's gradient these are two sums of products. Where both happen to be small, a twentieth of the products
-    counts: with one row of one key nothing else would, and nothing would make up for it.
+    Of a score's gradient these are two sums of products. Where both happen to be small, half of what such sums usually
+    are counts, for their rounding is as usual: with one row of one key nothing makes up for it.
     """
     out, lse = reference.attention(q, k, v, allowed, scale, softcap=softcap, bias=bias, sinks=sinks)
     heads = q.shape[1] // k.shape[1]
@@ -54,8 +54,8 @@ def cancelling_terms(dout, q, k, v, allowed, scale, softcap=0.0, bias=None, sink
     p = np.exp(np.where(allowed, scores, -np.inf) - base)
     values = v_heads.swapaxes(-1, -2)
     two_sums = np.abs(dout @ values) + np.abs((dout * out).sum(-1, keepdims=True))
-    products = np.abs(dout) @ np.abs(values) + np.abs(dout * out).sum(-1, keepdims=True)
-    ds = scale * p * np.maximum(two_sums, products / 20)
+    usual = np.sqrt(dout**2 @ values**2) + np.sqrt(((dout * out) ** 2).sum(-1, keepdims=True))
+    ds = scale * p * np.maximum(two_sums, usual / 2)
     summed = [(ds.swapaxes(-1, -2) @ np.abs(q)), (p.swapaxes(-1, -2) @ np.abs(dout))]
     summed = [x.reshape(*k.shape[:2], heads, *x.shape[2:]).sum(2) for x in summed]
     if sinks is not None:
