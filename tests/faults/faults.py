@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,9 +159,10 @@ def terminate(parent: Path, times: int, seed: int = 0) -> Row:
             assert job.process is not None
             target = job.process.pid if by_launcher else job.pid(generator.randrange(2))
             struck = time.monotonic()
-            for _ in range(2):
+            os.kill(target, number)
+            time.sleep(generator.random() * 0.6)  # the second may come when all have saved
+            with suppress(ProcessLookupError):
                 os.kill(target, number)
-                time.sleep(0.05)
             code = job.wait(60)
         finally:
             job.end()
