@@ -207,7 +207,8 @@ def test_ranks_with_different_work_take_the_same_groups_of_heads(mask, worth, mo
     assert max(Problem(64, mask, heads=4, groups=4).errors("contiguous", 2)) < FLOAT32_LIMIT
 
 
-# First a window, which has tiles of every kind, and everything that scores can have: most bugs show there.
+# First a window, which has tiles of every kind, and everything that scores can have: most bugs show there. Then one row
+# of one key, whose dout . v is 45 times less than its terms.
 _EXAMPLE = {"length": 61, "layout": "zigzag", "ranks": 3, "route": "ring", "grouping": (4, 2), "batch": 2}
 _ONE = {"length": 44, "layout": "contiguous", "ranks": 1, "route": "ring", "grouping": (1, 1), "batch": 1}
 _PLAIN = {"softcap": 0.0, "has_slopes": False, "has_sinks": False}
@@ -216,9 +217,7 @@ _ALL = {"softcap": 2.0, "has_slopes": True, "has_sinks": True}
 
 @example(mask=rs.sliding_window(17), sizes=(8, 8), **_EXAMPLE, **_PLAIN)
 @example(mask=rs.causal(), sizes=(12, 8), **_EXAMPLE, **_ALL)
-@example(
-    mask=rs.documents([1]), sizes=(12, 8), **_ONE, **_PLAIN
-)  # a row whose dout . v is 45 times less than its terms
+@example(mask=rs.documents([1]), sizes=(12, 8), **_ONE, **_PLAIN)
 @given(
     length=st.integers(1, 70),
     mask=masks,

@@ -266,7 +266,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)  # no zeros for it
 
 
-def _differentiate(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
     dq, dk, dv, dsinks = _backward(dout, *ctx.saved_tensors, *ctx.options)
     return dq, dk, dv, dsinks if ctx.needs_input_grad[3] else None, None, *(None for _ in ctx.options)
 
