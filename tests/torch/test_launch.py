@@ -154,8 +154,9 @@ def started(function, *, then="", **options):
     return process
 
 
-def test_an_interrupt_ends_all_ranks_in_one_line():
-    process = started("sleep_long")
+@pytest.mark.parametrize("forward_signals", [False, True])
+def test_an_interrupt_ends_all_ranks_in_one_line(forward_signals):
+    process = started("sleep_long", forward_signals=forward_signals)
     os.killpg(process.pid, signal.SIGINT)
     out, errors = process.communicate(timeout=20)
     assert out == "interrupted\n" and "Traceback" not in errors
@@ -166,7 +167,8 @@ def test_a_signal_to_the_whole_group_reaches_ranks_that_end_by_themselves():
     another = "os.kill(os.getpid(), signal.SIGTERM)"  # it has its answer: another signal must not take it
     process = started("end_when_told", then=another, forward_signals=True)
     os.killpg(process.pid, signal.SIGUSR1)
-    assert process.communicate(timeout=20)[0] == "[True, True]\n" and process.returncode == 0
+    out, errors = process.communicate(timeout=20)
+    assert out == "[True, True]\n" and process.returncode == 0 and "Traceback" not in errors
     assert all_gone(process.pid, within_seconds=10)
 
 

@@ -23,7 +23,7 @@ def serve_forks(*modules: str) -> bool:
     if sys.platform != "linux" or _has_gpu():
         return False
     forkserver.set_forkserver_preload(list(modules))
-    resource_tracker.ensure_running()  # it would be started below, and unblock what is blocked
+    start_resource_tracker()  # it would be started below, and unblock what is blocked
     # A stop signal for the whole process group is for the ranks, who take it from when they are at work.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -31,6 +31,17 @@ def serve_forks(*modules: str) -> bool:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return True
+
+
+def start_resource_tracker() -> None:
+    """Start the process that removes what multiprocessing leaves behind, unless it runs already, deaf to all stop
+    signals: of those for the whole process group it hears SIGUSR1 by itself, and ends.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # it inherits that
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _has_gpu() -> bool:

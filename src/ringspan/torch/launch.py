@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ringspan.core import errors
 from ringspan.core.errors import ConfigError, RingspanError
-from ringspan.torch.forks import STOP_SIGNALS, serve_forks, settle
+from ringspan.torch.forks import STOP_SIGNALS, serve_forks, settle, start_resource_tracker
 
 _STOP: Final = "stop"
 _POLL_SECONDS: Final = 0.1  # how often elastic looks at the ranks
@@ -69,6 +69,7 @@ def launch(
     # A new attempt must not read the addresses of the one before; torch's shared store would hand them out.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
+    start_resource_tracker()
     # A fork has its server's allocator, which was set up when that started.
     are_forks = not is_thrifty and serve_forks(function.__module__)
     with tempfile.TemporaryDirectory(prefix="ringspan-") as folder:
@@ -170,10 +171,12 @@ def _forwarding(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _without_refusals(folder: Path) -> Iterator[None]:
-    """Let torch log how a rank failed, with its traceback, but not what it refused: that is for the caller to say."""
+    """Let torch log how a rank failed, with its traceback, but not what it refused, nor that it ended when all were
+    told to stop: that is for the caller to say.
+    """
 
     def is_failure(record: logging.LogRecord) -> bool:
-        return _refusal(folder) is None
+        return _refusal(folder) is None and not (folder / _STOP).exists()
 
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(is_failure)
