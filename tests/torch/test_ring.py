@@ -42,8 +42,8 @@ def relative(x: np.ndarray, expected: np.ndarray, terms: np.ndarray) -> float:
 def cancelling_terms(dout, q, k, v, allowed, scale, softcap=0.0, bias=None, sinks=None):
     """Sums of the absolute values of what out, dq, dk, dv and, with sinks, dsinks are sums of.
 
-    Of a score's gradient these are two sums of products. Where both happen to be small, half of what such sums usually
-    are counts, for their rounding is as usual: with one row of one key nothing makes up for it.
+    Of a score's gradient these are two sums of products. In a row of one key they are equal, and may both happen to be
+    small: half of what such sums usually are counts there, for their rounding is as usual and nothing else is left.
     """
     out, lse = reference.attention(q, k, v, allowed, scale, softcap=softcap, bias=bias, sinks=sinks)
     heads = q.shape[1] // k.shape[1]
@@ -55,7 +55,8 @@ def cancelling_terms(dout, q, k, v, allowed, scale, softcap=0.0, bias=None, sink
     values = v_heads.swapaxes(-1, -2)
     two_sums = np.abs(dout @ values) + np.abs((dout * out).sum(-1, keepdims=True))
     usual = np.sqrt(dout**2 @ values**2) + np.sqrt(((dout * out) ** 2).sum(-1, keepdims=True))
-    ds = scale * p * np.maximum(two_sums, usual / 2)
+    has_one_key = allowed.sum(-1, keepdims=True) == 1
+    ds = scale * p * np.where(has_one_key, np.maximum(two_sums, usual / 2), two_sums)
     summed = [(ds.swapaxes(-1, -2) @ np.abs(q)), (p.swapaxes(-1, -2) @ np.abs(dout))]
     summed = [x.reshape(*k.shape[:2], heads, *x.shape[2:]).sum(2) for x in summed]
     if sinks is not None:

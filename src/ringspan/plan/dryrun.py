@@ -165,7 +165,7 @@ def _one_chunk() -> Iterator[None]:
     heads, chunks = reference._heads, reference._chunks
 
     def largest(tile: Tile, room: reference.Room) -> Iterator[tuple[slice, list[slice]]]:
-        pieces = ((rows, piece) for rows, keys in chunks(tile, room) for piece in keys)
+        pieces = ((rows, keys[0]) for rows, keys in chunks(tile, room) if keys)  # of equal parts the first is as large
         rows, keys = max(pieces, key=lambda pair: prod(part.stop - part.start for part in pair))
         yield rows, [keys]
 
