@@ -1,14 +1,16 @@
 """Hugging Face models on the ring against themselves on one process: logits, loss and every gradient."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ringspan as rs
 from ringspan.torch.support import refuse_config, refuse_unsupported
@@ -243,6 +245,21 @@ def misuse(mesh: DeviceMesh, how: str) -> None:
             model(input_ids=ids)
         case "images":
             model(**rs.shard_batch(whole_batch, mesh, layout="striped"), pixel_values=torch.zeros(1, 3, 8, 8))
+        case "twice":
+            rs.parallelize(model, mesh)
+        case "generate":
+            model.generate(ids, max_new_tokens=2)
+        case name:
+            model(**rs.shard_batch(whole_batch, mesh, layout="striped"), **{name: name != "return_dict"})
+
+
+def spoiled_on_one_rank(mesh: DeviceMesh, name: str, value: int) -> None:
+    model = rs.parallelize(build("llama"), mesh)
+    ids = tokens(2, 16)
+    part = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
+    if (mesh["replicate"].get_local_rank(), mesh["ring"].get_local_rank()) == (0, 1):
+        part[name][1, 3] = value
+    model(**part)
 
 
 @pytest.mark.parametrize(
@@ -252,11 +269,92 @@ def misuse(mesh: DeviceMesh, how: str) -> None:
         ("whole batch", rs.UnsupportedError, "rs.shard_batch"),
         ("no positions", rs.UnsupportedError, "rs.shard_batch"),
         ("images", rs.UnsupportedError, "pixel_values"),
+        ("use_cache", rs.UnsupportedError, "use_cache=True"),
+        ("output_hidden_states", rs.UnsupportedError, "output_hidden_states=True"),
+        ("return_dict", rs.UnsupportedError, "return_dict=False"),
+        ("twice", rs.UnsupportedError, "LlamaForCausalLM is on a ring already"),
+        ("generate", rs.UnsupportedError, "save_pretrained"),
     ],
 )
-def test_batches_that_were_not_split_for_this_model_are_refused(pool, how, error, message):
+def test_what_a_model_on_the_ring_does_not_do_is_refused(pool, how, error, message):
     for outcome in pool.outcomes(misuse, 2, how):
         assert isinstance(outcome, error) and message in str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("position_ids", 9, rs.LayoutError, "layout='zigzag'"),
+        ("input_ids", 97, rs.UnsupportedError, "input_ids has numbers outside of the vocabulary, 0 to 96"),
+        ("input_ids", -100, rs.UnsupportedError, "input_ids"),
+        ("shift_labels", 97, rs.UnsupportedError, "labels has numbers"),
+    ],
+)
+def test_a_batch_that_is_wrong_on_one_rank_is_refused_on_every_rank(pool, name, value, error, message):
+    for outcome in pool.outcomes(spoiled_on_one_rank, 4, name, value, replicate=2):
+        assert isinstance(outcome, error) and message in str(outcome)
+
+
+def train_only(model: Any, part: str) -> Any:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part in name)
+    return model
+
+
+def frozen_step(mesh: DeviceMesh, part: str, options: dict[str, Any]) -> Any:
+    model = rs.parallelize(train_only(build("llama"), part), mesh, **options)
+    ids = tokens(1, 37)
+    model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss.backward()
+    return whole_gradients(model)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"checkpoint": "none", "feedforward_chunk_tokens": 5}], ids=["usual", "chunks"]
+)
+@pytest.mark.parametrize("part", ["layers.1", "v_proj", "q_proj", "norm", "lm_head"])
+def test_frozen_weights_get_no_gradient_and_the_others_theirs(pool, part, options):
+    model = train_only(build("llama"), part)
+    ids = tokens(1, 37)
+    model(input_ids=ids, labels=ids).loss.backward()
+    for gradients in pool.run(frozen_step, 3, part, options):
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None:
+                assert gradients[name] is None, name
+            else:
+                assert relative(gradients[name], parameter.grad) < 1e-5, name
+
+
+def compiled_step(mesh: DeviceMesh, options: dict[str, Any]) -> Any:
+    model = rs.parallelize(build("llama"), mesh, **options)
+    ids = tokens(1, 37)
+    loss = torch.compile(model, backend="eager")(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
+    loss.backward()
+    graphs = counters["stats"]["unique_graphs"]
+    torch.compiler.reset()
+    return loss.detach(), whole_gradients(model), graphs
+
+
+@pytest.mark.parametrize("options", [{"checkpoint": "none"}, {}], ids=["plain", "checkpointed"])
+def test_a_compiled_model_computes_the_same(pool, options):
+    expected = one_step("llama", 37, 1)
+    for loss, gradients, graphs in pool.run(compiled_step, 2, options):
+        assert graphs > 2, "something is compiled"
+        assert relative(loss, expected["loss"]) < 1e-5
+        for name, gradient in gradients.items():
+            assert relative(gradient, expected["gradients"][name]) < 1e-5, name
+
+
+def saved(mesh: DeviceMesh, folder: Path, kind: str) -> None:
+    rs.parallelize(build(kind), mesh).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied"])
+def test_a_model_on_the_ring_saves_itself_whole(pool, tmp_path, kind):
+    pool.run(saved, 3, tmp_path, kind)
+    loaded, expected = AutoModelForCausalLM.from_pretrained(tmp_path), build(kind)
+    assert type(loaded) is type(expected) and loaded.config.use_cache
+    for (name, weight), (_, whole_weight) in zip(loaded.named_parameters(), expected.named_parameters(), strict=True):
+        assert torch.equal(weight, whole_weight), name
 
 
 @pytest.mark.parametrize(
@@ -267,6 +365,7 @@ def test_batches_that_were_not_split_for_this_model_are_refused(pool, how, error
         ("bert", {"is_decoder": True}, "BertLMHeadModel changes its logits"),
         ("electra", {"is_decoder": True}, "ElectraForCausalLM reaches into its decoder"),
         ("t5", {}, "AttentionInterface"),
+        ("llama", {"output_hidden_states": True}, "output_hidden_states=True"),
     ],
 )
 def test_models_that_would_not_be_exact_are_refused_by_name(kind, changes, message):
@@ -275,6 +374,12 @@ def test_models_that_would_not_be_exact_are_refused_by_name(kind, changes, messa
     with pytest.raises(rs.UnsupportedError, match=message):
         refuse_unsupported(model)
     assert dict(model.named_modules()) == before
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.Sequential], ids=["compiled", "wrapped"])
+def test_a_wrapped_model_is_refused_with_what_to_give_instead(wrap):
+    with pytest.raises(rs.UnsupportedError, match="give the model inside of it"):
+        refuse_unsupported(wrap(build("llama")))
 
 
 def test_a_config_without_attention_is_refused_by_name():

@@ -81,9 +81,16 @@ def shard_batch(
     unknown = sorted(set(batch) - _KEYS)
     if unknown:
         raise UnsupportedError(f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(sorted(_KEYS))}")
+    if "input_ids" not in batch:
+        raise UnsupportedError("shard_batch needs input_ids")
+    for name, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise UnsupportedError(f"{name} must be a tensor, got a {type(value).__name__}; collate the batch first")
     tokens = batch["input_ids"]
-    if tokens.ndim != 2 or tokens.shape[1] < 1:
-        raise UnsupportedError(f"input_ids must be (batch, tokens), got shape {tuple(tokens.shape)}")
+    if tokens.ndim != 2 or not tokens.numel() or tokens.is_floating_point():
+        raise UnsupportedError(
+            f"input_ids must be integers (batch, tokens), got {tokens.dtype} of shape {tuple(tokens.shape)}"
+        )
     targets = _targets(batch)
     lengths = _document_lengths(batch["position_ids"], tokens) if "position_ids" in batch else None
     ring = mesh["ring"]

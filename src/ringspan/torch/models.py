@@ -5,7 +5,6 @@ B batch, S global tokens, T local tokens, V vocabulary.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,31 +15,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
-from ringspan.core.errors import LayoutError, PeerMismatch, UnsupportedError
+from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal, documents, sliding_window
 from ringspan.torch import kernels
 from ringspan.torch.agreement import agree
 from ringspan.torch.attention import ring_attention
-from ringspan.torch.batch import IGNORED, document_positions
+from ringspan.torch.causal_lm import Packed, RingCausalLM
 from ringspan.torch.embedding import sum_embedding_gradients
 from ringspan.torch.feedforward import ChunkTokens, find_feedforwards, free_feedforwards
-from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
+from ringspan.torch.loss import LossOptions
 from ringspan.torch.mesh import tensor_axis
-from ringspan.torch.modules import local_part, mix_in
+from ringspan.torch.modules import mix_in
 from ringspan.torch.norm import find_norms
 from ringspan.torch.offload import OffloadName
 from ringspan.torch.remat import CheckpointName, checkpoint_layers
-from ringspan.torch.rope import chunk_rotary_tables, set_global_length
+from ringspan.torch.rope import chunk_rotary_tables
 from ringspan.torch.scores import Scores
-from ringspan.torch.sums import Sum, SumOfGradients
 from ringspan.torch.support import (
     LayerKind,
     decoder_of,
-    finished_logits,
     head_sizes,
     layer_kinds,
     logit_scale,
@@ -48,7 +44,7 @@ from ringspan.torch.support import (
     refuse_route,
     refuse_unsupported,
 )
-from ringspan.torch.tensor_parallel import refuse_split, split_model, splits_vocabulary
+from ringspan.torch.tensor_parallel import refuse_split, split_model
 from ringspan.torch.tokenwise import run_in_blocks
 
 
@@ -105,6 +101,8 @@ def parallelize(
         UnsupportedError: the model or its config asks for something that would not be exact; by name.
     """
     tp = tensor_axis(mesh)
+    if isinstance(model, RingCausalLM):
+        raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already")
     refuse_unsupported(model)
     decoder: Any = decoder_of(model)
     if tp is not None:
@@ -137,12 +135,20 @@ def parallelize(
         if getattr(attention, "attn_temperature_tuning", False):
             # Llama 4 counts local tokens for it; ``attend`` does the same with their global positions.
             attention.attn_temperature_tuning, attention.ring_temperature = False, not attention.use_rope
-    decoder.config.use_cache = False
     checkpoint_layers(model, checkpoint, offload, layers_per_checkpoint)
     chunk_rotary_tables(decoder)
     sum_embedding_gradients(decoder)
     where = next(name for name, module in model.named_modules() if module is decoder)
-    mix_in(model, RingCausalLM, ring_mesh=mesh, ring_layout=layout, ring_loss=loss, ring_decoder=where)
+    ends: list[Any] = [decoder.get_input_embeddings(), model.get_output_embeddings()]
+    mix_in(
+        model,
+        RingCausalLM,
+        ring_mesh=mesh,
+        ring_layout=layout,
+        ring_loss=loss,
+        ring_decoder=where,
+        ring_vocabularies=tuple(end.weight.shape[0] for end in ends),
+    )
     if tp is not None:
         split_model(model, tp)
     if feedforwards:
@@ -174,84 +180,6 @@ def _refuse_kernel(
     agree(ring, {"kernel": f"{kernel} ({refusal})" if refusal else kernel})
     if refusal:
         raise kernels.refused(kernel, refusal)
-
-
-class RingCausalLM:
-    """What ``parallelize`` adds to a model's class: one loss for the whole batch, without whole logits."""
-
-    ring_mesh: DeviceMesh
-    ring_layout: LayoutName
-    ring_loss: LossOptions
-    ring_decoder: str
-
-    def forward(
-        self: Any,
-        input_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        document_lengths: Tensor | None = None,
-        sequence_length: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Local tokens (B, T) and their positions -> the global loss, or local logits when there are no labels.
-
-        ``document_lengths`` (B, documents), 0 behind the last one: tokens see their own document only, and positions
-        count within it. ``sequence_length`` is that of the longest document without padding, with it when None.
-        """
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor):  # labels, a mask, images, sound
-                raise UnsupportedError(
-                    f"{name} of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
-                )
-        if input_ids is None or position_ids is None:
-            raise UnsupportedError("input_ids and position_ids are needed; make the batch with rs.shard_batch")
-        ring, tp = self.ring_mesh["ring"], tensor_axis(self.ring_mesh)
-        groups = [self.ring_mesh[axis].get_group() for axis in ("replicate", "ring")]
-        layout = Layout(self.ring_layout, ring.size() * input_ids.shape[1], ring.size())
-        _check_positions(position_ids, layout, ring, document_lengths)
-        decoder = self.get_submodule(self.ring_decoder)
-        set_global_length(decoder, layout.length if sequence_length is None else int(sequence_length))
-        packed = None if document_lengths is None else _Packed(document_lengths, position_ids)
-        if packed:
-            kwargs["ring_packed"] = packed
-        for axis in (ring, tp) if tp is not None else (ring,):
-            agree(axis.get_group(), {"layout": self.ring_layout, "local batch": tuple(input_ids.shape)})
-        count = _count_targets(shift_labels, input_ids, groups, tp, num_items_in_batch)
-        others = {name: value for name, value in kwargs.items() if value is not None}
-        hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **others).last_hidden_state
-        if packed and not packed.is_seen:
-            raise UnsupportedError(
-                f"{type(self).__name__.removeprefix('FSDP')} does not hand its keyword arguments on to attention, so "
-                "packed documents would see each other; give it one document a sequence"
-            )
-        head = self.get_output_embeddings()
-        if shift_labels is None:
-            return CausalLMOutputWithPast(logits=finished_logits(head(hidden), self.config))
-        # Evaluation is plain cross-entropy, whatever training adds to it.
-        loss = self.ring_loss if self.training else replace(self.ring_loss, z_loss=0.0, label_smoothing=0.0)
-        share = tp.get_group() if tp is not None and splits_vocabulary(head) else None
-        total = blockwise_cross_entropy(
-            (hidden if share is None else SumOfGradients.apply(hidden, share)).flatten(0, 1),
-            local_part(head.weight),
-            shift_labels.flatten(),
-            bias=None if head.bias is None else local_part(head.bias),
-            group=share,
-            **asdict(loss),
-        )
-        return CausalLMOutputWithPast(loss=Sum.apply(total / count, groups))
-
-
-class _Packed:
-    """The documents of each sequence of a batch, and the local tokens' positions in them, on their way to the
-    layers.
-    """
-
-    def __init__(self, lengths: Tensor, positions: Tensor) -> None:
-        self.positions = positions
-        rows = [tuple(length for length in row if length) for row in lengths.tolist()]
-        self.rows = rows[:1] if len(set(rows)) == 1 else rows  # alike for all sequences: one attention does
-        self.is_seen = False
 
 
 @lru_cache(maxsize=64)
@@ -287,7 +215,7 @@ def _register(
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
-        ring_packed: _Packed | None = None,
+        ring_packed: Packed | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         asked = {"attention_mask": attention_mask, "dropout": dropout or None}
@@ -352,40 +280,3 @@ def _no_mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
         raise UnsupportedError(
             "attention_mask of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
         )
-
-
-def _check_positions(positions: Tensor, layout: Layout, ring: DeviceMesh, document_lengths: Tensor | None) -> None:
-    """The batch must have been split by the layout of the model: another one would be silently wrong."""
-    expected = torch.from_numpy(layout.positions(ring.get_local_rank()))
-    if document_lengths is not None:
-        expected = document_positions(document_lengths, layout.padded_length)[:, expected]
-    if positions.shape[-1] != layout.tokens_per_rank or not bool((positions == expected.to(positions.device)).all()):
-        raise LayoutError(
-            f"position_ids are not those of rank {ring.get_local_rank()} in the layout {layout.name}; "
-            f"use rs.shard_batch(batch, mesh, layout={layout.name!r})"
-        )
-
-
-def _count_targets(
-    labels: Tensor | None,
-    tokens: Tensor,
-    groups: list[dist.ProcessGroup],
-    tp: DeviceMesh | None,
-    given: int | Tensor | None,
-) -> Tensor:
-    """Valid targets of the whole batch (at least 1), in a reduction that also notices ranks with unequal lengths.
-
-    The ranks of the axis ``tp`` have the same tokens.
-    """
-    length = tokens.shape[1]
-    valid = 0 if labels is None else int((labels != IGNORED).sum())
-    counts = torch.tensor([valid, length, length * length, 1], dtype=torch.int64, device=tokens.device)
-    for group in groups if tp is None else [*groups, tp.get_group()]:
-        dist.all_reduce(counts, group=group)
-    total, lengths, squares, ranks = counts.tolist()
-    if ranks * squares != lengths * lengths:
-        raise PeerMismatch(
-            f"the ranks were given unequal lengths: this one {length} tokens, {lengths / ranks} on average"
-        )
-    count = total // (1 if tp is None else tp.size()) if given is None else int(given)
-    return torch.tensor(float(max(count, 1)), device=tokens.device)

@@ -16,6 +16,8 @@ from ringspan.torch.wire import check_wire
 _UNSUPPORTED_FIELDS: Final = (
     "attention_dropout",
     "attn_pdrop",
+    "output_attentions",
+    "output_hidden_states",
     "output_router_logits",
 )
 # RoPE types whose frequencies depend on the largest position of the sequence.
@@ -25,6 +27,11 @@ _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise an UnsupportedError that names what this model asks for and the ring does not compute exactly."""
     name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(
+            f"{name} is no PreTrainedModel of transformers; give the model inside of it (model.module, "
+            "model.get_base_model()), and compile afterwards"
+        )
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedError(f"{name} does not route its attention through transformers' AttentionInterface")
     decoder = decoder_of(model)

@@ -1,16 +1,13 @@
 """The result of a run: an ordinary Hugging Face folder, complete or not there at all."""
 
-import logging
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from ringspan.torch.causal_lm import whole_weights
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
@@ -20,13 +17,10 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     Every rank calls it; rank 0 writes, into a temporary folder beside it that is then renamed. A folder of that name is
     replaced.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    with _unadvised():
-        weights: dict[str, Any] = get_model_state_dict(model, options=options)
+    weights = whole_weights(model)
     if dist.get_rank() == 0:
         config = type(model.config).from_dict(model.config.to_dict())
         config.dtype = dtype
-        config.use_cache = True
         with torch.device("meta"):
             plain = AutoModelForCausalLM.from_config(config)
         plain.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, assign=True)
@@ -40,15 +34,3 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
                 folder.rename(Path(scratch, "replaced"))
             complete.rename(folder)
     dist.barrier()
-
-
-@contextmanager
-def _unadvised() -> Iterator[None]:
-    """Without DTensor's advice on how tensors that are split twice are gathered faster: it is done once."""
-    logger = logging.getLogger("torch.distributed.tensor._redistribute")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

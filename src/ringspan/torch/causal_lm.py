@@ -1,0 +1,240 @@
+"""What a causal language model does once it is on a ring: local tokens to the loss of the whole batch, and its weights
+to files.
+
+B batch, S global tokens, T local tokens, V vocabulary.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any, Final, NamedTuple, Never
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ringspan.core.errors import LayoutError, PeerMismatch, UnsupportedError
+from ringspan.core.layout import Layout, LayoutName
+from ringspan.torch.agreement import agree
+from ringspan.torch.batch import IGNORED, document_positions
+from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
+from ringspan.torch.mesh import tensor_axis
+from ringspan.torch.modules import local_part
+from ringspan.torch.rope import set_global_length
+from ringspan.torch.sums import Sum, SumOfGradients
+from ringspan.torch.support import finished_logits
+from ringspan.torch.tensor_parallel import splits_vocabulary
+
+# What transformers lets a caller ask of a forward pass, and the one answer that there is on a ring.
+_ANSWERS: Final = {
+    "logits_to_keep": 0,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "past_key_values": None,
+    "return_dict": True,
+    "use_cache": False,
+}
+
+
+class RingCausalLM:
+    """What ``parallelize`` adds to a model's class: one loss for the whole batch, without whole logits."""
+
+    ring_mesh: DeviceMesh
+    ring_layout: LayoutName
+    ring_loss: LossOptions
+    ring_decoder: str
+    ring_vocabularies: tuple[int, int]
+    """Entries of the vocabulary that the input has embeddings of, and that the head knows."""
+
+    @torch.compiler.disable(recursive=False)  # ranks talk here; what is called is compiled
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        document_lengths: Tensor | None = None,
+        sequence_length: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Local tokens (B, T) and their positions -> the global loss, or local logits when there are no labels.
+
+        ``document_lengths`` (B, documents), 0 behind the last one: tokens see their own document only, and positions
+        count within it. ``sequence_length`` is that of the longest document without padding, with it when None.
+        """
+        others = _others(kwargs)
+        if input_ids is None or position_ids is None:
+            raise UnsupportedError("input_ids and position_ids are needed; make the batch with rs.shard_batch")
+        targets = torch.full_like(input_ids, IGNORED) if shift_labels is None else shift_labels
+        count, length = _check_batch(self, input_ids, position_ids, targets, document_lengths)
+        decoder = self.get_submodule(self.ring_decoder)
+        set_global_length(decoder, length if sequence_length is None else int(sequence_length))
+        packed = None if document_lengths is None else Packed(document_lengths, position_ids)
+        if packed:
+            others["ring_packed"] = packed
+        hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **others).last_hidden_state
+        if packed and not packed.is_seen:
+            raise UnsupportedError(
+                f"{type(self).__name__.removeprefix('FSDP')} does not hand its keyword arguments on to attention, so "
+                "packed documents would see each other; give it one document a sequence"
+            )
+        if shift_labels is None:
+            return CausalLMOutputWithPast(logits=finished_logits(self.get_output_embeddings()(hidden), self.config))
+        count = count if num_items_in_batch is None else int(num_items_in_batch)
+        return CausalLMOutputWithPast(loss=_loss(self, hidden, targets, count))
+
+    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """``PreTrainedModel.save_pretrained`` of the whole weights: an ordinary Hugging Face folder.
+
+        Every rank calls it; rank 0 gathers them and writes.
+        """
+        kwargs |= {"state_dict": whole_weights(self), "is_main_process": dist.get_rank() == 0}
+        super().save_pretrained(save_directory, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        for axis in self.ring_mesh.mesh_dim_names:
+            dist.barrier(self.ring_mesh[axis].get_group())
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Never:
+        """Not there yet."""
+        raise UnsupportedError(
+            "a model on a ring does not generate yet; save it with save_pretrained and open the folder on one process"
+        )
+
+
+def whole_weights(model: PreTrainedModel) -> dict[str, Any]:
+    """All weights of a model that is split over ranks, in the memory of the host: on rank 0, and none on others."""
+    with _unadvised():
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+@contextmanager
+def _unadvised() -> Iterator[None]:
+    """Without DTensor's advice on how tensors that are split twice are gathered faster: it is done once."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class Packed:
+    """The documents of each sequence of a batch, and the local tokens' positions in them, on their way to the
+    layers.
+    """
+
+    def __init__(self, lengths: Tensor, positions: Tensor) -> None:
+        self.positions = positions
+        rows = [tuple(length for length in row if length) for row in lengths.tolist()]
+        self.rows = rows[:1] if len(set(rows)) == 1 else rows  # alike for all sequences: one attention does
+        self.is_seen = False
+
+
+@torch.compiler.disable()
+def _check_batch(
+    model: Any, input_ids: Tensor, position_ids: Tensor, targets: Tensor, document_lengths: Tensor | None
+) -> tuple[int, int]:
+    """Targets of the whole batch, and its padded length; raises what is wrong on any rank, on every one alike."""
+    ring, tp = model.ring_mesh["ring"], tensor_axis(model.ring_mesh)
+    for axis in (ring, tp) if tp is not None else (ring,):
+        agree(axis.get_group(), {"layout": model.ring_layout, "local batch": tuple(input_ids.shape)})
+    layout = Layout(model.ring_layout, ring.size() * input_ids.shape[1], ring.size())
+    inputs, labels = model.ring_vocabularies
+    checks = [
+        _check_positions(position_ids, layout, ring.get_local_rank(), document_lengths),
+        _check_entries("input_ids", input_ids, inputs),
+        _check_entries("labels", targets.masked_fill(targets == IGNORED, 0), labels),
+    ]
+    groups, copies = _groups(model), 1
+    if tp is not None:  # whose ranks have the same tokens
+        groups, copies = [*groups, tp.get_group()], tp.size()
+    return _count_targets(targets, checks, groups) // copies, layout.length
+
+
+@torch.compiler.disable()
+def _loss(model: Any, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
+    """The sum over the targets of the whole batch, over their count."""
+    tp, head = tensor_axis(model.ring_mesh), model.get_output_embeddings()
+    # Evaluation is plain cross-entropy, whatever training adds to it.
+    loss = model.ring_loss if model.training else replace(model.ring_loss, z_loss=0.0, label_smoothing=0.0)
+    share = tp.get_group() if tp is not None and splits_vocabulary(head) else None
+    total = blockwise_cross_entropy(
+        (hidden if share is None else SumOfGradients.apply(hidden, share)).flatten(0, 1),
+        local_part(head.weight),
+        targets.flatten(),
+        bias=None if head.bias is None else local_part(head.bias),
+        group=share,
+        **asdict(loss),
+    )
+    return Sum.apply(total / max(count, 1), _groups(model))
+
+
+def _groups(model: Any) -> list[dist.ProcessGroup]:
+    """Of the ranks that have other tokens."""
+    return [model.ring_mesh[axis].get_group() for axis in ("replicate", "ring")]
+
+
+def _others(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What else a caller gave that the decoder should have: nothing that would be dropped without a word."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):  # labels, a mask, images, sound
+            raise UnsupportedError(f"{name} of a sharded batch cannot be honoured; make the batch with rs.shard_batch")
+        if value is not None and name in _ANSWERS and value != _ANSWERS[name]:
+            raise UnsupportedError(f"{name}={value} is not supported on a ring; leave it out")
+    return {name: value for name, value in arguments.items() if value is not None and name not in _ANSWERS}
+
+
+class _Check(NamedTuple):
+    """What holds for the part of a batch that this rank has, and the error where it does not."""
+
+    holds: bool
+    error: Exception
+
+
+def _check_positions(positions: Tensor, layout: Layout, rank: int, document_lengths: Tensor | None) -> _Check:
+    """The batch must have been split by the layout of the model: another one would be silently wrong."""
+    expected = torch.from_numpy(layout.positions(rank))
+    if document_lengths is not None:
+        expected = document_positions(document_lengths, layout.padded_length)[:, expected]
+    advice = f"use rs.shard_batch(batch, mesh, layout={layout.name!r})"
+    return _Check(
+        positions.shape[-1] == layout.tokens_per_rank and bool((positions == expected.to(positions.device)).all()),
+        LayoutError(f"position_ids are not those of the layout {layout.name}; {advice}"),
+    )
+
+
+def _check_entries(name: str, numbers: Tensor, vocabulary: int) -> _Check:
+    """A number that stands for nothing would end the rank that has it, and leave the others waiting."""
+    return _Check(
+        bool(((numbers >= 0) & (numbers < vocabulary)).all()),
+        UnsupportedError(f"{name} has numbers outside of the vocabulary, 0 to {vocabulary - 1}"),
+    )
+
+
+def _count_targets(targets: Tensor, checks: Sequence[_Check], groups: Sequence[dist.ProcessGroup]) -> int:
+    """Targets of all ranks, in a reduction that also notices unequal lengths, and what does not hold on some rank.
+
+    Raises:
+        PeerMismatch: the ranks have unequal lengths.
+        LayoutError, UnsupportedError: the first check that fails anywhere, on every rank alike.
+    """
+    length, number = targets.shape[1], int((targets != IGNORED).sum())
+    holding = [int(check.holds) for check in checks]
+    counts = torch.tensor([number, length, length * length, 1, *holding], device=targets.device)
+    for group in groups:
+        dist.all_reduce(counts, group=group)
+    total, lengths, squares, ranks, *holding = counts.tolist()
+    if ranks * squares != lengths * lengths:
+        raise PeerMismatch(
+            f"the ranks were given unequal lengths: this one {length} tokens, {lengths / ranks} on average"
+        )
+    for check, those in zip(checks, holding, strict=True):
+        if those != ranks:
+            raise check.error
+    return total
