@@ -133,13 +133,14 @@ def test_sinks_and_softcap(layout, ranks, softcap, with_sinks, mask):
         assert np.linalg.norm(ours - theirs) < FLOAT32_LIMIT * np.linalg.norm(theirs)
 
 
-def test_a_negative_scale_is_as_good_as_negative_queries():
+@pytest.mark.parametrize("mask", [rs.full(), rs.causal()], ids=str)
+def test_a_negative_scale_is_as_good_as_negative_queries(mask):
     """Scores of up to hundreds, so that any but the highest of a row as its maximum would overflow."""
-    problem = Problem(48, rs.full(), heads=2, groups=1, size=16)
+    problem = Problem(48, mask, heads=2, groups=1, size=16)
     q, *others = arrays(problem)
     split = rs.Layout("zigzag", 48, 2)
-    results = attention_and_gradients(q, *others, split, rs.full(), scale=-20.0, query_chunk=12, key_chunk=8)
-    expected = attention_and_gradients(-q, *others, split, rs.full(), scale=20.0, query_chunk=12, key_chunk=8)
+    results = attention_and_gradients(q, *others, split, mask, scale=-20.0, query_chunk=12, key_chunk=8)
+    expected = attention_and_gradients(-q, *others, split, mask, scale=20.0, query_chunk=12, key_chunk=8)
     expected[1] *= -1
     for ours, theirs in zip(results, expected, strict=True):
         assert np.linalg.norm(ours - theirs) < 1e-6 * np.linalg.norm(theirs)

@@ -232,6 +232,12 @@ def test_other_bad_arguments_are_refused_by_name():
         rs.ring_attention(q, k, v, wire="morse")
     with pytest.raises(rs.UnsupportedError, match="gradient_wire 'int8'"):
         rs.ring_attention(q, k, v, gradient_wire="int8")
+    with pytest.raises(rs.UnsupportedError, match="scale must be finite"):
+        rs.ring_attention(q, k, v, scale=float("nan"))
+    with pytest.raises(
+        rs.UnsupportedError, match=r"kernel 'cpu' cannot serve: it needs a scale above 0, this is -1\.0"
+    ):
+        rs.ring_attention(q, k, v, scale=-1.0, kernel="cpu")
     with pytest.raises(rs.UnsupportedError, match="softcap must be positive"):
         rs.ring_attention(q, k, v, softcap=-1.0)
     with pytest.raises(rs.UnsupportedError, match="sinks must be one number for each of the 4 query heads"):

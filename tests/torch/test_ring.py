@@ -79,13 +79,15 @@ class Problem:
         value_size=None,
         dtype=torch.float32,
         keys=None,
+        scale=None,
         softcap=0.0,
         has_slopes=False,
         has_sinks=False,
         is_uneven=False,
         device="cpu",
     ):
-        self.length, self.mask, self.scale, self.keys = length, mask, size**-0.5, keys or length
+        self.length, self.mask, self.keys = length, mask, keys or length
+        self.scale = size**-0.5 if scale is None else scale
         self.dtype, self.is_cross, self.softcap = dtype, keys is not None, softcap
         generator = torch.Generator().manual_seed(length * 7 + heads)
         value_size = value_size or size
@@ -212,13 +214,14 @@ def test_ranks_with_different_work_take_the_same_groups_of_heads(mask, worth, mo
 # of one key, whose dout . v is 45 times less than its terms.
 _EXAMPLE = {"length": 61, "layout": "zigzag", "ranks": 3, "route": "ring", "grouping": (4, 2), "batch": 2}
 _ONE = {"length": 44, "layout": "contiguous", "ranks": 1, "route": "ring", "grouping": (1, 1), "batch": 1}
-_PLAIN = {"softcap": 0.0, "has_slopes": False, "has_sinks": False}
-_ALL = {"softcap": 2.0, "has_slopes": True, "has_sinks": True}
+_PLAIN = {"scale": None, "softcap": 0.0, "has_slopes": False, "has_sinks": False}
+_ALL = {"scale": -0.4, "softcap": 2.0, "has_slopes": True, "has_sinks": True}
 
 
 @example(mask=rs.sliding_window(17), sizes=(8, 8), **_EXAMPLE, **_PLAIN)
 @example(mask=rs.causal(), sizes=(12, 8), **_EXAMPLE, **_ALL)
 @example(mask=rs.documents([1]), sizes=(12, 8), **_ONE, **_PLAIN)
+@example(mask=rs.causal(), sizes=(8, 8), **_EXAMPLE, **_PLAIN | {"scale": -0.4})
 @given(
     length=st.integers(1, 70),
     mask=masks,
@@ -228,13 +231,14 @@ _ALL = {"softcap": 2.0, "has_slopes": True, "has_sinks": True}
     grouping=st.sampled_from([(1, 1), (4, 2), (3, 1), (8, 2)]),
     sizes=st.sampled_from([(8, 8), (12, 8), (5, 7)]),
     batch=st.integers(1, 2),
+    scale=st.sampled_from([None, None, -0.4]),
     softcap=st.sampled_from([0.0, 0.0, 2.0]),
     has_slopes=st.booleans(),
     has_sinks=st.booleans(),
 )
 @examples(200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_any_mask_on_any_layout(
-    length, mask, layout, ranks, route, grouping, sizes, batch, softcap, has_slopes, has_sinks
+    length, mask, layout, ranks, route, grouping, sizes, batch, scale, softcap, has_slopes, has_sinks
 ):
     heads, groups = grouping
     assume(fits(route, ranks, heads, groups))
@@ -246,6 +250,7 @@ def test_any_mask_on_any_layout(
         groups=groups,
         size=sizes[0],
         value_size=sizes[1],
+        scale=scale,
         softcap=softcap,
         has_slopes=has_slopes,
         has_sinks=has_sinks,

@@ -8,6 +8,7 @@ import logging
 import os
 from dataclasses import replace
 from functools import lru_cache, partial
+from math import isfinite
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -105,7 +106,7 @@ def ring_attention(
     check_tensors(q, k, v)
     check_wire(wire, gradient_wire)
     kernels.check_name(kernel)
-    softcap = _check_scores(q, softcap, slopes, sinks)
+    softcap = _check_scores(q, scale, softcap, slopes, sinks)
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     ranks = dist.get_world_size(group) if group is not None else 1
@@ -175,8 +176,10 @@ def _ranks_per_node(ranks: int) -> int:
     return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
-def _check_scores(q: Tensor, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None) -> float:
-    """The soft cap, 0 for none; refuses what does not fit the heads."""
+def _check_scores(
+    q: Tensor, scale: float | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None
+) -> float:
+    """The soft cap, 0 for none; refuses what does not fit the heads, and what is no number."""
     for name, per_head in (("slopes", slopes), ("sinks", sinks)):
         if per_head is not None and (per_head.shape != q.shape[1:2] or per_head.device != q.device):
             raise UnsupportedError(
@@ -185,6 +188,8 @@ def _check_scores(q: Tensor, softcap: float | None, slopes: Tensor | None, sinks
             )
     if slopes is not None and slopes.requires_grad:
         raise UnsupportedError("slopes are constants of ALiBi and get no gradient; pass slopes.detach()")
+    if scale is not None and not isfinite(scale):
+        raise UnsupportedError(f"scale must be finite, got {scale}")
     if softcap is not None and not softcap > 0:
         raise UnsupportedError(f"softcap must be positive, or None for none, got {softcap}")
     return float(softcap or 0.0)

@@ -25,6 +25,11 @@ class Scores:
         """Only scaled: what every flash kernel computes."""
         return not self.softcap and self.slopes is None
 
+    @property
+    def lifted(self) -> str | None:
+        """Why a kernel that masks products before it scales them cannot serve: -inf would not stay below all others."""
+        return None if self.scale > 0 else f"it needs a scale above 0, this is {self.scale}"
+
     def heads(self, heads: slice) -> "Scores":
         """Those of some of the query heads."""
         return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
