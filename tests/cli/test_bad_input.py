@@ -112,6 +112,22 @@ def test_a_run_is_never_overwritten(monkeypatch, capsys, workplace):
 
 
 @pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ("{folder}/config.toml", "config.toml is a file"),
+        ("{folder}/config.toml/run", "config.toml is a file"),
+        ("{folder}/" + 300 * "x", "File name too long"),
+        pytest.param("/proc/run", "/proc", marks=pytest.mark.skipif(sys.platform != "linux", reason="not Linux")),
+    ],
+    ids=["a file", "in a file", "too long", "not to be written"],
+)
+def test_a_folder_that_cannot_be_made_is_refused(monkeypatch, capsys, workplace, run, message):
+    line = refusal(monkeypatch, capsys, "train", workplace / "config.toml", f"run={run.format(folder=workplace)}")
+    assert "cannot be the folder of a run" in line and message in line
+    assert sorted(path.name for path in workplace.iterdir()) == ["config.toml", "text"]
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["attention", "--dtype", "float16"], "float16"),

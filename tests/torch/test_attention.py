@@ -238,7 +238,7 @@ def test_other_bad_arguments_are_refused_by_name():
         rs.UnsupportedError, match=r"kernel 'cpu' cannot serve: it needs a scale above 0, this is -1\.0"
     ):
         rs.ring_attention(q, k, v, scale=-1.0, kernel="cpu")
-    with pytest.raises(rs.UnsupportedError, match="softcap must be positive"):
+    with pytest.raises(rs.UnsupportedError, match="softcap must be positive and finite"):
         rs.ring_attention(q, k, v, softcap=-1.0)
     with pytest.raises(rs.UnsupportedError, match="sinks must be one number for each of the 4 query heads"):
         rs.ring_attention(q, k, v, sinks=torch.zeros(2))

@@ -87,7 +87,9 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
 
     from ringspan.torch.launch import launch
     from ringspan.train.model import load_model_config
+    from ringspan.train.resume import read_record
 
+    read_record(settings)
     load_model_config(settings)
     results = launch(train_rank, nproc, settings, max_restarts=max_restarts, forward_signals=True, is_thrifty=thrift)
     return results[0], True

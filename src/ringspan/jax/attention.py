@@ -4,7 +4,7 @@ B batch, H query heads, G key/value heads, T local tokens, S global tokens, D he
 """
 
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from typing import Final, get_args
 
 import jax
@@ -216,8 +216,8 @@ def _check_options(scale: float | None, softcap: float | None, query_chunk: int,
             raise UnsupportedError(f"{name} is an array; it must be a plain number, known when the program is traced")
     if scale is not None and not isfinite(scale):
         raise UnsupportedError(f"scale must be finite, got {scale}")
-    if softcap is not None and not softcap > 0:
-        raise UnsupportedError(f"softcap must be positive, got {softcap}; leave it out for none")
+    if softcap is not None and not 0 < softcap < inf:
+        raise UnsupportedError(f"softcap must be positive and finite, got {softcap}; leave it out for none")
     for name, value in (("query_chunk", query_chunk), ("key_chunk", key_chunk)):
         if value < 1:
             raise UnsupportedError(f"{name} must hold at least one token, got {value}")

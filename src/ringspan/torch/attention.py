@@ -8,7 +8,7 @@ import logging
 import os
 from dataclasses import replace
 from functools import lru_cache, partial
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -190,8 +190,8 @@ def _check_scores(
         raise UnsupportedError("slopes are constants of ALiBi and get no gradient; pass slopes.detach()")
     if scale is not None and not isfinite(scale):
         raise UnsupportedError(f"scale must be finite, got {scale}")
-    if softcap is not None and not softcap > 0:
-        raise UnsupportedError(f"softcap must be positive, or None for none, got {softcap}")
+    if softcap is not None and not 0 < softcap < inf:
+        raise UnsupportedError(f"softcap must be positive and finite, or None for none, got {softcap}")
     return float(softcap or 0.0)
 
 

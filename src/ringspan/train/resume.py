@@ -1,8 +1,9 @@
 """Going on: whose folder it is, what of the configuration may have changed, and what a run's state consists of."""
 
 import json
+import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -37,28 +38,45 @@ def open_run(config: TrainConfig) -> RunRecord:
     """Find out whether ``config.run`` is a new run or one to go on with; nothing is written. All ranks call it.
 
     Raises:
-        ConfigError: the folder holds something else, or the same run with another seed, model or data; on every rank.
+        ConfigError: as ``read_record``, on every rank.
     """
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [_read_record(config)]
-        except RingspanError as error:
-            answer = [str(error)]
-    dist.broadcast_object_list(answer)
-    if isinstance(answer[0], str):
-        raise ConfigError(answer[0])
-    return answer[0]
+    return _on_first_rank(lambda: read_record(config))
 
 
 def begin_run(config: TrainConfig, record: RunRecord) -> None:
-    """Make the folder of a new run, on rank 0."""
-    if dist.get_rank() == 0 and record.is_new:
+    """Make the folder of a new run, on rank 0.
+
+    Raises:
+        ConfigError: it cannot be made; on every rank.
+    """
+
+    def begin() -> None:
         run = Path(config.run)
-        run.mkdir(parents=True, exist_ok=True)
         values = {"run_id": record.run_id, "config": config.model_dump(mode="json")}
-        write_synced(run / _RECORD, json.dumps(values, indent=1) + "\n")
-        sync_folder(run)
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            write_synced(run / _RECORD, json.dumps(values, indent=1) + "\n")
+            sync_folder(run)
+        except OSError as error:
+            raise _unusable(run, error) from error
+
+    if record.is_new:
+        _on_first_rank(begin)
+
+
+def _on_first_rank(work: Callable[[], Any]) -> Any:
+    """What rank 0 finds, or a ConfigError in its words, on every rank."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [work(), None]
+        except RingspanError as error:
+            answer = [None, str(error)]
+    dist.broadcast_object_list(answer)
+    found, refusal = answer
+    if refusal is not None:
+        raise ConfigError(refusal)
+    return found
 
 
 def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -141,8 +159,22 @@ def restore(
         begin_random_numbers(manifest.step, dist.get_world_size())
 
 
-def _read_record(config: TrainConfig) -> RunRecord:
+def read_record(config: TrainConfig) -> RunRecord:
+    """Whether ``config.run`` is a new run or one to go on with, as its folder says.
+
+    Raises:
+        ConfigError: the folder cannot be one of a run, holds something else, or the same run with another seed, model
+            or data.
+    """
     run = Path(config.run)
+    try:
+        there = next(path for path in (run, *run.absolute().parents) if path.exists())
+    except OSError as error:
+        raise _unusable(run, error) from error
+    if not there.is_dir():
+        raise _unusable(run, f"{there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _unusable(run, f"no permission to write in {there}")
     path = run / _RECORD
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -168,6 +200,11 @@ def _read_record(config: TrainConfig) -> RunRecord:
         if key != "run":
             changes.append(f"{key} = {json.dumps(now)} (was {json.dumps(before)})")
     return RunRecord(run_id=run_id, is_new=False, changes=changes)
+
+
+def _unusable(run: Path, why: str | OSError) -> ConfigError:
+    reason = why if isinstance(why, str) else why.strerror or type(why).__name__
+    return ConfigError(f'run = "{run}": cannot be the folder of a run ({reason}); choose another with run=...')
 
 
 def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
