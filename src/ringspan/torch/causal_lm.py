@@ -94,7 +94,9 @@ class RingCausalLM:
 
         Every rank calls it; rank 0 gathers them and writes.
         """
-        kwargs |= {"state_dict": whole_weights(self), "is_main_process": dist.get_rank() == 0}
+        if kwargs.get("state_dict") is None:
+            kwargs["state_dict"] = whole_weights(self)
+        kwargs["is_main_process"] = dist.get_rank() == 0
         super().save_pretrained(save_directory, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         for axis in self.ring_mesh.mesh_dim_names:
             dist.barrier(self.ring_mesh[axis].get_group())
