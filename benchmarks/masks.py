@@ -5,7 +5,8 @@
 The window: seconds of forward and backward, causal and with a window of 4,096 of 65,536 tokens, on a ring of 2 ranks,
 taking turns. The balance: each layout's share of the causal pairs by rank, exactly, and the seconds that each rank
 computed and did not wait; 1 is perfect, 2 ranks contiguous have 0.5 and 1.5. Documents: 65,536 tokens packed from 200
-documents against one document with as many pairs, and what PyTorch's kernel alone takes a pair by the size of its tile.
+documents against one document with as many pairs, by heads and head size, and what PyTorch's kernel alone takes a pair
+by the size of its tile.
 """
 
 import argparse
@@ -32,6 +33,8 @@ from ringspan.torch.launch import launch
 
 RESULT: Final = Path(__file__).parent / "results" / "masks-cpu.json"
 RANKS: Final = 2
+SHAPES: Final = ((8, 8, 64), (8, 2, 64), (8, 8, 128), (8, 2, 128), (32, 8, 128))
+"""Query heads, key/value heads and head sizes with which documents are measured."""
 
 
 def measure_window(length: int, window: int, heads: int, repeats: int) -> dict[str, float]:
@@ -64,8 +67,11 @@ def measure_balance(length: int, heads: int, repeats: int) -> dict[str, list[flo
     return {name: median(found) for name, found in seconds.items()}
 
 
-def measure_documents(length: int, count: int, heads: int, repeats: int) -> dict[str, float]:
-    """Runs on each rank: many documents, cut at random, against one causal sequence with as many pairs."""
+def measure_documents(length: int, count: int, shape: tuple[int, int, int], repeats: int) -> dict[str, Any]:
+    """Runs on each rank: many documents, cut at random, against one causal sequence with as many pairs.
+
+    ``shape`` is query heads, key/value heads and head size.
+    """
     cuts = np.sort(np.random.default_rng(0).choice(np.arange(1, length), count - 1, replace=False))
     lengths = np.diff(np.concatenate(([0], cuts, [length])))
     pairs = int((lengths * (lengths + 1) // 2).sum())
@@ -74,10 +80,12 @@ def measure_documents(length: int, count: int, heads: int, repeats: int) -> dict
         "documents": (rs.Layout("zigzag", length, RANKS), rs.documents(lengths.tolist())),
         "one": (rs.Layout("zigzag", one, RANKS), rs.causal()),
     }
-    both = {name: partial(_both, layout, mask, _tensors(layout, heads)) for name, (layout, mask) in cases.items()}
+    both = {name: partial(_both, layout, mask, _tensors(layout, *shape)) for name, (layout, mask) in cases.items()}
     seconds = timed_in_turns(both, repeats, threads=1)
     ratio = median(a / b for a, b in zip(seconds["documents"], seconds["one"], strict=True))
-    return {**{f"{name}_seconds": median(found) for name, found in seconds.items()}, "ratio": ratio, "one_length": one}
+    sizes = dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
+    times = {f"{name}_seconds": median(found) for name, found in seconds.items()}
+    return {**sizes, **times, "ratio": ratio, "one_length": one}
 
 
 def measure_kernel(heads: int) -> dict[str, float]:
@@ -97,11 +105,11 @@ def measure_kernel(heads: int) -> dict[str, float]:
     return {str(n): median(found[n]) / median(found[sizes[0]]) for n in sizes}
 
 
-def _tensors(layout: rs.Layout, heads: int) -> list[torch.Tensor]:
+def _tensors(layout: rs.Layout, heads: int, kv_heads: int | None = None, head_dim: int = 64) -> list[torch.Tensor]:
     """q, k, v and dout of this rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (1, heads, layout.tokens_per_rank, 64)
-    return [torch.randn(shape, generator=generator, requires_grad=True) for _ in range(4)]
+    shapes = ((1, n, layout.tokens_per_rank, head_dim) for n in (heads, kv_heads or heads, kv_heads or heads, heads))
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
 
 
 def _both(layout: rs.Layout, mask: rs.Mask, tensors: list[torch.Tensor]) -> Any:
@@ -135,7 +143,10 @@ def main() -> None:
             "seconds": seconds,
         }
     config = {name: value for name, value in vars(options).items() if name != "output"}
-    measured = launch(measure_documents, RANKS, options.length, options.documents, 8, options.repeats, threads=1)[0]
+    measured = [
+        launch(measure_documents, RANKS, options.length, options.documents, shape, options.repeats, threads=1)[0]
+        for shape in SHAPES
+    ]
     kernel = launch(measure_kernel, 1, 8, threads=1)[0]
     result = {"window": window, "balance": balance, "documents": measured, "kernel_by_rows": kernel, "config": config}
     command = shlex.join(["python", "benchmarks/masks.py", *sys.argv[1:]])
