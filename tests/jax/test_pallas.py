@@ -36,8 +36,14 @@ def test_any_mask_on_any_layout(short, mask, layout, ranks):
 @pytest.mark.parametrize(
     ("layout", "ranks", "mask", "keys", "options"),
     [
-        ("zigzag", 2, rs.causal(), None, {"softcap": 1.5, "sinks": np.array([0.3, -2.0, 1.5, 4.0], np.float32)}),
-        ("contiguous", 2, rs.causal(), 64, {"scale": -0.5}),
+        (
+            "zigzag",
+            2,
+            rs.causal(),
+            None,
+            {"scale": -0.5, "softcap": 1.5, "sinks": np.array([0.3, -2.0, 1.5, 4.0], np.float32)},
+        ),
+        ("contiguous", 2, rs.full(), 64, {"scale": -0.5}),
     ],
     ids=["sinks and softcap", "cross-attention"],
 )

@@ -21,12 +21,12 @@ class Scores:
     key_positions: Tensor | None = None
 
     @property
-    def is_plain(self) -> bool:
-        """Only scaled: what every flash kernel computes."""
-        return not self.softcap and self.slopes is None
+    def beyond_plain(self) -> str | None:
+        """Why a kernel that only scales, and masks before it does, cannot compute them; None if it can."""
+        return "it has no softcap and no ALiBi slopes" if self.softcap or self.slopes is not None else self.lifts_masked
 
     @property
-    def lifted(self) -> str | None:
+    def lifts_masked(self) -> str | None:
         """Why a kernel that masks products before it scales them cannot serve: -inf would not stay below all others."""
         return None if self.scale > 0 else f"it needs a scale above 0, this is {self.scale}"
 

@@ -44,7 +44,7 @@ class CpuFlash:
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         if q.device.type != "cpu":
             return f"it needs tensors on the CPU, these are on {q.device.type}"
-        return scores.lifted if scores.is_plain else "it has no softcap and no ALiBi slopes"
+        return scores.beyond_plain
 
     def launches(self, tiles: tuple[Tile, ...]) -> Launches:
         return pieces(tiles)

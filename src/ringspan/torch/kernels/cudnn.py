@@ -38,7 +38,7 @@ class Cudnn:
             return "this build of PyTorch has no cuDNN"
         if reason := too_large(q, v, _LARGEST_HEAD):
             return reason
-        return scores.lifted if scores.is_plain else "it has no softcap and no ALiBi slopes"
+        return scores.beyond_plain
 
     def launches(self, tiles: tuple[Tile, ...]) -> Launches:
         return squares(tiles)

@@ -85,7 +85,7 @@ class Flash:
             return "it does not know the positions that ALiBi slopes need"
         if scores.softcap and not calls.takes_softcap:
             return "it has no softcap"
-        return scores.lifted
+        return scores.lifts_masked
 
     def launches(self, tiles: tuple[Tile, ...]) -> Launches:
         if self._calls.takes_windows:
