@@ -1,5 +1,6 @@
 """Text to sequences: every token is accounted for, every target comes once, and the order is a function of the step."""
 
+import itertools
 import json
 import logging
 import os
@@ -345,6 +346,39 @@ def test_cut_windows_stay_in_their_document_and_pad_its_end(lengths: list[int], 
     assert found.num_dropped_tokens == stop - start - len(set(inputs) | set(targets))
 
 
+@given(LENGTHS, st.integers(2, 9), st.data())
+def test_separate_documents_take_the_packed_windows_and_end_in_each_document(
+    lengths: list[int], length: int, data: st.DataObject
+):
+    stream = stream_of(lengths)
+    start = data.draw(st.integers(0, len(stream)))
+    stop = data.draw(st.integers(start, len(stream)))
+    packed, found = (sequences_of(stream, documents, length, start, stop) for documents in ("pack", "separate"))
+    assert len(found) == len(packed) and found.num_dropped_tokens == packed.num_dropped_tokens
+    document, seen = np.repeat(np.arange(len(lengths)), lengths), 0
+    for one, other in zip(found, packed, strict=True):
+        tokens, labels, positions = one["input_ids"], one["shift_labels"], one["position_ids"]
+        assert np.array_equal(tokens, other["input_ids"])
+        assert positions.shape == (length,) and positions.dtype == labels.dtype == np.int64
+        follows = document[other["shift_labels"]] == document[tokens]
+        assert np.array_equal(labels, np.where(follows, other["shift_labels"], IGNORED))
+        same = document[tokens][:, None] == document[tokens]
+        assert np.array_equal(positions, np.tril(same, -1).sum(1)), "as many as are before it in its document"
+        seen += same.sum()
+    if len(found):
+        assert found.seen_tokens == pytest.approx(seen / (length * len(found)))
+        assert packed.seen_tokens == length
+
+
+def test_separate_documents_by_hand():
+    (first, second) = sequences_of(stream_of([3, 1, 5]), "separate", 4)
+    assert first["input_ids"].tolist() == [0, 1, 2, 3] and second["input_ids"].tolist() == [4, 5, 6, 7]
+    assert first["shift_labels"].tolist() == [1, 2, IGNORED, IGNORED]
+    assert first["position_ids"].tolist() == [0, 1, 2, 0]
+    assert second["shift_labels"].tolist() == [5, 6, 7, 8]
+    assert second["position_ids"].tolist() == [0, 1, 2, 3]
+
+
 def test_the_padding_rule_by_hand():
     found = sequences_of(stream_of([6, 1, 3]), "cut", 4)
     assert [sequence["input_ids"].tolist() for sequence in found] == [[0, 1, 2, 3], [4, 5, PAD, PAD], [7, 8, 9, PAD]]
@@ -372,7 +406,7 @@ def whole_stream(config: TrainConfig, tokenizer: Any) -> list[int]:
     return [token for row in tokenize(load_documents(config.data), tokenizer)["input_ids"] for token in row]
 
 
-@pytest.mark.parametrize("documents", ["pack", "cut"])
+@pytest.mark.parametrize("documents", ["pack", "separate", "cut"])
 @pytest.mark.parametrize("num_documents", [3, 30])
 def test_train_and_eval_share_no_token_and_leave_none_out(tmp_path: Path, documents: str, num_documents: int):
     config = train_config(corpus(tmp_path, num_documents), documents=documents, eval_fraction=0.1)
@@ -383,18 +417,21 @@ def test_train_and_eval_share_no_token_and_leave_none_out(tmp_path: Path, docume
     assert data.num_tokens == len(stream) == data.train.num_tokens + data.eval.num_tokens
     assert data.num_documents == num_documents
     assert data.num_dropped_tokens == data.train.num_dropped_tokens + data.eval.num_dropped_tokens
-    if documents == "pack":
+    if documents != "cut":
         for part, tokens in (
             (data.train, stream[: data.train.num_tokens]),
             (data.eval, stream[data.train.num_tokens :]),
         ):
             covered = len(part) * 8
             assert [t for s in part for t in s["input_ids"].tolist()] == tokens[:covered]
-            assert [t for s in part for t in s["shift_labels"].tolist()] == tokens[1 : covered + 1]
+            targets = [t for s in part for t in s["shift_labels"].tolist()]
+            ends = tokenizer.eos_token_id if documents == "separate" else None
+            neighbours = itertools.pairwise(tokens[: covered + 1])
+            assert targets == [IGNORED if token == ends else target for token, target in neighbours]
     if num_documents == 30:
         rows = [len(row) for row in tokenize(load_documents(config.data), tokenizer)["input_ids"]]
         assert data.eval.num_tokens == sum(rows[-3:])
-    elif documents == "pack":
+    elif documents != "cut":
         assert len(data.eval) == int(np.ceil(0.1 * ((len(stream) - 1) // 8)))
         assert data.eval.num_dropped_tokens == 0
 

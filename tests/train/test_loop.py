@@ -12,9 +12,12 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ringspan.cli.main import main
+from ringspan.torch.batch import IGNORED
 from ringspan.train.config import OptimizerConfig, TrainConfig, parse_config
+from ringspan.train.data import BatchOrder, build_data
 from ringspan.train.job import learning_rate, prepare
 from ringspan.train.loop import train
+from ringspan.train.model import build_model, load_model_config, load_tokenizer
 
 
 def settings(folder: Path, name: str, **changes: object) -> TrainConfig:
@@ -143,6 +146,42 @@ def test_losses_do_not_depend_on_how_the_work_is_split(pool, text, alone, name, 
     first, last = load(text / name / "model"), load(alone / "model")
     for weight, other in zip(first.parameters(), last.parameters(), strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def loss_of_documents(config: TrainConfig, step: int) -> float:
+    """What one step costs before anything is learned: a plain model reads one document of a sequence at a time."""
+    model_config = load_model_config(config)
+    model = build_model(config, model_config)
+    data = build_data(config, load_tokenizer(config, model_config))
+    batch = config.optimizer.batch_size * config.optimizer.accumulation_steps * config.mesh.replicate
+    total, num_targets, num_documents = 0.0, 0, 0
+    for index in BatchOrder(len(data.train), config.seed, batch, 1, 1).indices(step - 1, 0, 0):
+        sequence = {name: torch.from_numpy(value) for name, value in data.train[index].items()}
+        starts = (sequence["position_ids"] == 0).nonzero()[:, 0].tolist()
+        for first, last in itertools.pairwise([*starts, None]):
+            tokens, targets = (sequence[name][first:last] for name in ("input_ids", "shift_labels"))
+            logits = model(tokens[None]).logits[0]
+            total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED))
+            num_targets += int((targets != IGNORED).sum())
+        num_documents += len(starts)
+    assert num_documents > batch
+    return total / num_targets
+
+
+@pytest.mark.parametrize("changes", [{}, {"mesh": {"replicate": 2}, "attention": {"layout": "striped"}}])
+def test_separate_documents_do_not_see_each_other(pool, text, changes):
+    name, short = f"separate {len(changes)}", text / "short"
+    short.mkdir(exist_ok=True)
+    for number in range(60):
+        (short / f"{number}.txt").write_text(f"document {number} says " + "so and " * (number % 7))
+    optimizer = {"warmup_steps": 1, "learning_rate": 1e-2, "batch_size": 2, "accumulation_steps": 2}
+    data = {"paths": str(short), "sequence_length_tokens": 61, "eval_fraction": 0.2, "documents": "separate"}
+    config = settings(text, name, optimizer=optimizer, data=data, **changes)
+    pool.run(train_on, 4, config)
+    found = losses(text / name)
+    assert len(found) == 3 + 2 and found[3] < found[0]
+    assert found[0] == pytest.approx(loss_of_documents(config, 1), rel=2e-6)
 
 
 def numbers_summed_over_ranks(mesh, config):

@@ -19,6 +19,8 @@ from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.route import Route
 from ringspan.train.problems import explain, one_line, shown
 
+DocumentsName = Literal["pack", "separate", "cut"]
+
 # A byte-level BPE has one token for each byte and <|endoftext|>.
 MIN_VOCAB_SIZE = 257
 
@@ -127,9 +129,10 @@ class DataConfig(_Table):
     """Endings of the files that are read in a folder. A file that paths names itself is always read."""
     sequence_length_tokens: int = Field(ge=2)
     """Tokens of one training sequence, over the whole ring."""
-    documents: Literal["pack", "cut"] = "pack"
-    """"pack" joins documents, each closed by the end-of-text token, into one stream of full sequences; "cut" cuts each
-    document on its own and pads its last sequence."""
+    documents: DocumentsName = "pack"
+    """"pack" joins documents, each closed by the end-of-text token, into one stream of full sequences; "separate" does
+    too, but lets no document of a sequence see another one, counts positions anew in each, and gives its last token no
+    target; "cut" cuts each document on its own and pads its last sequence."""
     eval_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Share of the documents, or of the text where these are few, held out for evaluation; 0: none."""
 

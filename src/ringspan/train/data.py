@@ -15,7 +15,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ringspan.core.errors import ConfigError
 from ringspan.torch.batch import IGNORED
-from ringspan.train.config import MIN_VOCAB_SIZE, DataConfig, TrainConfig
+from ringspan.train.config import MIN_VOCAB_SIZE, DataConfig, DocumentsName, TrainConfig
 from ringspan.train.documents import column_of, rows_per_batch, scan_documents
 
 logger = logging.getLogger(__name__)
@@ -179,8 +179,10 @@ class TokenSequences:
     ``sequences[i]`` is ``{"input_ids": (S,), "shift_labels": (S,)}``, int64: shift_labels[j] is the token after
     input_ids[j], or -100 where there is none (transformers' name for labels that are already shifted).
 
-    "pack": windows over the whole part; what does not fill a window is dropped. "cut": windows over each document; its
-    last window is shorter and padded on the right; a document of one token has no target and is dropped.
+    "pack": windows over the whole part; what does not fill a window is dropped. "separate": the same windows, with
+    ``"position_ids": (S,)`` that begin at 0 with the window and with each document in it, whose last token has no
+    target. "cut": windows over each document; its last window is shorter and padded on the right; a document of one
+    token has no target and is dropped.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class TokenSequences:
         stop: int,
         *,
         sequence_length_tokens: int,
-        documents: Literal["pack", "cut"],
+        documents: DocumentsName,
         pad_token_id: int,
     ) -> None:
         """Sequences over positions [start, stop) of the stream; a document that crosses the bounds is cut there."""
@@ -199,6 +201,7 @@ class TokenSequences:
         """Tokens in the part."""
         self._stream = stream
         self._pad_token_id = pad_token_id
+        self._are_separate = documents == "separate"
         inner = stream.document_starts
         inner = inner[(inner > start) & (inner < stop)] if documents == "cut" else inner[:0]
         bounds = np.concatenate([[start], inner, [stop]]).astype(np.int64)
@@ -212,6 +215,21 @@ class TokenSequences:
         kept = np.where(covered > 0, covered + 1, 0)
         self.num_dropped_tokens = int(self.num_tokens - kept.sum())
         """Tokens that are in no sequence: the tail of a packed part, or documents of one token."""
+
+    @property
+    def seen_tokens(self) -> float:
+        """The length of one causal document in which a token sees as many keys, half of it, as it does here.
+
+        ``sum(d^2) / sum(d)`` over the documents d of all sequences, where these are separate; else a sequence's length.
+        """
+        length, count = self.sequence_length_tokens, len(self)
+        if not self._are_separate or not count:
+            return float(length)
+        start = int(self._piece_starts[0])
+        stop = start + count * length
+        edges = np.union1d(self._begins(start, stop), np.arange(start, stop + 1, length))
+        documents = np.diff(edges).astype(np.float64)
+        return float((documents**2).sum() / documents.sum())
 
     def __len__(self) -> int:
         return int(self._first_sequence[-1])
@@ -230,7 +248,19 @@ class TokenSequences:
         # A short window keeps its last token as an input too, as an unsplit document would have it.
         input_ids[: len(window)] = window[:length]
         shift_labels[: len(window) - 1] = window[1:]
-        return {"input_ids": input_ids, "shift_labels": shift_labels}
+        sequence = {"input_ids": input_ids, "shift_labels": shift_labels}
+        if self._are_separate:
+            begins = self._begins(start, start + length + 1) - start
+            shift_labels[begins[1:] - 1] = IGNORED
+            begins = begins[begins < length]
+            sequence["position_ids"] = np.arange(length) - np.repeat(begins, np.diff(begins, append=length))
+        return sequence
+
+    def _begins(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Where documents begin in [start, stop) of the stream, the one that start cuts with it."""
+        starts = self._stream.document_starts
+        first, last = np.searchsorted(starts, [start + 1, stop])
+        return np.concatenate([[start], starts[first:last]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +350,7 @@ def _eval_start(stream: TokenStream, config: DataConfig) -> int:
         by_fraction = starts[stream.num_documents - math.ceil(fraction * stream.num_documents)]
         by_length = starts[max(0, int(np.searchsorted(starts, latest, side="right")) - 1)]
         return int(min(by_fraction, by_length))
-    if config.documents == "pack":
+    if config.documents != "cut":
         length = config.sequence_length_tokens
         held_out = math.ceil(fraction * (num_tokens - 1) / length) * length + 1
     else:
@@ -330,7 +360,7 @@ def _eval_start(stream: TokenStream, config: DataConfig) -> int:
 
 def _min_tokens(config: DataConfig) -> int:
     """Fewest tokens that give a sequence."""
-    return config.sequence_length_tokens + 1 if config.documents == "pack" else 2
+    return 2 if config.documents == "cut" else config.sequence_length_tokens + 1
 
 
 # --- order ---

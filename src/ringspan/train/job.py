@@ -147,7 +147,7 @@ def prepare(config: TrainConfig) -> Job:
         batches=batches,
         optimizer=optimizer,
         facts=facts,
-        step_flops=flops_per_token(text, num_weights, length) * batches.num_tokens,
+        step_flops=flops_per_token(text, num_weights, data.train.seen_tokens) * batches.num_tokens,
     )
 
 
