@@ -139,6 +139,43 @@ def test_unusable_files_and_rows_are_skipped_and_counted(tmp_path: Path, caplog:
         assert caplog.messages == ["skipped 6 of 8 documents: 3 not UTF-8 or null, 3 empty"]
 
 
+def test_a_row_that_utf_8_cannot_hold_is_skipped_like_bytes_that_are_not_utf_8(tmp_path: Path):
+    write(tmp_path / "a.jsonl", r'{"text": "\ud83d half"}' + "\n" + r'{"text": "\ud83d\ude00 whole"}' + "\n")
+    scan = scan_documents(data_config(tmp_path))
+    assert list(scan.documents["text"]) == ["\U0001f600 whole"]
+    assert (scan.num_undecodable, scan.num_empty) == (1, 0)
+
+
+def test_what_is_no_file_is_left_out_of_a_folder_and_refused_by_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    write(tmp_path / "a.txt", "one")
+    (tmp_path / "nothing.txt").symlink_to(tmp_path / "gone")
+    os.mkfifo(tmp_path / "pipe.txt")
+    with caplog.at_level(logging.WARNING, logger="ringspan"):
+        assert texts(data_config(tmp_path)) == ["one"]
+    assert caplog.messages == [f"{tmp_path}: left out 2 links to nothing, pipes and the like"]
+    with pytest.raises(ConfigError, match=r"pipe.txt\": is no file that can be read twice"):
+        load_documents(data_config(tmp_path / "pipe.txt"))
+
+
+def test_what_cannot_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match=r'xxx": cannot be read: .*File name too long'):
+        load_documents(data_config("x" * 300))
+    write(tmp_path / "a.txt", "one")
+    write(tmp_path / "closed/b.txt", "two")
+    look = os.scandir
+
+    def scandir(path: Any) -> Any:  # root may look into everything
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ConfigError, match=r"cannot be read: .*Permission denied.*closed"):
+        load_documents(data_config(tmp_path))
+
+
 def test_a_changed_file_is_read_again(tmp_path: Path):
     file = write(tmp_path / "a.txt", "before")
     assert texts(data_config(tmp_path)) == ["before"]
@@ -173,6 +210,7 @@ def refuse_hub(*_: Any, **__: Any) -> Dataset:
         ("a.jsonl", '{"text": "x"}\n{"txt": "y"}', "a.jsonl:2; its fields are txt"),
         ("a.jsonl", '{"text": 3}', 'data.text_field = "text": is int, not a string, in'),
         ("a.jsonl", '{"text": "x"', 'a.jsonl:1": is not valid JSON'),
+        ("a.jsonl", "[" * 100_000, 'a.jsonl": cannot be read: '),
         ("a.jsonl", "[1]", "a.jsonl:1; it has no fields"),
         ("a.json", '[{"body": "x"}]', 'data.text_field = "text": is missing in'),
         ("a.parquet", "no parquet", "cannot be read"),

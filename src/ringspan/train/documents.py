@@ -78,19 +78,10 @@ def _find_files(paths: Sequence[str], extensions: tuple[str, ...]) -> list[Path]
     endings = tuple(extension.lower() for extension in extensions)
     files: dict[Path, Path] = {}  # by resolved path, so that a file reached twice is one document
     for name in paths:
-        path = Path(name).expanduser()
-        if not path.exists():
-            raise ConfigError(
-                f'data.paths = "{name}": does not exist in {Path.cwd()}; correct it, or write "hub:{name}" for the Hub'
-            )
-        if path.is_dir():
-            found = [file for file in _walk(path) if file.name.lower().endswith(endings)]
-            if not found:
-                raise ConfigError(
-                    f'data.paths = "{name}": no file in it ends in {_listed(extensions)}; correct it or data.extensions'
-                )
-        else:
-            found = [path]
+        try:
+            found = _files_at(Path(name).expanduser(), name, endings)
+        except OSError as error:
+            raise ConfigError(f'data.paths = "{name}": cannot be read: {_one_line(error)}; correct it') from error
         for file in found:
             if file.stat().st_size > _MAX_TEXT_BYTES and file.suffix.lower() not in (".jsonl", ".parquet"):
                 raise ConfigError(f'data.paths = "{file}": is larger than 2 GiB; split it, or make it a .jsonl file')
@@ -98,13 +89,38 @@ def _find_files(paths: Sequence[str], extensions: tuple[str, ...]) -> list[Path]
     return list(files.values())
 
 
+def _files_at(path: Path, name: str, endings: tuple[str, ...]) -> list[Path]:
+    """The file that a name stands for, or those in a folder."""
+    if path.is_dir():
+        found = [file for file in _walk(path) if file.name.lower().endswith(endings)]
+        files = [file for file in found if file.is_file()]
+        if len(files) < len(found):
+            logger.warning("%s: left out %d links to nothing, pipes and the like", name, len(found) - len(files))
+        if not files:
+            raise ConfigError(
+                f'data.paths = "{name}": no file in it ends in {_listed(endings)}; correct it or data.extensions'
+            )
+        return files
+    if not path.exists():
+        raise ConfigError(
+            f'data.paths = "{name}": does not exist in {Path.cwd()}; correct it, or write "hub:{name}" for the Hub'
+        )
+    if not path.is_file():
+        raise ConfigError(f'data.paths = "{name}": is no file that can be read twice; write what it gives into one')
+    return [path]
+
+
 def _walk(folder: Path) -> list[Path]:
     """Every file below a folder, sorted; hidden entries (.git, .venv) left out, linked folders not followed."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
     files = []
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted((file for file in files if file.is_file()), key=Path.as_posix)
+    return sorted(files, key=Path.as_posix)
 
 
 def _load_files(files: Sequence[Path], text_field: str) -> Dataset:
@@ -137,7 +153,9 @@ def _read_files(stamps: Sequence[tuple[str, int, int]], text_field: str, version
                 yield {"text": text}
             if not num_rows:
                 yield {"text": ""}  # so that a file without rows is counted as empty
-        except (OSError, pa.ArrowException) as error:
+        except ConfigError:
+            raise
+        except (OSError, pa.ArrowException, ValueError, RecursionError) as error:
             raise ConfigError(
                 f'data.paths = "{path}": cannot be read: {_one_line(error)}; repair or remove it'
             ) from error
@@ -213,6 +231,10 @@ def _field_of(row: Any, text_field: str, place: str) -> str | None:
         raise ConfigError(
             f'data.text_field = "{text_field}": is {type(text).__name__}, not a string, in {place}; name another field'
         )
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
+        return None
     return text
 
 
