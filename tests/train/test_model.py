@@ -112,6 +112,42 @@ def test_weights_in_a_pickle_are_not_opened(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        ("missing", {"num_hidden_layers": 3}, r"has no model\.layers\.2\.\S+ \(9 weights in all\); use the config"),
+        ("another shape", {"vocab_size": 301}, r"\[\d+, \d+\] there, and \[301, \d+\] in the model; use the config"),
+        ("truncated", None, "deserializing"),
+    ],
+)
+def test_weights_that_do_not_make_the_model_are_refused(tmp_path: Path, name, spoil, message):
+    folder = tmp_path / name
+    build("llama").save_pretrained(folder)
+    if spoil is None:
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | spoil))
+    run = run_from(folder)
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_model(run, load_model_config(run))
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_weights_that_the_model_has_no_place_for_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    model = build("llama")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    run = run_from(tmp_path)
+    found = build_model(run, load_model_config(run))
+    assert torch.equal(found.lm_head.weight, model.lm_head.weight)
+    (message,) = (record.getMessage() for record in caplog.records if record.name == "ringspan.train.model")
+    assert message.startswith(f"model.path = '{tmp_path}': the model has no place for model.layers.1.")
+    assert message.endswith("(9 weights in all), left out")
+
+
+@pytest.mark.parametrize(
     ("kind", "message"), [("vit", "no causal language model of type vit"), ("mamba", "mamba has no")]
 )
 def test_what_is_no_causal_model_with_attention_is_refused_by_name(kind, message):

@@ -1,10 +1,12 @@
 """The model and the tokenizer of a run: from a local folder, from the Hub, or new."""
 
+import logging
 import math
 from typing import Any, Final
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -15,6 +17,8 @@ from ringspan.torch.tensor_parallel import refuse_heads
 from ringspan.train.config import TrainConfig
 from ringspan.train.data import train_tokenizer
 from ringspan.train.documents import load_documents
+
+logger = logging.getLogger(__name__)
 
 
 def load_model_config(config: TrainConfig) -> PreTrainedConfig:
@@ -128,22 +132,48 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
     """The whole model in float32 on the CPU, the same on every rank; the optimizer works on these float32 weights.
 
     Raises:
-        ConfigError: no weights in safetensors; a pickle, which runs code when it is loaded, is not opened.
+        ConfigError: no weights in safetensors (a pickle, which runs code when it is loaded, is not opened), damaged
+            ones, some that are missing, or have another shape than the model's.
     """
     if config.model.init == "scratch":
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     assert config.model.path is not None, "checked by ModelConfig"
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.model.path,
             config=model_config,
             dtype=torch.float32,
             use_safetensors=True,
             trust_remote_code=config.model.trust_remote_code,
+            ignore_mismatched_sizes=True,  # refused below, in one line
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path = {config.model.path!r}: {_one_line(error)}") from error
+    model, found = loaded
+    _check_weights(config.model.path, found)
+    return model
+
+
+def _check_weights(path: str, found: dict[str, Any]) -> None:
+    """Refuse weights that do not make the model; transformers draws what is missing at random."""
+    remedy = "use the config.json that belongs to the weights"
+    if found["mismatched_keys"]:
+        name, here, wanted = min(found["mismatched_keys"])
+        raise ConfigError(
+            f"model.path = {path!r}: {name} is {list(here)} there, and {list(wanted)} in the model; {remedy}"
+        )
+    if found["missing_keys"]:
+        raise ConfigError(f"model.path = {path!r}: has no {_first_of(found['missing_keys'])}; {remedy}")
+    if found["unexpected_keys"]:
+        names = _first_of(found["unexpected_keys"])
+        logger.warning("model.path = %r: the model has no place for %s, left out", path, names)
+
+
+def _first_of(names: set[str]) -> str:
+    """The first name, and how many there are."""
+    return f"{min(names)} ({len(names)} weights in all)" if len(names) > 1 else min(names)
 
 
 def num_matmul_parameters(model: PreTrainedModel) -> int:
