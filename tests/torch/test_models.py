@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -322,6 +323,33 @@ def test_frozen_weights_get_no_gradient_and_the_others_theirs(pool, part, option
                 assert gradients[name] is None, name
             else:
                 assert relative(gradients[name], parameter.grad) < 1e-5, name
+
+
+def late_weights_step(mesh: DeviceMesh, kind: str, kernel: str) -> Any:
+    """A step of a model that is split before it has weights; rank 0 gives them to the others."""
+    plain = build(kind)
+    with torch.device("meta"):
+        model: Any = type(plain)(plain.config)
+    model = rs.parallelize(model, mesh, kernel=kernel, feedforward_chunk_tokens=0)
+    model.to_empty(device="cpu")
+    weights = plain.state_dict() if mesh.get_rank() == 0 else {}
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for buffer, given in zip(model.buffers(), plain.buffers(), strict=True):  # those of rotary positions
+        buffer.copy_(given)
+    ids = tokens(1, 37)
+    loss = model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
+    loss.backward()
+    return loss.detach(), whole_gradients(model)
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("llama-tied", 2)])
+@pytest.mark.parametrize("kernel", ["auto", "cpu"])
+def test_a_model_may_get_its_weights_after_it_is_split(pool, kind, tp, kernel):
+    expected = one_step(kind, 37, 1)
+    for loss, gradients in pool.run(late_weights_step, 4, kind, kernel, tp=tp):  # all of the world is given weights
+        assert relative(loss, expected["loss"]) < 1e-5
+        for name, gradient in gradients.items():
+            assert relative(gradient, expected["gradients"][name]) < 1e-5, name
 
 
 def compiled_step(mesh: DeviceMesh, options: dict[str, Any]) -> Any:

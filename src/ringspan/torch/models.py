@@ -78,7 +78,9 @@ def parallelize(
     ``model(**batch)`` gives the local logits (B, T, V).
 
     Args:
-        model: any model whose attention goes through transformers' AttentionInterface.
+        model: any model whose attention goes through transformers' AttentionInterface, wherever it is: its shards go
+            to the mesh's devices layer by layer. One on the meta device gets its weights afterwards (``to_empty``,
+            then ``set_model_state_dict`` of ``torch.distributed``).
         mesh: from ``init_mesh``.
         layout: how sequences are split; ``shard_batch`` needs the same.
         route: how keys and values get to other ranks, see ``ring_attention``.
@@ -108,7 +110,7 @@ def parallelize(
     if tp is not None:
         refuse_split(model, tp.size())
     refuse_route(decoder.config, mesh["ring"].size(), route, wire, 1 if tp is None else tp.size())
-    _refuse_kernel(decoder, kernel, compute_dtype, mesh["ring"].get_group())
+    _refuse_kernel(decoder, kernel, compute_dtype, mesh["ring"])
     norm_from_tokens = 0
     if norm_chunk_tokens == "auto":
         norm_chunk_tokens, norm_from_tokens = 0 if checkpoint == "none" else FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
@@ -167,17 +169,16 @@ def parallelize(
     return model
 
 
-def _refuse_kernel(
-    decoder: PreTrainedModel, kernel: str, compute_dtype: torch.dtype | None, ring: dist.ProcessGroup
-) -> None:
-    """Refuse, on every rank alike, a kernel that is none or cannot serve this model's attention on this device."""
+def _refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.dtype | None, ring: DeviceMesh) -> None:
+    """Refuse, on every rank alike, a kernel that is none or cannot serve this model's attention on the ring's devices,
+    wherever the model still is.
+    """
     kernels.check_name(kernel)
-    config, parameter = decoder.config, next(decoder.parameters())
-    size = max(head_sizes(config))
-    probe = torch.empty(1, 1, 1, size, dtype=compute_dtype or parameter.dtype, device=parameter.device)
+    config, dtype = decoder.config, compute_dtype or next(decoder.parameters()).dtype
+    probe = torch.empty(1, 1, 1, max(head_sizes(config)), dtype=dtype, device=ring.device_type)
     scores = Scores(1.0, softcap=getattr(config, "attn_logit_softcapping", None) or 0.0)
     refusal = kernels.why_not(kernel, probe, probe, scores)
-    agree(ring, {"kernel": f"{kernel} ({refusal})" if refusal else kernel})
+    agree(ring.get_group(), {"kernel": f"{kernel} ({refusal})" if refusal else kernel})
     if refusal:
         raise kernels.refused(kernel, refusal)
 

@@ -101,7 +101,7 @@ def prepare(config: TrainConfig) -> Job:
     text = text_config(model_config)
     checkpoint, layers_per_checkpoint = _checkpoint(config, text, ring, dtype)
     model = parallelize(
-        model.to(device).train(),
+        model.train(),  # still on the host: a device need not hold more than its shards and one layer
         mesh,
         layout=config.attention.layout,
         route=config.attention.route,
