@@ -15,6 +15,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from ringspan.core.errors import ConfigError
 from ringspan.train.config import DataConfig
+from ringspan.train.problems import one_line
 
 logger = logging.getLogger(__name__)
 # Part of each cache key: raise it when the same files would give other documents.
@@ -81,7 +82,7 @@ def _find_files(paths: Sequence[str], extensions: tuple[str, ...]) -> list[Path]
         try:
             found = _files_at(Path(name).expanduser(), name, endings)
         except OSError as error:
-            raise ConfigError(f'data.paths = "{name}": cannot be read: {_one_line(error)}; correct it') from error
+            raise ConfigError(f'data.paths = "{name}": cannot be read: {one_line(error)}; correct it') from error
         for file in found:
             if file.stat().st_size > _MAX_TEXT_BYTES and file.suffix.lower() not in (".jsonl", ".parquet"):
                 raise ConfigError(f'data.paths = "{file}": is larger than 2 GiB; split it, or make it a .jsonl file')
@@ -139,7 +140,7 @@ def _load_files(files: Sequence[Path], text_field: str) -> Dataset:
             cause = cause.__cause__
         if isinstance(cause, ConfigError):
             raise cause from None
-        raise ConfigError(f"data.paths: reading failed: {_one_line(cause)}; repair or remove the file") from error
+        raise ConfigError(f"data.paths: reading failed: {one_line(cause)}; repair or remove the file") from error
 
 
 def _read_files(stamps: Sequence[tuple[str, int, int]], text_field: str, version: int) -> Iterator[dict[str, Any]]:
@@ -157,7 +158,7 @@ def _read_files(stamps: Sequence[tuple[str, int, int]], text_field: str, version
             raise
         except (OSError, pa.ArrowException, ValueError, RecursionError) as error:
             raise ConfigError(
-                f'data.paths = "{path}": cannot be read: {_one_line(error)}; repair or remove it'
+                f'data.paths = "{path}": cannot be read: {one_line(error)}; repair or remove it'
             ) from error
 
 
@@ -219,7 +220,7 @@ def _parsed(text: str, place: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ConfigError(
-            f'data.paths = "{place}": is not valid JSON: {_one_line(error)}; repair or remove it'
+            f'data.paths = "{place}": is not valid JSON: {one_line(error)}; repair or remove it'
         ) from error
 
 
@@ -248,7 +249,7 @@ def _load_hub(path: str, config: DataConfig) -> Dataset:
     try:
         dataset = load_dataset(name, configuration or None, split=config.hub_split)
     except Exception as error:  # no common base: network, permission, missing split, malformed files
-        raise ConfigError(f'data.paths = "{path}": cannot be loaded: {_one_line(error)}; check its name') from error
+        raise ConfigError(f'data.paths = "{path}": cannot be loaded: {one_line(error)}; check its name') from error
     field = config.text_field
     if field not in dataset.column_names:
         raise _no_field(path, field, dataset.column_names)
@@ -281,7 +282,3 @@ def column_of(dataset: Dataset, name: str) -> pa.ChunkedArray:
 def _listed(items: Sequence[str], limit: int = 8) -> str:
     more = f", ... ({len(items)} in all)" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

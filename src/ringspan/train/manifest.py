@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from safetensors import SafetensorError, safe_open
 
 from ringspan.core.errors import CheckpointError
+from ringspan.train.problems import one_line
 
 MANIFEST: Final = "manifest.json"
 _MAX_MANIFEST_BYTES: Final = 1 << 30
@@ -119,7 +120,7 @@ def read_manifest(folder: Path) -> Manifest:
     except CheckpointError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from error
+        raise CheckpointError(f"{path}: cannot be read: {one_line(error)[:300]}") from error
 
 
 def verify(folder: Path, manifest: Manifest, name: str) -> None:
@@ -137,7 +138,7 @@ def verify(folder: Path, manifest: Manifest, name: str) -> None:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is missing, expected {entry.bytes} bytes") from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from error
+        raise CheckpointError(f"{path}: cannot be read: {one_line(error)[:300]}") from error
     if digest != entry.sha256:
         raise CheckpointError(
             f"{path}: has sha256 {digest[:16]}..., expected {entry.sha256[:16]}...{_origin(path, manifest)}"
@@ -170,10 +171,6 @@ def _origin(path: Path, manifest: Manifest) -> str:
 def _digest(values: object) -> str:
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _one_line(error: BaseException) -> str:
-    return _on_one_line(str(error)) or type(error).__name__
 
 
 def _on_one_line(text: str) -> str:

@@ -17,6 +17,7 @@ from ringspan.torch.tensor_parallel import refuse_heads
 from ringspan.train.config import TrainConfig
 from ringspan.train.data import train_tokenizer
 from ringspan.train.documents import load_documents
+from ringspan.train.problems import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
                 f"model.path = {settings.path!r}: comes with Python files, which are not run; read them, then "
                 "set model.trust_remote_code = true"
             ) from error
-        raise ConfigError(f"model: {_one_line(error)}") from error
+        raise ConfigError(f"model: {one_line(error)[:300]}") from error
     own_code = getattr(model_config, "auto_map", None) or {}
     if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own_code:
         raise ConfigError(
@@ -103,7 +104,7 @@ def scale_rope(model_config: PreTrainedConfig, rope: dict[str, Any]) -> None:
     try:
         model_config.validate_rope()
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"model.rope: {_one_line(error)}") from error
+        raise ConfigError(f"model.rope: {one_line(error)[:300]}") from error
 
 
 def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> Tokenizer:
@@ -119,7 +120,7 @@ def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> Token
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"model.tokenizer = {source!r}: {_one_line(error)}") from error
+            raise ConfigError(f"model.tokenizer = {source!r}: {one_line(error)[:300]}") from error
     if len(tokenizer) > vocabulary:
         raise ConfigError(
             f"model.tokenizer has {len(tokenizer)} tokens, the model only {vocabulary}; "
@@ -150,7 +151,7 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
             output_loading_info=True,
         )
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"model.path = {config.model.path!r}: {_one_line(error)}") from error
+        raise ConfigError(f"model.path = {config.model.path!r}: {one_line(error)[:300]}") from error
     model, found = loaded
     _check_weights(config.model.path, found)
     return model
@@ -192,7 +193,3 @@ def flops_per_token(model_config: Any, num_weights: int, length_tokens: float) -
     """
     counts = zip(head_counts(model_config), head_sizes(model_config), strict=True)
     return 6.0 * num_weights + 6.0 * length_tokens * sum(heads * size for (heads, _), size in counts)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -91,6 +91,6 @@ def shown(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def one_line(error: Exception) -> str:
-    """What an exception says, without line breaks."""
-    return " ".join(str(error).split())
+def one_line(error: BaseException) -> str:
+    """What an exception says, without line breaks; its type where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
