@@ -326,13 +326,18 @@ def test_a_document_longer_than_model_max_length_is_neither_cut_nor_warned_about
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any)
 
 
+def part_of(stream: TokenStream, data: st.DataObject) -> tuple[int, int]:
+    """The bounds of some part of a stream, which may be empty."""
+    start = data.draw(st.integers(0, len(stream)))
+    return start, data.draw(st.integers(start, len(stream)))
+
+
 @given(LENGTHS, st.data())
 def test_a_stream_is_the_documents_one_after_the_other(lengths: list[int], data: st.DataObject):
     stream = stream_of(lengths, chunk=data.draw(st.integers(1, 4)))
     assert (len(stream), stream.num_documents) == (sum(lengths), len(lengths))
     assert np.diff(stream.document_starts).tolist() == lengths
-    start = data.draw(st.integers(0, len(stream)))
-    stop = data.draw(st.integers(start, len(stream)))
+    start, stop = part_of(stream, data)
     found = stream.read(start, stop)
     assert found.dtype == np.int64
     assert found.tolist() == list(range(start, stop))
@@ -346,8 +351,7 @@ def test_packed_windows_predict_each_token_once_and_drop_only_the_tail(
     lengths: list[int], length: int, data: st.DataObject
 ):
     stream = stream_of(lengths)
-    start = data.draw(st.integers(0, len(stream)))
-    stop = data.draw(st.integers(start, len(stream)))
+    start, stop = part_of(stream, data)
     found = sequences_of(stream, "pack", length, start, stop)
     assert len(found) == max(0, stop - start - 1) // length
     inputs = [token for sequence in found for token in sequence["input_ids"].tolist()]
@@ -360,8 +364,7 @@ def test_packed_windows_predict_each_token_once_and_drop_only_the_tail(
 @given(LENGTHS, st.integers(2, 9), st.data())
 def test_cut_windows_stay_in_their_document_and_pad_its_end(lengths: list[int], length: int, data: st.DataObject):
     stream = stream_of(lengths)
-    start = data.draw(st.integers(0, len(stream)))
-    stop = data.draw(st.integers(start, len(stream)))
+    start, stop = part_of(stream, data)
     found = sequences_of(stream, "cut", length, start, stop)
     document = np.repeat(np.arange(len(lengths)), lengths)
     inputs, targets = [], []
@@ -389,8 +392,7 @@ def test_separate_documents_take_the_packed_windows_and_end_in_each_document(
     lengths: list[int], length: int, data: st.DataObject
 ):
     stream = stream_of(lengths)
-    start = data.draw(st.integers(0, len(stream)))
-    stop = data.draw(st.integers(start, len(stream)))
+    start, stop = part_of(stream, data)
     packed, found = (sequences_of(stream, documents, length, start, stop) for documents in ("pack", "separate"))
     assert len(found) == len(packed) and found.num_dropped_tokens == packed.num_dropped_tokens
     document, seen = np.repeat(np.arange(len(lengths)), lengths), 0

@@ -73,13 +73,14 @@ def with_code(folder: Path, marker: Path) -> TrainConfig:
     """A run from a model that comes with Python files of its own."""
     build("llama").save_pretrained(folder)
     (folder / "ours.py").write_text(CODE.format(marker=marker))
-    path = folder / "config.json"
-    values = json.loads(path.read_text()) | {
-        "model_type": "ours",
-        "auto_map": {"AutoConfig": "ours.OursConfig", "AutoModelForCausalLM": "ours.OursForCausalLM"},
-    }
-    path.write_text(json.dumps(values))
+    own = {"AutoConfig": "ours.OursConfig", "AutoModelForCausalLM": "ours.OursForCausalLM"}
+    change_config(folder, model_type="ours", auto_map=own)
     return run_from(folder)
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def run_from(folder: Path, **model: Any) -> TrainConfig:
@@ -126,8 +127,7 @@ def test_weights_that_do_not_make_the_model_are_refused(tmp_path: Path, name, sp
         weights = folder / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:1000])
     else:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | spoil))
+        change_config(folder, **spoil)
     run = run_from(folder)
     with pytest.raises(ConfigError, match=message) as caught:
         build_model(run, load_model_config(run))
@@ -137,8 +137,7 @@ def test_weights_that_do_not_make_the_model_are_refused(tmp_path: Path, name, sp
 def test_weights_that_the_model_has_no_place_for_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     model = build("llama")
     model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    change_config(tmp_path, num_hidden_layers=1)
     run = run_from(tmp_path)
     found = build_model(run, load_model_config(run))
     assert torch.equal(found.lm_head.weight, model.lm_head.weight)

@@ -1,6 +1,7 @@
 """What every back end's attention asks of its arguments before anything moves."""
 
 from collections.abc import Sequence
+from math import inf, isfinite
 from typing import Final
 
 from ringspan.core.errors import LayoutError, UnsupportedError
@@ -33,6 +34,18 @@ def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
         )
     if q[1] % k[1]:
         raise UnsupportedError(f"{k[1]} key/value heads do not divide {q[1]} query heads")
+
+
+def check_scores(scale: float | None, softcap: float | None) -> None:
+    """Refuse a scale or a soft cap that leaves no scores.
+
+    Raises:
+        UnsupportedError: naming the value.
+    """
+    if scale is not None and not isfinite(scale):
+        raise UnsupportedError(f"scale must be finite, got {scale}")
+    if softcap is not None and not 0 < softcap < inf:
+        raise UnsupportedError(f"softcap must be positive and finite, or None for none, got {softcap}")
 
 
 def find_layouts(

@@ -4,7 +4,6 @@ B batch, H query heads, G key/value heads, T local tokens, S global tokens, D he
 """
 
 from functools import partial
-from math import inf, isfinite
 from typing import Final, get_args
 
 import jax
@@ -14,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringspan.core.arguments import check_shapes, find_layouts
+from ringspan.core.arguments import check_scores, check_shapes, find_layouts
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask, causal
@@ -214,10 +213,7 @@ def _check_options(scale: float | None, softcap: float | None, query_chunk: int,
     for name, value in (("scale", scale), ("softcap", softcap)):
         if isinstance(value, (Array, jax.core.Tracer)):
             raise UnsupportedError(f"{name} is an array; it must be a plain number, known when the program is traced")
-    if scale is not None and not isfinite(scale):
-        raise UnsupportedError(f"scale must be finite, got {scale}")
-    if softcap is not None and not 0 < softcap < inf:
-        raise UnsupportedError(f"softcap must be positive and finite, got {softcap}; leave it out for none")
+    check_scores(scale, softcap)
     for name, value in (("query_chunk", query_chunk), ("key_chunk", key_chunk)):
         if value < 1:
             raise UnsupportedError(f"{name} must hold at least one token, got {value}")

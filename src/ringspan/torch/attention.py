@@ -8,7 +8,6 @@ import logging
 import os
 from dataclasses import replace
 from functools import lru_cache, partial
-from math import inf, isfinite
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ringspan.core.arguments import check_shapes, find_layouts
+from ringspan.core.arguments import check_scores, check_shapes, find_layouts
 from ringspan.core.choice import Choice, choose_route
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
@@ -106,7 +105,9 @@ def ring_attention(
     check_tensors(q, k, v)
     check_wire(wire, gradient_wire)
     kernels.check_name(kernel)
-    softcap = _check_scores(q, scale, softcap, slopes, sinks)
+    check_scores(scale, softcap)
+    _check_heads(q, slopes, sinks)
+    softcap = float(softcap or 0.0)
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     ranks = dist.get_world_size(group) if group is not None else 1
@@ -176,10 +177,8 @@ def _ranks_per_node(ranks: int) -> int:
     return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
-def _check_scores(
-    q: Tensor, scale: float | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None
-) -> float:
-    """The soft cap, 0 for none; refuses what does not fit the heads, and what is no number."""
+def _check_heads(q: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> None:
+    """Refuse what does not fit the heads."""
     for name, per_head in (("slopes", slopes), ("sinks", sinks)):
         if per_head is not None and (per_head.shape != q.shape[1:2] or per_head.device != q.device):
             raise UnsupportedError(
@@ -188,11 +187,6 @@ def _check_scores(
             )
     if slopes is not None and slopes.requires_grad:
         raise UnsupportedError("slopes are constants of ALiBi and get no gradient; pass slopes.detach()")
-    if scale is not None and not isfinite(scale):
-        raise UnsupportedError(f"scale must be finite, got {scale}")
-    if softcap is not None and not 0 < softcap < inf:
-        raise UnsupportedError(f"softcap must be positive and finite, or None for none, got {softcap}")
-    return float(softcap or 0.0)
 
 
 @torch.library.custom_op("ringspan::ring_attention", mutates_args=())

@@ -150,6 +150,11 @@ class TokenStream:
     def num_documents(self) -> int:
         return len(self.document_starts) - 1
 
+    def begins(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Where documents begin in [start, stop), the one that ``start`` cuts with it."""
+        first, last = np.searchsorted(self.document_starts, [start + 1, stop])
+        return np.concatenate([[start], self.document_starts[first:last]])
+
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """The tokens at positions [start, stop). int64, (stop - start,)."""
         if not 0 <= start <= stop <= len(self):
@@ -202,10 +207,8 @@ class TokenSequences:
         self._stream = stream
         self._pad_token_id = pad_token_id
         self._are_separate = documents == "separate"
-        inner = stream.document_starts
-        inner = inner[(inner > start) & (inner < stop)] if documents == "cut" else inner[:0]
-        bounds = np.concatenate([[start], inner, [stop]]).astype(np.int64)
-        self._piece_starts, self._piece_stops = bounds[:-1], bounds[1:]
+        self._piece_starts = stream.begins(start, stop) if documents == "cut" else np.array([start])
+        self._piece_stops = np.append(self._piece_starts[1:], stop)
         num_targets = np.maximum(self._piece_stops - self._piece_starts - 1, 0)
         whole, rest = np.divmod(num_targets, sequence_length_tokens)
         keeps_rest = documents == "cut"
@@ -227,7 +230,7 @@ class TokenSequences:
             return float(length)
         start = int(self._piece_starts[0])
         stop = start + count * length
-        edges = np.union1d(self._begins(start, stop), np.arange(start, stop + 1, length))
+        edges = np.union1d(self._stream.begins(start, stop), np.arange(start, stop + 1, length))
         documents = np.diff(edges).astype(np.float64)
         return float((documents**2).sum() / documents.sum())
 
@@ -250,17 +253,11 @@ class TokenSequences:
         shift_labels[: len(window) - 1] = window[1:]
         sequence = {"input_ids": input_ids, "shift_labels": shift_labels}
         if self._are_separate:
-            begins = self._begins(start, start + length + 1) - start
+            begins = self._stream.begins(start, start + length + 1) - start
             shift_labels[begins[1:] - 1] = IGNORED
             begins = begins[begins < length]
             sequence["position_ids"] = np.arange(length) - np.repeat(begins, np.diff(begins, append=length))
         return sequence
-
-    def _begins(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Where documents begin in [start, stop) of the stream, the one that start cuts with it."""
-        starts = self._stream.document_starts
-        first, last = np.searchsorted(starts, [start + 1, stop])
-        return np.concatenate([[start], starts[first:last]])
 
 
 @dataclass(frozen=True, kw_only=True)
