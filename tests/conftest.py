@@ -1,5 +1,6 @@
 """Settings and the pool of ranks that every test shares."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -10,6 +11,8 @@ from hypothesis import Phase, settings
 from ringspan.torch.forks import serve_forks
 from tests.fuzz import FACTOR
 from tests.pool import Pool
+
+gc.set_threshold(50_000, 20, 10)  # to look for garbage among what three frameworks hold is a tenth of the tests' time
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before our Triton kernels are imported: Triton reads it when it decorates
@@ -45,6 +48,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported by now stays
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import ProcessGroupGloo
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.torch import shared
@@ -91,6 +92,7 @@ class Pool:
 def _serve(rank: int, pipe: Connection, store: str) -> None:
     settle()
     torch.set_num_threads(1)
+    _share_loop()
     share = shared._anonymous_file
     # Rings of three talk through sockets, as between hosts, so that the tests go both ways.
     shared._anonymous_file = lambda ranks: None if ranks == 3 else share(ranks)
@@ -116,6 +118,20 @@ def _serve(rank: int, pipe: Connection, store: str) -> None:
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
             result = error
         pipe.send(result)
+
+
+def _share_loop() -> None:
+    """Let one thread serve gloo's messages of all groups: each group's own would look a hundred times a second whether
+    there are any, and a rank of the pool has thirty groups.
+    """
+    make, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
+
+    def make_on_device(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [device], 2, timeout
+        make(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = make_on_device
 
 
 def _mesh(ranks: int, replicate: int, tp: int) -> DeviceMesh:

@@ -180,6 +180,8 @@ def terminate(parent: Path, times: int, seed: int = 0) -> Row:
 
 def kill_in_save(parent: Path, times: int, seed: int = 0) -> Row:
     """SIGKILL of one of two ranks, or of both, while they save one checkpoint after the other."""
+    import ringspan.train.checkpoint  # noqa: F401  here, and not in each fork
+
     row = Row(fault="kill -9 during a save", promise="old or new checkpoint loads, bit for bit; leftovers cleaned")
     generator, found_steps, leftovers = random.Random(seed), [], 0
     folder = parent / "saves"

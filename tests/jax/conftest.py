@@ -12,3 +12,4 @@ if find_spec("jax"):
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # machine code need not say where it comes from

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from ringspan.gpu.support import is_installed
-from tests.torch.virtual import one_at_a_time
 
 launched: list[str] = []
 """The programs that ``triton_call`` was traced with."""
@@ -23,13 +22,14 @@ def triton_call(*args: Any, kernel: Any, out_shape: list[Any], grid: Any, **opti
     numbers = {n: x if isinstance(x, int) else float(x) for n, x in enumerate(args) if isinstance(x, (int, np.float32))}
     launched.append(kernel.fn.__name__)
 
-    @one_at_a_time
+    from tests.torch.interpreter import interpreted
+
+    @interpreted
     def run(*arrays: Any) -> list[np.ndarray]:
         given = iter(arrays)
         inputs = [numbers[n] if n in numbers else torch.tensor(np.asarray(next(given))) for n in range(len(args))]
         outputs = [torch.full(x.shape, torch.nan) for x in out_shape]
-        with np.errstate(all="ignore"):  # a mask hides what numpy warns of
-            kernel[grid](*inputs, *outputs, **options)
+        kernel[grid](*inputs, *outputs, **options)
         return [x.numpy() for x in outputs]
 
     return jax.pure_callback(run, out_shape, *(x for n, x in enumerate(args) if n not in numbers))

@@ -85,7 +85,7 @@ def main() -> None:
     verdicts: dict[str, int] = {}
     under_way: dict[int, str] = {}
     while runs or under_way:
-        while runs and len(under_way) < (os.cpu_count() or 1):
+        while runs and len(under_way) <= (os.cpu_count() or 1):  # one more, for some wait
             name, tests, mutant = runs.pop()
             under_way[start(tests, mutant)] = name
         process, status = os.wait()

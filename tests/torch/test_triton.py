@@ -4,10 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from functools import wraps
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given
@@ -21,7 +19,6 @@ from tests.core.strategies import masks
 from tests.fuzz import examples
 from tests.torch.merge import check_merge
 from tests.torch.test_ring import FLOAT32_LIMIT, Problem
-from tests.torch.virtual import one_at_a_time
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/torch/test_gpu.py runs them on the GPU")
@@ -33,23 +30,13 @@ def test_the_fused_merge_is_the_rule(dtype, size):
     check_merge(dtype, size, "cpu")
 
 
-def quiet(function):
-    """The interpreter computes with numpy, which warns where a mask hides what it computes."""
-
-    @wraps(function)
-    def call(*args):
-        with np.errstate(all="ignore"):
-            return function(*args)
-
-    return call
-
-
 @pytest.fixture(autouse=True)
 def in_turn(monkeypatch):
     from ringspan.torch.kernels import triton_attention
+    from tests.torch.interpreter import interpreted
 
     for name in ("forward_into", "backward_into"):
-        monkeypatch.setattr(triton_attention, name, quiet(one_at_a_time(getattr(triton_attention, name))))
+        monkeypatch.setattr(triton_attention, name, interpreted(getattr(triton_attention, name)))
 
 
 @given(
