@@ -1,5 +1,6 @@
-"""Triton's interpreter, which computes with numpy and one program after the other."""
+"""Triton's interpreter, which computes with numpy, and keeps its state in globals."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 from triton.runtime import interpreter
 
-from tests.torch.virtual import one_at_a_time
+_TURN = threading.Lock()
 
 # It would find out for every sum of integers whether it overflows, a third of its time, and then not say so.
 _builder = interpreter.interpreter_builder
@@ -17,14 +18,13 @@ _builder.options = replace(_builder.options, sanitize_overflow=False)
 
 
 def interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For what launches programs there: by one thread at a time, and numpy does not warn where a mask hides what it
-    computes.
+    """For what launches programs there: by one thread at a time (JAX has one for each device), and numpy does not warn
+    where a mask hides what it computes.
     """
 
-    @one_at_a_time
     @wraps(function)
     def call(*args: Any) -> Any:
-        with np.errstate(all="ignore"):
+        with _TURN, np.errstate(all="ignore"):
             return function(*args)
 
     return call

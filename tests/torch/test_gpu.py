@@ -10,7 +10,6 @@ from ringspan.torch.offload import Store
 from ringspan.torch.scores import Scores
 from tests.torch.merge import check_merge
 from tests.torch.test_ring import FLOAT32_LIMIT, Problem, relative
-from tests.torch.virtual import one_at_a_time
 
 pytestmark = pytest.mark.gpu
 BFLOAT16_LIMIT = 6e-3  # bfloat16 rounds to 2**-9 = 2e-3; one device has 3e-3 to 4e-3 on such inputs
@@ -18,18 +17,6 @@ OF_CUDA = ("cudnn", "flash", "flash2", "flash3", "flash4", "triton")
 MASKS = [
     rs.causal(), rs.full(), rs.sliding_window(70), rs.prefix_lm(40), rs.documents([9, 130, 61, 5, 95, 1, 200]),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def in_turn(monkeypatch):
-    """Virtual ranks are threads, and Triton's tuner is not made for these."""
-    if kernels.KERNELS["triton"].why_not(*(torch.zeros(1, 1, 1, 16, device="cuda"),) * 2, Scores(1.0)):
-        return
-    from ringspan.torch.kernels import triton_attention, triton_merge
-
-    monkeypatch.setattr(triton_merge, "merge_into", one_at_a_time(triton_merge.merge_into))
-    for name in ("forward_into", "backward_into"):
-        monkeypatch.setattr(triton_attention, name, one_at_a_time(getattr(triton_attention, name)))
 
 
 def skip_unless_served(kernel, problem):

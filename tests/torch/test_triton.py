@@ -31,7 +31,7 @@ def test_the_fused_merge_is_the_rule(dtype, size):
 
 
 @pytest.fixture(autouse=True)
-def in_turn(monkeypatch):
+def on_the_cpu(monkeypatch):
     from ringspan.torch.kernels import triton_attention
     from tests.torch.interpreter import interpreted
 

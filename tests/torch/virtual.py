@@ -6,7 +6,7 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from functools import wraps
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,36 +14,21 @@ from torch import Tensor
 
 from ringspan.torch.exchange import Arrival, Room
 
-_TURN = threading.Lock()
-
-
-def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For what keeps its state in globals, as Triton's interpreter and its tuner do: virtual ranks are threads."""
-
-    @wraps(function)
-    def call(*args: Any) -> Any:
-        with _TURN:
-            return function(*args)
-
-    return call
-
 
 class Mailboxes:
-    """Messages of one pass, by sender, receiver and number."""
+    """Messages of one pass, by sender, receiver and number, and whose turn it is."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, turn: "threading.Lock | None" = None) -> None:
+        self.turn = turn or threading.Lock()
         self._boxes: dict[tuple[int, int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
         self._parts: dict[str, Mailboxes] = {}
 
     def of(self, name: str) -> "Mailboxes":
         """The mailboxes of one kind of message of this pass."""
-        with self._lock:
-            return self._parts.setdefault(name, Mailboxes())
+        return self._parts.setdefault(name, Mailboxes(self.turn))
 
     def box(self, sender: int, receiver: int, message: int) -> "queue.Queue[Tensor]":
-        with self._lock:
-            return self._boxes[sender, receiver, message]
+        return self._boxes[sender, receiver, message]
 
     def are_empty(self) -> bool:
         return all(box.empty() for box in self._boxes.values()) and all(p.are_empty() for p in self._parts.values())
@@ -80,30 +65,44 @@ class VirtualExchange:
             self.sends.append((message, peer))
         arrivals = [Arrival(peer, room, room.empty()) for peer, room in receives]
         boxes = [self._mailboxes.box(peer, self._rank, message) for peer, _ in receives]
-        return VirtualTransfer(list(zip(boxes, arrivals, strict=True))), arrivals
+        return VirtualTransfer(list(zip(boxes, arrivals, strict=True)), self._mailboxes.turn), arrivals
 
 
 class VirtualTransfer:
-    def __init__(self, receives: list[tuple["queue.Queue[Tensor]", Arrival]]) -> None:
-        self._receives = receives
+    def __init__(self, receives: list[tuple["queue.Queue[Tensor]", Arrival]], turn: threading.Lock) -> None:
+        self._receives, self._turn = receives, turn
 
     def wait(self) -> None:
         for box, arrival in self._receives:
-            arrived = box.get(timeout=10)
+            arrived = self._take(box)
             assert Room.like(arrived) == arrival.room, "a message of another size or type"
             arrival.read().copy_(arrived)
         self._receives = []
 
+    def _take(self, box: "queue.Queue[Tensor]") -> Tensor:
+        """The message in a box; while there is none, it is the others' turn."""
+        with suppress(queue.Empty):
+            return box.get_nowait()
+        self._turn.release()
+        try:
+            return box.get(timeout=10)
+        finally:
+            self._turn.acquire()
+
 
 def on_ranks(ranks: int, function: Callable[[int, VirtualExchange], Any]) -> tuple[list[Any], list[VirtualExchange]]:
-    """``function(rank, exchange)`` on every rank at once, and the exchanges; no message may be left over."""
+    """``function(rank, exchange)`` on every rank, and the exchanges; no message may be left over.
+
+    They take turns, each until it waits for a message: threads that compute at once would wait for Python's lock at
+    every operator.
+    """
     mailboxes = Mailboxes()
     exchanges = [VirtualExchange(rank, mailboxes) for rank in range(ranks)]
     results: list[Any] = [None] * ranks
 
     def call(rank: int) -> None:
         try:
-            with torch.no_grad():
+            with mailboxes.turn, torch.no_grad():
                 results[rank] = function(rank, exchanges[rank])
         except BaseException as error:
             results[rank] = error
