@@ -91,6 +91,7 @@ class Pool:
 
 def _serve(rank: int, pipe: Connection, store: str) -> None:
     settle()
+    _work_in_batch()
     torch.set_num_threads(1)
     _share_loop()
     share = shared._anonymous_file
@@ -118,6 +119,17 @@ def _serve(rank: int, pipe: Connection, store: str) -> None:
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
             result = error
         pipe.send(result)
+
+
+def _work_in_batch() -> None:
+    """Let no message that arrives interrupt who sends, in this thread and those it starts.
+
+    Gloo holds a lock while it sends, for which its thread that receives spins; with more ranks than processors the one
+    who is woken takes the sender's, and the tests of training took a third longer.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _share_loop() -> None:
