@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ringspan.gpu.support import is_installed
+from tests.torch.interpreter import interpreted
 
 launched: list[str] = []
 """The programs that ``triton_call`` was traced with."""
@@ -21,8 +22,6 @@ def triton_call(*args: Any, kernel: Any, out_shape: list[Any], grid: Any, **opti
     """As jax-triton 0.3: numbers are static, and the results' pointers come behind all arguments."""
     numbers = {n: x if isinstance(x, int) else float(x) for n, x in enumerate(args) if isinstance(x, (int, np.float32))}
     launched.append(kernel.fn.__name__)
-
-    from tests.torch.interpreter import interpreted
 
     @interpreted
     def run(*arrays: Any) -> list[np.ndarray]:
