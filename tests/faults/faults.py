@@ -14,6 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ringspan.train.checkpoint import Checkpoints  # here, and not in each fork that saves
 from tests.faults.hosts import Hosts
 from tests.faults.job import Job, is_running, newest_step
 
@@ -180,8 +186,6 @@ def terminate(parent: Path, times: int, seed: int = 0) -> Row:
 
 def kill_in_save(parent: Path, times: int, seed: int = 0) -> Row:
     """SIGKILL of one of two ranks, or of both, while they save one checkpoint after the other."""
-    import ringspan.train.checkpoint  # noqa: F401  here, and not in each fork
-
     row = Row(fault="kill -9 during a save", promise="old or new checkpoint loads, bit for bit; leftovers cleaned")
     generator, found_steps, leftovers = random.Random(seed), [], 0
     folder = parent / "saves"
@@ -221,20 +225,11 @@ def kill_in_save(parent: Path, times: int, seed: int = 0) -> Row:
 
 
 def _values(step: int) -> dict[str, Any]:
-    import torch
-
     generator = torch.Generator().manual_seed(step)
     return {f"tensor {i}": torch.randn(256, 257 + i, generator=generator) for i in range(8)}
 
 
 def _save_for_ever(rank: int, store: Path, folder: Path, step: int) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    from ringspan.train.checkpoint import Checkpoints
-
     torch.set_num_threads(1)  # a forked process cannot use its parent's threads
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  the survivor's trace is not news
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -249,11 +244,6 @@ def _save_for_ever(rank: int, store: Path, folder: Path, step: int) -> None:
 
 
 def _load_after(store: Path, folder: Path, outcome: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from ringspan.train.checkpoint import Checkpoints
-
     torch.set_num_threads(1)  # a forked process cannot use its parent's threads
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     checkpoints = Checkpoints(folder, run_id="run")
@@ -336,8 +326,6 @@ def cost(parent: Path, times: int) -> Row:
 
 
 def _measure_cost(folder: str, times: int) -> dict[str, float]:
-    import torch
-    import torch.distributed as dist
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ringspan.torch.agreement import agree

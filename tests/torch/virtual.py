@@ -18,8 +18,8 @@ from ringspan.torch.exchange import Arrival, Room
 class Mailboxes:
     """Messages of one pass, by sender, receiver and number, and whose turn it is."""
 
-    def __init__(self, turn: "threading.Lock | None" = None) -> None:
-        self.turn = turn or threading.Lock()
+    def __init__(self, turn: threading.Lock) -> None:
+        self.turn = turn
         self._boxes: dict[tuple[int, int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
         self._parts: dict[str, Mailboxes] = {}
 
@@ -96,7 +96,7 @@ def on_ranks(ranks: int, function: Callable[[int, VirtualExchange], Any]) -> tup
     They take turns, each until it waits for a message: threads that compute at once would wait for Python's lock at
     every operator.
     """
-    mailboxes = Mailboxes()
+    mailboxes = Mailboxes(threading.Lock())
     exchanges = [VirtualExchange(rank, mailboxes) for rank in range(ranks)]
     results: list[Any] = [None] * ranks
 

@@ -1,6 +1,5 @@
 """The process that local ranks are forks of. Importing torch is left to it, so it can begin before its launcher."""
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -23,7 +22,7 @@ def serve_forks(*modules: str) -> bool:
     """
     if sys.platform != "linux" or _has_gpu():
         return False
-    forkserver.set_forkserver_preload(["ringspan.torch.uncollected", *modules])
+    forkserver.set_forkserver_preload(["ringspan.torch.uncollected", *modules, "ringspan.torch.frozen"])
     start_resource_tracker()  # it would be started below, and unblock what is blocked
     # A stop signal for the whole process group is for the ranks, who take it from when they are at work.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -53,15 +52,12 @@ def _has_gpu() -> bool:
 
 def settle() -> None:
     """Give a fork of that process what a program of its own begins with: its stop signals, the usual way to start
-    others, no part in how long that process lives, and a garbage collector for what it makes itself. Of the rest one
-    look would also make it a copy of its own of all that memory.
+    others, and no part in how long that process lives.
     """
     server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
     if server._forkserver_alive_fd is not None:
         # The launcher alone keeps its server alive; a rank that loses its parent is ended by torch.
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
-    gc.freeze()
-    gc.enable()
     multiprocessing.set_start_method(None, force=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
