@@ -13,9 +13,10 @@ from typing import Any, Final, NamedTuple, Never
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -27,6 +28,7 @@ from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
 from ringspan.torch.mesh import tensor_axis
 from ringspan.torch.modules import local_part
 from ringspan.torch.rope import set_global_length
+from ringspan.torch.sharding import recover, settle
 from ringspan.torch.sums import Sum, SumOfGradients
 from ringspan.torch.support import finished_logits
 from ringspan.torch.tensor_parallel import splits_vocabulary
@@ -51,6 +53,31 @@ class RingCausalLM:
     ring_decoder: str
     ring_vocabularies: tuple[int, int]
     """Entries of the vocabulary that the input has embeddings of, and that the head knows."""
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """``forward`` with its hooks, whatever an earlier call left behind; without gradients in inference mode, in
+        which FSDP would gather weights that the steps to come could not differentiate.
+        """
+        call: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self(*args, **kwargs)
+        settle(self)
+        try:
+            result = call(*args, **kwargs)
+        except BaseException:
+            recover(self)
+            raise
+        if not torch.is_grad_enabled():  # no backward pass will do it
+            settle(self)
+        return result
+
+    def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, which an optimizer is to be given."""
+        if isinstance(self, FSDPModule):
+            settle(self)
+        return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     @torch.compiler.disable(recursive=False)  # ranks talk here; what is called is compiled
     def forward(

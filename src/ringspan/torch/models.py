@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -34,6 +33,7 @@ from ringspan.torch.offload import OffloadName
 from ringspan.torch.remat import CheckpointName, checkpoint_layers
 from ringspan.torch.rope import chunk_rotary_tables
 from ringspan.torch.scores import Scores
+from ringspan.torch.sharding import shard_weights
 from ringspan.torch.support import (
     LayerKind,
     decoder_of,
@@ -157,15 +157,7 @@ def parallelize(
         run_in_blocks(feedforwards, feedforward_chunk_tokens, "feedforward_chunk_tokens")
     if norms:
         run_in_blocks(norms, norm_chunk_tokens, "norm_chunk_tokens", from_tokens=norm_from_tokens)
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    sharded = mesh["replicate", "ring"] if mesh["replicate"].size() > 1 else mesh["ring"]
-    for module in (*layers, model):
-        fully_shard(module, mesh=sharded, mp_policy=precision)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # The loss is already divided by the global count, and gloo has no scaled sum.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    shard_weights(model, layers, mesh, compute_dtype)
     return model
 
 

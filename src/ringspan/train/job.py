@@ -224,7 +224,6 @@ def evaluate(
         part = shard_batch(whole, mesh, layout=config.attention.layout, device=device)
         total += float(model(**part, num_items_in_batch=1).loss)
         num_targets += int(valid)
-    model.reshard()  # the root's parameters stay whole after a forward pass without a backward
     model.train()
     return total / max(1, num_targets)
 
