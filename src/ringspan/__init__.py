@@ -20,6 +20,7 @@ from ringspan.core.mask import Mask, causal, chunked, documents, full, prefix_lm
 if TYPE_CHECKING:
     from ringspan.torch.attention import ring_attention
     from ringspan.torch.batch import shard, shard_batch, unshard
+    from ringspan.torch.loader import loader, sampler
     from ringspan.torch.loss import blockwise_cross_entropy
     from ringspan.torch.mesh import init_mesh
     from ringspan.torch.models import parallelize
@@ -29,8 +30,10 @@ __version__ = "0.1.0"
 _LAZY = {
     "blockwise_cross_entropy": "ringspan.torch.loss",
     "init_mesh": "ringspan.torch.mesh",
+    "loader": "ringspan.torch.loader",
     "parallelize": "ringspan.torch.models",
     "ring_attention": "ringspan.torch.attention",
+    "sampler": "ringspan.torch.loader",
     "shard": "ringspan.torch.batch",
     "shard_batch": "ringspan.torch.batch",
     "unshard": "ringspan.torch.batch",
@@ -59,9 +62,11 @@ __all__ = [
     "documents",
     "full",
     "init_mesh",
+    "loader",
     "parallelize",
     "prefix_lm",
     "ring_attention",
+    "sampler",
     "shard",
     "shard_batch",
     "sliding_window",

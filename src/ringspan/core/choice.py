@@ -8,6 +8,7 @@ from typing import Final
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
+from ringspan.core.numbers import check_whole
 from ringspan.core.route import member_heads
 from ringspan.core.timing import Shape, Speeds, forward_pass, sent_bytes
 
@@ -113,8 +114,7 @@ def check_segments(checkpoint: str, layers_per_checkpoint: int) -> None:
     Raises:
         ConfigError: naming the value.
     """
-    if layers_per_checkpoint < 1:
-        raise ConfigError(f"layers_per_checkpoint={layers_per_checkpoint}: at least 1 is needed")
+    check_whole("layers_per_checkpoint", layers_per_checkpoint)
     if layers_per_checkpoint > 1 and checkpoint == "none":
         raise ConfigError(
             f"layers_per_checkpoint={layers_per_checkpoint}: layers share the input that checkpointing keeps; use "

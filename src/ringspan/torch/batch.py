@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
+from ringspan.torch.digest import digest_integers
 
 IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
 
@@ -73,7 +74,8 @@ def shard_batch(
     Returns:
         ``input_ids``, ``position_ids`` (int32) and, when there were labels, ``shift_labels``, each (B, T). For packed
         documents also ``document_lengths`` (B, most documents), 0 behind the last one: no document will see another
-        one. ``sequence_length``, that of the longest document, stays on the CPU.
+        one. ``sequence_length``, that of the longest document, stays on the CPU. ``batch_digest`` (3,) is by what the
+        ranks of a ring see that they were given the same batch: digests of its tokens, targets and documents.
 
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
@@ -106,7 +108,8 @@ def shard_batch(
         local["shift_labels"] = shard(targets, split, rank, 1, value=IGNORED)
     parts = {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
     longest = split.length if lengths is None else int(lengths.max())
-    return parts | {"sequence_length": torch.tensor(longest)}
+    digest = torch.stack([digest_integers(x).to(tokens.device) for x in (tokens, targets, lengths)])
+    return parts | {"sequence_length": torch.tensor(longest), "batch_digest": digest}
 
 
 def _targets(batch: Mapping[str, Tensor]) -> Tensor | None:

@@ -4,12 +4,14 @@ to files.
 B batch, S global tokens, T local tokens, V vocabulary.
 """
 
+import inspect
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any, Final, NamedTuple, Never
+from functools import partial
+from typing import Any, Final, Never
 
 import torch
 import torch.distributed as dist
@@ -20,10 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ringspan.core.errors import LayoutError, PeerMismatch, UnsupportedError
-from ringspan.core.layout import Layout, LayoutName
-from ringspan.torch.agreement import agree
-from ringspan.torch.batch import IGNORED, document_positions
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.layout import LayoutName
+from ringspan.torch.consistency import Call, check_call
+from ringspan.torch.forward_check import check_forward
 from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
 from ringspan.torch.mesh import tensor_axis
 from ringspan.torch.modules import local_part
@@ -64,8 +66,9 @@ class RingCausalLM:
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
         settle(self)
+        kwargs = check_forward(self, partial(_SIGNATURE.bind, self, *args, **kwargs), _others)
         try:
-            result = call(*args, **kwargs)
+            result = call(**kwargs)
         except BaseException:
             recover(self)
             raise
@@ -88,6 +91,7 @@ class RingCausalLM:
         num_items_in_batch: int | Tensor | None = None,
         document_lengths: Tensor | None = None,
         sequence_length: int | Tensor | None = None,
+        batch_digest: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Local tokens (B, T) and their positions -> the global loss, or local logits when there are no labels.
@@ -95,13 +99,11 @@ class RingCausalLM:
         ``document_lengths`` (B, documents), 0 behind the last one: tokens see their own document only, and positions
         count within it. ``sequence_length`` is that of the longest document without padding, with it when None.
         """
+        assert input_ids is not None and position_ids is not None, "checked by __call__"
+        assert num_items_in_batch is not None and sequence_length is not None, "filled in by __call__"
         others = _others(kwargs)
-        if input_ids is None or position_ids is None:
-            raise UnsupportedError("input_ids and position_ids are needed; make the batch with rs.shard_batch")
-        targets = torch.full_like(input_ids, IGNORED) if shift_labels is None else shift_labels
-        count, length = _check_batch(self, input_ids, position_ids, targets, document_lengths)
         decoder = self.get_submodule(self.ring_decoder)
-        set_global_length(decoder, length if sequence_length is None else int(sequence_length))
+        set_global_length(decoder, int(sequence_length))
         packed = None if document_lengths is None else Packed(document_lengths, position_ids)
         if packed:
             others["ring_packed"] = packed
@@ -113,8 +115,7 @@ class RingCausalLM:
             )
         if shift_labels is None:
             return CausalLMOutputWithPast(logits=finished_logits(self.get_output_embeddings()(hidden), self.config))
-        count = count if num_items_in_batch is None else int(num_items_in_batch)
-        return CausalLMOutputWithPast(loss=_loss(self, hidden, targets, count))
+        return CausalLMOutputWithPast(loss=_loss(self, hidden, shift_labels, int(num_items_in_batch)))
 
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """``PreTrainedModel.save_pretrained`` of the whole weights: an ordinary Hugging Face folder.
@@ -135,8 +136,13 @@ class RingCausalLM:
         )
 
 
+_SIGNATURE: Final = inspect.signature(RingCausalLM.forward)
+
+
 def whole_weights(model: PreTrainedModel) -> dict[str, Any]:
     """All weights of a model that is split over ranks, in the memory of the host: on rank 0, and none on others."""
+    ours: Any = model
+    check_call(ours.ring_mesh, Call("saving the model"))
     with _unadvised():
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
@@ -163,27 +169,6 @@ class Packed:
         rows = [tuple(length for length in row if length) for row in lengths.tolist()]
         self.rows = rows[:1] if len(set(rows)) == 1 else rows  # alike for all sequences: one attention does
         self.is_seen = False
-
-
-@torch.compiler.disable()
-def _check_batch(
-    model: Any, input_ids: Tensor, position_ids: Tensor, targets: Tensor, document_lengths: Tensor | None
-) -> tuple[int, int]:
-    """Targets of the whole batch, and its padded length; raises what is wrong on any rank, on every one alike."""
-    ring, tp = model.ring_mesh["ring"], tensor_axis(model.ring_mesh)
-    for axis in (ring, tp) if tp is not None else (ring,):
-        agree(axis.get_group(), {"layout": model.ring_layout, "local batch": tuple(input_ids.shape)})
-    layout = Layout(model.ring_layout, ring.size() * input_ids.shape[1], ring.size())
-    inputs, labels = model.ring_vocabularies
-    checks = [
-        _check_positions(position_ids, layout, ring.get_local_rank(), document_lengths),
-        _check_entries("input_ids", input_ids, inputs),
-        _check_entries("labels", targets.masked_fill(targets == IGNORED, 0), labels),
-    ]
-    groups, copies = _groups(model), 1
-    if tp is not None:  # whose ranks have the same tokens
-        groups, copies = [*groups, tp.get_group()], tp.size()
-    return _count_targets(targets, checks, groups) // copies, layout.length
 
 
 @torch.compiler.disable()
@@ -217,53 +202,3 @@ def _others(arguments: dict[str, Any]) -> dict[str, Any]:
         if value is not None and name in _ANSWERS and value != _ANSWERS[name]:
             raise UnsupportedError(f"{name}={value} is not supported on a ring; leave it out")
     return {name: value for name, value in arguments.items() if value is not None and name not in _ANSWERS}
-
-
-class _Check(NamedTuple):
-    """What holds for the part of a batch that this rank has, and the error where it does not."""
-
-    holds: bool
-    error: Exception
-
-
-def _check_positions(positions: Tensor, layout: Layout, rank: int, document_lengths: Tensor | None) -> _Check:
-    """The batch must have been split by the layout of the model: another one would be silently wrong."""
-    expected = torch.from_numpy(layout.positions(rank))
-    if document_lengths is not None:
-        expected = document_positions(document_lengths, layout.padded_length)[:, expected]
-    advice = f"use rs.shard_batch(batch, mesh, layout={layout.name!r})"
-    return _Check(
-        positions.shape[-1] == layout.tokens_per_rank and bool((positions == expected.to(positions.device)).all()),
-        LayoutError(f"position_ids are not those of the layout {layout.name}; {advice}"),
-    )
-
-
-def _check_entries(name: str, numbers: Tensor, vocabulary: int) -> _Check:
-    """A number that stands for nothing would end the rank that has it, and leave the others waiting."""
-    return _Check(
-        bool(((numbers >= 0) & (numbers < vocabulary)).all()),
-        UnsupportedError(f"{name} has numbers outside of the vocabulary, 0 to {vocabulary - 1}"),
-    )
-
-
-def _count_targets(targets: Tensor, checks: Sequence[_Check], groups: Sequence[dist.ProcessGroup]) -> int:
-    """Targets of all ranks, in a reduction that also notices unequal lengths, and what does not hold on some rank.
-
-    Raises:
-        PeerMismatch: the ranks have unequal lengths.
-        LayoutError, UnsupportedError: the first check that fails anywhere, on every rank alike.
-    """
-    length, number = targets.shape[1], int((targets != IGNORED).sum())
-    holding = [int(check.holds) for check in checks]
-    counts = torch.tensor([number, length, length * length, 1, *holding], device=targets.device)
-    for group in groups:
-        dist.all_reduce(counts, group=group)
-    total, lengths, squares, ranks, *holding = counts.tolist()
-    if ranks * squares != lengths * lengths:
-        raise PeerMismatch(
-            f"the ranks were given unequal lengths: this one {length} tokens, {lengths / ranks} on average"
-        )
-    for check, those in zip(checks, holding, strict=True):
-        if those != ranks:
-            raise check.error
-    return total

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.numbers import check_real, check_whole
 from ringspan.torch.batch import IGNORED
 
 LossName = Literal["auto", "blockwise", "liger"]
@@ -35,18 +36,14 @@ class LossOptions:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 1:
-            raise ConfigError(f"loss_chunk_tokens must be at least 1, got {self.chunk_tokens}")
-        if self.chunk_vocabulary is not None and self.chunk_vocabulary < 1:
-            raise ConfigError(f"loss_chunk_vocabulary must be at least 1 or None, got {self.chunk_vocabulary}")
-        if not self.z_loss >= 0:
-            raise ConfigError(f"z_loss must be at least 0, got {self.z_loss}")
-        if not 0 <= self.label_smoothing < 1:
-            raise ConfigError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
-        if not self.logit_scale > 0:
-            raise ConfigError(f"logit_scale must be above 0, got {self.logit_scale}")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ConfigError(f"softcap must be above 0 or None, got {self.softcap}")
+        check_whole("loss_chunk_tokens", self.chunk_tokens)
+        if self.chunk_vocabulary is not None:
+            check_whole("loss_chunk_vocabulary", self.chunk_vocabulary, otherwise="; None is for all")
+        check_real("z_loss", self.z_loss, 0)
+        check_real("label_smoothing", self.label_smoothing, 0, 1)
+        check_real("logit_scale", self.logit_scale, 0, above=True)
+        if self.softcap is not None:
+            check_real("softcap", self.softcap, 0, above=True)
 
 
 def blockwise_cross_entropy(

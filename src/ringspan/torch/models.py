@@ -6,7 +6,7 @@ B batch, S global tokens, T local tokens, V vocabulary.
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
-from ringspan.core.errors import UnsupportedError
-from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.layout import Layout, LayoutName, layout_name
 from ringspan.core.mask import Mask, causal, documents, sliding_window
+from ringspan.core.numbers import check_whole
 from ringspan.torch import kernels
-from ringspan.torch.agreement import agree
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.causal_lm import Packed, RingCausalLM
+from ringspan.torch.consistency import Call, check_call
 from ringspan.torch.embedding import sum_embedding_gradients
 from ringspan.torch.feedforward import ChunkTokens, find_feedforwards, free_feedforwards
 from ringspan.torch.loss import LossOptions
@@ -30,7 +31,8 @@ from ringspan.torch.mesh import tensor_axis
 from ringspan.torch.modules import mix_in
 from ringspan.torch.norm import find_norms
 from ringspan.torch.offload import OffloadName
-from ringspan.torch.remat import CheckpointName, checkpoint_layers
+from ringspan.torch.optimizer_steps import watch_optimizers
+from ringspan.torch.remat import CheckpointName, check_checkpointing, checkpoint_layers
 from ringspan.torch.rope import chunk_rotary_tables
 from ringspan.torch.scores import Scores
 from ringspan.torch.sharding import shard_weights
@@ -46,6 +48,7 @@ from ringspan.torch.support import (
 )
 from ringspan.torch.tensor_parallel import refuse_split, split_model
 from ringspan.torch.tokenwise import run_in_blocks
+from ringspan.torch.weights import describe_weights, share_weights
 
 
 def parallelize(
@@ -100,38 +103,29 @@ def parallelize(
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
 
     Raises:
-        UnsupportedError: the model or its config asks for something that would not be exact; by name.
+        UnsupportedError: the model or its config asks for something that would not be exact.
+        ConfigError, LayoutError: an option that is none, or does not go with the others.
+        PeerMismatch: the ranks were given different models or options.
+
+    Each is raised on every rank alike, and leaves the model as it was. Where ranks have other weights, all of them get
+    those of the first.
     """
-    tp = tensor_axis(mesh)
-    if isinstance(model, RingCausalLM):
-        raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already")
-    refuse_unsupported(model)
-    decoder: Any = decoder_of(model)
-    if tp is not None:
-        refuse_split(model, tp.size())
-    refuse_route(decoder.config, mesh["ring"].size(), route, wire, 1 if tp is None else tp.size())
-    _refuse_kernel(decoder, kernel, compute_dtype, mesh["ring"])
-    norm_from_tokens = 0
-    if norm_chunk_tokens == "auto":
-        norm_chunk_tokens, norm_from_tokens = 0 if checkpoint == "none" else FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
-    # Both try modules out, on this process alone: before attention is the ring's.
-    if feedforward_chunk_tokens == "auto":
-        feedforward_chunk_tokens, logs = FREE_CHUNK_TOKENS, mesh.get_rank() == int(mesh.mesh.min())
-        feedforwards = free_feedforwards(model, checkpointed=checkpoint != "none", logs=logs)
-    else:
-        feedforwards = find_feedforwards(model) if feedforward_chunk_tokens else []
-    norms = find_norms(decoder) if norm_chunk_tokens else []
-    loss = LossOptions(
-        chunk_tokens=loss_chunk_tokens,
-        chunk_vocabulary=loss_chunk_vocabulary,
-        z_loss=z_loss,
-        label_smoothing=label_smoothing,
-        logit_scale=logit_scale(model.config),
-        softcap=logit_softcap(model.config),
-    )
+    options = {name: value for name, value in locals().items() if name not in ("model", "mesh")}
+    parts = None
+    try:
+        parts = _check(model, mesh, **options)
+        facts = {name: str(value) for name, value in options.items()} | describe_weights(model)
+        call = Call("parallelize", {"model": type(model).__name__} | facts)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        call = Call("parallelize", error=error)
+    check_call(mesh, call)
+    assert parts is not None, "an error is raised there"
+    share_weights(model, mesh)
+    # Nothing is refused any more: from here on the model changes.
+    decoder: Any = parts.decoder
+    ring, kinds = mesh["ring"].get_group(), layer_kinds(decoder.config)
     layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
-    ring = mesh["ring"].get_group()
-    decoder.set_attn_implementation(_register(layout, ring, layer_kinds(decoder.config), route, wire, kernel))
+    decoder.set_attn_implementation(_register(layout, ring, kinds, route, wire, kernel))
     attention: Any
     for attention in decoder.modules():
         if getattr(attention, "attn_temperature_tuning", False):
@@ -147,31 +141,100 @@ def parallelize(
         RingCausalLM,
         ring_mesh=mesh,
         ring_layout=layout,
-        ring_loss=loss,
+        ring_loss=parts.loss,
         ring_decoder=where,
         ring_vocabularies=tuple(end.weight.shape[0] for end in ends),
     )
-    if tp is not None:
+    if (tp := tensor_axis(mesh)) is not None:
         split_model(model, tp)
-    if feedforwards:
-        run_in_blocks(feedforwards, feedforward_chunk_tokens, "feedforward_chunk_tokens")
-    if norms:
-        run_in_blocks(norms, norm_chunk_tokens, "norm_chunk_tokens", from_tokens=norm_from_tokens)
+    for modules, chunk_tokens, option, from_tokens in parts.in_blocks:
+        run_in_blocks(modules, chunk_tokens, option, from_tokens=from_tokens)
     shard_weights(model, layers, mesh, compute_dtype)
+    watch_optimizers(model)
     return model
 
 
+class _Parts(NamedTuple):
+    """What ``parallelize`` has found in a model that it may change."""
+
+    decoder: PreTrainedModel
+    loss: LossOptions
+    in_blocks: list[tuple[list[nn.Module], int, str, int]]
+    """Modules to run in blocks of so many tokens, by which option, and from how many tokens on."""
+
+
+def _check(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    *,
+    layout: LayoutName,
+    route: str,
+    wire: str,
+    kernel: str,
+    checkpoint: CheckpointName,
+    layers_per_checkpoint: int,
+    loss_chunk_tokens: int,
+    loss_chunk_vocabulary: int | None,
+    z_loss: float,
+    label_smoothing: float,
+    feedforward_chunk_tokens: ChunkTokens,
+    norm_chunk_tokens: ChunkTokens,
+    offload: OffloadName,
+    compute_dtype: torch.dtype | None,
+) -> _Parts:
+    """Raise what ``parallelize`` cannot do with a model, and leave it as it is."""
+    tp = tensor_axis(mesh)
+    if isinstance(model, RingCausalLM):
+        raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already")
+    refuse_unsupported(model)
+    decoder: Any = decoder_of(model)
+    if tp is not None:
+        refuse_split(model, tp.size())
+    layout_name(layout)
+    if compute_dtype is not None and not (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point):
+        raise ConfigError(
+            f"compute_dtype must be a floating dtype such as torch.bfloat16, or None, got {compute_dtype!r}"
+        )
+    refuse_route(decoder.config, mesh["ring"].size(), route, wire, 1 if tp is None else tp.size())
+    _refuse_kernel(decoder, kernel, compute_dtype, mesh["ring"])
+    check_checkpointing(model, checkpoint, offload, layers_per_checkpoint)
+    in_blocks: list[tuple[list[nn.Module], int, str, int]] = []
+    # Both try modules out, on this process alone: before attention is the ring's.
+    option = "feedforward_chunk_tokens"
+    if feedforward_chunk_tokens == "auto":
+        logs = mesh.get_rank() == int(mesh.mesh.min())
+        feedforwards = free_feedforwards(model, checkpointed=checkpoint != "none", logs=logs)
+        in_blocks.append((feedforwards, FREE_CHUNK_TOKENS, option, 0))
+    elif feedforward_chunk_tokens != 0:
+        check_whole(option, feedforward_chunk_tokens, 0)
+        in_blocks.append((find_feedforwards(model), feedforward_chunk_tokens, option, 0))
+    option = "norm_chunk_tokens"
+    if norm_chunk_tokens == "auto":
+        norms = [] if checkpoint == "none" else find_norms(decoder)
+        in_blocks.append((norms, FREE_CHUNK_TOKENS, option, FREE_NORM_TOKENS))
+    elif norm_chunk_tokens != 0:
+        check_whole(option, norm_chunk_tokens, 0)
+        in_blocks.append((find_norms(decoder), norm_chunk_tokens, option, 0))
+    loss = LossOptions(
+        chunk_tokens=loss_chunk_tokens,
+        chunk_vocabulary=loss_chunk_vocabulary,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+        logit_scale=logit_scale(model.config),
+        softcap=logit_softcap(model.config),
+    )
+    return _Parts(decoder, loss, in_blocks)
+
+
 def _refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.dtype | None, ring: DeviceMesh) -> None:
-    """Refuse, on every rank alike, a kernel that is none or cannot serve this model's attention on the ring's devices,
-    wherever the model still is.
+    """Refuse a kernel that is none or cannot serve this model's attention on the ring's devices, wherever the model
+    still is.
     """
     kernels.check_name(kernel)
     config, dtype = decoder.config, compute_dtype or next(decoder.parameters()).dtype
     probe = torch.empty(1, 1, 1, max(head_sizes(config)), dtype=dtype, device=ring.device_type)
     scores = Scores(1.0, softcap=getattr(config, "attn_logit_softcapping", None) or 0.0)
-    refusal = kernels.why_not(kernel, probe, probe, scores)
-    agree(ring.get_group(), {"kernel": f"{kernel} ({refusal})" if refusal else kernel})
-    if refusal:
+    if refusal := kernels.why_not(kernel, probe, probe, scores):
         raise kernels.refused(kernel, refusal)
 
 

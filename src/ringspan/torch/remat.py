@@ -98,26 +98,31 @@ def choose_checkpoint(
     )
 
 
-def checkpoint_layers(
-    model: PreTrainedModel, policy: CheckpointName, offload: OffloadName = "none", layers_per_checkpoint: int = 1
-) -> None:
-    """Checkpoint every decoder layer of a Hugging Face model.
-
-    ``none`` keeps everything; ``full`` keeps a layer's input and computes the layer again; ``attention`` also keeps the
-    ring's result and log-sum-exp, so that the ring forward (its FLOPs and all of its communication) never runs again.
-    With ``offload="activations"`` what is kept waits in host memory (CUDA) or in memory-mapped files (CPU). Of
-    ``layers_per_checkpoint`` consecutive layers only the first keeps its input, see ``ringspan.torch.segments``.
+def check_checkpointing(model: PreTrainedModel, policy: str, offload: str, layers_per_checkpoint: int) -> None:
+    """Raise what is wrong with the options of ``checkpoint_layers``; the model is only looked at.
 
     Raises:
         ConfigError: an unknown policy, a model without checkpointing, or nothing to offload or to put in segments.
     """
     if offload_name(offload) != "none" and checkpoint_name(policy) == "none":
         raise ConfigError(f"offload={offload!r} moves what checkpointing keeps; use checkpoint='attention' or 'full'")
-    check_segments(policy, layers_per_checkpoint)
-    if checkpoint_name(policy) == "none":
-        return
-    if not model.supports_gradient_checkpointing:
+    check_segments(checkpoint_name(policy), layers_per_checkpoint)
+    if policy != "none" and not model.supports_gradient_checkpointing:
         raise ConfigError(f"{type(model).__name__} has no activation checkpointing; use checkpoint='none'")
+
+
+def checkpoint_layers(
+    model: PreTrainedModel, policy: CheckpointName, offload: OffloadName = "none", layers_per_checkpoint: int = 1
+) -> None:
+    """Checkpoint every decoder layer of a Hugging Face model, by options that ``check_checkpointing`` has passed.
+
+    ``none`` keeps everything; ``full`` keeps a layer's input and computes the layer again; ``attention`` also keeps the
+    ring's result and log-sum-exp, so that the ring forward (its FLOPs and all of its communication) never runs again.
+    With ``offload="activations"`` what is kept waits in host memory (CUDA) or in memory-mapped files (CPU). Of
+    ``layers_per_checkpoint`` consecutive layers only the first keeps its input, see ``ringspan.torch.segments``.
+    """
+    if policy == "none":
+        return
     options: dict[str, Any] = {"use_reentrant": False}
     if policy == "attention":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)

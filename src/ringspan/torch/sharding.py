@@ -70,6 +70,12 @@ def recover(model: FSDPModule) -> None:
     context.post_backward_final_callback_queued = False
 
 
+def gathered_parameters(model: Any) -> list[nn.Parameter]:
+    """What stands in the place of parameters while they are whole: copies, which no optimizer may be given."""
+    parameters = [parameter for group in _groups_of(model) for parameter in group.fsdp_params]
+    return [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
+
+
 def _groups_of(model: FSDPModule) -> list[Any]:
     """What FSDP gathers together: the parameters of each layer, and those around the layers."""
     groups: list[Any] = []

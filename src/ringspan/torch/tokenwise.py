@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.numbers import check_whole
 from ringspan.torch.modules import autocast_now, hidden_of, local_part, mix_in
 
 # Tokens of the probe: enough for a router that fills experts to a capacity to drop some when all choose alike.
@@ -31,8 +32,7 @@ def run_in_blocks(modules: list[nn.Module], chunk_tokens: int, option: str, *, f
     Raises:
         ConfigError: ``chunk_tokens`` below one.
     """
-    if chunk_tokens < 1:
-        raise ConfigError(f"{option} must be at least 1, got {chunk_tokens}; 0 is for none")
+    check_whole(option, chunk_tokens, otherwise="; 0 is for none")
     for module in modules:
         mix_in(module, Blockwise, chunk_tokens=chunk_tokens, chunk_option=option, chunk_from_tokens=from_tokens)
 

@@ -1,0 +1,100 @@
+"""Which examples a rank is given: the ranks of a ring the same ones, replicas different ones."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from ringspan.core.errors import ConfigError
+
+
+class RingSampler(DistributedSampler[Any]):
+    """torch's DistributedSampler over the replicas of a mesh, which begins a new epoch by itself.
+
+    Each pass over it is one epoch, in an order of its own when shuffled. ``set_epoch`` says which epoch comes next, as
+    after resuming.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+
+def sampler(
+    dataset: Dataset[Any], mesh: DeviceMesh, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+) -> RingSampler:
+    """The indices of this rank's examples: those of its replica, alike on all ranks of its ring.
+
+    Args:
+        dataset: anything with a length; every rank has the same one.
+        mesh: from ``init_mesh``.
+        shuffle: draw another order in each epoch, from the seed.
+        seed: alike on every rank.
+        drop_last: leave out what does not come out even; otherwise some first examples are seen twice.
+    """
+    axis = mesh["replicate"]
+    return RingSampler(
+        dataset,
+        num_replicas=axis.size(),
+        rank=axis.get_local_rank(),
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+    )
+
+
+def loader(
+    dataset: Dataset[Any],
+    mesh: DeviceMesh,
+    *,
+    batch_size: int = 1,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    **options: Any,
+) -> DataLoader[Any]:
+    """``torch.utils.data.DataLoader`` whose whole batches are alike on a ring and differ between replicas, what its
+    workers draw at random included; give them to ``shard_batch``.
+
+    Args:
+        dataset: with a length, see ``sampler``; or iterable, of which replica r of R takes examples r, r + R, ... as
+            long as there is one for each.
+        mesh: from ``init_mesh``.
+        batch_size: examples per replica.
+        shuffle: see ``sampler``; an iterable data set has its own order.
+        seed: of the order, and of what workers draw.
+        drop_last: leave out what does not come out even, and a batch that is not full.
+        options: further ones of ``DataLoader``.
+
+    Raises:
+        ConfigError: an option that decides who gets what, which the mesh does; or shuffling what is iterable.
+    """
+    for name in ("sampler", "batch_sampler", "generator"):
+        if options.get(name) is not None:
+            raise ConfigError(f"rs.loader makes its own {name}; use torch's DataLoader with rs.sampler(dataset, mesh)")
+    replica = mesh["replicate"].get_local_rank()
+    options["generator"] = torch.Generator().manual_seed(seed * mesh["replicate"].size() + replica)
+    options |= {"batch_size": batch_size, "drop_last": drop_last}
+    if isinstance(dataset, IterableDataset):
+        if shuffle:
+            raise ConfigError("shuffle=True: an iterable data set has its own order; shuffle it where it is made")
+        return DataLoader(_Dealt(dataset, mesh["replicate"].size(), replica), **options)
+    return DataLoader(
+        dataset, sampler=sampler(dataset, mesh, shuffle=shuffle, seed=seed, drop_last=drop_last), **options
+    )
+
+
+class _Dealt(IterableDataset[Any]):
+    """Every R-th example of a stream, as long as all replicas get one."""
+
+    def __init__(self, dataset: IterableDataset[Any], replicas: int, replica: int) -> None:
+        self._dataset, self._replicas, self._replica = dataset, replicas, replica
+
+    def __iter__(self) -> Iterator[Any]:
+        examples = iter(self._dataset)
+        while len(round_ := list(islice(examples, self._replicas))) == self._replicas:
+            yield round_[self._replica]
