@@ -332,10 +332,10 @@ def _measure_cost(folder: str, times: int) -> dict[str, float]:
     from ringspan.torch.batch import shard_batch
     from ringspan.torch.mesh import init_mesh
     from ringspan.torch.models import parallelize
+    from ringspan.torch.watchdog import Watchdog
     from ringspan.train.config import GuardConfig, WatchdogConfig
     from ringspan.train.guard import Guard
     from ringspan.train.signals import StopRequest
-    from ringspan.train.watchdog import Watchdog
 
     mesh, device = init_mesh(ring=2), torch.device("cpu")
     sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}

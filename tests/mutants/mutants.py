@@ -364,6 +364,27 @@ MUTANTS = [
         "if False:",
         FULL_MAILBOX,
     ),
+    Mutant(
+        "labels left out of what a ring compares",
+        "torch/batch.py",
+        "for x in (tokens, targets, lengths)",
+        "for x in (tokens, tokens, lengths)",
+        "torch/test_batch.py::test_the_digest_of_a_batch_sees_what_is_in_it_and_not_which_rank_asks",
+    ),
+    Mutant(
+        "digest that does not see where a token is",
+        "torch/digest.py",
+        "torch.arange(1, x.numel() + 1, device=x.device).mul_(_SPREAD)",
+        "torch.ones(x.numel(), dtype=torch.int64, device=x.device)",
+        "torch/test_consistency.py::test_a_digest_sees_every_entry_its_place_and_the_shape",
+    ),
+    Mutant(
+        "ranks that differ taken to be alike",
+        "torch/consistency.py",
+        "ranks * squares == total * total",
+        "ranks * squares >= total * total",
+        "torch/test_consistency.py::test_sums_tell_whether_all_words_are_alike",
+    ),
     # The last one is run first: ranks wait ten seconds for a message.
     Mutant(
         "gradient sent home to the neighbour",

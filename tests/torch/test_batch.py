@@ -57,6 +57,23 @@ def test_padding_on_the_right_has_no_targets():
     assert part["shift_labels"].tolist() == [[*ids[0, 1:4].tolist(), -100, -100, -100]]
 
 
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"input_ids": tokens(1, 6, seed=2)}, 0),
+        ({"labels": tokens(1, 6, seed=2)}, 1),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])}, 1),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, 2),
+    ],
+    ids=str,
+)
+def test_the_digest_of_a_batch_sees_what_is_in_it_and_not_which_rank_asks(change, place):
+    whole = {"input_ids": tokens(1, 6), "labels": tokens(1, 6)}
+    same, changed = (torch.stack([part["batch_digest"] for part in parts(one, 3)]) for one in (whole, whole | change))
+    assert same.shape == (3, 3) and (same == same[0]).all() and (changed == changed[0]).all()
+    assert [bool(x) for x in same[0] != changed[0]] == [number == place for number in range(3)]
+
+
 def test_shifted_labels_are_taken_as_they_are():
     ids = tokens(1, 6)
     [part] = parts({"input_ids": ids, "shift_labels": ids + 1}, 1)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import ringspan as rs
 from ringspan.torch import attention, offload
 from ringspan.torch.offload import Store
-from ringspan.torch.remat import checkpoint_layers
+from ringspan.torch.remat import check_checkpointing
 from tests.torch.models import build, relative, tokens
 
 LENGTH = 37
@@ -173,10 +173,10 @@ def test_a_disk_without_room_is_an_error(tmp_path):
         ({"policy": "sometimes"}, "sometimes"),
         ({"policy": "none", "offload": "activations"}, "checkpoint='attention'"),
         ({"policy": "full", "offload": "everything"}, "everything"),
-        ({"policy": "full", "layers_per_checkpoint": 0}, "layers_per_checkpoint=0"),
+        ({"policy": "full", "layers_per_checkpoint": 0}, "layers_per_checkpoint must be a whole number of at least 1"),
         ({"policy": "none", "layers_per_checkpoint": 2}, "checkpoint='attention'"),
     ],
 )
 def test_policies_that_there_are_not_are_refused(options, message):
     with pytest.raises(rs.ConfigError, match=message):
-        checkpoint_layers(build("llama"), **options)
+        check_checkpointing(build("llama"), **{"offload": "none", "layers_per_checkpoint": 1} | options)

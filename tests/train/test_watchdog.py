@@ -7,9 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from ringspan.torch.exchange import TOTALS
+from ringspan.torch.watchdog import EXIT_PEER_LOST, EXIT_STALLED, Watchdog, _Link
 from ringspan.train.config import WatchdogConfig
-from ringspan.train.signals import EXIT_PEER_LOST, EXIT_STALLED
-from ringspan.train.watchdog import Watchdog, _Link
 
 pytestmark = pytest.mark.alone
 

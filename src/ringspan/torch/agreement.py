@@ -65,7 +65,7 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
         return
     _compare(group, here)
     if here.mail is None and dist.get_backend(group) == "gloo":
-        here.mail = Mail(group, _timeout_seconds(group))
+        here.mail = Mail(group, timeout_seconds(group, torch.device("cpu")))
     here.known[key] = None
     if len(here.known) > _KNOWN_FACTS:  # on all ranks alike, since they agree on the order
         here.known.popitem(last=False)
@@ -101,6 +101,6 @@ def _by_rank(values: Sequence[Any]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 
-def _timeout_seconds(group: dist.ProcessGroup) -> float:
+def timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:
     """How long the group waits for anything; torch has no public name for it."""
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()  # pyright: ignore
+    return group._get_backend(device).options._timeout.total_seconds()  # pyright: ignore

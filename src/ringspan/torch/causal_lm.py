@@ -26,6 +26,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import LayoutName
 from ringspan.torch.consistency import Call, check_call
 from ringspan.torch.forward_check import check_forward
+from ringspan.torch.loop_watch import in_call, watch_backward
 from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
 from ringspan.torch.mesh import tensor_axis
 from ringspan.torch.modules import local_part
@@ -66,12 +67,13 @@ class RingCausalLM:
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
         settle(self)
-        kwargs = check_forward(self, partial(_SIGNATURE.bind, self, *args, **kwargs), _others)
-        try:
-            result = call(**kwargs)
-        except BaseException:
-            recover(self)
-            raise
+        with in_call("a forward pass"):
+            kwargs = check_forward(self, partial(_SIGNATURE.bind, self, *args, **kwargs), _others)
+            try:
+                result = call(**kwargs)
+            except BaseException:
+                recover(self)
+                raise
         if not torch.is_grad_enabled():  # no backward pass will do it
             settle(self)
         return result
@@ -115,19 +117,20 @@ class RingCausalLM:
             )
         if shift_labels is None:
             return CausalLMOutputWithPast(logits=finished_logits(self.get_output_embeddings()(hidden), self.config))
-        return CausalLMOutputWithPast(loss=_loss(self, hidden, shift_labels, int(num_items_in_batch)))
+        return CausalLMOutputWithPast(loss=watch_backward(_loss(self, hidden, shift_labels, int(num_items_in_batch))))
 
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """``PreTrainedModel.save_pretrained`` of the whole weights: an ordinary Hugging Face folder.
 
         Every rank calls it; rank 0 gathers them and writes.
         """
-        if kwargs.get("state_dict") is None:
-            kwargs["state_dict"] = whole_weights(self)
-        kwargs["is_main_process"] = dist.get_rank() == 0
-        super().save_pretrained(save_directory, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        for axis in self.ring_mesh.mesh_dim_names:
-            dist.barrier(self.ring_mesh[axis].get_group())
+        with in_call("saving the model"):
+            if kwargs.get("state_dict") is None:
+                kwargs["state_dict"] = whole_weights(self)
+            kwargs["is_main_process"] = dist.get_rank() == 0
+            super().save_pretrained(save_directory, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            for axis in self.ring_mesh.mesh_dim_names:
+                dist.barrier(self.ring_mesh[axis].get_group())
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Never:
         """Not there yet."""

@@ -26,6 +26,7 @@ from ringspan.torch.causal_lm import Packed, RingCausalLM
 from ringspan.torch.consistency import Call, check_call
 from ringspan.torch.embedding import sum_embedding_gradients
 from ringspan.torch.feedforward import ChunkTokens, find_feedforwards, free_feedforwards
+from ringspan.torch.loop_watch import watch_loop
 from ringspan.torch.loss import LossOptions
 from ringspan.torch.mesh import tensor_axis
 from ringspan.torch.modules import mix_in
@@ -69,6 +70,7 @@ def parallelize(
     norm_chunk_tokens: ChunkTokens = "auto",
     offload: OffloadName = "none",
     compute_dtype: torch.dtype | None = None,
+    watchdog: bool = True,
 ) -> PreTrainedModel:
     """Put a decoder-only causal LM of transformers on the ring, in place; feed it what ``shard_batch`` returns.
 
@@ -101,6 +103,8 @@ def parallelize(
             models whose layers are checkpointed, for 16,384 local tokens and more.
         offload: where what checkpointing keeps waits for backward, see ``offload_activations``.
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
+        watchdog: end this process, with a line that says whom it waited for, when a rank dies, or does not come to a
+            call within the time-out of the process group (``ringspan.torch.loop_watch``).
 
     Raises:
         UnsupportedError: the model or its config asks for something that would not be exact.
@@ -110,12 +114,12 @@ def parallelize(
     Each is raised on every rank alike, and leaves the model as it was. Where ranks have other weights, all of them get
     those of the first.
     """
-    options = {name: value for name, value in locals().items() if name not in ("model", "mesh")}
+    options = {name: value for name, value in locals().items() if name not in ("model", "mesh", "watchdog")}
     parts = None
     try:
         parts = _check(model, mesh, **options)
         facts = {name: str(value) for name, value in options.items()} | describe_weights(model)
-        call = Call("parallelize", {"model": type(model).__name__} | facts)
+        call = Call("parallelize", {"model": type(model).__name__, "watchdog": watchdog} | facts)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         call = Call("parallelize", error=error)
     check_call(mesh, call)
@@ -151,6 +155,8 @@ def parallelize(
         run_in_blocks(modules, chunk_tokens, option, from_tokens=from_tokens)
     shard_weights(model, layers, mesh, compute_dtype)
     watch_optimizers(model)
+    if watchdog:
+        watch_loop(mesh)
     return model
 
 
@@ -191,10 +197,9 @@ def _check(
     if tp is not None:
         refuse_split(model, tp.size())
     layout_name(layout)
-    if compute_dtype is not None and not (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point):
-        raise ConfigError(
-            f"compute_dtype must be a floating dtype such as torch.bfloat16, or None, got {compute_dtype!r}"
-        )
+    is_real = isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
+    if compute_dtype is not None and not is_real:
+        raise ConfigError(f"compute_dtype must be a dtype such as torch.bfloat16, or None, got {compute_dtype!r}")
     refuse_route(decoder.config, mesh["ring"].size(), route, wire, 1 if tp is None else tp.size())
     _refuse_kernel(decoder, kernel, compute_dtype, mesh["ring"])
     check_checkpointing(model, checkpoint, offload, layers_per_checkpoint)

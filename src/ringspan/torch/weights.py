@@ -32,6 +32,8 @@ def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     Adapters, heads and models that were drawn at random differ when ranks are seeded differently, or not at all. What
     is on the meta device has no values yet.
     """
+    if mesh.size() == 1 or dist.get_backend(mesh["ring"].get_group()) == "fake":
+        return
     digests = {name: digest_values(tensor) for name, tensor in _tensors(model) if not tensor.is_meta}
     if len(set(_gather(sum(digests.values()), mesh))) == 1:
         return

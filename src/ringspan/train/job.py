@@ -117,6 +117,7 @@ def prepare(config: TrainConfig) -> Job:
         norm_chunk_tokens=config.memory.norm_chunk_tokens,
         offload=config.memory.offload,
         compute_dtype=dtype,
+        watchdog=False,  # the run has its own
     )
     settings, length = config.optimizer, config.data.sequence_length_tokens
     optimizer = build_optimizer(model, settings)

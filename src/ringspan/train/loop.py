@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ringspan.core.errors import CheckpointError, ConfigError
+from ringspan.torch.watchdog import Watchdog
 from ringspan.train.checkpoint import Checkpoints
 from ringspan.train.config import TrainConfig
 from ringspan.train.data import TokenSequences
@@ -22,7 +23,6 @@ from ringspan.train.metrics import MetricsWriter, StepMetrics
 from ringspan.train.result import TrainResult
 from ringspan.train.resume import RunRecord, begin_run, open_run, random_state, restore, run_state
 from ringspan.train.signals import StopRequest
-from ringspan.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from ringspan.plan.profile import Profiler

@@ -9,10 +9,6 @@ from ringspan.torch.forks import STOP_SIGNALS
 
 EXIT_STOPPED: Final = 75
 """Exit code of a run that was told to stop and has saved: sysexits' "temporary failure", start it again to go on."""
-EXIT_STALLED: Final = 76
-"""Exit code of a rank that ended because another one made no progress."""
-EXIT_PEER_LOST: Final = 77
-"""Exit code of a rank that ended because another one died or failed."""
 
 
 class StopRequest:

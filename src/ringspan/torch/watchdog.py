@@ -12,6 +12,7 @@ JSON lines over TCP, on the network of the process group and as trusted as it is
 
 import faulthandler
 import json
+import math
 import os
 import secrets
 import selectors
@@ -26,18 +27,36 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 
 from ringspan.core.errors import ConfigError, RingspanError
 from ringspan.torch.exchange import TOTALS
-from ringspan.train.config import WatchdogConfig
-from ringspan.train.signals import EXIT_PEER_LOST, EXIT_STALLED
+
+EXIT_STALLED: Final = 76
+"""Exit code of a rank that ended because another one made no progress."""
+EXIT_PEER_LOST: Final = 77
+"""Exit code of a rank that ended because another one died or failed."""
 
 _MEASURED_STEPS: Final = 3
 _VERDICT_SECONDS: Final = 2.0  # how long a failed exchange waits to hear whose fault it was
 _MAX_LINE_BYTES: Final = 1 << 16
+
+
+class Settings(Protocol):
+    """When a watchdog gives up; ``ringspan.train.config.WatchdogConfig`` says what each means."""
+
+    @property
+    def enabled(self) -> bool: ...
+    @property
+    def timeout_steps(self) -> float: ...
+    @property
+    def min_seconds(self) -> float: ...
+    @property
+    def patience_seconds(self) -> float: ...
+    @property
+    def silence_seconds(self) -> float: ...
 
 
 @dataclass
@@ -65,6 +84,11 @@ class _Place:
         self.patience_seconds = float(message["patience_seconds"])
         self.process = str(message["machine"]), int(message["pid"])
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it does what may not take any time."""
+        return self.patience_seconds < float("inf")
+
     def describe(self) -> str:
         hop = f", hop {self.hop}" if self.hop is not None else ""
         doing = f" ({self.doing})" if self.doing != "step" else ""
@@ -87,8 +111,18 @@ class Watchdog:
     ``end`` takes the exit code and never returns; it is a parameter for the tests.
     """
 
-    def __init__(self, config: WatchdogConfig, folder: Path, end: Callable[[int], Any] = os._exit) -> None:
-        self._config, self._folder, self._end = config, folder, end
+    def __init__(
+        self,
+        config: Settings,
+        folder: Path | None,
+        end: Callable[[int], Any] = os._exit,
+        *,
+        leaving_seconds: float = float("inf"),
+    ) -> None:
+        """Without a ``folder`` the stacks go to the standard error. A rank that has left is named when another one has
+        waited for ``leaving_seconds`` since.
+        """
+        self._config, self._folder, self._end, self._leaving_seconds = config, folder, end, leaving_seconds
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         # Fewer words a second from each where there are many.
         self._interval = max(0.2, self._num_ranks / 100)
@@ -97,6 +131,7 @@ class Watchdog:
         self._seconds: deque[float] = deque(maxlen=50)
         self._started: float | None = None
         self._places: dict[int, _Place] = {}
+        self._left: dict[int, _Place] = {}
         self._links: list[_Link] = []
         self._selector = selectors.DefaultSelector()
         self._closing = threading.Event()
@@ -123,7 +158,7 @@ class Watchdog:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Say farewell. A failure of this rank alone is told to the others; a refusal is one that all ranks share."""
         if isinstance(error, RuntimeError):  # how an exchange with a lost peer fails: let its rank be named
-            time.sleep(_VERDICT_SECONDS if self._thread is not None else 0.0)
+            self.await_verdict()
         if error is not None and not isinstance(error, RingspanError):
             self._farewell = {"bye": f"{type(error).__name__}: {error}"[:300]}
         self._closing.set()
@@ -146,6 +181,17 @@ class Watchdog:
         if len(self._seconds) >= _MEASURED_STEPS:
             median = statistics.median(self._seconds)
             self._patience_seconds = max(self._config.min_seconds, self._config.timeout_steps * median)
+        self._beats += 1
+
+    def await_verdict(self) -> None:
+        """An exchange has failed: wait a little for the verdict that names whose fault it was and ends this process."""
+        if self._thread is not None:
+            leaving = self._leaving_seconds + 1.0
+            time.sleep(max(_VERDICT_SECONDS, leaving if math.isfinite(leaving) else 0.0))
+
+    def be(self, step: int, doing: str, patience_seconds: float) -> None:
+        """The main thread is at a step of a loop of somebody else's, and does this, for so long at most."""
+        self._step, self._doing, self._patience_seconds = step, doing, patience_seconds
         self._beats += 1
 
     @contextmanager
@@ -203,6 +249,7 @@ class Watchdog:
                 told = now
                 self._tell()
                 self._judge(now)
+        self._tell()  # where it has come to
         for link in self._links:
             self._send(link, self._farewell)
         if self._rank == 0:
@@ -259,7 +306,8 @@ class Watchdog:
             link.farewell = True
             if message["bye"] is not None:
                 self._lost(link.rank, f"failed with {message['bye']}")
-            self._places.pop(link.rank, None)
+            if (place := self._places.pop(link.rank, None)) is not None:
+                self._left[link.rank] = place
         elif "verdict" in message:
             self._finish(str(message["verdict"]), int(message["code"]))
         else:
@@ -278,6 +326,15 @@ class Watchdog:
 
     def _judge(self, now: float) -> None:
         """Rank 0 judges all, the others only whether rank 0 is still heard."""
+        for rank, left in self._left.items():
+            waiting = [p for p in self._places.values() if now - p.changed > self._leaving_seconds and p.is_waiting]
+            if waiting:
+                self._conclude(
+                    f"rank {rank} ended {left.describe()}, which others wait for {waiting[0].describe()}; make each "
+                    "call on every rank",
+                    EXIT_PEER_LOST,
+                )
+                return
         places = self._places if self._rank == 0 else {r: p for r, p in self._places.items() if r == 0}
         silence = self._config.silence_seconds
         stalled = [p for p in places.values() if now - p.changed > p.patience_seconds or now - p.heard > silence]
@@ -310,15 +367,20 @@ class Watchdog:
         here = _Place()
         here.step, here.hop, here.doing = self._step, TOTALS.hop, self._doing
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        path = self._folder / f"attempt-{attempt}-rank-{self._rank}.txt"
-        line = f"ringspan: {verdict}; rank {self._rank} ends {here.describe()}, exit code {code}, stacks in {path}"
-        with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with path.open("w", encoding="utf-8") as file:
-                file.write(line + "\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-        print(line, file=sys.stderr, flush=True)
+        line = f"ringspan: {verdict}; rank {self._rank} ends {here.describe()}, exit code {code}"
+        if self._folder is None:
+            print(line, file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+        else:
+            path = self._folder / f"attempt-{attempt}-rank-{self._rank}.txt"
+            line += f", stacks in {path}"
+            with suppress(OSError):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with path.open("w", encoding="utf-8") as file:
+                    file.write(line + "\n")
+                    file.flush()
+                    faulthandler.dump_traceback(file, all_threads=True)
+            print(line, file=sys.stderr, flush=True)
         self._end(code)
         self._closing.set()
 
