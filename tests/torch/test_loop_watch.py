@@ -89,9 +89,9 @@ def run(tmp_path, what: str, seconds: float = 60) -> tuple[list[int], list[str],
     ],
 )
 def test_a_rank_that_is_gone_is_named_at_once(tmp_path, what, code, message):
-    codes, errors, seconds = run(tmp_path, what)
+    codes, errors, seconds = run(tmp_path, what, 600)
     assert re.search(message, errors[0]) and codes[0] == code
-    assert seconds < 40
+    assert seconds < 90
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_rank_that_stays_away_is_named_within_the_time_out(tmp_path, what, mes
     codes, errors, seconds = run(tmp_path, what, 6)
     assert codes == [EXIT_STALLED, EXIT_STALLED]
     assert all(re.search(message, error) for error in errors)
-    assert seconds < 40
+    assert seconds < 90
 
 
 def test_a_loop_may_take_its_time_between_calls_and_ranks_may_end_one_after_the_other(tmp_path):
