@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
+from ringspan.core.mask import Region
 from tests.core.strategies import masks
 from tests.fuzz import examples
 
@@ -74,3 +75,71 @@ def test_overlapping_regions_are_noticed():
     doubled = rs.Mask(rs.causal().regions * 2)
     with pytest.raises(rs.MaskError, match="overlap"):
         dense(doubled)
+    with pytest.raises(
+        rs.MaskError, match=r"two regions of the mask overlap: causal and causal; combine masks with \|"
+    ):
+        doubled.check_disjoint()
+    with pytest.raises(rs.MaskError, match="overlap"):
+        rs.Mask.parse("regions:0,9,0,5,,;7,12,4,8,,")
+
+
+numbers = st.integers(0, 12)
+regions = st.builds(
+    lambda q, k, lo, width: Region(*sorted(q), *sorted(k), lo, lo + width),
+    st.tuples(numbers, numbers),
+    st.tuples(numbers, numbers),
+    st.integers(-12, 3),
+    numbers,
+)
+
+
+@given(st.lists(regions, min_size=1, max_size=5))
+@examples(300)
+def test_exactly_masks_that_count_a_pair_twice_overlap(several):
+    listed = rs.Mask(tuple(several))
+    far = np.arange(12)
+    try:
+        listed.dense(far, far)
+    except rs.MaskError:
+        with pytest.raises(rs.MaskError, match="overlap"):
+            rs.Mask.parse(listed.spec)
+    else:
+        assert rs.Mask.parse(listed.spec) == listed
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: rs.documents([4.7, 3.2]), r"a document's length must be an integer, got 4\.7"),
+        (lambda: rs.documents("35"), "a list of lengths"),
+        (lambda: rs.documents(5), "a list of lengths"),
+        (lambda: rs.documents([3], is_causal="no"), "is_causal must be True or False, got 'no'"),
+        (lambda: rs.documents([3], window=2.5), "window must be an integer"),
+        (lambda: rs.sliding_window(True), "window must be an integer, got True"),
+        (lambda: rs.sliding_window(4, global_tokens="1"), "global_tokens must be an integer"),
+        (lambda: rs.prefix_lm(None), "prefix must be an integer, got None"),
+        (lambda: rs.chunked(2.5, length=8), "size must be an integer"),
+        (lambda: rs.chunked(2, length="8"), "length must be an integer"),
+        (lambda: rs.sliding_window(1 << 61), r"at most 2\*\*60"),
+        (lambda: rs.Mask.parse(3), "the text of a mask must be a str, got 3"),
+        (lambda: rs.Mask.parse("regions:0,99999999999999999999,0,1,,"), r"at most 2\*\*60"),
+        (lambda: rs.Mask("causal"), "a mask is a tuple of regions, got 'causal'"),
+    ],
+)
+def test_numbers_and_text_of_another_kind_are_refused(make, message):
+    with pytest.raises(rs.MaskError, match=message):
+        make()
+
+
+def test_whole_numbers_of_any_type_make_equal_masks():
+    assert rs.documents(np.array([3, 5])) == rs.documents([3.0, 5]) == rs.documents((3, 5))
+    assert rs.chunked(np.int32(2), length=8.0) == rs.chunked(2, length=8)
+    assert rs.sliding_window(np.int64(4)).spec == "window:4"
+
+
+@pytest.mark.parametrize("other", [3, None, "causal"])
+def test_masks_combine_with_masks_alone(other):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        rs.causal() & other
+    with pytest.raises(TypeError, match="unsupported operand"):
+        rs.causal() | other

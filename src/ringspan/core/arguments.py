@@ -1,11 +1,12 @@
 """What every back end's attention asks of its arguments before anything moves."""
 
 from collections.abc import Sequence
-from math import inf, isfinite
-from typing import Final
+from typing import Any, Final
 
-from ringspan.core.errors import LayoutError, UnsupportedError
+from ringspan.core.errors import LayoutError, MaskError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.mask import FORMS, Mask, causal
+from ringspan.core.values import described, integer, is_a, real
 
 # Tokens that a feed-forward works on at once where blocks cost nothing. Each block adds the gradients of the weights to
 # their float32 sums: enough tokens that this is little beside its products, and few enough that a block is small beside
@@ -14,6 +15,8 @@ FREE_CHUNK_TOKENS: Final = 4096
 # Local tokens from which norms run in blocks of so many by default. What a block makes stays in a cache, which a CPU's
 # norms of 32K tokens need and those of 8K do not; below, computing them again is what remains of it.
 FREE_NORM_TOKENS: Final = 4 * FREE_CHUNK_TOKENS
+
+_LAYOUT_HINT: Final = 'pass rs.Layout("zigzag", length=S, ranks=N)'
 
 
 def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
@@ -37,15 +40,34 @@ def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
 
 
 def check_scores(scale: float | None, softcap: float | None) -> None:
-    """Refuse a scale or a soft cap that leaves no scores.
+    """Refuse a scale or a soft cap that is no number or leaves no scores.
 
     Raises:
         UnsupportedError: naming the value.
     """
-    if scale is not None and not isfinite(scale):
-        raise UnsupportedError(f"scale must be finite, got {scale}")
-    if softcap is not None and not 0 < softcap < inf:
+    if scale is not None:
+        real(scale, "scale", UnsupportedError)
+    if softcap is not None and not real(softcap, "softcap", UnsupportedError) > 0:
         raise UnsupportedError(f"softcap must be positive and finite, or None for none, got {softcap}")
+
+
+def find_mask(mask: Mask | str | None) -> Mask:
+    """The mask that a caller gave: causal when None, text read by ``Mask.parse``.
+
+    Raises:
+        MaskError: no mask, text that cannot be read, or regions that overlap.
+    """
+    if mask is None:
+        return causal()
+    if isinstance(mask, str):
+        return Mask.parse(mask)
+    if is_a(mask, Mask):
+        mask.check_disjoint()
+        return mask
+    if callable(mask):
+        raise MaskError(f"mask is {described(mask)} and not what it returns; call it, as in mask=rs.causal()")
+    hint = "a matrix of pairs cannot be split over ranks; " if getattr(mask, "ndim", 0) else ""
+    raise MaskError(f"mask must be a mask, its text or None, got {described(mask)}; {hint}{FORMS}")
 
 
 def find_layouts(
@@ -56,13 +78,17 @@ def find_layouts(
     A name means sequences of ``ranks`` times the local tokens. ``remedy`` is what pads a tensor that does not fit.
 
     Raises:
-        LayoutError: a layout for another number of ranks or of local tokens.
+        LayoutError: a layout for another number of ranks or of local tokens, or two that split their sequences in
+            different ways.
     """
+    _check_layouts(layout, key_layout)
     if isinstance(layout, str):
         layout = Layout(layout, ranks * tokens, ranks)
         if key_layout is None and key_tokens != tokens:
             key_layout = Layout(layout.name, ranks * key_tokens, ranks)
     key_layout = key_layout or layout
+    if key_layout.name != layout.name:
+        raise LayoutError(f"the keys' layout is {key_layout.name}, that of the queries {layout.name}; make them alike")
     for what, one, held in (("queries", layout, tokens), ("keys", key_layout, key_tokens)):
         if one.ranks != ranks:
             raise LayoutError(f"the layout of the {what} is for {one.ranks} ranks, the ring has {ranks}")
@@ -73,3 +99,26 @@ def find_layouts(
                 f"holds {one.tokens_per_rank} a rank{hint}; pad with {remedy}"
             )
     return layout, key_layout
+
+
+def _check_layouts(layout: Any, key_layout: Any) -> None:
+    """Refuse what is no layout."""
+    if not isinstance(layout, (str, Layout)):
+        raise LayoutError(f"layout must be a name or a Layout, got {described(layout)}; {_LAYOUT_HINT}")
+    if key_layout is not None and not isinstance(key_layout, Layout):
+        raise LayoutError(f"key_layout must be a Layout or None, got {described(key_layout)}; {_LAYOUT_HINT}")
+    for one in (layout, key_layout):
+        if isinstance(one, Layout) and one.members > 1:
+            raise LayoutError(f"a layout of groups ({one.members} members) is for routes; {_LAYOUT_HINT}")
+
+
+def check_sharding(shape: Sequence[int], layout: Any, dim: Any) -> None:
+    """Refuse a layout that is none, and a dimension that a tensor of this shape does not have.
+
+    Raises:
+        LayoutError: naming the value.
+    """
+    if not isinstance(layout, Layout):
+        raise LayoutError(f"layout must be a Layout, got {described(layout)}; {_LAYOUT_HINT}")
+    if not -len(shape) <= integer(dim, "dim", LayoutError) < len(shape):
+        raise LayoutError(f"dimension {dim} is none of a tensor of shape {tuple(shape)}")

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.core.errors import LayoutError
+from ringspan.core.values import described, integer, is_a
 
 LayoutName = Literal["contiguous", "striped", "zigzag"]
 LAYOUT_NAMES: Final[tuple[str, ...]] = get_args(LayoutName)
@@ -22,6 +23,8 @@ def layout_name(name: str) -> LayoutName:
     Raises:
         LayoutError: there is no such layout.
     """
+    if not is_a(name, str):
+        raise LayoutError(f"a layout's name must be one of {', '.join(LAYOUT_NAMES)}, got {described(name)}")
     if name not in LAYOUT_NAMES:
         raise LayoutError(f"unknown layout {name!r}; choose one of {', '.join(LAYOUT_NAMES)}")
     return cast(LayoutName, name)
@@ -50,7 +53,7 @@ class Layout:
     With ``members`` above one a part belongs to a Ulysses group of so many devices, which ``ranks`` counts as one.
 
     Raises:
-        LayoutError: unknown name, or a length or number of ranks below one.
+        LayoutError: unknown name, or a length or number of ranks that is no integer or below one.
     """
 
     name: LayoutName
@@ -60,6 +63,10 @@ class Layout:
 
     def __post_init__(self) -> None:
         layout_name(self.name)
+        for name in ("length", "ranks", "members"):
+            value = getattr(self, name)
+            if type(value) is not int:  # numpy's, which would not be one in a cache's key or an operator's argument
+                object.__setattr__(self, name, integer(value, name, LayoutError))
         if self.ranks < 1:
             raise LayoutError(f"a layout needs at least one rank, got ranks={self.ranks}")
         if self.length < 1:
@@ -79,7 +86,12 @@ class Layout:
         return self.padded_length // self.ranks
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """The spans of one rank, in the order in which it stores them; adjacent ones are joined."""
+        """The spans of one rank, in the order in which it stores them; adjacent ones are joined.
+
+        Raises:
+            LayoutError: no rank of this layout.
+        """
+        rank = integer(rank, "rank", LayoutError)
         if not 0 <= rank < self.ranks:
             raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks")
         tokens = self.tokens_per_rank

@@ -6,14 +6,22 @@ global.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from functools import cached_property
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.core.errors import MaskError
+from ringspan.core.values import LARGEST_INTEGER, described, integer, is_a
 
-UNBOUNDED: Final = 1 << 60  # beyond every position; sums of a few of them still fit an int64
+UNBOUNDED: Final = LARGEST_INTEGER
+
+
+FORMS: Final = (
+    "make a mask with rs.causal(), rs.full(), rs.sliding_window(4096), rs.prefix_lm(512), rs.documents([700, 1300]) or "
+    "rs.chunked(8192, length=S), and combine them with & and |"
+)
 
 
 class Region(NamedTuple):
@@ -65,18 +73,41 @@ class Mask:
     ``|``.
 
     Equality and hash look at the regions alone; ``name`` is what a person calls the mask.
+
+    Raises:
+        MaskError: regions that are no tuple of them.
     """
 
     regions: tuple[Region, ...]
     name: str = field(default="", compare=False)
 
+    def __post_init__(self) -> None:
+        if not is_a(self.regions, tuple):
+            raise MaskError(f"a mask is a tuple of regions, got {described(self.regions)}; {FORMS}")
+
+    @cached_property
+    def overlap(self) -> tuple[Region, Region] | None:
+        """Two regions that allow the same pair, whose score would count twice; None if there are none."""
+        near: list[Region] = []  # those whose queries may still meet the next one's: few, in packed documents one
+        for region in sorted(region for region in self.regions if not region.is_empty):
+            near = [other for other in near if other.q1 > region.q0]
+            for other in near:
+                if not _intersect(other, region).is_empty:
+                    return other, region
+            near.append(region)
+        return None
+
     def __and__(self, other: "Mask") -> "Mask":
         """Pairs that both masks allow."""
+        if not is_a(other, Mask):
+            return NotImplemented
         pairs = (_intersect(a, b) for a in self.regions for b in other.regions)
         return Mask(tuple(region for region in pairs if not region.is_empty), f"({self.name} & {other.name})")
 
     def __or__(self, other: "Mask") -> "Mask":
         """Pairs that either mask allows; a pair that both allow is counted once."""
+        if not is_a(other, Mask):
+            return NotImplemented
         extra: list[Region] = list(other.regions)
         for taken in self.regions:
             extra = [piece for region in extra for piece in _subtract(region, taken)]
@@ -108,13 +139,19 @@ class Mask:
         """Read ``causal``, ``full``, ``window:W``, ``prefix:P``, ``documents:L1,L2,...`` or a ``Mask.spec``.
 
         Raises:
-            MaskError: anything else; the message lists the forms.
+            MaskError: anything else; the message lists the forms. Regions that overlap.
         """
+        if not is_a(text, str):
+            raise MaskError(f"the text of a mask must be a str, got {described(text)}; {FORMS}")
         kind, _, rest = text.partition(":")
         try:
             if kind == "regions":
-                return Mask(tuple(_parse_region(part) for part in rest.split(";") if part), text)
+                mask = Mask(tuple(_parse_region(part) for part in rest.split(";") if part), text)
+                mask.check_disjoint()
+                return mask
             numbers = [int(number) for number in rest.split(",")] if rest else []
+        except MaskError:
+            raise
         except ValueError:
             raise MaskError(f"cannot read the mask {text!r}: its numbers must be integers") from None
         match kind, numbers:
@@ -132,6 +169,16 @@ class Mask:
                 raise MaskError(
                     f"unknown mask {text!r}; write causal, full, window:4096, prefix:512 or documents:700,1300"
                 )
+
+    def check_disjoint(self) -> None:
+        """Refuse regions of which two allow the same pair.
+
+        Raises:
+            MaskError: naming them.
+        """
+        if self.overlap:
+            one, other = (Mask((region,)).spec for region in self.overlap)
+            raise MaskError(f"two regions of the mask overlap: {one} and {other}; combine masks with | instead")
 
     def table(self, num_queries: int, num_keys: int) -> NDArray[np.int64]:
         """The regions clipped to a problem of that size, empty ones dropped: columns q0, q1, k0, k1, lo, hi. Shape (R,
@@ -161,7 +208,10 @@ def _parse_region(text: str) -> Region:
     fields = text.split(",")
     if len(fields) != 6:
         raise MaskError(f"a region is six numbers q0,q1,k0,k1,lo,hi; got {text!r}")
-    return Region(*(int(field) if field else default for field, default in zip(fields, Region(), strict=True)))
+    region = Region(*(int(field) if field else default for field, default in zip(fields, Region(), strict=True)))
+    if max(map(abs, region)) > UNBOUNDED:
+        raise MaskError(f"the numbers of a region are at most 2**60, got {text!r}")
+    return region
 
 
 def full() -> Mask:
@@ -181,6 +231,7 @@ def sliding_window(window: int, *, global_tokens: int = 0) -> Mask:
     Raises:
         MaskError: a window below one, or a negative number of global tokens.
     """
+    window, global_tokens = integer(window, "window", MaskError), integer(global_tokens, "global_tokens", MaskError)
     if window < 1:
         raise MaskError(f"a sliding window must hold at least one token, got {window}")
     if global_tokens < 0:
@@ -197,6 +248,7 @@ def prefix_lm(prefix: int) -> Mask:
     Raises:
         MaskError: a negative prefix.
     """
+    prefix = integer(prefix, "prefix", MaskError)
     if prefix < 0:
         raise MaskError(f"a prefix must not be negative, got {prefix}")
     seen = (Region(k1=prefix),) if prefix else ()
@@ -211,7 +263,10 @@ def documents(lengths: Sequence[int] | Iterable[int], *, window: int | None = No
     Raises:
         MaskError: no document, a document without tokens, a window below one, or a window that is not causal.
     """
-    lengths = [int(length) for length in lengths]
+    lengths = _document_lengths(lengths)
+    window = None if window is None else integer(window, "window", MaskError)
+    if not is_a(is_causal, bool):
+        raise MaskError(f"is_causal must be True or False, got {described(is_causal)}")
     if not lengths or min(lengths) < 1:
         raise MaskError(f"documents need at least one length and each at least one token, got {lengths[:8]}")
     if window is not None and (window < 1 or not is_causal):
@@ -224,6 +279,12 @@ def documents(lengths: Sequence[int] | Iterable[int], *, window: int | None = No
     return Mask(tuple(regions), f"documents:{shown}" + (f" & window:{window}" if window else ""))
 
 
+def _document_lengths(lengths: Iterable[Any]) -> list[int]:
+    if is_a(lengths, str) or not hasattr(lengths, "__iter__"):
+        raise MaskError(f"documents takes a list of lengths such as [700, 1300], got {described(lengths)}")
+    return [integer(length, "a document's length", MaskError) for length in lengths]
+
+
 def chunked(size: int, *, length: int) -> Mask:
     """Llama 4's chunked attention: causal inside consecutive chunks of ``size`` tokens of a sequence of ``length``
     tokens.
@@ -231,6 +292,7 @@ def chunked(size: int, *, length: int) -> Mask:
     Raises:
         MaskError: a size or length below one.
     """
+    size, length = integer(size, "size", MaskError), integer(length, "length", MaskError)
     if size < 1 or length < 1:
         raise MaskError(f"chunked attention needs a positive size and length, got size={size}, length={length}")
     whole, rest = divmod(length, size)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.values import described, is_a
 
 RouteName = Literal["ring", "bidirectional", "double-ring", "all-gather", "pass-q"]
 ROUTE_NAMES: Final[tuple[str, ...]] = (*get_args(RouteName), "ulysses")
@@ -47,6 +48,8 @@ class Route:
         Raises:
             UnsupportedError: an unknown route, or a size that does not divide the ranks.
         """
+        if not is_a(text, str):
+            raise UnsupportedError(f"route must be text, got {described(text)}; choose one of {ROUTE_FORMS}")
         first, _, between = text.partition("+")
         name, _, number = first.partition(":")
         if number and not (number.isdecimal() and int(number)):
