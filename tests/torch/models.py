@@ -130,4 +130,5 @@ def kept_bytes(module: Any, hidden: Tensor) -> int:
 def relative(x: Tensor, expected: Tensor) -> float:
     """||x - expected|| / ||expected||, in float64."""
     x, expected = x.detach().double(), expected.detach().double()
-    return float((x - expected).norm() / expected.norm().clamp_min(1e-30))
+    error = (x - expected).norm() / expected.norm().clamp_min(1e-30)
+    return float(error.nan_to_num(nan=torch.inf))  # NaN is below every limit where it is not the first of several

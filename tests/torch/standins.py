@@ -74,9 +74,17 @@ def _one_backward(dout, q, k, v, out, lse, scale, causal, left, right, softcap):
     return torch.einsum("hij,jhd->ihd", ds, k.repeat_interleave(group, 1)), dk, dv
 
 
+def _check_memory(*tensors):
+    """What such kernels load at once: 16 bytes of a row, which must begin at a multiple of them; nothing expanded."""
+    for x in tensors:
+        starts = [x.data_ptr(), *(x.stride(n) * x.itemsize for n in range(x.ndim - 1) if x.shape[n] > 1)]
+        assert x.stride(-1) == 1 and all(start % 16 == 0 for start in starts) and 0 not in starts
+
+
 def flash_forward(q, k, v, cu_q=None, cu_k=None, *, scale, causal, left=None, right=None, softcap=0.0):
     """(B, T, H, D) -> out and lse (B, H, T); with cuts (T, H, D) -> out and lse (H, T)."""
-    assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and q.stride(-1) == k.stride(-1) == 1
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
+    _check_memory(q, k, v)
     options = scale, causal, left, right, softcap
     if cu_q is None:
         parts = [_one_forward(*one, *options) for one in zip(q, k, v, strict=True)]
@@ -91,6 +99,7 @@ def flash_forward(q, k, v, cu_q=None, cu_k=None, *, scale, causal, left=None, ri
 def flash_backward(dout, q, k, v, out, lse, cu_q=None, cu_k=None, *, scale, causal, left=None, right=None, softcap=0.0):
     """dq, dk and dv, from the global out and lse."""
     assert lse.is_contiguous() and lse.dtype == torch.float32
+    _check_memory(dout, q, k, v, out)
     options = scale, causal, left, right, softcap
     if cu_q is None:
         parts = [_one_backward(*one, *options) for one in zip(dout, q, k, v, out, lse, strict=True)]

@@ -15,11 +15,13 @@ from ringspan.core.tile import Tile
 from ringspan.torch import kernels
 from ringspan.torch.kernels import reference
 from ringspan.torch.kernels.launch import Launch, Window, bands, chains, keys_a_row, pieces, squares, whole
+from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.scores import Scores
 from tests.core.strategies import layouts, masks
 from tests.fuzz import examples
 from tests.torch.standins import calls, installed
-from tests.torch.test_ring import FLOAT32_LIMIT, Problem
+from tests.torch.test_ring import FLOAT32_LIMIT, Problem, views
+from tests.torch.views import VIEWS
 
 PLAIN = Scores(1.0)
 widths = st.integers(1, 12) | st.sampled_from([16, 32])  # of chunks
@@ -86,17 +88,43 @@ def test_a_band_is_a_window_from_the_last_corner(layout, mask):
     batch=st.integers(1, 2),
     softcap=st.sampled_from([0.0, 2.0]),
     has_sinks=st.booleans(),
+    views=views,
 )
 @examples(25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_any_mask_through_the_kernels_of_cuda(
-    standins, kernel, length, mask, layout, ranks, grouping, sizes, batch, softcap, has_sinks
+    standins, kernel, length, mask, layout, ranks, grouping, sizes, batch, softcap, has_sinks, views
 ):
     if kernel not in ("flash2", "flash3"):
         softcap = 0.0
     heads, groups = grouping
     shape = {"batch": batch, "heads": heads, "groups": groups, "size": sizes[0], "value_size": sizes[1]}
-    problem = Problem(length, mask, softcap=softcap, has_sinks=has_sinks, **shape)
+    problem = Problem(length, mask, softcap=softcap, has_sinks=has_sinks, views=views, **shape)
     assert max(problem.errors(layout, ranks, kernel=kernel)) < FLOAT32_LIMIT
+
+
+@pytest.mark.parametrize("kernel", OF_CUDA)
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_kernels_of_cuda_are_given_rows_that_they_can_load(standins, kernel, view):
+    problem = Problem(24, rs.sliding_window(9), batch=2, heads=4, groups=2, size=8, views=[view] * 4)
+    assert max(problem.errors("contiguous", 2, kernel=kernel)) < FLOAT32_LIMIT
+
+
+def test_every_kernel_says_how_tensors_must_lie_and_gets_them_so():
+    x = torch.randn(2, 2, 8, 16, dtype=torch.bfloat16)
+    for kernel in kernels.KERNELS.values():
+        for name, view in VIEWS.items():
+            seen = view(x)
+            (laid,) = kernels.laid_out((kernel.name,), seen)
+            assert kernel.memory.fits(laid) and torch.equal(laid, seen), (kernel.name, name)
+            assert kernel.memory.fits(seen) == (laid is seen), "what lies right is not copied"
+    fitting = {name for name, view in VIEWS.items() if kernels.KERNELS["cpu"].memory.fits(view(x))}
+    assert fitting == {
+        "contiguous", "tokens before heads", "fused projection", "every other token", "every other head", "offset",
+        "expanded sequences", "expanded heads",
+    }  # fmt: skip
+    aligned = {name for name, view in VIEWS.items() if kernels.KERNELS["flash"].memory.fits(view(x))}
+    assert fitting - aligned == {"offset", "expanded sequences", "expanded heads"}
+    assert kernels.KERNELS["reference"].memory == ANY
 
 
 @given(

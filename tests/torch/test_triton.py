@@ -18,7 +18,7 @@ from ringspan.torch.scores import Scores
 from tests.core.strategies import masks
 from tests.fuzz import examples
 from tests.torch.merge import check_merge
-from tests.torch.test_ring import FLOAT32_LIMIT, Problem
+from tests.torch.test_ring import FLOAT32_LIMIT, Problem, views
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/torch/test_gpu.py runs them on the GPU")
@@ -50,16 +50,23 @@ def on_the_cpu(monkeypatch):
     softcap=st.sampled_from([0.0, 2.0]),
     has_slopes=st.booleans(),
     has_sinks=st.booleans(),
+    views=views,
 )
 @examples(8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_any_mask_through_our_kernel(
-    length, mask, layout, ranks, grouping, sizes, batch, softcap, has_slopes, has_sinks
+    length, mask, layout, ranks, grouping, sizes, batch, softcap, has_slopes, has_sinks, views
 ):
     heads, groups = grouping
     shape = {"batch": batch, "heads": heads, "groups": groups, "size": sizes[0], "value_size": sizes[1]}
-    extra = {"softcap": softcap, "has_slopes": has_slopes, "has_sinks": has_sinks}
+    extra = {"softcap": softcap, "has_slopes": has_slopes, "has_sinks": has_sinks, "views": views}
     problem = Problem(length, mask, **shape, **extra)
     assert max(problem.errors(layout, ranks, kernel="triton")) < FLOAT32_LIMIT
+
+
+@pytest.mark.parametrize("view", ["tokens last", "fused, numbers interleaved", "expanded numbers"])
+def test_our_kernel_reads_views_and_its_sums_lie_in_rows(view):
+    problem = Problem(24, rs.causal(), heads=2, groups=1, size=8, has_sinks=True, views=[view] * 4)
+    assert max(problem.errors("contiguous", 1, kernel="triton")) < FLOAT32_LIMIT
 
 
 @pytest.mark.parametrize("mask", [rs.causal(), rs.sliding_window(70), rs.documents([9, 80, 11, 5, 55])], ids=str)

@@ -25,6 +25,7 @@ class _Thinned(Generic[_Kernel]):
     def __init__(self, kernel: _Kernel, every: int) -> None:
         self.name, self.why_not, self.launches = kernel.name, kernel.why_not, kernel.launches
         self._kernel, self._every = kernel, every
+        self.memory = kernel.memory
 
     def _few(self, rows: Tensor) -> Tensor:
         return rows[:, :, :: self._every]

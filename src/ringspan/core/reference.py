@@ -71,7 +71,8 @@ def backward(
 
 def sink_gradient(dout: Array, out: Array, lse: Array, sinks: Array) -> Array:
     """Gradient of ``sum(dout * out)`` by the sinks (H,): a sink has the share ``exp(sink - lse)`` and the value 0."""
-    return -(np.exp(sinks[:, None] - lse) * (dout * out).sum(-1)).sum((0, 2))
+    base = np.where(np.isneginf(lse), 0.0, lse)
+    return -(np.exp(sinks[:, None] - base) * (dout * out).sum(-1)).sum((0, 2))
 
 
 def _repeat(kv: Array, q: Array) -> Array:

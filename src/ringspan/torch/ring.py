@@ -24,6 +24,7 @@ from ringspan.torch.block import Block, Form, GradientBlock, PartialBlock, Runni
 from ringspan.torch.clock import now
 from ringspan.torch.exchange import TOTALS, Arrival, Exchange, Transfer, Visit
 from ringspan.torch.kernels import InPlace, Kernel, Launch
+from ringspan.torch.kernels.memory import is_in_rows
 from ringspan.torch.scores import Scores
 from ringspan.torch.wire import decode, encode
 
@@ -35,11 +36,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_like(x: Tensor, size: int) -> Tensor:
-    """How the operator stores a result for ``x``: with its dtype and, where it has its head size too, its strides."""
-    if size == x.shape[-1]:
-        return torch.empty_like(x)
-    return x.new_empty((*x.shape[:-1], size))
+def empty_like(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """How the operator stores a result for ``x``, with its head size and dtype unless told others: always in rows,
+    which kernels rely on that add in place, and with the order of dimensions of ``x`` where that is in rows too.
+    """
+    size = x.shape[-1] if size is None else size
+    if size == x.shape[-1] and is_in_rows(x):
+        return torch.empty_like(x, dtype=dtype)
+    return x.new_empty((*x.shape[:-1], size), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,7 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
     out = empty_like(q, v.shape[-1])
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
     serving = kernels.serving(ring.kernel, q, v, ring.scores)
+    q, k, v = kernels.laid_out(serving, q, k, v)
     passes_queries = ring.schedule.passes_queries
     for number, heads, kv_heads in ring.heads(q, k):
         mine = q[:, heads]
@@ -235,13 +240,17 @@ def backward(
     A block's dk and dv follow it one hop behind; each part goes home from the last rank that adds to it. They are
     returned in ``kv_dtype``, that of the keys when None.
     """
-    dq, dk, dv = torch.empty_like(q), *(torch.empty_like(x, dtype=kv_dtype) for x in (k, v))
+    dq, dk, dv = empty_like(q), *(empty_like(x, dtype=kv_dtype) for x in (k, v))
+    serving = kernels.serving(ring.kernel, q, v, ring.scores)
+    dout, q, k, v, out = kernels.laid_out(serving, dout, q, k, v, out)
     unfinished: list[Callable[[], None]] = []
     for number, heads, kv_heads in ring.heads(q, k):
         queries = dout[:, heads], q[:, heads], out[:, heads], lse[:, heads]
         gradients = dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]
         keys, values = k[:, kv_heads], v[:, kv_heads]
-        unfinished.append(_backward_of_heads(ring, number, heads, queries, keys, values, gradients, unfinished))
+        unfinished.append(
+            _backward_of_heads(ring, serving, number, heads, queries, keys, values, gradients, unfinished)
+        )
     unfinished.pop()()
     return dq, dk, dv
 
@@ -249,11 +258,14 @@ def backward(
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The local rows' part of the sinks' gradient: ``-sum(exp(sink - lse) sum(dout * out))``. Shape (H,)."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    return -((sinks.to(lse.dtype)[:, None] - lse).exp_() * delta).sum((0, 2)).to(sinks.dtype)
+    delta = delta.masked_fill_((out == 0).all(-1), 0)  # rows without keys: padding, whose dout may be anything
+    base = lse.masked_fill(lse == -torch.inf, 0)  # a row without keys whose sink is -inf has no share to give
+    return -((sinks.to(lse.dtype)[:, None] - base).exp_() * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _backward_of_heads(
     ring: Ring,
+    serving: tuple[str, ...],
     number: int,
     heads: slice,
     queries: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -269,7 +281,6 @@ def _backward_of_heads(
     """
     dout, q, out, lse = queries
     hops, dtype = ring.schedule.hops, accumulation_dtype(q.dtype)
-    serving = kernels.serving(ring.kernel, q, v, ring.scores)
     dq, home = RunningSum.to_be(gradients[0], dtype), GradientBlock.at_home(*gradients[1:], dtype)
     travelling = ring.gradient_dtype(q.dtype)
     behind: dict[int, _Coming] = {}  # by hop, what earlier visitors of its block added up

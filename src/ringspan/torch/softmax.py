@@ -58,7 +58,8 @@ class Partial:
         self._clear()
         if sinks is not None:
             total = torch.logaddexp(self._lse, sinks.to(self._lse.dtype)[:, None])
-            self._out.mul_((self._lse - total).exp_().unsqueeze(-1))
+            share = (self._lse - total).exp_().masked_fill_(total == -torch.inf, 1)  # no key and no sink: out stays 0
+            self._out.mul_(share.unsqueeze(-1))
             self._lse.copy_(total)
         if self._out is not self._result:
             self._result.copy_(self._out)

@@ -64,7 +64,7 @@ class Ulysses:
         )  # several members' parts are still to be summed
         gradients = rings.backward(ring, dout_, q_, k_, v_, out_, lse_.squeeze(-1), kv_dtype=kv_dtype)
         del dout_, q_, out_, lse_, k_, v_  # before as much is sent back
-        back = self._queries(torch.empty_like(q)), self._keys(torch.empty_like(k)), self._keys(torch.empty_like(v))
+        back = self._queries(rings.empty_like(q)), self._keys(rings.empty_like(k)), self._keys(rings.empty_like(v))
         self._to_tokens(gradients, back)
         dq, dk, dv = (trade.tensor for trade in back)
         return dq, dk, dv

@@ -10,6 +10,7 @@ from ringspan.torch.kernels.cpu import CpuFlash, is_slow_at, multiplies_16_bits
 from ringspan.torch.kernels.cudnn import Cudnn
 from ringspan.torch.kernels.flash import Flash, Flash2, Flash3, Flash4, TorchFlash
 from ringspan.torch.kernels.launch import Launch, Launches
+from ringspan.torch.kernels.memory import Memory
 from ringspan.torch.kernels.reference import Blockwise
 from ringspan.torch.kernels.triton import TritonAttention
 from ringspan.torch.scores import Scores
@@ -25,9 +26,13 @@ class Kernel(Protocol):
     natural log-sum-exp in float32; a row that no tile of the launch gives a key has out 0 and lse -inf. ``scores`` says
     what a product q . k becomes, with the launch's positions where they count. Backward takes the GLOBAL out and lse of
     the rows and makes this launch's share of dq, dk, dv.
+
+    ``memory`` is how q, k, v, dout and out must lie (``laid_out``). The running sums of a kernel that adds in place
+    always lie in rows, with any strides of batch, heads and tokens; lse, slopes and positions may have any strides.
     """
 
     name: str
+    memory: Memory
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         """Why this kernel cannot serve such tensors (device, dtype, head sizes, packages) and scores; None if it
@@ -119,6 +124,14 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
     slow = {"triton": q.device.type != "cuda", "cpu": q.dtype.itemsize < 4 and not multiplies_16_bits()}
     names = (name for name in KERNELS if not slow.get(name))
     return tuple(name for name in names if KERNELS[name].why_not(q, v, scores) is None)
+
+
+def laid_out(names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as all of the serving kernels can read them: themselves, or copies where they lie otherwise.
+
+    The only place where that is seen to, once a pass; what arrives from other ranks is contiguous.
+    """
+    return Memory.of_all(KERNELS[name].memory for name in names).laid_out(*tensors)
 
 
 def choose(names: tuple[str, ...], tiles: tuple[Tile, ...], q: Tensor) -> Returning | InPlace:

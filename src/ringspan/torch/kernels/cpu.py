@@ -9,6 +9,7 @@ from ringspan.core.tile import Tile
 from ringspan.torch.kernels import mirror
 from ringspan.torch.kernels.heads import one_size
 from ringspan.torch.kernels.launch import SHORT, Launch, Launches, keys_a_row, pieces
+from ringspan.torch.kernels.memory import Memory
 from ringspan.torch.scores import Scores
 
 _ops = torch.ops.aten
@@ -40,6 +41,7 @@ class CpuFlash:
     """
 
     name = "cpu"
+    memory = Memory()
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         if q.device.type != "cpu":

@@ -8,8 +8,9 @@ from torch import Tensor
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels import mirror
 from ringspan.torch.kernels.device import half_precision_on_cuda
-from ringspan.torch.kernels.heads import neighbours, one_size, too_large
+from ringspan.torch.kernels.heads import one_size, too_large
 from ringspan.torch.kernels.launch import Launch, Launches, squares
+from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
 from ringspan.torch.kernels.reference import Blockwise
 from ringspan.torch.scores import Scores
 
@@ -27,6 +28,7 @@ class Cudnn:
     """
 
     name = "cudnn"
+    memory = FOR_TENSOR_CORES
 
     def __init__(self) -> None:
         self._thin = Blockwise()
@@ -52,7 +54,7 @@ class Cudnn:
         if launch.tile.is_anticausal:
             return mirror.forward(self, q, k, v, launch, scores)
         value_size = v.shape[-1]
-        q, k, v = (neighbours(x) for x in one_size(q, k, v, multiple=_HEAD_MULTIPLE))
+        q, k, v = one_size(q, k, v, multiple=_HEAD_MULTIPLE)
         out, lse, *_ = _ops._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, launch.tile.is_causal, False, scale=scores.scale
         )
@@ -68,7 +70,7 @@ class Cudnn:
         if launch.tile.is_anticausal:
             return mirror.backward(self, dout, q, k, v, out, lse, launch, scores)
         size, value_size = q.shape[-1], v.shape[-1]
-        dout, q, k, v, out = (neighbours(x) for x in one_size(dout, q, k, v, out, multiple=_HEAD_MULTIPLE))
+        dout, q, k, v, out = one_size(dout, q, k, v, out, multiple=_HEAD_MULTIPLE)
         no_dropout = [torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2)]
         dq, dk, dv = _ops._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse.contiguous().unsqueeze(-1), *no_dropout, None, None, None, q.shape[2], k.shape[2],

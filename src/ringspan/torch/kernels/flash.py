@@ -15,8 +15,9 @@ from torch import Tensor
 from ringspan.core.tile import Tile
 from ringspan.gpu import support
 from ringspan.torch.kernels import device, mirror
-from ringspan.torch.kernels.heads import neighbours, one_size, too_large
+from ringspan.torch.kernels.heads import one_size, too_large
 from ringspan.torch.kernels.launch import Launch, Launches, Window, chains, squares
+from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
 from ringspan.torch.scores import Scores
 
 _LARGEST_HEAD: Final = 256
@@ -73,6 +74,8 @@ class Flash:
     Smaller value heads, and sizes that are no multiple of eight, are filled up with zeros.
     """
 
+    memory = FOR_TENSOR_CORES
+
     def __init__(self, name: str, calls: Calls) -> None:
         self.name, self._calls = name, calls
 
@@ -98,7 +101,7 @@ class Flash:
         if self._is_mirrored(launch):
             return mirror.forward(self, q, k, v, launch, scores)
         value_size = v.shape[-1]
-        q, k, v = (_tokens_first(x) for x in one_size(q, k, v, multiple=_HEAD_MULTIPLE))
+        q, k, v = (x.transpose(1, 2) for x in one_size(q, k, v, multiple=_HEAD_MULTIPLE))
         window = Window.of(launch.tiles[0])
         if len(launch.tiles) == 1:
             out, lse = self._calls.forward(q, k, v, None, window, scores)
@@ -116,7 +119,7 @@ class Flash:
         if self._is_mirrored(launch):
             return mirror.backward(self, dout, q, k, v, out, lse, launch, scores)
         size, value_size = q.shape[-1], v.shape[-1]
-        tensors = [_tokens_first(x) for x in one_size(dout, q, k, v, out, multiple=_HEAD_MULTIPLE)]
+        tensors = [x.transpose(1, 2) for x in one_size(dout, q, k, v, out, multiple=_HEAD_MULTIPLE)]
         batch, window, cuts = len(q), Window.of(launch.tiles[0]), None
         if len(launch.tiles) > 1:
             cuts = _cuts(launch, batch, q.device)
@@ -130,11 +133,6 @@ class Flash:
 
     def _is_mirrored(self, launch: Launch) -> bool:
         return not self._calls.takes_windows and launch.tiles[0].is_anticausal
-
-
-def _tokens_first(x: Tensor) -> Tensor:
-    """(B, H, T, D) -> (B, T, H, D), whose last dimension is contiguous."""
-    return neighbours(x.transpose(1, 2))
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,6 @@
 """What operators ask of heads: one size for all of them, or as many key/value heads as query heads."""
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 
 def too_large(q: Tensor, v: Tensor, largest: int) -> str | None:
@@ -13,9 +12,14 @@ def too_large(q: Tensor, v: Tensor, largest: int) -> str | None:
 def one_size(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
     """All with the largest head size, rounded up to a multiple, filled up with zeros: these change no score."""
     size = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
-    return tuple(x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in tensors)
+    return tuple(x if x.shape[-1] == size else _filled_up(x, size) for x in tensors)
 
 
-def neighbours(x: Tensor) -> Tensor:
-    """The tensor, or a copy whose heads' numbers lie beside each other."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _filled_up(x: Tensor, size: int) -> Tensor:
+    """A contiguous copy with zeros behind: torch's own ``pad`` gives one by the strides of x, in which a head of a
+    single number may pass for channels that come last.
+    """
+    wider = x.new_empty((*x.shape[:-1], size))
+    wider[..., : x.shape[-1]] = x
+    wider[..., x.shape[-1] :] = 0
+    return wider

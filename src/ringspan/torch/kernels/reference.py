@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels.launch import SHORT, Launch, Launches, bands
+from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.kernels.merge import merge_into
 from ringspan.torch.scores import Scores
 
@@ -54,6 +55,7 @@ class Blockwise:
     """Scores of a chunk of rows and keys exist at any time; chunks outside of the band are never touched."""
 
     name = "reference"
+    memory = ANY
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         return None

@@ -7,6 +7,7 @@ from ringspan.core.tile import Tile
 from ringspan.gpu import support
 from ringspan.torch.kernels.heads import too_large
 from ringspan.torch.kernels.launch import Launch, Launches, whole
+from ringspan.torch.kernels.memory import Memory
 from ringspan.torch.scores import Scores
 
 
@@ -17,6 +18,7 @@ class TritonAttention:
     """
 
     name = "triton"
+    memory = Memory()
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         is_interpreted = q.device.type == "cpu" and support.interprets_triton()

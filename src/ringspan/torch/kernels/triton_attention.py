@@ -14,7 +14,6 @@ from ringspan.gpu import attention
 from ringspan.gpu.attention import Blocks
 from ringspan.gpu.support import interprets_triton
 from ringspan.gpu.table import Table
-from ringspan.torch.kernels.heads import neighbours
 from ringspan.torch.kernels.launch import Launch
 from ringspan.torch.scores import Scores
 
@@ -55,7 +54,6 @@ def _table(launch: Launch, device: torch.device) -> _OnDevice:
 def forward_into(q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor) -> None:
     """Add the launch's keys to the running (out, lse) of its rows: float32, (B, H, R, E) and (B, H, R)."""
     table = _table(launch, q.device)
-    q, k, v = (neighbours(x) for x in (q, k, v))
     _forward[lambda meta: (triton.cdiv(q.shape[2], meta["ROWS"]), q.shape[0] * q.shape[1])](
         q, k, v, out, lse, *_positions(q, scores), table.tiles, *table.of_rows,
         *_numbers(q, k, v, q.shape[2], scores),
@@ -80,7 +78,6 @@ def backward_into(
 ) -> None:
     """Add the launch's share to the running dq, dk and dv, in float32, from the global out and lse."""
     table = _table(launch, q.device)
-    dout, q, k, v, out = (neighbours(x) for x in (dout, q, k, v, out))
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     shared = *_positions(q, scores), table.tiles
     _backward_queries[lambda meta: (triton.cdiv(q.shape[2], meta["ROWS"]), q.shape[0] * q.shape[1])](

@@ -1,0 +1,57 @@
+"""How tensors must lie in memory for a kernel to read them. B batch, H heads, T tokens, D head size."""
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Memory(NamedTuple):
+    """What a kernel asks of q, k, v, dout and out, each (B, H, T, D), beyond their numbers.
+
+    Args:
+        in_rows: the tokens of a head are the rows of a matrix, ``x.stride(3) == 1`` and ``x.stride(2) >= D``. Kernels
+            that do not look at the last stride read something else where it is not 1, and matrix products do where
+            rows overlap, as those of an expanded tensor.
+        alignment_bytes: where a row takes a multiple of so many bytes, it also begins at one: kernels that load
+            vectors. Of other rows such a kernel makes itself wider ones.
+        may_repeat: batch and heads may be expanded, that is have a stride of 0.
+    """
+
+    in_rows: bool = True
+    alignment_bytes: int = 1
+    may_repeat: bool = True
+
+    @staticmethod
+    def of_all(memories: Iterable["Memory"]) -> "Memory":
+        """What suits several kernels."""
+        in_rows, alignments, may_repeat = zip(ANY, *memories, strict=True)
+        return Memory(any(in_rows), max(alignments), all(may_repeat))
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether a tensor lies so."""
+        if self.in_rows and not is_in_rows(x):
+            return False
+        if not self.may_repeat and any(x.stride(dim) == 0 < x.shape[dim] - 1 for dim in (0, 1)):
+            return False
+        return self.alignment_bytes == 1 or self._is_aligned(x)
+
+    def laid_out(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors, or contiguous copies of those that do not lie so."""
+        return tuple(x if self.fits(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors)
+
+    def _is_aligned(self, x: Tensor) -> bool:
+        if x.shape[-1] * x.itemsize % self.alignment_bytes:
+            return True
+        starts = (x.data_ptr(), *(x.stride(dim) * x.itemsize for dim in range(3) if x.shape[dim] > 1))
+        return all(start % self.alignment_bytes == 0 for start in starts)
+
+
+ANY: Final = Memory(in_rows=False)
+FOR_TENSOR_CORES: Final = Memory(alignment_bytes=16, may_repeat=False)  # what CUDA's own kernels load at once
+
+
+def is_in_rows(x: Tensor) -> bool:
+    """Whether the last two dimensions are a matrix whose rows are in one piece each and do not overlap."""
+    return x.stride(-1) == 1 and (x.shape[-2] == 1 or x.stride(-2) >= x.shape[-1])
