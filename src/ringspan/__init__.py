@@ -46,6 +46,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """For ``dir`` and completion: what is loaded, and what will be when it is first used."""
+    return sorted({*globals(), *__all__})
+
+
 __all__ = [
     "ConfigError",
     "Layout",

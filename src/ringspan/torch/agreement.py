@@ -1,15 +1,17 @@
 """What the ranks of a group agree on before anything moves, and what each group has to talk through."""
 
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Never
+from typing import Any, Final, NamedTuple, Never, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from ringspan.core.errors import PeerMismatch
+from ringspan.core.errors import PeerMismatch, UnsupportedError
 from ringspan.torch.gather import gather
 from ringspan.torch.mail import Mail
 
@@ -23,6 +25,7 @@ class _Group:
     known: OrderedDict[tuple[Any, ...], None] = field(default_factory=OrderedDict)
     facts: dict[str, Any] = field(default_factory=dict)
     mail: Mail | None = None
+    is_passing: threading.Lock = field(default_factory=threading.Lock)
 
 
 class _Answer(NamedTuple):
@@ -56,7 +59,7 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     Raises:
         PeerMismatch: on every rank alike, naming what differs and which rank was given what.
     """
-    if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+    if not _talks(group):
         return
     here = _groups.setdefault(group, _Group())
     here.facts = facts
@@ -69,6 +72,33 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     here.known[key] = None
     if len(here.known) > _KNOWN_FACTS:  # on all ranks alike, since they agree on the order
         here.known.popitem(last=False)
+
+
+@contextmanager
+def one_at_a_time(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """A pass of this thread over a group; another thread's would take its messages, which look alike.
+
+    Raises:
+        UnsupportedError: another thread is in a pass over the group.
+    """
+    if not _talks(group):
+        yield
+        return
+    lock = _groups.setdefault(group, _Group()).is_passing
+    if not lock.acquire(blocking=False):
+        raise UnsupportedError(
+            "two threads compute attention over one process group at once; give each thread a group of its own "
+            "(dist.new_group)"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _talks(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
+    """Whether there are others, and not made-up ones."""
+    return group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
 
 
 def complain(group: dist.ProcessGroup, complaint: str) -> Never:

@@ -8,23 +8,31 @@ import logging
 import os
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.core.arguments import check_scores, check_shapes, find_layouts
+from ringspan.core.arguments import check_scores, find_layouts, find_mask
 from ringspan.core.choice import Choice, choose_route
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
-from ringspan.core.mask import Mask, causal
+from ringspan.core.mask import Mask
 from ringspan.core.route import Route, member_heads
 from ringspan.core.schedule import Schedule, plan
 from ringspan.core.timing import Shape, Speeds
 from ringspan.torch import kernels
-from ringspan.torch.agreement import agree
+from ringspan.torch.agreement import agree, one_at_a_time
+from ringspan.torch.arguments import (
+    check_differentiation,
+    check_heads,
+    check_plain,
+    check_tensors,
+    find_group,
+)
 from ringspan.torch.exchange import Exchange
 from ringspan.torch.ring import (
     Ring,
@@ -51,7 +59,7 @@ def ring_attention(
     mask: Mask | str | None = None,
     layout: LayoutName | Layout = "zigzag",
     key_layout: Layout | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     slopes: Tensor | None = None,
@@ -76,7 +84,8 @@ def ring_attention(
         layout: how positions are split over the ring. A name means that the sequence is N x T tokens long; pass a
             ``Layout`` when its end is padding that no query may see.
         key_layout: where the keys live when they are another sequence (cross-attention); default: as the queries.
-        group: the ring; the default group when None, a single rank when torch.distributed is not initialised.
+        group: the ring, or a mesh of that one dimension; the default group when None, a single rank when
+            torch.distributed is not initialised.
         scale: factor on the scores; ``D ** -0.5`` when None.
         softcap: c > 0 turns a scaled score s into ``c tanh(s / c)`` (Gemma 2).
         slopes: ALiBi, one a query head (H,), float32: ``slope_h |p - p'|`` of the global positions is subtracted from
@@ -101,20 +110,22 @@ def ring_attention(
 
     Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
     """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_plain(name, tensor)
     q, k, v = _in_autocast(q, k, v)
     check_tensors(q, k, v)
     check_wire(wire, gradient_wire)
     kernels.check_name(kernel)
     check_scores(scale, softcap)
-    _check_heads(q, slopes, sinks)
+    check_heads(q, slopes, sinks)
+    check_differentiation("ring_attention", q, k, v, sinks)
     softcap = float(softcap or 0.0)
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
+    group = find_group(group)
     ranks = dist.get_world_size(group) if group is not None else 1
     layout, key_layout = find_layouts(
         layout, key_layout, ranks, q.shape[2], k.shape[2], remedy="rs.shard or rs.shard_batch"
     )
-    mask = causal() if mask is None else Mask.parse(mask) if isinstance(mask, str) else mask
+    mask = find_mask(mask)
     if route == "auto":
         route = _choose(layout, key_layout, mask, q, k, v, wire)
     way = Route.parse(route, ranks)
@@ -143,20 +154,6 @@ def _in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse what no kernel computes, naming the value."""
-    check_shapes(q.shape, k.shape, v.shape)
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise UnsupportedError(
-                f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}; make them alike"
-            )
-    if q.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        raise UnsupportedError(f"dtype {q.dtype} is not supported; use float32 or bfloat16")
-    if q.dtype == torch.float16 and q.device.type == "cpu":
-        raise UnsupportedError("float16 on CPU is not supported; use float32 or bfloat16")
-
-
 # What one device is taken to do where nothing was measured: of the class of an H100 in a node, or a core of a CPU.
 _ASSUMED: Final = {"cuda": (4e14, 3e11, 2.5e10), "cpu": (1e11, 2e9, 1e9)}
 
@@ -175,18 +172,6 @@ def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: T
 def _ranks_per_node(ranks: int) -> int:
     """As the launcher says, at most the ring; all of it when nobody says."""
     return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-
-
-def _check_heads(q: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> None:
-    """Refuse what does not fit the heads."""
-    for name, per_head in (("slopes", slopes), ("sinks", sinks)):
-        if per_head is not None and (per_head.shape != q.shape[1:2] or per_head.device != q.device):
-            raise UnsupportedError(
-                f"{name} must be one number for each of the {q.shape[1]} query heads on {q.device}, got shape "
-                f"{tuple(per_head.shape)} on {per_head.device}"
-            )
-    if slopes is not None and slopes.requires_grad:
-        raise UnsupportedError("slopes are constants of ALiBi and get no gradient; pass slopes.detach()")
 
 
 @torch.library.custom_op("ringspan::ring_attention", mutates_args=())
@@ -208,9 +193,11 @@ def _forward(
     kernel: str,
     group: str,
 ) -> tuple[Tensor, Tensor]:
+    check_differentiation("ring_attention", q, k, v, sinks)  # of who calls the operator itself
     options = _Options(scale, softcap, mask, layout, length, key_length, route, wire, gradient_wire, kernel, group)
-    ring, ulysses = _prepare("forward", q, k, v, sinks, slopes, options)
-    with torch.autocast(q.device.type, enabled=False):  # sums stay in float32
+    # Without autocast, so that sums stay in float32.
+    with one_at_a_time(_group(options.group)), torch.autocast(q.device.type, enabled=False):
+        ring, ulysses = _prepare("forward", q, k, v, sinks, slopes, options)
         return ulysses.forward(ring, q, k, v, sinks) if ulysses else forward(ring, q, k, v, sinks)
 
 
@@ -237,9 +224,10 @@ def _backward(
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = _Options(scale, softcap, mask, layout, length, key_length, route, wire, gradient_wire, kernel, group)
-    ring, ulysses = _prepare("backward", q, k, v, sinks, slopes, options)
     inputs = dout, q, k, v, out, lse
-    with torch.autocast(q.device.type, enabled=False):  # of a backward pass that is called in its region
+    # Autocast: of a backward pass that is called in its region.
+    with one_at_a_time(_group(options.group)), torch.autocast(q.device.type, enabled=False):
+        ring, ulysses = _prepare("backward", q, k, v, sinks, slopes, options)
         dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
         return *(ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)), dsinks
 
@@ -255,7 +243,7 @@ def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
+    return empty_like(q), empty_like(k), empty_like(v), dsinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -266,11 +254,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    check_differentiation("ring_attention", dout)
     dq, dk, dv, dsinks = _backward(dout, *ctx.saved_tensors, *ctx.options)
     return dq, dk, dv, dsinks if ctx.needs_input_grad[3] else None, None, *(None for _ in ctx.options)
 
 
+def _refuse_again(ctx: Any, *gradients: Tensor) -> Never:
+    raise UnsupportedError("ring_attention is differentiated once; its gradient has no backward pass of its own")
+
+
 _forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_refuse_again)
 
 
 class _Options(NamedTuple):
@@ -289,13 +283,18 @@ class _Options(NamedTuple):
     group: str
 
 
+def _group(name: str) -> dist.ProcessGroup | None:
+    """The operator's arguments are plain values, so a group is a name; torch's own functional collectives look it up
+    alike.
+    """
+    return c10d._resolve_process_group(name) if name else None  # pyright: ignore
+
+
 def _prepare(
     what: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, options: _Options
 ) -> tuple[Ring, Ulysses | None]:
     """This rank's part in a pass on which all ranks agree."""
-    # The operator's arguments are plain values, so a group is a name; torch's own functional collectives look it up
-    # alike.
-    group = c10d._resolve_process_group(options.group) if options.group else None  # pyright: ignore
+    group = _group(options.group)
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     facts = {
         "queries": tuple(q.shape),

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringspan.core.arguments import check_sharding
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
+from ringspan.torch.arguments import check_plain, find_group
 from ringspan.torch.digest import digest_integers
 
 IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
@@ -24,8 +26,11 @@ def shard(x: Tensor, layout: Layout, rank: int, dim: int, *, value: float = 0) -
     """This rank's part of a whole tensor: ``pad(x, value)[positions(rank)]`` along ``dim``; differentiable.
 
     Raises:
-        LayoutError: ``x`` does not have ``layout.length`` entries along ``dim``.
+        UnsupportedError: ``x`` is no plain tensor.
+        LayoutError: no layout, or no rank of it; or ``x`` does not have ``layout.length`` entries along ``dim``.
     """
+    check_plain("x", x)
+    check_sharding(x.shape, layout, dim)
     if x.shape[dim] != layout.length:
         raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, the layout is for {layout.length} tokens")
     missing = layout.padded_length - layout.length
@@ -36,14 +41,22 @@ def shard(x: Tensor, layout: Layout, rank: int, dim: int, *, value: float = 0) -
     return x.index_select(dim, torch.from_numpy(layout.positions(rank)).to(x.device))
 
 
-def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | None, dim: int) -> Tensor:
+def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | None, dim: int) -> Tensor:
     """The whole tensor, in order and without padding, from every rank's part. Gathers; not differentiable.
 
     Raises:
-        LayoutError: ``x`` does not have ``layout.tokens_per_rank`` entries along ``dim``.
+        UnsupportedError: ``x`` is no plain tensor, or ``group`` no group of this rank.
+        LayoutError: no layout, or one for another number of ranks than the group has; or ``x`` does not have
+            ``layout.tokens_per_rank`` entries along ``dim``.
     """
+    check_plain("x", x)
+    check_sharding(x.shape, layout, dim)
+    group = find_group(group)
     if x.shape[dim] != layout.tokens_per_rank:
         raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, the layout has {layout.tokens_per_rank} a rank")
+    ranks = dist.get_world_size(group) if group is not None else 1
+    if layout.ranks not in (1, ranks):
+        raise LayoutError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
     x = x.detach().movedim(dim, 0).contiguous()
     parts = [torch.empty_like(x) for _ in range(layout.ranks)]
     if layout.ranks == 1:

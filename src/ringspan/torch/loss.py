@@ -12,10 +12,10 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.numbers import check_real, check_whole
+from ringspan.torch.arguments import check_loss, find_group
 from ringspan.torch.batch import IGNORED
 
 LossName = Literal["auto", "blockwise", "liger"]
@@ -95,7 +95,7 @@ def blockwise_cross_entropy(
     Raises:
         ConfigError: an option outside of its range, or ``impl="liger"`` where it is not installed, not on CUDA, or has
             a share of the vocabulary.
-        UnsupportedError: a target that is no entry of the vocabulary.
+        UnsupportedError: a target that is no entry of the vocabulary; shapes, dtypes or devices that do not fit.
 
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Liu and Abbeel 2023, "Blockwise
     Parallel Transformer", section 3.
@@ -108,6 +108,8 @@ def blockwise_cross_entropy(
         logit_scale=logit_scale,
         softcap=softcap,
     )
+    check_loss(hidden, weight, targets, bias)
+    group = None if group is None else find_group(group)
     _check_targets(targets, len(weight) * _size(group))
     if fused := _choose_liger(impl, hidden, group, logit_scale):
         return fused(
@@ -213,8 +215,12 @@ class _BlockwiseCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():  # for which once_differentiable would return constants: d_total needs no gradient
+            raise UnsupportedError(
+                "blockwise_cross_entropy is differentiated once; call backward or torch.autograd.grad without "
+                "create_graph=True"
+            )
         if ctx.gradients is None:
             raise RuntimeError("the blockwise loss keeps its gradients for one backward pass; compute the loss again")
         [d_total] = gradients

@@ -1,0 +1,150 @@
+"""What the PyTorch back end asks of its tensors and groups before anything moves."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ringspan.core.arguments import check_shapes
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.values import described
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse what no kernel computes, naming the value.
+
+    Raises:
+        UnsupportedError: shapes, dtypes or a device that nothing here computes on.
+    """
+    check_shapes(q.shape, k.shape, v.shape)
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise UnsupportedError(
+                f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}; make them alike"
+            )
+    if q.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        raise UnsupportedError(f"dtype {q.dtype} is not supported; use float32 or bfloat16")
+    if q.dtype == torch.float16 and q.device.type == "cpu":
+        raise UnsupportedError("float16 on CPU is not supported; use float32 or bfloat16")
+
+
+def check_plain(name: str, tensor: Any) -> None:
+    """Refuse what is no tensor that lies whole, and dense, on this rank.
+
+    Raises:
+        UnsupportedError: naming what it is.
+    """
+    if isinstance(tensor, DTensor):
+        raise UnsupportedError(f"{name} is a DTensor; pass this rank's part, {name}.to_local()")
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedError(f"{name} must be a torch.Tensor, got {described(tensor)}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise UnsupportedError(f"{name} is a {kind} tensor; pass a dense one")
+
+
+def check_heads(q: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> None:
+    """Refuse slopes and sinks that do not fit the heads.
+
+    Raises:
+        UnsupportedError: naming what they are.
+    """
+    for name, per_head in (("slopes", slopes), ("sinks", sinks)):
+        if per_head is None:
+            continue
+        check_plain(name, per_head)
+        if per_head.shape != q.shape[1:2] or per_head.device != q.device or not per_head.is_floating_point():
+            raise UnsupportedError(
+                f"{name} must be one number for each of the {q.shape[1]} query heads on {q.device}, in floating point, "
+                f"got {per_head.dtype} of shape {tuple(per_head.shape)} on {per_head.device}"
+            )
+    if slopes is not None and slopes.requires_grad:
+        raise UnsupportedError("slopes are constants of ALiBi and get no gradient; pass slopes.detach()")
+
+
+def check_loss(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    """Refuse what is no problem of a cross-entropy: hidden (T, C), weight (V, C), targets (T,), bias (V,).
+
+    Raises:
+        UnsupportedError: no plain tensors, or shapes, dtypes or devices that do not fit each other.
+    """
+    floats = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, x in (floats | {"targets": targets}).items():
+        check_plain(name, x)
+        if x.device != hidden.device:
+            raise UnsupportedError(f"{name} is on {x.device}, hidden on {hidden.device}; put them on one device")
+    (vocabulary, size), tokens = (*weight.shape, 0, 0)[:2], targets.shape[:1]
+    expected = {"weight": (vocabulary, size), "hidden": (*tokens, size), "bias": (vocabulary,), "targets": (*tokens,)}
+    if any(tuple(x.shape) != expected[name] for name, x in (floats | {"targets": targets}).items()):
+        given = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (floats | {"targets": targets}).items())
+        raise UnsupportedError(
+            f"shapes do not fit: {given}; they must be hidden (tokens, size), weight (vocabulary, size), targets "
+            "(tokens,) and bias (vocabulary,)"
+        )
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise UnsupportedError(f"targets must be int64 or int32, got {targets.dtype}")
+    for name, x in floats.items():
+        if not x.is_floating_point() or (x.dtype != hidden.dtype and name == "weight" and not _is_autocast(x)):
+            raise UnsupportedError(f"{name} is {x.dtype}, hidden is {hidden.dtype}; make them alike, in floating point")
+    check_differentiation("blockwise_cross_entropy", hidden, weight, bias)
+
+
+def _is_autocast(x: Tensor) -> bool:
+    """Whether products of tensors like it are made in another dtype here."""
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def check_differentiation(what: str, *tensors: Tensor | None) -> None:
+    """Refuse the kinds of differentiation that a function with a backward pass of its own does not know: forward mode,
+    for which torch would take its tangents for zeros, and the transformations of torch.func.
+
+    Raises:
+        UnsupportedError: naming the kind.
+    """
+    for x in tensors:
+        if x is None:
+            continue
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise UnsupportedError(
+                f"{what} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); use reverse mode: "
+                "torch.autograd.grad or backward"
+            )
+        # Dynamo knows no such question; what it traces meets torch's own error.
+        if not torch.compiler.is_compiling() and torch._C._functorch.is_gradtrackingtensor(x):  # pyright: ignore
+            raise UnsupportedError(
+                f"{what} is not differentiated by torch.func (grad, vjp, jacrev, hessian); use torch.autograd.grad or "
+                "backward"
+            )
+
+
+def find_group(group: Any) -> dist.ProcessGroup | None:
+    """The process group that a caller means: a one-dimensional mesh's own, the default one when None, and none where
+    torch.distributed is not initialised.
+
+    Raises:
+        UnsupportedError: no group, one without this rank, or a mesh of several dimensions.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            axes = ", ".join(map(repr, group.mesh_dim_names or ()))
+            raise UnsupportedError(
+                f"group is a mesh of {group.ndim} dimensions ({axes or 'without names'}); pass one of them, as in "
+                'mesh["ring"]'
+            )
+        group = group.get_group()
+    if group is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise UnsupportedError("this rank is not in the group; call it only on the ranks that dist.new_group was given")
+    if not isinstance(group, dist.ProcessGroup):
+        raise UnsupportedError(
+            f"group must be a process group, a mesh of one dimension or None, got {described(group)}; make one with "
+            'dist.new_group, or pass mesh["ring"]'
+        )
+    if dist.get_rank(group) < 0:
+        raise UnsupportedError(f"rank {dist.get_rank()} is not in the group; call it only on the ranks that are")
+    return group
