@@ -26,11 +26,11 @@ def mesh(**axes: int) -> Mesh:
     return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def shards(x: Any, layout: rs.Layout) -> np.ndarray:
+def shards(x: Any, layout: rs.Layout, padding: float = 0) -> np.ndarray:
     """Padded and in the order of the layout along dimension 2."""
     x = np.asarray(x)
     width = [(0, layout.padded_length - layout.length if dim == 2 else 0) for dim in range(x.ndim)]
-    return np.pad(x, width)[:, :, layout.permutation]
+    return np.pad(x, width, constant_values=padding)[:, :, layout.permutation]
 
 
 def in_order(x: Any, layout: rs.Layout) -> np.ndarray:
@@ -39,9 +39,12 @@ def in_order(x: Any, layout: rs.Layout) -> np.ndarray:
 
 
 def attention_and_gradients(q, k, v, dout, layout: rs.Layout, mask: rs.Mask, key_layout=None, **options):
-    """out, dq, dk and dv in order, by the public function; sinks' gradient comes last if there are sinks."""
+    """out, dq, dk and dv in order, by the public function; sinks' gradient comes last if there are sinks.
+
+    Padding is NaN, of which nothing may reach a token.
+    """
     keys = key_layout or layout
-    inputs = [shards(q, layout), shards(k, keys), shards(v, keys)]
+    inputs = [shards(x, split, np.nan) for x, split in ((q, layout), (k, keys), (v, keys))]
     sinks = options.pop("sinks", None)
     if sinks is not None:
         inputs.append(np.asarray(sinks))
@@ -55,7 +58,7 @@ def attention_and_gradients(q, k, v, dout, layout: rs.Layout, mask: rs.Mask, key
         out, differentiate = jax.vjp(attention, *inputs)
         return out, *differentiate(dout)
 
-    out, dq, dk, dv, *dsinks = both(shards(dout, layout), *inputs)
+    out, dq, dk, dv, *dsinks = both(shards(dout, layout, np.nan), *inputs)
     ordered = [in_order(out, layout), in_order(dq, layout), in_order(dk, keys), in_order(dv, keys)]
     return ordered + [np.asarray(x, np.float64) for x in dsinks]
 

@@ -184,6 +184,52 @@ def test_rows_that_see_nothing_give_zeros():
     assert all((g[:, :, 3:] == 0).all() and np.isfinite(g).all() for g in gradients)
 
 
+@pytest.mark.parametrize("kernel", ["xla", "pallas"])
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_what_padding_holds_reaches_no_token(kernel, layout):
+    """The oracle knows nothing of it; on the ring it is NaN, in chunks that hold tokens too."""
+    problem = Problem(39, rs.full(), heads=2, groups=1, size=8, has_sinks=True)
+    split = rs.Layout(layout, 39, 4)
+    # Interpreted, a kernel takes any chunks that divide a rank's tokens.
+    chunk = split.tokens_per_rank if kernel == "pallas" else 4
+    options = {"query_chunk": chunk, "key_chunk": chunk, "kernel": kernel, "sinks": problem.sinks.numpy()}
+    results = attention_and_gradients(*arrays(problem), split, problem.mask, **options)
+    expected = problem.out, *problem.gradients, problem.dsinks
+    assert max(map(relative, results, expected, problem.terms)) < FLOAT32_LIMIT
+
+
+def test_a_row_without_keys_and_with_a_sink_of_minus_infinity_gives_zeros():
+    mask = rs.documents([3])
+    problem = Problem(12, mask, has_sinks=True)
+    assert problem.sinks[-1] == -torch.inf
+    sinks = problem.sinks.numpy()
+    out, *gradients = attention_and_gradients(*arrays(problem), rs.Layout("contiguous", 12, 4), mask, sinks=sinks)
+    assert (out[:, :, 3:] == 0).all()
+    expected = problem.out, *problem.gradients, problem.dsinks
+    assert max(map(relative, (out, *gradients), expected, problem.terms)) < FLOAT32_LIMIT
+
+
+def test_forward_over_reverse_is_right_and_every_other_order_raises():
+    """A product with the Hessian, against that of dense attention."""
+    problem = Problem(8, rs.causal(), heads=2, groups=2, size=4)
+    inputs = [jnp.asarray(x) for x in arrays(problem)[:3]]
+    allowed = rs.causal().dense(np.arange(8), np.arange(8))
+
+    def on_ring(*x):
+        return jnp.sin(sharded_ring_attention(*x, mesh=mesh(sp=2), layout="contiguous")).sum()
+
+    def alone(*x):
+        return jnp.sin(dense(*x, None, allowed, None)).sum()
+
+    ours, theirs = (jax.jvp(jax.grad(f, (0, 1, 2)), tuple(inputs), tuple(inputs))[1] for f in (on_ring, alone))
+    for a, b in zip(ours, theirs, strict=True):
+        assert np.linalg.norm(a - b) < FLOAT32_LIMIT * np.linalg.norm(b)
+    with pytest.raises(TypeError):
+        jax.jvp(on_ring, tuple(inputs), tuple(inputs))
+    with pytest.raises(ValueError, match="Reverse-mode"):
+        jax.grad(lambda *x: sum(g.sum() for g in jax.grad(on_ring, (0, 1, 2))(*x)))(*inputs)
+
+
 def test_vmap_remat_and_scan_over_layers():
     """Three layers of attention by scan, each recomputed, of a batch by vmap: gradients as without any of it."""
     problem = Problem(48, rs.causal(), batch=2, heads=2, groups=2, size=8)
@@ -265,11 +311,28 @@ def test_explicit_meshes_work_too():
         ([(1, 2, 8, 4)] * 3, {"key_chunk": 0}, rs.UnsupportedError, "key_chunk"),
         ([(1, 2, 8, 4)] * 3, {"sinks": np.zeros(3, np.float32)}, rs.UnsupportedError, "each of the 2 query heads"),
         ([(1, 2, 8, 4)] * 3, {"axis_name": "ring"}, rs.LayoutError, "no axis 'ring'"),
+        ([(1, 2, 8, 4)] * 3, {"key_chunk": 2.5}, rs.UnsupportedError, "key_chunk must be an integer, got 2.5"),
+        ([(1, 2, 8, 4)] * 3, {"mask": rs.causal}, rs.MaskError, r"call it, as in mask=rs\.causal\(\)"),
+        ([(1, 2, 8, 4)] * 3, {"mask": np.ones((8, 8))}, rs.MaskError, "cannot be split over ranks"),
+        ([(1, 2, 8, 4)] * 3, {"scale": "1"}, rs.UnsupportedError, "scale must be a plain number"),
+        ([(1, 2, 8, 4)] * 3, {"layout": 3}, rs.LayoutError, "layout must be a name or a Layout, got 3"),
+        ([(1, 2, 8, 4)] * 3, {"key_layout": "zigzag"}, rs.LayoutError, "key_layout must be a Layout or None"),
+        ([(1, 2, 8, 4)] * 3, {"key_layout": rs.Layout("striped", 8, 2)}, rs.LayoutError, "make them alike"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(shapes, options, error, message):
     with pytest.raises(error, match=message):
         sharded_ring_attention(*(np.zeros(shape, np.float32) for shape in shapes), mesh=mesh(sp=2), **options)
+
+
+def test_what_is_no_mesh_or_outside_of_one_is_refused():
+    x = np.zeros((1, 2, 8, 4), np.float32)
+    with pytest.raises(rs.LayoutError, match=r"mesh must be a jax\.sharding\.Mesh, got 2"):
+        sharded_ring_attention(x, x, x, mesh=2)
+    with pytest.raises(rs.LayoutError, match=r"call ring_attention inside jax\.shard_map"):
+        ring_attention(x, x, x)
+    with pytest.raises(rs.UnsupportedError, match=r"q must be an array, got \[1\]"):
+        ring_attention([1], x, x)
 
 
 def test_integers_are_refused():

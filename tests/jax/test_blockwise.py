@@ -36,6 +36,59 @@ def test_cross_entropy_and_gradients_equal_the_plain_ones(tokens, chunk):
         assert near(a, b)
 
 
+@pytest.mark.parametrize("target", [-1, 10, 999])
+def test_a_target_outside_the_vocabulary_raises_and_under_jit_makes_everything_nan(target):
+    hidden, weight = jnp.ones((5, 4)), jnp.ones((10, 4))
+    targets = jnp.array([1, 2, target, -100, 4])
+    with pytest.raises(rs.UnsupportedError, match=f"target {target} is no entry of a vocabulary of 10"):
+        blockwise_cross_entropy(hidden, weight, targets)
+    loss, gradients = jax.jit(jax.value_and_grad(blockwise_cross_entropy, (0, 1)))(hidden, weight, targets)
+    assert np.isnan(loss) and np.isnan(gradients[1]).all()
+
+
+def test_what_tokens_without_a_target_hold_changes_nothing():
+    generator = np.random.default_rng(0)
+    hidden, weight = (generator.standard_normal(s).astype(np.float32) for s in ((7, 8), (19, 8)))
+    targets = np.array([3, -100, 5, 0, -100, 18, 1])
+    results = []
+    for value in (0, np.nan):
+        hidden[targets == -100] = value
+        both = jax.value_and_grad(lambda h, w: blockwise_cross_entropy(h, w, targets, chunk_tokens=3), (0, 1))
+        results.append(jax.tree.leaves(jax.jit(both)(hidden, weight)))
+    for a, b in zip(*results, strict=True):
+        assert np.isfinite(a).all() and np.array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "message"),
+    [
+        ([(5, 4), (10, 4), (7,)], int, r"hidden \(5, 4\), weight \(10, 4\), targets \(7,\)"),
+        ([(5, 4), (10, 3), (5,)], int, "shapes do not fit"),
+        ([(1, 5, 4), (10, 4), (1, 5)], int, "shapes do not fit"),
+        ([(5, 4), (10, 4), (5,)], float, "targets must be integers, got float32"),
+        ([(5, 4), (10, 4), (5,)], bool, "targets must be integers, got bool"),
+    ],
+)
+def test_what_is_no_problem_of_a_loss_is_refused(shapes, dtype, message):
+    hidden, weight, targets = (jnp.zeros(shape) for shape in shapes)
+    with pytest.raises(rs.UnsupportedError, match=message):
+        jax.jit(blockwise_cross_entropy)(hidden, weight, targets.astype(dtype))
+
+
+def test_no_tokens_at_all():
+    assert blockwise_cross_entropy(jnp.zeros((0, 4)), jnp.zeros((10, 4)), jnp.zeros(0, int)) == 0
+    assert blockwise_feedforward(jnp.sin, jnp.zeros((2, 0, 4))).shape == (2, 0, 4)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+@pytest.mark.parametrize(("value", "message"), [(1.5, "must be integers, got float64"), (1 << 40, "must fit int32")])
+def test_what_int32_would_change_is_refused(name, value, message):
+    batch = {"input_ids": np.ones((1, 8), int), "labels": np.ones((1, 8), int)}
+    batch[name] = np.full((1, 8), value)
+    with pytest.raises(rs.UnsupportedError, match=f"{name} {message}"):
+        shard_batch(batch, init_mesh(sp=2))
+
+
 def test_logits_and_wide_activations_never_exist_whole():
     hidden, weight = jnp.zeros((1024, 8)), jnp.zeros((4096, 8))
     loss = jax.grad(lambda h, w: blockwise_cross_entropy(h, w, jnp.zeros(1024, int), chunk_tokens=64), (0, 1))

@@ -163,6 +163,18 @@ def test_half_precision_weights_load(folders, tmp_path):
     assert model.layers.q_proj[...].dtype == jnp.bfloat16
 
 
+def test_ids_outside_of_the_vocabulary_are_no_other_token(folders):
+    """Under jit nobody can refuse them, so that what they make is NaN."""
+    mesh = init_mesh(tp=2, sp=2)
+    graph, state = nnx.split(load_llama(folders["llama"], mesh))
+    loss, batch = jax.jit(mean_loss(graph, mesh)), batch_of(2, 16)
+    for wrong in (-1, VOCAB):
+        changed = batch["input_ids"].copy()
+        changed[0, 3] = wrong
+        assert np.isnan(loss(state, shard_batch(batch | {"input_ids": changed}, mesh)))
+    assert np.isfinite(loss(state, shard_batch(batch, mesh)))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

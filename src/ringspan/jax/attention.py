@@ -3,20 +3,22 @@
 B batch, H query heads, G key/value heads, T local tokens, S global tokens, D head size, E value head size.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringspan.core.arguments import check_scores, check_shapes, find_layouts
+from ringspan.core.arguments import check_scores, check_shapes, find_layouts, find_mask
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
-from ringspan.core.mask import Mask, causal
+from ringspan.core.mask import Mask
+from ringspan.core.values import described, integer
 from ringspan.jax import ring, triton
 from ringspan.jax.kernels import varying_axes, varying_like
 from ringspan.jax.pallas import is_interpreted
@@ -48,6 +50,8 @@ def ring_attention(
     gives 0. ``jit``, ``vmap``, ``checkpoint`` and ``scan`` compose with it; ``jax.checkpoint_policies
     .save_only_these_names("ring_attention")`` recomputes a layer but not its attention.
 
+    What the arrays hold behind the length of the layout, NaN too, changes no result and no gradient.
+
     Args:
         q: local queries (B, H, T, D), in the order of the layout. float32, bfloat16, float16, or float64 with x64.
         k: local keys (B, G, T', D), G dividing H; they travel unrepeated.
@@ -78,9 +82,9 @@ def ring_attention(
     _check_arrays(q, k, v, sinks)
     _check_options(scale, softcap, query_chunk, key_chunk)
     _check_kernel(kernel, q, v)
-    ranks = lax.axis_size(axis_name)
+    ranks = _axis_size(axis_name)
     layout, key_layout = find_layouts(layout, key_layout, ranks, q.shape[2], k.shape[2], remedy="ringspan.jax.shard")
-    mask = causal() if mask is None else Mask.parse(mask) if isinstance(mask, str) else mask
+    mask = find_mask(mask)
     geometry = ring.Ring(
         axis_name,
         layout,
@@ -88,14 +92,50 @@ def ring_attention(
         mask,
         q.shape[-1] ** -0.5 if scale is None else float(scale),
         None if softcap is None else float(softcap),
-        query_chunk,
-        key_chunk,
+        int(query_chunk),
+        int(key_chunk),
         kernel,
     )
     # All differ along the ring from here on; where a caller's array did not, autodiff makes this the sum over ranks.
     everywhere = (q, k, v, lax.axis_index(axis_name))
-    q, k, v = (varying_like(x, *everywhere) for x in (q, k, v))
-    return _attention(geometry, q, k, v, None if sinks is None else varying_like(sinks, *everywhere))
+    rank = everywhere[-1]
+    q, k, v = (
+        _without_padding(varying_like(x, *everywhere), split, rank)
+        for x, split in ((q, layout), (k, key_layout), (v, key_layout))
+    )
+    out: Array = _attention(  # pyright: ignore[reportAssignmentType]
+        geometry, q, k, v, None if sinks is None else varying_like(sinks, *everywhere)
+    )
+    return _without_padding(out, layout, rank)  # backward: what is asked of padding is not asked of anything
+
+
+def _without_padding(x: Array, layout: Layout, rank: Array) -> Array:
+    """Tokens behind the end of the sequence as zeros: a chunk may hold some, and 0 times NaN is NaN."""
+    if layout.padded_length == layout.length:
+        return x
+    tokens = jnp.asarray(_tokens_of_chunks(layout))[rank]
+    is_token = jnp.arange(x.shape[2] // len(tokens)) < tokens[:, None]
+    return jnp.where(is_token.reshape(-1, 1), x, 0)
+
+
+@lru_cache(maxsize=64)
+def _tokens_of_chunks(layout: Layout) -> np.ndarray:
+    """How many tokens of the sequence each rank's chunks begin with, before padding. Shape (N, 2) for zigzag, else (N,
+    1).
+    """
+    chunks = 2 if layout.name == "zigzag" else 1
+    positions = layout.permutation.reshape(layout.ranks, chunks, -1)
+    return (positions < layout.length).sum(-1).astype(np.int32)
+
+
+def _axis_size(axis_name: str) -> int:
+    try:
+        return lax.axis_size(axis_name)
+    except (NameError, TypeError):
+        raise LayoutError(
+            f"there is no mesh axis {axis_name!r} here; call ring_attention inside jax.shard_map over a mesh with that "
+            "axis, or sharded_ring_attention on whole arrays"
+        ) from None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -145,6 +185,10 @@ def sharded_ring_attention(
         LayoutError: a dimension that its mesh axes do not divide, or a mesh without the axis of the ring.
         UnsupportedError, LayoutError: as ``ring_attention``.
     """
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise LayoutError(
+            f"mesh must be a jax.sharding.Mesh, got {described(mesh)}; make one with ringspan.jax.init_mesh"
+        )
     if axis_name not in mesh.shape:
         raise LayoutError(f"the mesh has no axis {axis_name!r}; its axes are {', '.join(mesh.axis_names)}")
     batch = tuple(axis for axis in batch_axes if axis in mesh.shape)
@@ -175,6 +219,9 @@ def sharded_ring_attention(
 
 def _check_arrays(q: Array, k: Array, v: Array, sinks: Array | None) -> None:
     """Refuse what no kernel computes, naming the value."""
+    for name, array in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise UnsupportedError(f"{name} must be an array, got {described(array)}")
     check_shapes(q.shape, k.shape, v.shape)
     for name, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
@@ -215,5 +262,4 @@ def _check_options(scale: float | None, softcap: float | None, query_chunk: int,
             raise UnsupportedError(f"{name} is an array; it must be a plain number, known when the program is traced")
     check_scores(scale, softcap)
     for name, value in (("query_chunk", query_chunk), ("key_chunk", key_chunk)):
-        if value < 1:
-            raise UnsupportedError(f"{name} must hold at least one token, got {value}")
+        integer(value, name, UnsupportedError, at_least=1)

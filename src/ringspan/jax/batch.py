@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringspan.core.arguments import check_sharding
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.jax.mesh import BATCH_AXES
@@ -26,9 +27,10 @@ def shard(x: Any, layout: Layout, dim: int, *, value: float = 0) -> Array:
     """``pad(x, value)[permutation]`` along ``dim``: what a mesh axis splits into the ranks' shards.
 
     Raises:
-        LayoutError: ``x`` does not have ``layout.length`` entries along ``dim``.
+        LayoutError: no layout, or ``x`` does not have ``layout.length`` entries along ``dim``.
     """
     x = jnp.asarray(x)
+    check_sharding(x.shape, layout, dim)
     if x.shape[dim] != layout.length:
         raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, the layout is for {layout.length} tokens")
     width = [(0, 0)] * x.ndim
@@ -40,9 +42,10 @@ def unshard(x: Any, layout: Layout, dim: int) -> Array:
     """The inverse of ``shard``: in order, without padding.
 
     Raises:
-        LayoutError: ``x`` does not have ``layout.padded_length`` entries along ``dim``.
+        LayoutError: no layout, or ``x`` does not have ``layout.padded_length`` entries along ``dim``.
     """
     x = jnp.asarray(x)
+    check_sharding(x.shape, layout, dim)
     if x.shape[dim] != layout.padded_length:
         raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, the layout has {layout.padded_length}")
     return jnp.take(x, layout.inverse[: layout.length], axis=dim)
@@ -64,12 +67,14 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
         ``input_ids``, ``position_ids`` and ``shift_labels``, each int32 (B, padded S).
 
     Raises:
-        UnsupportedError: keys or shapes that cannot be honoured, by name.
+        UnsupportedError: keys, shapes or numbers that cannot be honoured, by name.
         LayoutError: a batch that dp x fsdp does not divide.
     """
     unknown = sorted(set(batch) - set(_KEYS))
     if unknown:
         raise UnsupportedError(f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(_KEYS)}")
+    for name, value in batch.items():
+        _check_integers(name, np.asarray(value))
     tokens = np.asarray(batch["input_ids"])
     if tokens.ndim != 2 or tokens.shape[1] < 1:
         raise UnsupportedError(f"input_ids must be (batch, tokens), got shape {tokens.shape}")
@@ -94,3 +99,12 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
     }
     sharding = NamedSharding(mesh, P(BATCH_AXES, "sp"))
     return {name: jax.device_put(np.asarray(x, np.int32), sharding) for name, x in arrays.items()}
+
+
+def _check_integers(name: str, values: np.ndarray) -> None:
+    """Refuse what int32 would change: fractions, and numbers that are too large for it."""
+    if not np.issubdtype(values.dtype, np.integer):
+        raise UnsupportedError(f"{name} must be integers, got {values.dtype}")
+    bounds = np.iinfo(np.int32)
+    if values.size and not bounds.min <= values.min() <= values.max() <= bounds.max:
+        raise UnsupportedError(f"{name} must fit int32, got numbers from {values.min()} to {values.max()}")

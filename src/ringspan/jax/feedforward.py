@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.values import integer
 
 
 def blockwise_feedforward(function: Callable[[Array], Array], x: Array, *, chunk_tokens: int = 1024) -> Array:
@@ -24,20 +25,19 @@ def blockwise_feedforward(function: Callable[[Array], Array], x: Array, *, chunk
         (..., T, C').
 
     Raises:
-        ConfigError: ``chunk_tokens`` below one.
+        ConfigError: ``chunk_tokens`` that is no integer or below one.
 
     Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context Models".
     """
     rows = x.reshape(-1, x.shape[-1])
     out = lax.map(jax.checkpoint(function), chunks(rows, chunk_tokens))
-    return out.reshape(-1, out.shape[-1])[: len(rows)].reshape(*x.shape[:-1], -1)
+    return out.reshape(-1, out.shape[-1])[: len(rows)].reshape(*x.shape[:-1], out.shape[-1])
 
 
 def chunks(rows: Array, chunk_tokens: int, *, value: float = 0) -> Array:
     """(T, ...) -> (number, size, ...): the fewest chunks of at most ``chunk_tokens``, as equal as can be, padded."""
-    if chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    number = -(-len(rows) // chunk_tokens)
+    chunk_tokens = integer(chunk_tokens, "chunk_tokens", ConfigError, at_least=1)
+    number = max(1, -(-len(rows) // chunk_tokens))
     size = -(-len(rows) // number)
     width = [(0, number * size - len(rows))] + [(0, 0)] * (rows.ndim - 1)
     return jnp.pad(rows, width, constant_values=value).reshape(number, size, *rows.shape[1:])

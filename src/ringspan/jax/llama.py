@@ -242,7 +242,9 @@ class Llama(nnx.Module):
         local = input_ids - lax.axis_index("tp") * len(table)
         is_here = (local >= 0) & (local < len(table))
         rows = look_up(varying_like(table, local), jnp.where(is_here, local, 0))
-        return lax.psum(jnp.where(is_here[..., None], rows, 0), "tp")
+        is_known = lax.psum(is_here.astype(jnp.int32), "tp")[..., None] > 0
+        # Of an id outside the vocabulary, which nobody can refuse here, NaN rather than some other token.
+        return jnp.where(is_known, lax.psum(jnp.where(is_here[..., None], rows, 0), "tp"), jnp.nan)
 
 
 @jax.custom_vjp

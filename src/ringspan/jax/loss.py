@@ -5,8 +5,10 @@ T local tokens, C hidden size, V vocabulary (its local part where it is split ov
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
+from ringspan.core.errors import UnsupportedError
 from ringspan.jax.batch import IGNORED
 from ringspan.jax.feedforward import chunks
 from ringspan.jax.kernels import varying_like
@@ -17,7 +19,11 @@ def blockwise_cross_entropy(
 ) -> Array:
     """Summed cross-entropy of ``hidden @ weight.T`` in float32, ``chunk_tokens`` at a time, recomputed in backward.
 
-    Equals ``-sum(log_softmax(hidden @ weight.T)[t, targets[t]])`` over the tokens with a target.
+    Equals ``-sum(log_softmax(hidden @ weight.T)[t, targets[t]])`` over the tokens with a target. Whatever the hidden
+    states of the others are, NaN too, they change neither the loss nor a gradient.
+
+    A target that is no entry of the vocabulary raises where its value is known; inside ``jit``, where it is not, it
+    makes the loss and all gradients NaN.
 
     Args:
         hidden: (T, C); weight (V, C); targets (T,) integers, -100 for none.
@@ -28,8 +34,12 @@ def blockwise_cross_entropy(
         A float32 scalar; 0 when no token has a target.
 
     Raises:
-        ConfigError: ``chunk_tokens`` below one.
+        ConfigError: ``chunk_tokens`` that is no integer or below one.
+        UnsupportedError: shapes that do not fit, targets that are no integers, or (outside ``jit``) one that is no
+            entry of the vocabulary.
     """
+    vocabulary = len(weight) * (lax.axis_size(vocabulary_axis) if vocabulary_axis else 1)
+    _check(hidden, weight, targets, vocabulary)
     first = lax.axis_index(vocabulary_axis) * len(weight) if vocabulary_axis else 0
 
     def total(x: Array) -> Array:
@@ -38,6 +48,7 @@ def blockwise_cross_entropy(
     @jax.checkpoint
     def one_chunk(loss: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
         rows, target = chunk
+        rows = jnp.where((target == IGNORED)[:, None], 0, rows)  # 0 times NaN would be NaN in the weight's gradient
         logits = lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         top = lax.stop_gradient(logits).max(-1)
         top = lax.pmax(top, vocabulary_axis) if vocabulary_axis else top
@@ -46,8 +57,30 @@ def blockwise_cross_entropy(
         is_here = (local >= 0) & (local < len(weight))
         picked = jnp.take_along_axis(logits, jnp.where(is_here, local, 0)[:, None], 1)[:, 0]
         picked = total(jnp.where(is_here, picked, 0))
-        return loss + jnp.where(target == IGNORED, 0, lse - picked).sum(), None
+        is_known = (target == IGNORED) | ((target >= 0) & (target < vocabulary))
+        losses = (lse - picked) * jnp.where(is_known, 1, jnp.nan)  # a factor, so that gradients are NaN too
+        return loss + jnp.where(target == IGNORED, 0, losses).sum(), None
 
     pieces = chunks(hidden, chunk_tokens), chunks(targets, chunk_tokens, value=IGNORED)
     start = varying_like(jnp.zeros((), jnp.float32), hidden, targets)
     return lax.scan(one_chunk, start, pieces)[0]
+
+
+def _check(hidden: Array, weight: Array, targets: Array, vocabulary: int) -> None:
+    """Refuse what is no problem of this kind."""
+    shapes = [tuple(jnp.shape(x)) for x in (hidden, weight, targets)]
+    if [len(shape) for shape in shapes] != [2, 2, 1] or shapes[0] != (*shapes[2], shapes[1][1]):
+        raise UnsupportedError(
+            f"shapes do not fit: hidden {shapes[0]}, weight {shapes[1]}, targets {shapes[2]}; they must be "
+            "(tokens, size), (vocabulary, size) and (tokens,)"
+        )
+    if not jnp.issubdtype(jnp.result_type(targets), jnp.integer):
+        raise UnsupportedError(f"targets must be integers, got {jnp.result_type(targets)}")
+    if isinstance(targets, jax.core.Tracer):
+        return
+    values = np.asarray(targets)
+    unknown = values[(values != IGNORED) & ((values < 0) | (values >= vocabulary))]
+    if unknown.size:
+        raise UnsupportedError(
+            f"target {unknown[0]} is no entry of a vocabulary of {vocabulary}; use {IGNORED} for no target"
+        )

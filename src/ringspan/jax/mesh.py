@@ -8,6 +8,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh
 
 from ringspan.core.errors import LayoutError
+from ringspan.core.values import integer
 
 AXES: Final = ("dp", "fsdp", "tp", "sp")
 BATCH_AXES: Final = ("dp", "fsdp")  # over which the sequences of a batch are split
@@ -18,12 +19,13 @@ def init_mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1) -> Mesh:
     """A mesh of ``dp x fsdp x tp x sp`` devices; neighbours on the ring are neighbours among the devices.
 
     Raises:
-        LayoutError: a size below one, or more devices than there are.
+        LayoutError: a size that is no integer or below one, or more devices than there are.
     """
     sizes = (dp, fsdp, tp, sp)
     for name, size in zip(AXES, sizes, strict=True):
-        if size < 1:
+        if integer(size, name, LayoutError) < 1:
             raise LayoutError(f"{name} = {size}: a mesh axis has at least one device")
+    sizes = tuple(map(int, sizes))
     needed, devices = int(np.prod(sizes)), jax.devices()
     if needed > len(devices):
         raise LayoutError(

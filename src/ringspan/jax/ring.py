@@ -94,7 +94,8 @@ def _forward_of_heads(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | N
     out, lse = out.reshape(*q.shape[:-1], size), lse.reshape(q.shape[:-1])
     if sinks is not None:
         with_sink = jnp.logaddexp(lse, sinks.astype(dtype)[:, None])
-        out, lse = out * jnp.exp(lse - with_sink)[..., None], with_sink
+        share = jnp.where(jnp.isneginf(with_sink), 1, jnp.exp(lse - with_sink))  # no key and no sink: out stays 0
+        out, lse = out * share[..., None], with_sink
     return out.astype(q.dtype), lse
 
 
@@ -143,7 +144,8 @@ def _backward_of_heads(
     dk, dv = (part.reshape(like.shape).astype(like.dtype) for part, like in parts)
     dsinks = None
     if sinks is not None:
-        share = jnp.exp(sinks.astype(dtype)[:, None] - lse)  # of the probability that went to the sink
+        base = jnp.where(jnp.isneginf(lse), 0, lse)  # a row without keys whose sink is -inf has no share to give
+        share = jnp.exp(sinks.astype(dtype)[:, None] - base)  # of the probability that went to the sink
         dsinks = -(share * delta).sum((0, 2)).astype(sinks.dtype)
     return dq.reshape(q.shape).astype(q.dtype), dk, dv, dsinks
 
