@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Replicate
 
 import ringspan as rs
-from ringspan.core.values import integer
+from ringspan.core.numbers import integer
 from ringspan.torch.agreement import one_at_a_time
 from tests.torch.models import relative
 from tests.torch.test_attention import PLAIN, tensors

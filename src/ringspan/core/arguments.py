@@ -6,7 +6,7 @@ from typing import Any, Final
 from ringspan.core.errors import LayoutError, MaskError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import FORMS, Mask, causal
-from ringspan.core.values import described, integer, is_a, real
+from ringspan.core.numbers import described, integer, is_a, real
 
 # Tokens that a feed-forward works on at once where blocks cost nothing. Each block adds the gradients of the weights to
 # their float32 sums: enough tokens that this is little beside its products, and few enough that a block is small beside

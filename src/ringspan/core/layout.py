@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.core.errors import LayoutError
-from ringspan.core.values import described, integer, is_a
+from ringspan.core.numbers import described, integer, is_a
 
 LayoutName = Literal["contiguous", "striped", "zigzag"]
 LAYOUT_NAMES: Final[tuple[str, ...]] = get_args(LayoutName)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.core.errors import MaskError
-from ringspan.core.values import LARGEST_INTEGER, described, integer, is_a
+from ringspan.core.numbers import LARGEST_INTEGER, described, integer, is_a
 
 UNBOUNDED: Final = LARGEST_INTEGER
 

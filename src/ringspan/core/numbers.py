@@ -1,8 +1,68 @@
 """Numbers that a user gave: what they must be, said in one line."""
 
-from typing import Any
+from math import isfinite
+from numbers import Integral, Real
+from operator import index
+from typing import Any, Final, cast
 
-from ringspan.core.errors import ConfigError
+from ringspan.core.errors import ConfigError, RingspanError
+
+LARGEST_INTEGER: Final = 1 << 60  # beyond every position; sums of a few such numbers still fit an int64
+
+
+def integer(value: Any, name: str, error: type[RingspanError], *, at_least: int | None = None) -> int:
+    """``value`` as an int: an integer of any library, or a float that is one.
+
+    Raises:
+        RingspanError: of the given type, naming the argument and the value.
+    """
+    if type(value) is not int:
+        value = _whole(value, name, error)
+    if at_least is not None and value < at_least:
+        raise error(f"{name} must be at least {at_least}, got {value}")
+    if value > LARGEST_INTEGER:
+        raise error(f"{name} must be at most 2**60, got {value}")
+    return value
+
+
+def _whole(value: Any, name: str, error: type[RingspanError]) -> int:
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).removeprefix("torch.") == "bool"
+    if not is_bool:
+        if isinstance(value, Real) and not isinstance(value, Integral) and float(value).is_integer():
+            return int(float(value))
+        try:
+            return index(cast(Any, value))
+        except (TypeError, ValueError, RuntimeError):  # what libraries raise for an array that is no integer
+            pass
+    raise error(f"{name} must be an integer, got {described(value)}")
+
+
+def real(value: Any, name: str, error: type[RingspanError]) -> float:
+    """``value`` as a finite float.
+
+    Raises:
+        RingspanError: of the given type, naming the argument and the value.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise error(f"{name} must be a plain number, got {described(value)}")
+    if not isfinite(value):
+        raise error(f"{name} must be finite, got {value}")
+    return float(value)
+
+
+def is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """``isinstance`` of what a caller gave, who need not care for annotations."""
+    return isinstance(value, kind)
+
+
+def described(value: Any) -> str:
+    """A value that is not what was asked for, in a few words: what it is and, where that is short, what it says."""
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__name__")):
+        return f"the {'class' if isinstance(value, type) else 'function'} {getattr(value, '__name__', '')}"
+    if shape := tuple[Any, ...](getattr(value, "shape", ())):
+        return f"a {type(value).__name__} of shape {shape}"
+    text = repr(value)
+    return f"{text} ({type(value).__name__})" if len(text) <= 40 else f"a {type(value).__name__}"
 
 
 def check_whole(name: str, value: Any, least: int = 1, *, otherwise: str = "") -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.values import described, is_a
+from ringspan.core.numbers import described, is_a
 
 RouteName = Literal["ring", "bidirectional", "double-ring", "all-gather", "pass-q"]
 ROUTE_NAMES: Final[tuple[str, ...]] = (*get_args(RouteName), "ulysses")

@@ -18,7 +18,7 @@ from ringspan.core.arguments import check_scores, check_shapes, find_layouts, fi
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.mask import Mask
-from ringspan.core.values import described, integer
+from ringspan.core.numbers import described, integer
 from ringspan.jax import ring, triton
 from ringspan.jax.kernels import varying_axes, varying_like
 from ringspan.jax.pallas import is_interpreted
