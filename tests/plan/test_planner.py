@@ -119,6 +119,13 @@ def test_an_impossible_budget_says_what_would_fit():
     assert not plan_for(devices=enough // 2, length=length).fits
 
 
+def test_what_fits_is_never_longer_than_the_longest():
+    """Where the state leaves no room, chunks and segments of layers hold more than a short sequence without them."""
+    plan = plan_for(shape=MODELS["gpt-175b"], device=DEVICES["mi300x"], devices=8, length=4096, batch=8)
+    assert plan.fits and plan.setting.checkpoint == "none"
+    assert plan.max_length_tokens >= 4096
+
+
 def test_a_model_that_no_length_fits_says_so():
     plan = plan_for(shape=MODELS["llama-3.1-405b"], devices=4)
     assert plan.max_length_tokens == 0 and not plan.fits

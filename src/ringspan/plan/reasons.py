@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.units import shown_bytes, shown_seconds
 from ringspan.plan.cost import StepCost, block_tokens_for_overlap
 from ringspan.plan.memory import Memory, host_bytes, training_memory
 from ringspan.plan.search import AUTO, Question, longest_setting, meshes
@@ -38,23 +39,31 @@ def why(question: Question, setting: Setting, memory: Memory, cost: StepCost, lo
         yield from _why_this_policy(question, setting)
     if setting.ring > 1:
         yield _why_this_layout(setting)
-    yield f"the peak is in the {memory.moment}: {_gigabytes(memory.peak_bytes)} of {_gigabytes(device.memory_bytes)}"
+    yield f"the peak is in the {memory.moment}: {shown_bytes(memory.peak_bytes)} of {shown_bytes(device.memory_bytes)}"
     yield from _about_links(question, setting, cost)
     if shape.positions and question.length > shape.positions:
         yield f"{shape.name} has {shape.positions:,} learned positions; {question.length:,} tokens need new ones"
-    if setting.replicate == 1 and question.batch == 1 and setting.ring > 1:
+    if device.note:
+        yield device.note
+
+
+def about_decoding(setting: Setting) -> Iterator[str]:
+    """What to know before generating text with the sequence spread over these ranks."""
+    if setting.ring > 1:
         yield (
-            "for decoding one sequence a ring is the wrong tool: a new token is one query, which no block computation "
-            "hides; leave the cache where it is and merge the ranks' partial results"
+            "for decoding one sequence a ring is the wrong tool: a new token is one query, too little to compute while "
+            "a block arrives; leave the cache where it is and merge the ranks' partial results"
         )
+    else:
+        yield "for decoding, the whole cache is on one device: there is nothing to send"
 
 
 def _what_would_fit(question: Question, setting: Setting, memory: Memory, longest: Setting | None) -> Iterator[str]:
     shape, device = question.shape, question.device
-    short = f"{_gigabytes(memory.peak_bytes)} a device do not fit {_gigabytes(device.memory_bytes)}"
+    short = f"{shown_bytes(memory.peak_bytes)} a device do not fit {shown_bytes(device.memory_bytes)}"
     if memory.peak_bytes <= device.memory_bytes:
         host = host_bytes(shape, setting)
-        short = f"{_gigabytes(host)} a device do not fit its {_gigabytes(device.host_memory_bytes)} of the host"
+        short = f"{shown_bytes(host)} a device do not fit its {shown_bytes(device.host_memory_bytes)} of the host"
     if longest:
         yield (
             f"{short}: on {question.devices} x {device.title} the longest sequence is {longest.length:,} tokens "
@@ -62,7 +71,7 @@ def _what_would_fit(question: Question, setting: Setting, memory: Memory, longes
         )
     else:
         state = memory.bytes["parameters"] + memory.bytes["optimizer"]
-        yield f"{short}: no length fits; parameters and optimizer alone take {_gigabytes(state)} a device"
+        yield f"{short}: no length fits; parameters and optimizer alone take {shown_bytes(state)} a device"
     devices = question.devices
     while devices < 1 << 14:
         devices *= 2
@@ -107,8 +116,11 @@ def _why_this_route(question: Question, setting: Setting, cost: StepCost) -> Ite
         yield f"route {setting.route}, {chosen}: {error}"
         return
     need = training_memory(shape, around).peak_bytes
-    verb = "would take" if need <= device.memory_bytes else f"would need {_gigabytes(need)} and take"
-    yield f"route {setting.route}, {chosen}: {cost.seconds:.3g} s a step, around the ring it {verb} {other:.3g} s"
+    verb = "would take" if need <= device.memory_bytes else f"would need {shown_bytes(need)} and take"
+    yield (
+        f"route {setting.route}, {chosen}: {shown_seconds(cost.seconds)} a step, around the ring it {verb} "
+        f"{shown_seconds(other)}"
+    )
 
 
 def _why_this_split(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
@@ -123,10 +135,10 @@ def _why_this_split(question: Question, setting: Setting, cost: StepCost) -> Ite
     for mesh in merged[:1]:
         other = replace(setting, tp=1, ring=mesh.ring, route="ring")
         need, seconds = training_memory(shape, other).peak_bytes, question.step_cost(other).seconds
-        without = f"; a ring of {mesh.ring} without it would need {_gigabytes(need)} and take {seconds:.3g} s"
+        without = f"; a ring of {mesh.ring} without it would need {shown_bytes(need)} and take {shown_seconds(seconds)}"
     yield (
         f"tp {setting.tp}: heads, feed-forward and vocabulary are split over neighbours of a node, whose sums take "
-        f"{sums:.2g} s of a step{without}"
+        f"{shown_seconds(sums)} of a step{without}"
     )
 
 
@@ -135,7 +147,7 @@ def _why_this_micro_batch(question: Question, setting: Setting, cost: StepCost) 
         one = question.step_cost(replace(setting, batch=1))
         yield (
             f"{setting.batch} sequences a micro-step, for which parameters are gathered once: with one a step would "
-            f"take {one.seconds:.3g} s, not {cost.seconds:.3g} s"
+            f"take {shown_seconds(one.seconds)}, not {shown_seconds(cost.seconds)}"
         )
 
 
@@ -155,28 +167,28 @@ def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
         kept = {} if faster != "none" else {"offload": "none", "layers_per_checkpoint": 1}
         need = training_memory(shape, replace(setting, checkpoint=faster, **kept)).peak_bytes
         if need > budget:
-            yield f"checkpoint={faster!r} would need {_gigabytes(need)}"
+            yield f"checkpoint={faster!r} would need {shown_bytes(need)}"
         else:
-            yield f"checkpoint={faster!r} would fit ({_gigabytes(need)}), but is slower there, or with its host"
+            yield f"checkpoint={faster!r} would fit ({shown_bytes(need)}), but is slower there, or with its host"
     if setting.layers_per_checkpoint > 1:
         need = training_memory(shape, replace(setting, layers_per_checkpoint=1)).peak_bytes
         yield (
             f"{setting.layers_per_checkpoint} layers a checkpoint, the inputs of all but the first made again: with "
-            f"one they would need {_gigabytes(need)}"
+            f"one they would need {shown_bytes(need)}"
         )
     if setting.feedforward_tokens and setting.checkpoint == "none":
         need = training_memory(shape, replace(setting, feedforward_chunk_tokens=0)).peak_bytes
         chunk = setting.feedforward_tokens
-        yield f"feed-forward in chunks of {chunk} tokens: all at once would need {_gigabytes(need)}"
+        yield f"feed-forward in chunks of {chunk} tokens: all at once would need {shown_bytes(need)}"
     if setting.offload != "none":
         need = training_memory(shape, replace(setting, offload="none")).peak_bytes
         yield (
-            f"activations wait on the host, {_gigabytes(host_bytes(shape, setting))} a device in all: on the device "
-            f"they would need {_gigabytes(need)}"
+            f"activations wait on the host, {shown_bytes(host_bytes(shape, setting))} a device in all: on the device "
+            f"they would need {shown_bytes(need)}"
         )
     if setting.optimizer_on_host:
         need = training_memory(shape, replace(setting, optimizer_on_host=False)).peak_bytes
-        yield f"AdamW's moments are on the host and step there: on the device they would need {_gigabytes(need)}"
+        yield f"AdamW's moments are on the host and step there: on the device they would need {shown_bytes(need)}"
 
 
 def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
@@ -191,11 +203,14 @@ def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterat
     needed = block_tokens_for_overlap(question.shape, setting, device, bandwidth)
     have = setting.tokens // setting.batch
     if have >= needed:
-        yield f"links {where} keep up: {have:,} tokens a rank, {round(needed):,} hide the blocks' travel"
+        yield (
+            f"links {where} keep up: {have:,} tokens per rank, and from {round(needed):,} on computing with a block "
+            "takes longer than sending it"
+        )
     else:
         yield (
-            f"links {where} are too slow for the block: {have:,} tokens a rank, but only {round(needed):,} hide the "
-            "blocks' travel; use fewer ranks, or longer sequences"
+            f"links {where} are too slow for the block: {have:,} tokens per rank, but only from {round(needed):,} on "
+            "computing with a block takes longer than sending it; use fewer ranks, or longer sequences"
         )
     if cost.exposed_seconds > 0.05 * cost.seconds:
         yield _waiting(cost)
@@ -204,7 +219,3 @@ def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterat
 def _waiting(cost: StepCost) -> str:
     share = cost.exposed_seconds / cost.seconds
     return f"{share:.0%} of the step waits for links (blocks, parameters, gradients, sums)"
-
-
-def _gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB"

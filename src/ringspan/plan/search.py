@@ -20,6 +20,8 @@ from ringspan.plan.setting import CHECKPOINTS, Setting, check_setting
 from ringspan.plan.shapes import ModelShape
 
 AUTO: Final = "auto"
+# More is a slip of the keyboard: every divisor of the devices is tried as a ring, and numbers must stay exact.
+MOST: Final = {"devices": 1 << 20, "length": 1 << 40, "batch": 1 << 30}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +40,11 @@ class Question:
     route: str = AUTO
 
     def __post_init__(self) -> None:
-        for name in ("devices", "length", "batch"):
+        for name, most in MOST.items():
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} {getattr(self, name)}: at least 1 is needed")
+            if getattr(self, name) > most:
+                raise ConfigError(f"--{name} {getattr(self, name)}: at most {most:,} can be planned for")
 
     def fits(self, setting: Setting) -> bool:
         """Whether the devices, and their hosts, have the memory."""
@@ -171,10 +175,11 @@ def longest_setting(question: Question, devices: int | None = None) -> Setting |
         if mesh.replicate > 1:
             continue
         for policy in reversed(policies(question)):  # those that hold most first: the others then fail at once
-            if policy["checkpoint"] == CHECKPOINTS[0]:
+            # Offloaded, on the device there are only the inputs that are made again. Without a checkpoint a short
+            # sequence may fit where chunks and segments, which hold a little of their own, do not.
+            is_plain = policy["checkpoint"] == CHECKPOINTS[0]
+            if policy["offload"] == "none" and policy["layers_per_checkpoint"] != segment and not is_plain:
                 continue
-            if policy["offload"] == "none" and policy["layers_per_checkpoint"] != segment:
-                continue  # offloaded, on the device there are only the inputs that are made again
             longer = replace(mesh, length=length + 1, **policy)
             if question.exceeds_on_any_route(longer):
                 continue
