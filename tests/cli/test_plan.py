@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ringspan.cli.main import main
-from tests.cli.test_bad_input import refusal
+from tests.cli.test_bad_input import HUGE, refusal
 
 
 def printed(monkeypatch, capsys, *arguments):
@@ -32,8 +32,79 @@ def test_it_prints_one_object_and_imports_no_framework():
 
 def test_it_prints_tables_for_people(monkeypatch, capsys):
     text = printed(monkeypatch, capsys, "--devices", "8", "--length", "262144")
-    for expected in ("fits", "NVIDIA H100 80 GB", "longest sequence", "minimal block F/B", "checkpoint"):
+    for expected in (
+        "fits: yes",
+        "NVIDIA H100 80 GB",
+        "longest sequence",
+        "c >= F / B",
+        "FLOP/s",
+        "[mesh]",
+        "rs.parallelize(",
+    ):
         assert expected in text
+
+
+PLANS = {
+    "fits": ("--length", "262144"),
+    "does not fit": ("--length", "50000000", "--devices", "8", "--device", "a100"),
+    "nothing fits": ("--model", "llama-3.1-405b", "--devices", "2"),
+    "large": ("--device", "GB300", "--devices", "144", "--length", "50000000", "--batch", "4"),
+    "one device": ("--model", "qwen3-0.6b", "--devices", "1", "--length", "4096"),
+    "given by hand": ("--device", "flops=2e12,memory_bytes=16e9,intra_node_bandwidth=1e10", "--length", "4096"),
+}
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
+def test_the_text_keeps_to_the_width_and_tears_nothing(monkeypatch, capsys, options, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = printed(monkeypatch, capsys, *options)
+    lines = text.splitlines()
+    assert lines[0].startswith("fits: ") and lines[1].startswith("longest sequence that fits: ")
+    assert max(map(len, lines)) <= columns
+    rows = [line for line in lines[lines.index("how to run it") : lines.index("why")] if line.startswith("  ")]
+    assert not any(row.startswith(" " * 5) for row in rows), "a value goes on in the next line"
+    assert " 0.0 GB" not in text and "e+" not in text
+
+
+def test_a_file_gets_no_colour_and_whole_lines(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    text = printed(monkeypatch, capsys, "--length", "9000000")
+    result = json.loads(printed(monkeypatch, capsys, "--length", "9000000", "--json"))
+    assert "\x1b" not in text
+    assert {f"- {reason}" for reason in result["reasons"]} <= set(text.splitlines())
+
+
+def test_colour_is_for_terminals_that_want_it(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert "\x1b[" in printed(monkeypatch, capsys)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in printed(monkeypatch, capsys)
+
+
+def test_advice_on_decoding_is_for_those_who_ask(monkeypatch, capsys):
+    for options in ((), ("--json",)):
+        assert "decoding" not in printed(monkeypatch, capsys, *options)
+        assert "for decoding one sequence a ring is the wrong tool" in printed(
+            monkeypatch, capsys, "--generate", *options
+        )
+
+
+def test_the_keys_of_the_object_are_those_of_before(monkeypatch, capsys):
+    """Programs read them: a key may come, none may go."""
+    keys = set(json.loads(printed(monkeypatch, capsys, "--json", "--generate")))
+    assert keys == {
+        "fits", "peak_bytes", "bytes", "peak_moment", "mesh", "micro_batch", "micro_steps", "layout", "route",
+        "checkpoint", "layers_per_checkpoint", "feedforward_chunk_tokens", "offload", "optimizer_on_host", "host_bytes",
+        "max_length_tokens", "max_length_needs", "min_block_tokens", "min_tokens_per_device", "link_bytes_per_step",
+        "step_seconds", "mfu", "tokens_per_second", "flops_per_step", "reasons",
+    }  # fmt: skip
+
+
+def test_a_name_of_two_devices_is_said_to_be_one(monkeypatch, capsys):
+    assert "--device a100 is taken as NVIDIA A100 80 GB" in printed(monkeypatch, capsys, "--device", "a100")
 
 
 def test_nodes_change_the_links(monkeypatch, capsys):
@@ -68,6 +139,18 @@ def test_a_trace_takes_the_place_of_the_formula(monkeypatch, capsys, tmp_path):
         (["--nodes", "3"], "--nodes 3 do not share 8 devices"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--parameter-dtype", "int8"], "unknown dtype 'int8'"),
+        (["--device", "h100-pcie"], "did you mean h100-80gb"),
+        (["--device", "h100,memory_bytes=1e308"], "memory_bytes"),
+        (["--model", ""], "--model ''"),
+        (["--devices", "-8"], "--devices"),
+        (["--devices", "eight"], "--devices"),
+        (["--devices", HUGE], "--devices 1000000000000000000: at most 1,048,576"),
+        (["--length", HUGE], "--length 1000000000000000000: at most"),
+        (["--batch", HUGE], "--batch 1000000000000000000: at most"),
+        (["--length", "long"], "--length"),
+        (["--length", "1.5"], "--length"),
+        (["--dtype", "float16"], "--dtype float16 overflows"),
+        (["--rank", "3"], "add --trace"),
         (["--length", "0"], "--length"),
         (["--model", "gpt2", "--devices", "8", "--length", "9"], "cannot be shared"),
         (["--route", "rnig"], "unknown route 'rnig'"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from ringspan.core.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.plan.cost import dataset_flops_ratio
 from ringspan.plan.hardware import DEVICES, Device, min_block_tokens, min_tokens_per_device
 from ringspan.plan.memory import Memory, saved_per_token, training_memory
@@ -36,6 +37,24 @@ PUBLISHED_CONTEXT: Final = (
     ("TPUv5e-256", "tpu-v5e", 256, "llama-3b", 32, 4096),
     ("TPUv5e-256", "tpu-v5e", 256, "llama-7b", 16, 2048),
 )
+
+
+def devices() -> str:
+    """The devices that have names, in the vendors' numbers."""
+    rows = [
+        (
+            f"`{name}`",
+            each.title,
+            shown_speed(each.flops),
+            shown_bandwidth(each.memory_bandwidth),
+            f"{shown_bandwidth(each.intra_node_bandwidth)}, {each.devices_per_node:,}",
+            shown_bandwidth(each.inter_node_bandwidth),
+        )
+        for name, each in DEVICES.items()
+    ]
+    return _table(
+        ("name", "device", "bfloat16", "memory bandwidth", "link in a node, its devices", "between nodes"), rows
+    )
 
 
 def minimal_blocks() -> str:
@@ -92,7 +111,7 @@ def activations() -> str:
         hidden = heads if kind == "vanilla" else 4096
         million = layer_bytes(kind, 1, 1 << 20, hidden, 4096)
         hundred = layer_bytes(kind, 1, 10**8, 16 if kind == "vanilla" else 1024, 4096)
-        rows.append((kind, formula, _gb(million), _gb(hundred)))
+        rows.append((kind, formula, shown_bytes(million), shown_bytes(hundred)))
     return _table(("attention", "bytes a layer", "1M tokens, h 4096", "100M tokens, h 1024"), rows)
 
 
@@ -222,6 +241,7 @@ def longest_fine_tuning() -> str:
 
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
+    "devices": devices,
     "minimal-blocks": minimal_blocks,
     "activations": activations,
     "flops-ratios": flops_ratios,
@@ -245,10 +265,6 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     header = list(header)
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.2f} GB"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,85 @@
+"""A setting as something to paste: tables of a training file, the command that goes with them, the call in Python."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ringspan.core.arguments import FREE_CHUNK_TOKENS
+from ringspan.plan.search import Question
+from ringspan.plan.setting import Setting
+
+
+def toml_tables(question: Question, setting: Setting) -> str:
+    """The tables of a training file that say how it runs; [model] and [data] are the user's.
+
+    What is the default of ``ringspan.train.config`` in every plan is left out.
+    """
+    mesh = {"ring": setting.ring, "replicate": setting.replicate} | ({"tp": setting.tp} if setting.tp > 1 else {})
+    optimizer: dict[str, Any] = {
+        "batch_size": setting.batch,
+        "accumulation_steps": setting.micro_steps(question.batch),
+    }
+    if setting.optimizer_on_host:
+        optimizer["on_host"] = True
+    tables = {
+        "mesh": mesh,
+        "attention": {"layout": setting.layout, "route": setting.route},
+        "memory": _kept(setting),
+        "optimizer": optimizer,
+    }
+    return "\n\n".join("\n".join([f"[{name}]", *_assignments(table)]) for name, table in tables.items())
+
+
+def train_command(question: Question, setting: Setting, file: str) -> str:
+    """The command that trains with these tables in ``file``; what belongs in [model] and [data] are its overrides."""
+    start = f"ringspan train {file} --nproc {question.devices}"
+    if question.devices > question.device.devices_per_node:
+        # As many on every node: the fewest nodes among which the devices come out even.
+        nodes = -(-question.devices // question.device.devices_per_node)
+        while question.devices % nodes:
+            nodes += 1
+        per_node = question.devices // nodes
+        start = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} ... -m ringspan train {file}"
+    return f"{start} \\\n    model.dtype={setting.dtype} data.sequence_length_tokens={setting.length}"
+
+
+def python_call(setting: Setting) -> str:
+    """The same with ``parallelize``, for a training loop of one's own."""
+    axes = {"ring": setting.ring, "replicate": setting.replicate, "tp": setting.tp}
+    mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items() if axis == "ring" or size > 1)
+    options = {"layout": setting.layout, "route": setting.route} | _kept(setting)
+    lines = [
+        "import torch",
+        "import ringspan as rs",
+        "",
+        f"mesh = rs.init_mesh({mesh})",
+        "model = rs.parallelize(",
+        "    model,",
+        "    mesh,",
+        *(f"    {name}={json.dumps(value)}," for name, value in options.items()),
+        f"    compute_dtype=torch.{setting.dtype},",
+        ")",
+        f"batch = rs.shard_batch(batch, mesh, layout={json.dumps(setting.layout)})",
+    ]
+    if setting.optimizer_on_host:
+        lines.insert(2, "from ringspan.torch.optimizer import HostAdamW")
+        lines.append("optimizer = HostAdamW(model.parameters())")
+    return "\n".join(lines)
+
+
+def _kept(setting: Setting) -> dict[str, Any]:
+    """What is kept for the backward pass, as both ``[memory]`` and ``parallelize`` call it."""
+    kept: dict[str, Any] = {"checkpoint": setting.checkpoint}
+    if setting.checkpoint != "none":
+        kept["layers_per_checkpoint"] = setting.layers_per_checkpoint
+    # With a checkpoint the default already cuts feed-forwards, where a model's can be cut for free.
+    if setting.feedforward_tokens != (0 if setting.checkpoint == "none" else FREE_CHUNK_TOKENS):
+        kept["feedforward_chunk_tokens"] = setting.feedforward_tokens
+    if setting.offload != "none":
+        kept["offload"] = setting.offload
+    return kept
+
+
+def _assignments(table: dict[str, Any]) -> Iterator[str]:
+    """Lines of TOML: strings, numbers and booleans are written as in JSON."""
+    return (f"{key} = {json.dumps(value)}" for key, value in table.items())

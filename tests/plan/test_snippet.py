@@ -1,0 +1,141 @@
+"""What a plan gives to paste is what the trainer and ``parallelize`` accept, and means the plan's setting."""
+
+import inspect
+import shlex
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ringspan as rs
+from ringspan.core.arguments import FREE_CHUNK_TOKENS
+from ringspan.plan.hardware import device
+from ringspan.plan.planner import make_plan
+from ringspan.plan.search import Question
+from ringspan.plan.setting import Setting
+from ringspan.plan.shapes import MODELS
+from ringspan.plan.snippet import python_call, toml_tables, train_command
+from ringspan.torch.optimizer import HostAdamW
+from ringspan.train.config import load_config
+
+MINIMAL = '[model]\npath = "a-model"\n[data]\npaths = ["text"]\nsequence_length_tokens = 2\n'
+SETTINGS = {
+    "plain": Setting(length=4096, checkpoint="none", feedforward_chunk_tokens=0),
+    "ring": Setting(length=1 << 20, ring=8, route="bidirectional", feedforward_chunk_tokens=FREE_CHUNK_TOKENS),
+    "chunks without a checkpoint": Setting(length=8192, ring=8, checkpoint="none", feedforward_chunk_tokens=4096),
+    "whole feed-forwards": Setting(length=8192, ring=2, tp=4, dtype="float32", feedforward_chunk_tokens=0),
+    "everything": Setting(
+        length=1 << 22, ring=2, replicate=2, tp=2, batch=3, layout="contiguous", route="ulysses:2", checkpoint="full",
+        layers_per_checkpoint=4, offload="activations", optimizer_on_host=True,
+    ),
+}  # fmt: skip
+
+
+def question_for(setting, **changes):
+    asked = {"devices": setting.devices, "length": setting.length, "batch": 2 * setting.replicate * setting.batch}
+    asked |= {"shape": MODELS["llama-3.1-8b"], "device": device("h100"), "dtype": setting.dtype}
+    return Question(**asked | changes)
+
+
+def loaded(folder, question, setting):
+    """The configuration that the tables give with the least of [model] and [data], started as the plan says."""
+    path = folder / "run.toml"
+    path.write_text(f"{MINIMAL}\n{toml_tables(question, setting)}\n")
+    words = shlex.split(train_command(question, setting, "run.toml").replace("\\\n", ""))
+    return load_config(path, [word for word in words if "=" in word]), words
+
+
+def check(folder, question, setting):
+    config, words = loaded(folder, question, setting)
+    assert config.data.sequence_length_tokens == setting.length and config.model.dtype == setting.dtype
+    assert config.resolve_mesh(question.devices) == (setting.replicate, setting.ring)
+    assert (config.mesh.tp, config.attention.layout, config.attention.route) == (
+        setting.tp, setting.layout, setting.route,
+    )  # fmt: skip
+    memory, optimizer = config.memory, config.optimizer
+    assert memory.checkpoint == setting.checkpoint and memory.offload == setting.offload
+    assert (1 if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint) == (
+        setting.layers_per_checkpoint
+    )
+    chunk = memory.feedforward_chunk_tokens
+    assert replace(setting, feedforward_chunk_tokens=chunk).feedforward_tokens == setting.feedforward_tokens
+    assert optimizer.on_host == setting.optimizer_on_host
+    sequences = optimizer.batch_size * optimizer.accumulation_steps * setting.replicate
+    assert sequences == question.batch and optimizer.batch_size == setting.batch
+    processes = int(words[words.index("--nproc") + 1]) if "--nproc" in words else 0
+    assert processes in (0, question.devices)
+
+
+def run(setting):
+    """What the lines in Python call, by the name of the function."""
+    calls = {}
+
+    def record(name):
+        signature = inspect.signature(getattr(rs, name))
+
+        def call(*args, **kwargs):
+            signature.bind(*args, **kwargs)  # TypeError for a keyword that the function does not have
+            calls[name] = kwargs
+            return name
+
+        return call
+
+    code = python_call(setting).replace("import ringspan as rs\n", "")
+    rings = types.SimpleNamespace(**{name: record(name) for name in ("init_mesh", "parallelize", "shard_batch")})
+    values = {"rs": rings, "model": torch.nn.Linear(1, 1), "batch": {}}
+    made = []
+    code = code.replace("HostAdamW(model.parameters())", "made.append(HostAdamW)")
+    exec(code, values | {"made": made})
+    return calls, made
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_the_tables_load_and_mean_the_setting(tmp_path, setting):
+    check(tmp_path, question_for(setting), setting)
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_the_call_has_only_parameters_that_there_are(setting):
+    calls, made = run(setting)
+    assert calls["init_mesh"] == {
+        axis: size
+        for axis, size in (("ring", setting.ring), ("replicate", setting.replicate), ("tp", setting.tp))
+        if axis == "ring" or size > 1
+    }
+    options = calls["parallelize"]
+    assert options["layout"] == calls["shard_batch"]["layout"] == setting.layout
+    assert options["route"] == setting.route and options["checkpoint"] == setting.checkpoint
+    assert options["compute_dtype"] == getattr(torch, setting.dtype)
+    assert options.get("offload", "none") == setting.offload
+    assert options.get("layers_per_checkpoint", 1) == setting.layers_per_checkpoint
+    assert made == ([HostAdamW] if setting.optimizer_on_host else [])
+
+
+@pytest.mark.parametrize(
+    ("devices", "length", "batch"), [(8, 131_072, 1), (8, 1 << 22, 1), (16, 8192, 64), (1, 4096, 2), (8, 1 << 24, 1)]
+)
+def test_what_is_planned_can_be_run(tmp_path, devices, length, batch):
+    plan = make_plan(
+        Question(shape=MODELS["llama-3.2-1b"], device=device("a100-40gb"), devices=devices, length=length, batch=batch)
+    )
+    check(tmp_path, plan.question, plan.setting)
+    run(plan.setting)
+    longest = replace(plan.question, length=plan.longest.length)
+    check(tmp_path, longest, plan.longest)
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes"),
+    [
+        (8, ""),
+        (16, "--nnodes 2 --nproc-per-node 8"),
+        (12, "--nnodes 2 --nproc-per-node 6"),
+        (11, "--nnodes 11 --nproc-per-node 1"),
+    ],
+)
+def test_processes_are_spread_evenly_over_the_nodes(devices, nodes):
+    setting = Setting(length=4096, ring=devices)
+    command = train_command(question_for(setting), setting, "run.toml")
+    assert nodes in command and ("torchrun" in command) == bool(nodes)
+    assert all(len(line) <= 80 for line in command.splitlines())
