@@ -45,7 +45,7 @@ def test_what_does_not_run_here_says_why(monkeypatch):
     report = kernel_report([CPU])
     assert report["cpu"]["available"] and report["cpu"]["why_not"] is None
     assert report["flash"] == {
-        "available": False, "serves": {}, "why_not": "it needs CUDA tensors, these are on cpu; this machine has cpu",
+        "available": False, "serves": {}, "why_not": "it needs a CUDA device, and this machine has none",
     }  # fmt: skip
     assert set(report["reference"]["serves"]) == {
         "short documents, float32", "causal, soft cap (Gemma 2)", "causal, ALiBi",
@@ -54,6 +54,8 @@ def test_what_does_not_run_here_says_why(monkeypatch):
     report = kernel_report([CUDA])
     assert re.match("it needs compute capability 8.0, this device has 7.5", report["flash"]["why_not"])
     assert report["reference"]["serves"]["causal"] == 1.0
+    report = kernel_report([CPU, CUDA])
+    assert "7.5" in report["flash"]["why_not"], "that the CPU cannot run it is no reason where there is a GPU"
 
 
 def test_no_kernel_is_chosen_where_it_does_not_run():

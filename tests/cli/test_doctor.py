@@ -63,7 +63,22 @@ def test_people_see_what_stops_and_the_exit_code_says_so(monkeypatch, capsys):
         assert expected in text
 
 
-@pytest.mark.parametrize(("ranks", "message"), [("0", "at least 1"), ("two", "--ranks")])
+def test_people_are_told_once_that_there_is_no_cuda(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    no_cuda = {"available": False, "serves": {}, "why_not": "it needs a CUDA device, and this machine has none"}
+    missing = {"available": False, "serves": {}, "why_not": "it is not installed"}
+    kernels = RESULT["kernels"] | dict.fromkeys(("cudnn", "flash", "triton"), no_cuda) | {"flash3": missing}
+    monkeypatch.setattr(doctor, "examine", lambda ranks: RESULT | {"kernels": kernels})
+    text = printed(monkeypatch, capsys, code=1)
+    assert text.count("CUDA") == 1
+    assert "not here: cudnn, flash, triton: it needs a CUDA device, and this machine has none" in text
+    assert "not here: flash3: it is not installed" in text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [("0", "'--ranks': Input should be greater"), ("-1", "--ranks"), ("two", "--ranks"), (str(10**18), "--ranks")],
+)
 def test_bad_input_is_refused(monkeypatch, capsys, ranks, message):
     assert message in refusal(monkeypatch, capsys, "doctor", "--ranks", ranks)
 

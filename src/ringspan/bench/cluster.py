@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
+from ringspan.core.units import shown_bandwidth
 from ringspan.torch.clock import synchronize
 from ringspan.torch.exchange import Exchange, Room
 from ringspan.torch.gather import gather
@@ -218,8 +219,8 @@ def _slow_links(links: list[dict[str, Any]], facts: list[dict[str, Any]]) -> lis
     return [
         Problem(
             f"the link from rank {link['from']} ({facts[link['from']]['host']}) to rank {link['to']} "
-            f"({facts[link['to']]['host']}) carries {link['bytes_per_second'] / 1e9:.2f} GB/s, the median link "
-            f"{usual / 1e9:.2f}",
+            f"({facts[link['to']]['host']}) carries {shown_bandwidth(link['bytes_per_second'])}, the median "
+            f"link {shown_bandwidth(usual)}",
             "a ring is as fast as its slowest link: look at that cable, or use a double ring between nodes",
         )
         for link in links

@@ -30,6 +30,7 @@ from ringspan.core import reference
 from ringspan.core.layout import Layout
 from ringspan.core.mask import causal
 from ringspan.core.schedule import plan
+from ringspan.core.units import shown_speed
 from ringspan.plan.hardware import min_block_tokens
 from ringspan.plan.rehearsal import host_memory_bytes
 from ringspan.torch import kernels
@@ -163,8 +164,8 @@ def _slow_ranks(speeds: list[list[dict[str, Any]]], facts: list[dict[str, Any]])
     for rank, reached in enumerate(flops):
         if reached < _SLOW_RANK * usual:
             yield Problem(
-                f"rank {rank} on {facts[rank]['host']} multiplies at {reached / 1e12:.3g} TFLOP/s, the median rank at "
-                f"{usual / 1e12:.3g}",
+                f"rank {rank} on {facts[rank]['host']} multiplies at {shown_speed(reached)}, the median rank at "
+                f"{shown_speed(usual)}",
                 "a ring is as slow as its slowest rank: look for other programs on that device, and for its clocks",
             )
 

@@ -27,6 +27,7 @@ from ringspan.torch.scores import Scores
 _RANKS: Final = 4
 _LENGTH: Final = 16384
 _HEADS: Final = 8
+_NO_CUDA: Final = "it needs a CUDA device, and this machine has none"
 
 
 @dataclass(frozen=True)
@@ -95,16 +96,18 @@ def kernel_report(devices: list[torch.device]) -> dict[str, dict[str, Any]]:
     for name in kernels.KERNELS:
         reasons = [_why_not(name, where) for where in devices]
         runs = None in reasons
-        why = None if runs else f"{reasons[0]}; this machine has {', '.join(sorted({d.type for d in devices}))}"
-        report[name] = {"available": runs, "serves": served[name], "why_not": why}
+        # Of the last device, which is the GPU where there is one: that the CPU cannot run it says nothing there.
+        report[name] = {"available": runs, "serves": served[name], "why_not": None if runs else reasons[-1]}
     return report
 
 
 def _why_not(name: str, where: torch.device) -> str | None:
-    """What keeps a kernel from plain attention in bfloat16 on a device."""
+    """What keeps a kernel from plain attention in bfloat16 on a device, the last that the machine has."""
     with FakeTensorMode():
         probe = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device=where)
-        return kernels.why_not(name, probe, probe, Scores(1.0))
+        why = kernels.why_not(name, probe, probe, Scores(1.0))
+    # The kernels speak of the tensors that they were given; here there is only the machine.
+    return _NO_CUDA if why and why.startswith("it needs CUDA tensors") else why
 
 
 def markdown() -> str:

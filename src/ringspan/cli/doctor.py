@@ -16,7 +16,9 @@ def command(
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Processes of this machine to try; default: one a CUDA device, else two. Not under torchrun."
+            min=1,
+            max=1024,
+            help="Processes of this machine to try; default: one a CUDA device, else two. Not under torchrun.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
@@ -26,12 +28,11 @@ def command(
     Ranks are started, measure the links between them, compare their versions and clocks, and check the ring against
     float64. Under torchrun the ranks of the job do so. Exit code 0 when it can train, 1 when something stops it.
     """
-    from rich.console import Console
-
     from ringspan.bench.doctor import examine, examine_job
+    from ringspan.cli.console import console
     from ringspan.core.errors import ConfigError
 
-    with Console(stderr=True, quiet=as_json).status("looking at devices, links and kernels"):
+    with console(stderr=True, quiet=as_json).status("looking at devices, links and kernels"):
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             if ranks is not None:
                 raise ConfigError(f"--ranks {ranks} under torchrun, which has started the processes; leave it out")
@@ -48,56 +49,75 @@ def command(
 
 
 def _show(result: dict[str, Any]) -> None:
-    from rich.console import Console
+    from ringspan.cli.console import console, facts, paragraph
+    from ringspan.core.units import shown_bytes, shown_speed
 
-    console = Console(highlight=False)
-    known = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
-    console.print(f"[bold]versions[/]  {known}", soft_wrap=True)
-    _table(console, "devices", ["device", "memory"], [_device(each) for each in result["devices"]])
+    out = console()
     has = [name for name, available in result["backends"].items() if available]
-    console.print(f"[bold]process groups[/]  {', '.join(has) or 'none'}")
-    rows = [
-        [name, "[green]yes[/]" if kernel["available"] else "no", kernel["why_not"] or _cases(kernel["serves"])]
-        for name, kernel in result["kernels"].items()
-    ]
-    _table(console, "kernels", ["kernel", "runs", "computes here"], rows)
-    speeds = [[m["what"], m["dtype"], f"{m['flops'] / 1e12:,.3g}"] for m in result["measured_flops"]]
-    _table(console, "speed of the slowest rank", ["", "dtype", "TFLOP/s"], speeds)
+    known = [(name, version) for name, version in result["versions"].items() if version]
+    facts(out, "versions and process groups", [*known, ("process groups", ", ".join(has) or "none")])
+    memory = [(_device(each), shown_bytes(each["memory_bytes"])) for each in result["devices"]]
+    facts(out, "devices and their memory", memory)
+    _show_kernels(out, result["kernels"])
+    speeds = [(f"{m['what']}, {m['dtype']}", shown_speed(m["flops"])) for m in result["measured_flops"]]
+    facts(out, "speed of the slowest rank", speeds)
     if result["cluster"]:
-        _show_cluster(console, result)
+        _show_cluster(out, result)
     for each in result["missing"]:
-        console.print(f"not installed: {each['name']}, for {each['needed_for']}: {each['remedy']}", markup=False)
+        paragraph(out, f"not installed: {each['name']}, for {each['needed_for']}: {each['remedy']}")
     for problem in result["problems"]:
-        colour = "red" if problem["stops"] else "yellow"
-        console.print(f"[{colour}]![/] ", end="")
-        console.print(f"{problem['what']}; {problem['remedy']}", markup=False, soft_wrap=True)
-    console.print("[green]can train[/]" if result["can_train"] else "[red]cannot train[/]")
+        style = "red" if problem["stops"] else "yellow"
+        paragraph(out, f"{problem['what']}; {problem['remedy']}", first="! ", style=style)
+    paragraph(
+        out,
+        "can train" if result["can_train"] else "cannot train",
+        style="green" if result["can_train"] else "red",
+    )
 
 
-def _show_cluster(console: Any, result: dict[str, Any]) -> None:
+def _show_kernels(out: Any, kernels: dict[str, dict[str, Any]]) -> None:
+    """What each kernel computes here, and once for all that share it why the others do not run."""
+    from ringspan.cli.console import facts, paragraph
+
+    running = [(name, _cases(kernel["serves"])) for name, kernel in kernels.items() if kernel["available"]]
+    facts(out, "kernels and what they compute here", running or [("none", "")])
+    others: dict[str, list[str]] = {}
+    for name, kernel in kernels.items():
+        if not kernel["available"]:
+            others.setdefault(kernel["why_not"], []).append(name)
+    for reason, names in others.items():
+        paragraph(out, f"not here: {', '.join(names)}: {reason}", first="  ")
+
+
+def _show_cluster(out: Any, result: dict[str, Any]) -> None:
+    from ringspan.cli.console import paragraph, table
+    from ringspan.core.units import shown_bandwidth, shown_speed
+
     cluster = result["cluster"]
-    links = {link["from"]: f"{link['bytes_per_second'] / 1e9:.2f}" for link in cluster["links"]}
+    links = {link["from"]: shown_bandwidth(link["bytes_per_second"]) for link in cluster["links"]}
     error_ms = 1e3 * cluster["clock_uncertainty_seconds"]
     rows = [
         [str(rank), fact["host"], fact["device"], links.get(rank, ""), f"{1e3 * offset:+.0f}", _ports(fact["listens"])]
         for rank, (fact, offset) in enumerate(zip(cluster["ranks"], cluster["clock_offset_seconds"], strict=True))
     ]
-    headers = ["rank", "host", "device", "GB/s to the next", f"clock ms (± {error_ms:.0f})", "listens on"]
-    _table(console, "ranks", headers, rows)
-    console.print(f"ring against float64: relative error {cluster['ring_error']:.1e}")
+    headers = ["rank", "host", "device", "to the next", f"clock ms (± {error_ms:.0f})", "listens on"]
+    table(out, "ranks", headers, rows)
+    paragraph(out, f"ring against float64: relative error {cluster['ring_error']:.1e}")
     bandwidth = result["bandwidth_bytes_per_second"]
     if bandwidth:
         reached = next(m["flops"] for m in result["measured_flops"] if m["what"] == "attention")
-        console.print(
-            f"all links at once {bandwidth / 1e9:.2f} GB/s each way: blocks of {result['min_block_tokens']:,} tokens "
-            f"(F/B) hide their travel, with the attention that is reached {round(reached / bandwidth):,}",
-            soft_wrap=True,
+        paragraph(
+            out,
+            f"all links at once: {shown_bandwidth(bandwidth)} each way. The transfer of a block is hidden from "
+            f"{result['min_block_tokens']:,} tokens on (F / B: {shown_speed(result['flops'])} of matrix products over "
+            f"the bytes per second of a link), from {round(reached / bandwidth):,} on at the "
+            f"{shown_speed(reached)} that attention reaches here",
         )
 
 
-def _device(device: dict[str, Any]) -> list[str]:
+def _device(device: dict[str, Any]) -> str:
     cores = f", {device['cores']} cores" if "cores" in device else ""
-    return [f"{device['kind']}: {device['name']}{cores}", f"{device['memory_bytes'] / 1e9:,.1f} GB"]
+    return f"{device['kind']}: {device['name']}{cores}"
 
 
 def _cases(serves: dict[str, float]) -> str:
@@ -106,14 +126,3 @@ def _cases(serves: dict[str, float]) -> str:
 
 def _ports(listens: list[str] | None) -> str:
     return "not known" if listens is None else ", ".join(listens) or "nothing"
-
-
-def _table(console: Any, title: str, headers: list[str], rows: list[list[str]]) -> None:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for header in headers:
-        table.add_column(header, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
