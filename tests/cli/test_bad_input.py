@@ -6,6 +6,7 @@ import pytest
 
 from ringspan.cli.main import main
 
+HUGE = str(10**18)
 CONFIG = """
 run = "{folder}/run"
 steps = 1
@@ -137,6 +138,26 @@ def test_a_folder_that_cannot_be_made_is_refused(monkeypatch, capsys, workplace,
         (["attention", "--route", "teleport"], "unknown route 'teleport'"),
         (["attention", "--heads", "3", "--kv-heads", "2"], "2 key/value heads do not divide 3"),
         (["attention", "--ranks", "0"], "--ranks"),
+        (["attention", "--ranks", HUGE], "--ranks"),
+        (["attention", "--ranks", "two"], "--ranks"),
+        (["attention", "--length", "0"], "--length"),
+        (["attention", "--length", HUGE], "--length"),
+        (["attention", "--length", str(1 << 40)], "this machine has"),
+        (["attention", "--head-dim", HUGE], "--head-dim"),
+        (["ring", "--tokens", HUGE], "--tokens"),
+        (["ring", "--tokens", str(1 << 40)], "this machine has"),
+        (["ring", "--virtual-ranks", HUGE], "--virtual-ranks"),
+        (["ring", "--error-ranks", "0"], "--error-ranks '0'"),
+        (["ring", "--error-ranks", f"1,{HUGE}"], "--error-ranks"),
+        (["step", "--length", str(1 << 40)], "this machine has"),
+        (["step", "--ranks", HUGE], "--ranks"),
+        (["memory", "--length", str(1 << 40)], "this machine has"),
+        (["memory", "--length", "7"], "a ring of 4 needs at least 8"),
+        (["memory", "--rings", "0"], "--rings '0'"),
+        (["memory", "--rings", "-1,2"], "--rings '-1,2'"),
+        (["memory", "--rings", HUGE], "--rings"),
+        (["context", "--budget", "inf"], "--budget"),
+        (["context", "--budget", "nan"], "--budget"),
         (["step", "--checkpoint", "sometimes"], "sometimes"),
         (["memory", "--rings", "1,x"], "1,x"),
         (["memory", "--variants", "plain,fancy"], "plain,fancy"),
@@ -158,6 +179,7 @@ def test_bench_refuses(monkeypatch, capsys, arguments, message):
         ["demo"],
         ["bench"],
         ["bench", "attention"],
+        ["bench", "ring"],
         ["bench", "step"],
         ["bench", "memory"],
         ["bench", "context"],

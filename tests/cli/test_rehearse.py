@@ -40,7 +40,7 @@ def test_it_prints_the_plan_and_what_was_measured(monkeypatch, capsys, model):
 
 def test_it_prints_tables_for_people(monkeypatch, capsys, model):
     text = printed(monkeypatch, capsys, "rehearse", "--model", model, "--devices", "2", "--length", "256")
-    for expected in ("rank 0 of replicate 1 x ring 1 x tp 2", "measured GB", "communication", "waiting for links"):
+    for expected in ("rank 0 of replicate 1 x ring 1 x tp 2", "measured", "communication", "waiting for links"):
         assert expected in text
 
 
@@ -48,6 +48,12 @@ def test_it_prints_tables_for_people(monkeypatch, capsys, model):
     ("arguments", "message"),
     [
         (["--rank", "8", "--length", "256"], "there are 4 ranks, 0 to 3"),
+        (["--devices", "-4"], "--devices"),
+        (["--devices", str(10**18)], "--devices"),
+        (["--length", str(10**18)], "--length"),
+        (["--length", "long"], "--length"),
+        (["--dtype", "float16"], "--dtype float16 overflows"),
+        (["--bandwidth", "fast"], "--bandwidth"),
         (["--bandwidth", "0"], "should be a positive number"),
         (["--bandwidth", "nan"], "should be a positive number"),
         (["--model", "gpt-175b"], "rehearse with more --devices"),

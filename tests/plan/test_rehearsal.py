@@ -109,5 +109,5 @@ def test_waits_are_those_of_a_link(events, expected):
 def test_what_cannot_be_rehearsed_is_refused():
     with pytest.raises(rs.ConfigError, match="there are 2 ranks, 0 to 1"):
         rehearse(models.config("llama"), Setting(length=64, ring=2, on_gpu=False), 2, 1e9)
-    with pytest.raises(rs.ConfigError, match=r"a rank needs 2\.0 GB and this cpu has 1\.0"):
+    with pytest.raises(rs.ConfigError, match=r"a rank needs 2\.00 GB and this cpu has 1\.00 GB"):
         rehearsal._refuse_more_than(10**9, 2 * 10**9, "a rank", "this cpu")

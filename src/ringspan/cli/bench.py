@@ -2,21 +2,25 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ringspan.cli.picture import check_picture
+from ringspan.core.units import shown_bytes, shown_seconds, shown_speed
 
 app = typer.Typer(
     no_args_is_help=True,
     help="Measure speed and memory against one process. Close other programs first: everything here is timed.",
 )
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-Ranks = Annotated[int, typer.Option(min=1, help="Processes in the ring, one thread each.")]
-Length = Annotated[int, typer.Option(min=1, help="Tokens of the whole sequence.")]
+_MOST_RANKS = 1024
+_LEAST_TOKEN_BYTES = 1024  # of a step of the small models here: hidden states alone are more
+_MOST = 1 << 40  # of tokens and of other sizes; what a machine's memory holds of them is checked on top
+Ranks = Annotated[int, typer.Option(min=1, max=_MOST_RANKS, help="Processes in the ring, one thread each.")]
+Length = Annotated[int, typer.Option(min=1, max=_MOST, help="Tokens of the whole sequence.")]
 Dtype = Annotated[str, typer.Option(help="float32 or bfloat16 (float16 on CUDA).")]
 LayoutOption = Annotated[str, typer.Option("--layout", help="zigzag, striped or contiguous.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed repeats; the medians are reported.")]
@@ -27,10 +31,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 def attention(
     ranks: Ranks = 2,
     length: Length = 8192,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, max=_MOST, help="Sequences.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, max=_MOST, help="Query heads.")] = 8,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads; they divide the query heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 64,
+    head_dim: Annotated[int, typer.Option(min=1, max=_MOST, help="Size of a head.")] = 64,
     dtype: Dtype = "float32",
     mask: Annotated[str, typer.Option(help="causal, full, window:4096, documents:700,1300,...")] = "causal",
     layout: LayoutOption = "zigzag",
@@ -49,6 +53,8 @@ def attention(
     _check_dtype(dtype)
     Mask.parse(mask)  # refuse here, not in each rank
     member_heads(heads, kv_heads, Route.parse(route, ranks).ulysses)
+    # Queries, their gradients, the result and what comes in for it: each process that is timed holds all of them.
+    _check_memory(f"--length {length}", 4 * batch * length * heads * head_dim * _BYTES[dtype])
     result = run(
         AttentionCase(
             ranks=ranks,
@@ -70,30 +76,29 @@ def attention(
     rows = [
         [
             kind.replace("_", "+"),
-            f"{result['ring_seconds'][kind]:.4f}",
-            f"{result['baseline_seconds'][kind]:.4f}",
+            shown_seconds(result["ring_seconds"][kind]),
+            shown_seconds(result["baseline_seconds"][kind]),
             f"{result['ratio_' + kind]:.3f}",
-            f"{result['gflops'][kind]:.0f}",
+            shown_speed(1e9 * result["gflops"][kind]),
         ]
         for kind in ("forward", "forward_backward")
     ]
-    _table(f"{length:,} tokens, {mask}, {dtype}", ["", "ring s", "one process s", "ratio", "GFLOP/s"], rows)
-    waited = result["exposed_comm_seconds"]
-    both = waited["forward_backward"]
-    print(f"exposed communication {waited['forward']:.4f} s forward, {both:.4f} s forward and backward")
-    held = result["peak_bytes_per_token"]
-    print(f"peak memory beside the inputs {held['ring']:,.0f} bytes a token, one process {held['baseline']:,.0f}")
+    _table(f"{length:,} tokens, {mask}, {dtype}", ["", "ring", "one process", "ratio", "speed"], rows)
+    forward, both = (shown_seconds(result["exposed_comm_seconds"][kind]) for kind in ("forward", "forward_backward"))
+    print(f"exposed communication {forward} forward, {both} forward and backward")
+    held, alone = (shown_bytes(result["peak_bytes_per_token"][who]) for who in ("ring", "baseline"))
+    print(f"peak memory beside the inputs {held} a token, one process {alone}")
     print(f"largest relative error against float64 {result['max_relative_error']:.1e}")
 
 
 @app.command("ring", epilog="Example: ringspan bench ring --virtual-ranks 8 --tokens 8192 --dtype bfloat16 --json")
 def ring(
-    virtual_ranks: Annotated[int, typer.Option(min=1, help="Ranks of the ring that is rehearsed.")] = 8,
+    virtual_ranks: Annotated[int, typer.Option(min=1, max=1 << 16, help="Ranks of the ring that is rehearsed.")] = 8,
     rank: Annotated[int, typer.Option(min=0, help="Which of them this device is.")] = 0,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens a rank.")] = 8192,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    tokens: Annotated[int, typer.Option(min=2, max=_MOST, help="Tokens a rank.")] = 8192,
+    heads: Annotated[int, typer.Option(min=1, max=_MOST, help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads; they divide the query heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 128,
+    head_dim: Annotated[int, typer.Option(min=1, max=_MOST, help="Size of a head.")] = 128,
     dtype: Dtype = "bfloat16",
     mask: Annotated[str, typer.Option(help="causal, full, window:4096, documents:700,1300,...")] = "causal",
     layout: LayoutOption = "zigzag",
@@ -102,21 +107,20 @@ def ring(
     error_ranks: Annotated[
         str, typer.Option(help="Sizes of rings to compare with float64; empty for none.")
     ] = "1,8,64",
-    error_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the whole sequence of that comparison.")] = 4096,
+    error_tokens: Annotated[
+        int, typer.Option(min=2, max=1 << 20, help="Tokens of the whole sequence of that comparison.")
+    ] = 4096,
     as_json: Json = False,
 ) -> None:
     """One rank's whole schedule on this device, blocks arriving by copies, against the fastest single kernel."""
     from ringspan.bench.ring import RingCase, run
-    from ringspan.core.errors import ConfigError
     from ringspan.core.layout import layout_name
     from ringspan.torch.kernels import check_name
 
     _check_dtype(dtype)
     check_name(kernel)
-    try:
-        sizes = tuple(int(size) for size in error_ranks.split(",") if size)
-    except ValueError:
-        raise ConfigError(f"--error-ranks {error_ranks!r}: write numbers with commas, such as 1,8,64") from None
+    sizes = _sizes("--error-ranks", error_ranks, "1,8,64") if error_ranks else ()
+    _check_memory(f"--tokens {tokens}", 4 * tokens * heads * head_dim * _BYTES[dtype])
     result = run(
         RingCase(
             virtual_ranks=virtual_ranks,
@@ -140,15 +144,15 @@ def ring(
     rows = [
         [
             kind,
-            f"{result['seconds']['ring'][kind] * 1e3:.2f}",
-            f"{result['flops_per_second']['ring'][kind] / 1e12:.2f}",
+            shown_seconds(result["seconds"]["ring"][kind]),
+            shown_speed(result["flops_per_second"]["ring"][kind]),
             f"{result['fastest_kernel'][kind]}",
             f"{result['efficiency'][kind]:.3f}",
             f"{result['transfer_share'][kind]:.3f}",
         ]
         for kind in ("forward", "backward")
     ]
-    headers = ["", "hops ms", "TFLOP/s", "fastest kernel", "hops / kernel", "transfers cost"]
+    headers = ["", "hops", "speed", "fastest kernel", "hops / kernel", "transfers cost"]
     _table(f"rank {rank} of {virtual_ranks}, {tokens:,} tokens a rank, {mask}, {dtype}", headers, rows)
     for row in result["errors"]:
         print(
@@ -173,6 +177,7 @@ def step(
     from ringspan.torch.remat import checkpoint_name
 
     _check_dtype(dtype)
+    _check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
     result = run(
         StepCase(
             ranks=ranks,
@@ -187,8 +192,8 @@ def step(
         print(json.dumps(result))
         return
     speeds = [f"{result[f'{who}_tokens_per_second']:,.0f}" for who in ("ring", "baseline")]
-    rows = [[*speeds, f"{result['ratio_tokens_per_second']:.3f}", f"{result['peak_bytes'] / 1e9:.2f}"]]
-    _table(f"one step of {length:,} tokens, {dtype}", ["ring tokens/s", "one process", "ratio", "peak GB"], rows)
+    rows = [[*speeds, f"{result['ratio_tokens_per_second']:.3f}", shown_bytes(result["peak_bytes"])]]
+    _table(f"one step of {length:,} tokens, {dtype}", ["ring tokens/s", "one process", "ratio", "peak"], rows)
 
 
 @app.command("memory", epilog="Example: ringspan bench memory --length 8192 --json")
@@ -208,15 +213,15 @@ def memory(
     from ringspan.core.layout import layout_name
 
     _check_dtype(dtype)
-    try:
-        sizes = tuple(int(size) for size in rings.split(","))
-    except ValueError:
-        raise ConfigError(f"--rings {rings!r}: write numbers with commas, such as 1,2,4") from None
+    sizes = _sizes("--rings", rings, "1,2,4")
+    if length < 2 * max(sizes):
+        raise ConfigError(f"--length {length}: a ring of {max(sizes)} needs at least {2 * max(sizes)} tokens")
     names: tuple[VariantName, ...] = tuple(name for name in VARIANTS if name in variants.split(","))
     if len(names) != len(variants.split(",")):
         raise ConfigError(f"--variants {variants!r}: choose from {', '.join(VARIANTS)}, with commas")
     if picture:
         check_picture(picture, ".svg")
+    _check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
     result = run(MemoryCase(rings=sizes, length=length, variants=names, layout=layout_name(layout), dtype=dtype))
     if picture:
         picture.write_text(category_picture(result["rows"]), encoding="utf-8")
@@ -230,16 +235,16 @@ def memory(
             f"{row['tokens_per_rank']:,}",
             row["checkpoint"],
             row["variant"],
-            f"{row['bytes']['activations'] / 1e6:.1f}",
+            shown_bytes(row["bytes"]["activations"]),
         ]
         for row in result["rows"]
     ]
-    _table("activations held per rank", ["ring", "tokens", "tokens a rank", "checkpoint", "variant", "MB"], rows)
+    _table("activations held per rank", ["ring", "tokens", "tokens a rank", "checkpoint", "variant", "bytes"], rows)
 
 
 @app.command("context", epilog="Example: ringspan bench context --budget 6e9 --options on --json")
 def context(
-    budget: Annotated[float, typer.Option(min=1, help="Bytes of memory for all ranks together.")] = 16e9,
+    budget: Annotated[float, typer.Option(min=1, max=1e18, help="Bytes of memory for all ranks together.")] = 16e9,
     ranks: Ranks = 2,
     options: Annotated[str, typer.Option(help="on or off: everything that keeps activations small.")] = "on",
     layers: Annotated[int, typer.Option(min=1, help="Layers of the Llama.")] = 12,
@@ -286,12 +291,12 @@ def context(
         print(json.dumps(result))
         return
     rows = [
-        [f"{trial['length']:,}", f"{trial['peak_bytes'] / 1e9:.2f}", f"{trial['step_seconds']:.1f}"]
+        [f"{trial['length']:,}", shown_bytes(trial["peak_bytes"]), shown_seconds(trial["step_seconds"])]
         for trial in result["trials"]
     ]
-    seconds = "step s" if rows_in == 1 else f"step s, attention of one row in {rows_in}"
-    _table(f"{result['parameters']:,} parameters, options {options}", ["tokens", "GB in all", seconds], rows)
-    print(f"longest: {result['max_length_tokens']:,} tokens in {result['budget_bytes']:,} bytes")
+    seconds = "step" if rows_in == 1 else f"step, attention of one row in {rows_in}"
+    _table(f"{result['parameters']:,} parameters, options {options}", ["tokens", "all ranks", seconds], rows)
+    print(f"longest: {result['max_length_tokens']:,} tokens in {shown_bytes(result['budget_bytes'])}")
 
 
 def _check_dtype(dtype: str) -> None:
@@ -299,19 +304,45 @@ def _check_dtype(dtype: str) -> None:
 
     from ringspan.core.errors import UnsupportedError
 
-    if dtype not in _DTYPES:
+    if dtype not in _BYTES:
         raise UnsupportedError(f"--dtype {dtype!r} is not supported; use float32 or bfloat16")
     if dtype == "float16" and not torch.cuda.is_available():
         raise UnsupportedError("--dtype float16 on CPU is not supported; use float32 or bfloat16")
 
 
-def _table(title: str, headers: list[str], rows: list[list[Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _check_memory(what: str, num_bytes: int) -> None:
+    """Raise for sizes that no process of this machine could hold, before any is started.
 
-    table = Table(title=title, title_justify="left")
-    for header in headers:
-        table.add_column(header, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    Raises:
+        ConfigError: ``num_bytes``, a part of what is needed, is more than the host's memory and the device's.
+    """
+    import torch
+
+    from ringspan.core.errors import ConfigError
+    from ringspan.plan.rehearsal import host_memory_bytes
+
+    has = host_memory_bytes()
+    if torch.cuda.is_available():
+        has = max(has, torch.cuda.mem_get_info()[1])
+    if num_bytes > has:
+        raise ConfigError(f"{what}: needs more than {shown_bytes(num_bytes)}, this machine has {shown_bytes(has)}")
+
+
+def _sizes(option: str, text: str, example: str) -> tuple[int, ...]:
+    """Sizes of rings.
+
+    Raises:
+        ConfigError: something that is no number, or no size of a ring.
+    """
+    from ringspan.core.errors import ConfigError
+
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= _MOST_RANKS for word in words):
+        raise ConfigError(f"{option} {text!r}: write numbers from 1 to {_MOST_RANKS:,} with commas, such as {example}")
+    return tuple(int(word) for word in words)
+
+
+def _table(title: str, headers: list[str], rows: list[list[str]]) -> None:
+    from ringspan.cli.console import console, table
+
+    table(console(), title, headers, rows, numbers=len(headers))

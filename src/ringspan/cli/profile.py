@@ -24,10 +24,12 @@ def command(
     model: plan.Model = "qwen3-0.6b",
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Local processes; default: one a CUDA device, else two. Not under torchrun."),
+        typer.Option(
+            min=1, max=1024, help="Local processes; default: one a CUDA device, else two. Not under torchrun."
+        ),
     ] = None,
     length: plan.Length = 4096,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a micro-step.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=1 << 30, help="Sequences of a micro-step.")] = 1,
     layout: Annotated[str, typer.Option(help="zigzag, striped or contiguous.")] = "zigzag",
     route: Annotated[str, typer.Option(help="ring, bidirectional, double-ring:I, all-gather, ulysses[:U].")] = "ring",
     checkpoint: Annotated[str, typer.Option(help="none, attention or full.")] = "attention",
@@ -41,12 +43,12 @@ def command(
 
     A memory timeline by category and a hop timeline with computing, transfers and waits, interactive in one HTML file.
     """
-    from rich.console import Console
-
+    from ringspan.cli.console import console
     from ringspan.core.choice import check_segments
     from ringspan.core.errors import ConfigError
     from ringspan.core.layout import Layout, layout_name
     from ringspan.plan.dryrun import hugging_face_config
+    from ringspan.plan.rehearsal import refuse_local_ranks
     from ringspan.plan.setting import Setting, dtype_bytes
     from ringspan.plan.shapes import model_shape
     from ringspan.torch.remat import checkpoint_name
@@ -68,14 +70,17 @@ def command(
     )
     for name in (dtype, parameter_dtype):
         dtype_bytes(name)
+    plan.refuse_float16(dtype)
     needed = Layout(setting.layout, length, setting.ring).granularity
     if length < needed:
         raise ConfigError(f"--length {length}: a {layout} ring of {setting.ring} needs at least {needed}")
     shape = model_shape(model)
     # Here, not in each rank:
+    if not under_torchrun:
+        refuse_local_ranks(shape, setting)
     check_segments(setting.checkpoint, layers_per_checkpoint)
     refuse_route(hugging_face_config(shape, length), setting.ring, route, "exact")
-    with Console(stderr=True, quiet=as_json).status("running three steps"):
+    with console(stderr=True, quiet=as_json).status("running three steps"):
         profiles, is_first = _profiled(shape, setting, out, under_torchrun)
     if is_first:
         _show(profiles, shape.name, setting, out, as_json)
@@ -103,6 +108,7 @@ def _profiled(shape: Any, setting: "Setting", out: Path, under_torchrun: bool) -
 
 
 def _show(profiles: "list[RankProfile]", name: str, setting: "Setting", out: Path, as_json: bool) -> None:
+    from ringspan.core.units import shown_bytes, shown_seconds
     from ringspan.plan.report import write_report
 
     title = f"{name}: {setting.length:,} tokens on a ring of {setting.ring}, {setting.dtype}"
@@ -113,7 +119,7 @@ def _show(profiles: "list[RankProfile]", name: str, setting: "Setting", out: Pat
         return
     for profile in profiles:
         print(
-            f"rank {profile.rank}: peak {profile.peak_bytes / 1e6:,.1f} MB, step {profile.step_seconds:.3f} s, of "
-            f"which {profile.exposed_seconds:.3f} s waiting"
+            f"rank {profile.rank}: peak {shown_bytes(profile.peak_bytes)}, step {shown_seconds(profile.step_seconds)}, "
+            f"of which {shown_seconds(profile.exposed_seconds)} waiting"
         )
     print(*paths, sep="\n")

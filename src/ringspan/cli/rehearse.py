@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ringspan.plan.planner import Plan
     from ringspan.plan.rehearsal import Rehearsal
 
-EPILOG = "Example: ringspan rehearse --model llama-3.1-8b --devices 32 --device h100-80gb --length 524288 --rank 5"
+EPILOG = "Example: ringspan rehearse --model llama-3.1-8b --devices 32 --device h100 --length 524288 --rank 5"
 
 
 def command(
@@ -35,8 +35,7 @@ def command(
 
     Measures peak memory, seconds of a step and of each layer, and MFU; predicts what the links add.
     """
-    from rich.console import Console
-
+    from ringspan.cli.console import console
     from ringspan.core.errors import ConfigError
     from ringspan.plan.rehearsal import rehearse_plan
 
@@ -45,7 +44,7 @@ def command(
     link = answer.question.device.bandwidth(setting.ring * setting.tp) if bandwidth is None else bandwidth
     if not 0 < link < float("inf"):
         raise ConfigError(f"--bandwidth {bandwidth}: should be a positive number of bytes/s")
-    with Console(stderr=True, quiet=as_json).status(f"rehearsing rank {rank} of {devices}"):
+    with console(stderr=True, quiet=as_json).status(f"rehearsing rank {rank} of {devices}"):
         measured = rehearse_plan(answer, rank, link)
         result = answer.as_json() | _measured(answer, measured)
     if as_json:
@@ -90,28 +89,34 @@ def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
 def _show(result: dict[str, Any]) -> None:
     from statistics import median
 
-    from rich.console import Console
-    from rich.table import Table
+    from ringspan.cli.console import console, facts, table
+    from ringspan.core.units import shown_bandwidth, shown_bytes, shown_seconds, shown_speed
 
-    console = Console(highlight=False)
-    console.print(f"[bold]rank {result['rank']}[/] of {plan.shown_mesh(result)}, on {result['machine']['device']}")
-    memory = Table(title="bytes at the peak", title_justify="left")
-    for column in ("category", "planned GB", "measured GB"):
-        memory.add_column(column, justify="left" if column == "category" else "right")
-    for name, planned in result["bytes"].items():
-        memory.add_row(name, f"{planned / 1e9:.3f}", f"{result['measured_bytes'][name] / 1e9:.3f}")
-    memory.add_section()
-    peaks = (f"{result[name] / 1e9:.3f}" for name in ("peak_bytes", "measured_peak_bytes"))
-    memory.add_row("peak, kernels' own included", *peaks)
-    console.print(memory)
-    forward, backward = (median(each[f"{way}_seconds"] for each in result["layers"]) for way in ("forward", "backward"))
-    exposed = result["predicted_exposed_seconds"]
-    for line in (
-        f"computing a step {result['measured_step_seconds']:.4g} s; a layer {forward:.3g} s forward, "
-        f"{backward:.3g} s backward",
-        f"model FLOPs used {result['measured_mfu']:.1%} of the {result['measured_flops'] / 1e12:.3g} TFLOP/s that "
-        "matrix products reach here",
-        f"waiting for links of {result['bandwidth_bytes_per_second'] / 1e9:.3g} GB/s adds {exposed:.3g} s: "
-        f"{result['predicted_step_seconds']:.4g} s a step",
-    ):
-        console.print(line, soft_wrap=True)
+    out = console()
+    names = (*result["bytes"], "peak, kernels' own included")
+    planned, measured = (
+        (*result[kind].values(), result[peak])
+        for kind, peak in (("bytes", "peak_bytes"), ("measured_bytes", "measured_peak_bytes"))
+    )
+    rows = [(name, shown_bytes(p), shown_bytes(m)) for name, p, m in zip(names, planned, measured, strict=True)]
+    title = f"rank {result['rank']} of {plan.shown_mesh(result)}, on {result['machine']['device']}: bytes at the peak"
+    table(out, title, ["category", "planned", "measured"], rows, numbers=2)
+    forward, backward = (
+        shown_seconds(median(each[f"{way}_seconds"] for each in result["layers"])) for way in ("forward", "backward")
+    )
+    step, exposed, whole = (
+        shown_seconds(result[f"{name}_seconds"]) for name in ("measured_step", "predicted_exposed", "predicted_step")
+    )
+    link = shown_bandwidth(result["bandwidth_bytes_per_second"])
+    share = (
+        f"{result['measured_mfu']:.1%} of the {shown_speed(result['measured_flops'])} that matrix products reach here"
+    )
+    facts(
+        out,
+        "one step",
+        [
+            ("computing", f"{step}; a layer {forward} forward, {backward} backward"),
+            ("model FLOPs used", share),
+            ("waiting for links", f"{exposed} more at {link}, so {whole} a step"),
+        ],
+    )

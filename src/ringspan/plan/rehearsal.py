@@ -18,11 +18,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.units import shown_bytes
 from ringspan.plan import dryrun
 from ringspan.plan.memory import training_memory
 from ringspan.plan.peak import allocated_bytes
 from ringspan.plan.planner import Plan
 from ringspan.plan.setting import Setting
+from ringspan.plan.shapes import ModelShape
 from ringspan.plan.tracker import MemoryTracker, train_step
 from ringspan.torch import attention
 from ringspan.torch.clock import Moment, now, seconds, synchronize
@@ -61,12 +63,29 @@ def rehearse_plan(answer: Plan, rank: int, bandwidth: float) -> Rehearsal:
     return rehearse(dryrun.hugging_face_config(shape, setting.length), setting, rank, bandwidth)
 
 
-def _refuse_more_than(has: int, needs: int, what: str, where: str) -> None:
+def refuse_local_ranks(shape: ModelShape, setting: Setting) -> None:
+    """Check that this machine can hold all ranks of a setting.
+
+    Raises:
+        ConfigError: its devices, or the host that stands in for them, cannot.
+    """
+    on_gpu = local_device().type == "cuda"
+    # Around the ring: with "auto" the route is not known yet, and none needs so much less that a rank then fits.
+    needs = training_memory(shape, replace(setting, on_gpu=on_gpu, route="ring")).peak_bytes
+    has = torch.cuda.mem_get_info()[1] if on_gpu else host_memory_bytes() // setting.devices
+    remedy = "take a shorter --length, a smaller --batch or a smaller --model"
+    _refuse_more_than(has, needs, f"each of {setting.devices} ranks", "its part of this machine", remedy)
+
+
+def _refuse_more_than(
+    has: int,
+    needs: int,
+    what: str,
+    where: str,
+    remedy: str = "rehearse with more --devices, a shorter --length or a smaller --model, or use plan --trace",
+) -> None:
     if needs > has:
-        raise ConfigError(
-            f"{what} needs {needs / 1e9:,.1f} GB and {where} has {has / 1e9:,.1f}; rehearse with more --devices, a "
-            "shorter --length or a smaller --model, or use plan --trace"
-        )
+        raise ConfigError(f"{what} needs {shown_bytes(needs)} and {where} has {shown_bytes(has)}; {remedy}")
 
 
 def host_memory_bytes() -> int:

@@ -27,6 +27,7 @@ from ringspan.core.errors import ConfigError, RingspanError
 from ringspan.torch.forks import STOP_SIGNALS, serve_forks, settle, start_resource_tracker
 
 _STOP: Final = "stop"
+MOST_RANKS: Final = 1024  # more processes than this on one machine is a slip of the keyboard
 _POLL_SECONDS: Final = 0.1  # how often elastic looks at the ranks
 _LOGGERS: Final = "torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"  # of how ranks ended
 
@@ -57,13 +58,15 @@ def launch(
     the first launch's function needs, in the environment of that launch: a rank starts in a tenth of a second.
 
     Raises:
-        ConfigError: fewer than one rank, or more ranks than CUDA devices when there are any.
+        ConfigError: fewer than one rank, more than ``MOST_RANKS``, or more than CUDA devices when there are any.
         RingspanError: what a rank refused, with its message.
         RuntimeError: a rank failed in another way.
         KeyboardInterrupt: the launcher was told to stop; the ranks are gone.
     """
     if num_ranks < 1:
-        raise ConfigError(f"--nproc must be at least 1, got {num_ranks}")
+        raise ConfigError(f"{num_ranks} ranks: at least 1 is needed")
+    if num_ranks > MOST_RANKS:
+        raise ConfigError(f"{num_ranks} ranks: at most {MOST_RANKS:,} are started on one machine")
     if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
         raise ConfigError(f"{num_ranks} ranks need as many CUDA devices; this machine has {torch.cuda.device_count()}")
     # A new attempt must not read the addresses of the one before; torch's shared store would hand them out.

@@ -1,0 +1,86 @@
+"""What all commands share: an interrupt ends in one line, and ``--json`` has standard output for itself."""
+
+import json
+import sys
+
+import pytest
+
+from ringspan.bench import attention, doctor
+from ringspan.cli.console import console, facts, paragraph, table
+from ringspan.cli.main import main
+from ringspan.plan import planner, rehearsal
+from ringspan.torch import launch
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "arguments"),
+    [
+        (planner, "make_plan", ["plan"]),
+        (rehearsal, "rehearse_plan", ["rehearse", "--devices", "512", "--model", "qwen3-0.6b", "--length", "4096"]),
+        (doctor, "examine", ["doctor"]),
+        (launch, "launch", ["profile", "--length", "64"]),
+        (attention, "run", ["bench", "attention"]),
+    ],
+    ids=["plan", "rehearse", "doctor", "profile", "bench"],
+)
+@pytest.mark.parametrize("json_option", [[], ["--json"]], ids=["text", "json"])
+def test_an_interrupt_ends_in_one_line(monkeypatch, capsys, module, name, arguments, json_option):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, name, interrupted)
+    monkeypatch.setattr(sys, "argv", ["ringspan", *arguments, *json_option])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    printed = capsys.readouterr()
+    assert (exit_.value.code, printed.out) == (130, "")
+    assert printed.err.splitlines()[-1] == "ringspan: interrupted"
+    assert "Traceback" not in printed.err
+
+
+def shown(capsys, monkeypatch, columns, show):
+    monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS", raising=False)
+    show(console())
+    return capsys.readouterr().out.splitlines()
+
+
+def test_text_wraps_between_words_and_below_itself(capsys, monkeypatch):
+    words = " ".join(["a-hyphenated-word"] * 9)
+    lines = shown(capsys, monkeypatch, "60", lambda out: paragraph(out, words, first="- "))
+    assert (
+        lines
+        == ["- a-hyphenated-word a-hyphenated-word a-hyphenated-word"]
+        + ["  a-hyphenated-word a-hyphenated-word a-hyphenated-word"] * 2
+    )
+    for columns in ("", "0", "wide"):  # a file, and what is no width
+        assert shown(capsys, monkeypatch, columns, lambda out: paragraph(out, words, first="- ")) == [f"- {words}"]
+
+
+def test_a_number_and_its_unit_stay_together(capsys, monkeypatch):
+    text = "x" * 35 + " 80.0 GB and 4,096 tokens"
+    assert shown(capsys, monkeypatch, "40", lambda out: paragraph(out, text)) == ["x" * 35, "80.0 GB and 4,096 tokens"]
+    assert shown(capsys, monkeypatch, "24", lambda out: paragraph(out, text[36:])) == ["80.0 GB and 4,096 tokens"]
+    assert shown(capsys, monkeypatch, "23", lambda out: paragraph(out, text[36:])) == ["80.0 GB and", "4,096 tokens"]
+
+
+def test_values_stand_below_each_other_and_are_not_markup(capsys, monkeypatch):
+    rows = [("one", "[red]1"), ("three", "3")]
+    assert shown(capsys, monkeypatch, "80", lambda out: facts(out, "a title [x]", rows)) == [
+        "a title [x]", "  one    [red]1", "  three  3",
+    ]  # fmt: skip
+
+
+def test_a_title_is_not_squeezed_into_a_narrow_table(capsys, monkeypatch):
+    title = "a title that is wider than what stands below"
+    lines = shown(capsys, monkeypatch, "80", lambda out: table(out, title, ["[a]", "b"], [["x", "1"]], numbers=1))
+    assert lines[0] == title
+    assert "[a]" in lines[2] and "x" in lines[4]
+
+
+def test_json_has_standard_output_for_itself(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ringspan", "plan", "--json", "--device", "a100"])
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr()
+    assert printed.err == "" and len(printed.out.splitlines()) == 1
+    assert "is taken as" in json.loads(printed.out)["reasons"][-1]
