@@ -55,7 +55,7 @@ def chunk_feedforwards(model: PreTrainedModel, chunk_tokens: int) -> None:
     A feed-forward is what a layer calls with its hidden states (B, T, C) alone, gets the same shape from, and what
     treats each token by itself. The last is tried out, on made-up tokens: alone, in another order, and all at once must
     give the same. MLPs, gated MLPs and mixtures of experts that drop no token pass; what a mixture returns beside its
-    hidden states (a router's scores) becomes None.
+    hidden states (a router's scores) becomes None. For its auxiliary loss scores are recorded in the blocks.
 
     Raises:
         ConfigError: ``chunk_tokens`` below one.

@@ -8,7 +8,7 @@ Such a module can run on a block of tokens at a time and again, a block at a tim
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,23 +18,38 @@ from torch.autograd.function import once_differentiable
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.numbers import check_whole
 from ringspan.torch.modules import autocast_now, hidden_of, local_part, mix_in
+from ringspan.torch.router_record import RouterRecorder
 
 # Tokens of the probe: enough for a router that fills experts to a capacity to drop some when all choose alike.
 PROBE_TOKENS = 24
 
 
-def run_in_blocks(modules: list[nn.Module], chunk_tokens: int, option: str, *, from_tokens: int = 0) -> None:
+def run_in_blocks(
+    modules: list[nn.Module],
+    chunk_tokens: int,
+    option: str,
+    *,
+    from_tokens: int = 0,
+    recorder: RouterRecorder | None = None,
+) -> None:
     """Run modules that treat each token by itself on ``chunk_tokens`` tokens at a time, forward and backward, in place.
 
     What they did before this, they do in each block, and to fewer than ``from_tokens`` tokens all at once. ``option``
-    is what the user calls ``chunk_tokens``.
+    is what the user calls ``chunk_tokens``. ``recorder`` gets the scores of routers in them, of all tokens.
 
     Raises:
         ConfigError: ``chunk_tokens`` below one.
     """
     check_whole(option, chunk_tokens, otherwise="; 0 is for none")
     for module in modules:
-        mix_in(module, Blockwise, chunk_tokens=chunk_tokens, chunk_option=option, chunk_from_tokens=from_tokens)
+        mix_in(
+            module,
+            Blockwise,
+            chunk_tokens=chunk_tokens,
+            chunk_option=option,
+            chunk_from_tokens=from_tokens,
+            chunk_recorder=recorder,
+        )
 
 
 def kind_of(module: nn.Module) -> Any:
@@ -102,19 +117,21 @@ class Blockwise:
     chunk_tokens: int
     chunk_option: str
     chunk_from_tokens: int
+    chunk_recorder: RouterRecorder | None
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """(B, T, C) -> (B, T, C), a block of the B x T tokens at a time."""
         whole: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-        chunk = self.chunk_tokens
+        chunk, recorder = self.chunk_tokens, self.chunk_recorder
         others: list[None] = []
         if hidden_states.shape[:-1].numel() < self.chunk_from_tokens:
             return whole(hidden_states, *args, **kwargs)
 
-        def run(tokens: Tensor) -> Tensor:
-            result = whole(tokens)
+        def run(tokens: Tensor) -> tuple[Tensor, ...]:
+            with nullcontext(()) if recorder is None else recorder.block() as scores:
+                result = whole(tokens)
             others[:] = [None] * (len(result) - 1 if isinstance(result, tuple) else 0)
-            return hidden_of(result)
+            return hidden_of(result), *scores
 
         if args or kwargs:
             raise UnsupportedError(
@@ -122,8 +139,14 @@ class Blockwise:
             )
         flat = hidden_states.reshape(1, -1, hidden_states.shape[-1])
         parameters = [p for p in self.parameters() if p.requires_grad]
-        kept = _Recomputed.apply(run, chunk, self, flat, *parameters)
-        out = _Computed.apply(run, chunk, kept).view(hidden_states.shape)
+        num_scores = 0 if recorder is None else recorder.num_wanted(self)
+        experts = recorder.num_experts if recorder else 0
+        kept, *places = _Recomputed.apply(run, chunk, self, (num_scores, experts), flat, *parameters)
+        out, *scores = _Computed.apply(run, chunk, kept, *places)
+        if recorder is not None:
+            for each in scores:
+                recorder.add(each)
+        out = out.view(hidden_states.shape)
         return (out, *others) if others else out
 
 
@@ -136,49 +159,65 @@ class _Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Any, chunk_tokens: int, module: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, run: Any, chunk_tokens: int, module: Any, scores: tuple[int, int], hidden: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Also one place for each router's scores (T, E), through which their gradient comes back; without memory."""
         ctx.save_for_backward(hidden)
         ctx.run, ctx.chunk_tokens, ctx.module = run, chunk_tokens, module
         ctx.autocast = autocast_now(hidden.device.type)
-        return hidden.view_as(hidden)
+        number, experts = scores
+        shape, dtype = (hidden.shape[1], experts), torch.promote_types(hidden.dtype, torch.float32)
+        return hidden.view_as(hidden), *(hidden.new_zeros((), dtype=dtype).expand(shape) for _ in range(number))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        [hidden], [d_out] = ctx.saved_tensors, gradients
+        [hidden], [d_out, *d_scores] = ctx.saved_tensors, gradients
         # FSDP has put the whole parameters back in their places.
         parameters = [p for p in ctx.module.parameters() if p.requires_grad]
         sums: list[Tensor | None] = [None] * len(parameters)
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[3] else None
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[4] else None
         for rows in _blocks(hidden, ctx.chunk_tokens):
             with torch.enable_grad(), ctx.autocast():
                 chunk = hidden[:, rows].detach().requires_grad_(d_hidden is not None)
-                out = ctx.run(chunk)
+                out, *scores = ctx.run(chunk)
+            results, d_results = [out], [d_out[:, rows]]
+            for each, d_each in zip(scores, d_scores, strict=False):  # none of the latter when they are not wanted
+                if each.requires_grad:
+                    results.append(each)
+                    d_results.append(d_each[rows].view(each.shape))
             wanted = [chunk, *parameters] if d_hidden is not None else parameters
-            d_chunk_out = d_out[:, rows].to(out.dtype)  # autocast gives its own, and the results a place of another
-            parts: list[Tensor | None] = list(torch.autograd.grad(out, wanted, d_chunk_out, allow_unused=True))
-            del out, d_chunk_out
+            # autocast gives its own dtype, and the results a place of another
+            d_results = [d.to(result.dtype) for d, result in zip(d_results, results, strict=True)]
+            parts: list[Tensor | None] = list(torch.autograd.grad(results, wanted, d_results, allow_unused=True))
+            del out, scores, results, d_results
             if d_hidden is not None:
                 d_chunk = parts.pop(0)
                 d_hidden[:, rows] = 0 if d_chunk is None else d_chunk
             _accumulate(sums, parts, d_out)
         totals = (None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True))
-        return None, None, None, d_hidden, *totals
+        return None, None, None, None, d_hidden, *totals
 
 
 class _Computed(torch.autograd.Function):
-    """Computes the blocks and keeps nothing: its gradient goes to ``_Recomputed`` as it is."""
+    """Computes the blocks and keeps nothing: its gradients go to ``_Recomputed`` as they are."""
 
     @staticmethod
-    def forward(ctx: Any, run: Any, chunk_tokens: int, hidden: Tensor) -> Tensor:
+    def forward(ctx: Any, run: Any, chunk_tokens: int, hidden: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtypes = [place.dtype for place in places]
         out = torch.empty_like(hidden)
+        scores: list[list[Tensor]] = [[] for _ in places]
         for rows in _blocks(hidden, chunk_tokens):
-            out[:, rows] = run(hidden[:, rows])
-        return out
+            out[:, rows], *block = run(hidden[:, rows])
+            for parts, part in zip(scores, block, strict=False):
+                parts.append(part.flatten(0, -2))
+        return out, *(torch.cat(parts) for parts in scores)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, gradients[0]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        d_out, *d_scores = gradients
+        return None, None, d_out, *(d.to(dtype) for d, dtype in zip(d_scores, ctx.dtypes, strict=True))
 
 
 def _accumulate(sums: list[Tensor | None], parts: list[Tensor | None], d_out: Tensor) -> None:
