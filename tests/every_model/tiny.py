@@ -53,6 +53,7 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
     "emu3": {"text_config": _TEXT | {"attention_dropout": 0.0}},
     "falcon": {"head_dim": _WITHOUT, "num_kv_heads": 4},
     "gemma3": {"text_config": _TEXT | _WINDOW | _WINDOWED, "vision_config": _VISION, "mm_tokens_per_image": 4},
+    "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"], "laurel_rank": 8,
         "activation_sparsity_pattern": [0.0, 0.0],
@@ -87,7 +88,6 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_global_layers": 1,
                           "attention_heads": 2, "image_size": 32, "patch_size": 16},
     },
-    "moshi": {"sliding_window": _WITHOUT},
     "qwen3_5": {
         "text_config": _TEXT | {"layer_types": ["linear_attention", "full_attention"]},
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2,

@@ -30,6 +30,7 @@ SEGMENTS = (
     "torch/test_segments.py::"
     "test_gradients_are_the_same_with_dropout_and_autocast_and_only_the_first_input_of_a_segment_is_kept[3-False]"
 )
+ROUTERS = "torch/test_router_loss.py::"
 CARRIED = "core/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_come_home_once"
 
 MUTANTS = [
@@ -433,6 +434,27 @@ MUTANTS = [
         "if forward_ad.unpack_dual(x).tangent is not None:",
         "if False:",
         "torch/test_arguments.py::test_forward_mode_is_refused_and_not_zero[operator]",
+    ),
+    Mutant(
+        "routers balanced over padding too",
+        "torch/router_loss.py",
+        "weights = real.to(torch.float32).unsqueeze(1)",
+        "weights = torch.ones_like(real, dtype=torch.float32).unsqueeze(1)",
+        f"{ROUTERS}test_it_is_transformers_own_on_scores_with_padding",
+    ),
+    Mutant(
+        "no gradient for the scores of a router that runs in blocks",
+        "torch/tokenwise.py",
+        "d_results.append(d_each[rows].view(each.shape))",
+        "d_results.append(torch.zeros_like(d_each[rows]).view(each.shape))",
+        f"{ROUTERS}test_scores_of_a_router_that_runs_in_blocks_are_whole_and_have_their_gradients",
+    ),
+    Mutant(
+        "an unknown argument of a forward pass dropped",
+        "torch/forward_arguments.py",
+        '            raise UnsupportedError(\n                f"{model_name}.forward does not take',
+        '            UnsupportedError(\n                f"{model_name}.forward does not take',
+        "torch/test_forward_arguments.py::test_an_argument_that_no_model_takes_raises_whatever_its_value",
     ),
     # The last one is run first: ranks wait ten seconds for a message.
     Mutant(

@@ -87,7 +87,8 @@ def shard_batch(
     Returns:
         ``input_ids``, ``position_ids`` (int32) and, when there were labels, ``shift_labels``, each (B, T). For packed
         documents also ``document_lengths`` (B, most documents), 0 behind the last one: no document will see another
-        one. ``sequence_length``, that of the longest document, stays on the CPU. ``batch_digest`` (3,) is by what the
+        one. ``real_tokens`` (B, T) where an ``attention_mask`` marks padding, which routers of experts do not count.
+        ``sequence_length``, that of the longest document, stays on the CPU. ``batch_digest`` (3,) is by what the
         ranks of a ring see that they were given the same batch: digests of its tokens, targets and documents.
 
     Raises:
@@ -117,6 +118,8 @@ def shard_batch(
     local = {"input_ids": shard(tokens, split, rank, 1), "position_ids": positions.int()}
     if lengths is not None:
         local["document_lengths"] = lengths
+    if "attention_mask" in batch and not bool(batch["attention_mask"].all()):
+        local["real_tokens"] = shard(batch["attention_mask"] != 0, split, rank, 1)
     if targets is not None:
         local["shift_labels"] = shard(targets, split, rank, 1, value=IGNORED)
     parts = {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}

@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final, Never
@@ -20,31 +20,24 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import LayoutName
+from ringspan.torch.config_changes import ConfigCopy, check_configs
 from ringspan.torch.consistency import Call, check_call
+from ringspan.torch.forward_arguments import check_arguments
 from ringspan.torch.forward_check import check_forward
 from ringspan.torch.loop_watch import in_call, watch_backward
 from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
 from ringspan.torch.mesh import tensor_axis
 from ringspan.torch.modules import local_part
 from ringspan.torch.rope import set_global_length
+from ringspan.torch.router_loss import RouterLoss, real_tokens_of, wanted_router
 from ringspan.torch.sharding import recover, settle
 from ringspan.torch.sums import Sum, SumOfGradients
 from ringspan.torch.support import finished_logits
 from ringspan.torch.tensor_parallel import splits_vocabulary
-
-# What transformers lets a caller ask of a forward pass, and the one answer that there is on a ring.
-_ANSWERS: Final = {
-    "logits_to_keep": 0,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "past_key_values": None,
-    "return_dict": True,
-    "use_cache": False,
-}
 
 
 class RingCausalLM:
@@ -56,6 +49,9 @@ class RingCausalLM:
     ring_decoder: str
     ring_vocabularies: tuple[int, int]
     """Entries of the vocabulary that the input has embeddings of, and that the head knows."""
+    ring_configs: tuple[ConfigCopy, ...]
+    ring_router: RouterLoss | None
+    """The auxiliary loss of a mixture of experts; None for a model without one."""
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +64,7 @@ class RingCausalLM:
                 return self(*args, **kwargs)
         settle(self)
         with in_call("a forward pass"):
-            kwargs = check_forward(self, partial(_SIGNATURE.bind, self, *args, **kwargs), _others)
+            kwargs = check_forward(self, partial(_SIGNATURE.bind, self, *args, **kwargs), partial(_check_asked, self))
             try:
                 result = call(**kwargs)
             except BaseException:
@@ -94,30 +90,51 @@ class RingCausalLM:
         document_lengths: Tensor | None = None,
         sequence_length: int | Tensor | None = None,
         batch_digest: Tensor | None = None,
+        real_tokens: Tensor | None = None,
+        output_router_logits: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Local tokens (B, T) and their positions -> the global loss, or local logits when there are no labels.
 
         ``document_lengths`` (B, documents), 0 behind the last one: tokens see their own document only, and positions
         count within it. ``sequence_length`` is that of the longest document without padding, with it when None.
+        ``output_router_logits``, of the config when None: the auxiliary loss of a mixture of experts is computed over
+        the tokens of all ranks that are no padding, and is a part of the loss. ``real_tokens`` (B, T) says which those
+        are; all but the padding of the layout when None.
+
+        Raises:
+            UnsupportedError: an argument of transformers' forward passes that a ring does not honour, one that none of
+                them has, or a config that was changed after ``parallelize``.
         """
         assert input_ids is not None and position_ids is not None, "checked by __call__"
         assert num_items_in_batch is not None and sequence_length is not None, "filled in by __call__"
-        others = _others(kwargs)
+        router = wanted_router(self, output_router_logits)
         decoder = self.get_submodule(self.ring_decoder)
         set_global_length(decoder, int(sequence_length))
         packed = None if document_lengths is None else Packed(document_lengths, position_ids)
-        if packed:
-            others["ring_packed"] = packed
-        hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **others).last_hidden_state
+        others: dict[str, Any] = {"ring_packed": packed} if packed else {}
+        if self.ring_router is not None:
+            others["output_router_logits"] = False  # by transformers; they are recorded here
+        with nullcontext() if router is None else router.recorder.recording() as scores:
+            out = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **others)
+        hidden = out.last_hidden_state
         if packed and not packed.is_seen:
             raise UnsupportedError(
-                f"{type(self).__name__.removeprefix('FSDP')} does not hand its keyword arguments on to attention, so "
+                f"{_name(self)} does not hand its keyword arguments on to attention, so "
                 "packed documents would see each other; give it one document a sequence"
             )
+        auxiliary = None
+        if router is not None:
+            if real_tokens is None:
+                real_tokens = real_tokens_of(self, position_ids, int(sequence_length), document_lengths)
+            auxiliary = router(scores or [], real_tokens.flatten(), _groups(self))
         if shift_labels is None:
-            return CausalLMOutputWithPast(logits=finished_logits(self.get_output_embeddings()(hidden), self.config))
-        return CausalLMOutputWithPast(loss=watch_backward(_loss(self, hidden, shift_labels, int(num_items_in_batch))))
+            logits = finished_logits(self.get_output_embeddings()(hidden), self.config)
+            return _output(auxiliary, logits=logits)
+        loss = _loss(self, hidden, shift_labels, int(num_items_in_batch))
+        if router is not None and auxiliary is not None:
+            loss = loss + getattr(self, router.coefficient) * auxiliary
+        return _output(auxiliary, loss=watch_backward(loss))
 
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """``PreTrainedModel.save_pretrained`` of the whole weights: an ordinary Hugging Face folder.
@@ -197,11 +214,17 @@ def _groups(model: Any) -> list[dist.ProcessGroup]:
     return [model.ring_mesh[axis].get_group() for axis in ("replicate", "ring")]
 
 
-def _others(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What else a caller gave that the decoder should have: nothing that would be dropped without a word."""
-    for name, value in arguments.items():
-        if isinstance(value, Tensor):  # labels, a mask, images, sound
-            raise UnsupportedError(f"{name} of a sharded batch cannot be honoured; make the batch with rs.shard_batch")
-        if value is not None and name in _ANSWERS and value != _ANSWERS[name]:
-            raise UnsupportedError(f"{name}={value} is not supported on a ring; leave it out")
-    return {name: value for name, value in arguments.items() if value is not None and name not in _ANSWERS}
+def _output(auxiliary: Tensor | None, **values: Any) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+    if auxiliary is None:
+        return CausalLMOutputWithPast(**values)
+    return MoeCausalLMOutputWithPast(aux_loss=auxiliary, **values)
+
+
+def _name(model: Any) -> str:
+    return type(model).__name__.removeprefix("FSDP")
+
+
+def _check_asked(model: Any, arguments: dict[str, Any]) -> None:
+    """Raise what a caller, or the config meanwhile, asks for and a model on a ring does not do."""
+    check_arguments(_name(model), arguments)
+    check_configs(model.ring_configs)

@@ -17,6 +17,7 @@ from ringspan.core.layout import Layout
 from ringspan.torch.batch import IGNORED, document_positions
 from ringspan.torch.consistency import Call, check_call
 from ringspan.torch.optimizer_steps import optimizer_facts
+from ringspan.torch.router_loss import wanted_router
 
 _DIGESTS: Final = ("input_ids", "labels", "position_ids")  # in the order of a batch's digest
 
@@ -60,6 +61,7 @@ def _facts(model: Any, arguments: dict[str, Any], others: dict[str, Any]) -> dic
         "mode": "training" if model.training else "evaluation",
         "gradients": torch.is_grad_enabled(),
         "labels": arguments.get("shift_labels") is not None,
+        "output_router_logits": wanted_router(model, arguments.get("output_router_logits")) is not None,
         "num_items_in_batch": None if number is None else _whole_number(number),
         "arguments": tuple(sorted((name, str(value)) for name, value in others.items() if value is not None)),
     }
@@ -80,6 +82,7 @@ def _facts_of_ring(arguments: dict[str, Any]) -> dict[str, Any]:
         "batch size": batch_size,
         "local length": length,
         "documents": arguments.get("document_lengths") is not None,
+        "padding marked": arguments.get("real_tokens") is not None,
         "length of the longest document": None if longest is None else int(longest),
         **{name: f"digest {number % (1 << 64):016x}" for name, number in zip(_DIGESTS, digests, strict=False)},
     }
@@ -100,11 +103,17 @@ def _check_batch(
     position_ids: Tensor | None = None,
     shift_labels: Tensor | None = None,
     document_lengths: Tensor | None = None,
+    real_tokens: Tensor | None = None,
     **_: Any,
 ) -> None:
     """Raise what is wrong with the part of a batch that this rank has."""
     if input_ids is None or position_ids is None:
         raise UnsupportedError("input_ids and position_ids are needed; make the batch with rs.shard_batch")
+    if real_tokens is not None and real_tokens.shape != input_ids.shape:
+        raise UnsupportedError(
+            f"real_tokens has shape {tuple(real_tokens.shape)}, input_ids {tuple(input_ids.shape)}; make the batch with "
+            "rs.shard_batch"
+        )
     ring = model.ring_mesh["ring"]
     layout = Layout(model.ring_layout, ring.size() * input_ids.shape[1], ring.size())
     inputs, labels = model.ring_vocabularies

@@ -4,7 +4,7 @@ B batch, S global tokens, T local tokens, V vocabulary.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,9 +23,11 @@ from ringspan.core.numbers import check_whole
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.causal_lm import Packed, RingCausalLM
+from ringspan.torch.config_changes import copy_configs
 from ringspan.torch.consistency import Call, check_call
 from ringspan.torch.embedding import sum_embedding_gradients
 from ringspan.torch.feedforward import ChunkTokens, find_feedforwards, free_feedforwards
+from ringspan.torch.forward_arguments import UNSAID, Unsaid, check_attention
 from ringspan.torch.loop_watch import watch_loop
 from ringspan.torch.loss import LossOptions
 from ringspan.torch.mesh import tensor_axis
@@ -35,6 +37,7 @@ from ringspan.torch.offload import OffloadName
 from ringspan.torch.optimizer_steps import watch_optimizers
 from ringspan.torch.remat import CheckpointName, check_checkpointing, checkpoint_layers
 from ringspan.torch.rope import chunk_rotary_tables
+from ringspan.torch.router_loss import RouterLoss, find_router_loss, no_router_loss, record_routers
 from ringspan.torch.scores import Scores
 from ringspan.torch.sharding import shard_weights
 from ringspan.torch.support import (
@@ -129,12 +132,14 @@ def parallelize(
     decoder: Any = parts.decoder
     ring, kinds = mesh["ring"].get_group(), layer_kinds(decoder.config)
     layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
-    decoder.set_attn_implementation(_register(layout, ring, kinds, route, wire, kernel))
+    decoder.set_attn_implementation(_register(type(decoder).__name__, layout, ring, kinds, route, wire, kernel))
     attention: Any
     for attention in decoder.modules():
         if getattr(attention, "attn_temperature_tuning", False):
             # Llama 4 counts local tokens for it; ``attend`` does the same with their global positions.
             attention.attn_temperature_tuning, attention.ring_temperature = False, not attention.use_rope
+    if parts.router is not None:
+        record_routers(model, parts.router)
     checkpoint_layers(model, checkpoint, offload, layers_per_checkpoint)
     chunk_rotary_tables(decoder)
     sum_embedding_gradients(decoder)
@@ -148,11 +153,14 @@ def parallelize(
         ring_loss=parts.loss,
         ring_decoder=where,
         ring_vocabularies=tuple(end.weight.shape[0] for end in ends),
+        ring_configs=copy_configs((model.config, decoder.config)),
+        ring_router=parts.router,
     )
     if (tp := tensor_axis(mesh)) is not None:
         split_model(model, tp)
+    recorder = None if parts.router is None else parts.router.recorder
     for modules, chunk_tokens, option, from_tokens in parts.in_blocks:
-        run_in_blocks(modules, chunk_tokens, option, from_tokens=from_tokens)
+        run_in_blocks(modules, chunk_tokens, option, from_tokens=from_tokens, recorder=recorder)
     shard_weights(model, layers, mesh, compute_dtype)
     watch_optimizers(model)
     if watchdog:
@@ -167,6 +175,7 @@ class _Parts(NamedTuple):
     loss: LossOptions
     in_blocks: list[tuple[list[nn.Module], int, str, int]]
     """Modules to run in blocks of so many tokens, by which option, and from how many tokens on."""
+    router: RouterLoss | None
 
 
 def _check(
@@ -228,7 +237,10 @@ def _check(
         logit_scale=logit_scale(model.config),
         softcap=logit_softcap(model.config),
     )
-    return _Parts(decoder, loss, in_blocks)
+    router = find_router_loss(model)
+    if router is None and getattr(decoder.config, "output_router_logits", False):
+        raise no_router_loss(type(model).__name__)
+    return _Parts(decoder, loss, in_blocks, router)
 
 
 def _refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.dtype | None, ring: DeviceMesh) -> None:
@@ -257,12 +269,19 @@ def _layer_mask(kind: LayerKind, length: int, lengths: tuple[int, ...] | None) -
 
 
 def _register(
-    layout: LayoutName, ring: dist.ProcessGroup, kinds: tuple[LayerKind, ...], route: str, wire: str, kernel: str
+    decoder: str,
+    layout: LayoutName,
+    ring: dist.ProcessGroup,
+    kinds: tuple[LayerKind, ...],
+    route: str,
+    wire: str,
+    kernel: str,
 ) -> str:
-    """Make this ring an attention implementation of transformers and return its name.
+    """Make this ring an attention implementation of transformers for a kind of decoder and return its name.
 
     ``kinds`` is what the config says of each layer; a layer that asks for something else is refused.
     """
+    masked: set[int | None] = set()  # windows of the masks that the decoder has made, None for one without
 
     def attend(
         module: nn.Module,
@@ -273,24 +292,14 @@ def _register(
         *,
         scaling: float | None = None,
         dropout: float = 0.0,
-        sliding_window: int | None = None,
+        sliding_window: int | Unsaid | None = UNSAID,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         ring_packed: Packed | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        asked = {"attention_mask": attention_mask, "dropout": dropout or None}
-        asked |= {name: kwargs.get(name) for name in ("position_bias", "head_mask", "indices")}
-        for name, wanted in asked.items():
-            if wanted is not None:
-                raise UnsupportedError(f"{type(module).__name__} asks for {name}, which the ring does not support yet")
-        layer = getattr(module, "layer_idx", 0)
-        kind = kinds[layer]
-        if sliding_window != kind.window:
-            raise UnsupportedError(
-                f"{type(module).__name__} {layer} asks for sliding_window={sliding_window}, its config for "
-                f"{kind.window}"
-            )
+        check_attention(module, kwargs | {"attention_mask": attention_mask, "dropout": dropout})
+        kind = _kind_of_layer(module, kinds, sliding_window, masked)
         length = query.shape[2] * dist.get_world_size(ring)
         if getattr(module, "ring_temperature", False):
             positions = torch.from_numpy(
@@ -320,11 +329,48 @@ def _register(
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.transpose(1, 2), None
 
-    settings = layout, ring.group_name, route, wire, kernel, kinds
+    def no_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> None:
+        """No S x S mask is ever built: the schedule knows who sees whom."""
+        if attention_mask is not None:
+            raise UnsupportedError(
+                "attention_mask of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
+            )
+        masked.add(local_size)
+
+    settings = decoder, layout, ring.group_name, route, wire, kernel, kinds
     name = f"ringspan_{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
     AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, _no_mask)
+    AttentionMaskInterface.register(name, no_mask)
     return name
+
+
+def _kind_of_layer(
+    module: Any, kinds: Sequence[LayerKind], asked: int | Unsaid | None, masked: Container[int | None]
+) -> LayerKind:
+    """Whom the queries of an attention module see: what its config says, where the module and its masks agree.
+
+    On one process a window is one of the mask. Not every model gives it to attention too, and not every model that has
+    one in its config makes such a mask (Moshi).
+
+    Raises:
+        UnsupportedError: they do not agree.
+    """
+    layer = getattr(module, "layer_idx", None)
+    if layer is None and len(set(kinds)) > 1:
+        raise UnsupportedError(f"{type(module).__name__} does not say which layer it is of (layer_idx), which differ")
+    kind = kinds[layer or 0]
+    if asked is UNSAID:
+        return kind if kind.window in masked else kind._replace(window=None)
+    if asked != kind.window:
+        raise UnsupportedError(
+            f"layer {layer} of {type(module).__name__} attends to {_reach(asked)}, but its config says "
+            f"{_reach(kind.window)}; set layer_types and sliding_window of the config to what the layers do"
+        )
+    return kind
+
+
+def _reach(window: Any) -> str:
+    return "all earlier tokens" if window is None else f"the last {window} tokens"
 
 
 def _temperature(module: Any, positions: Tensor) -> Tensor:
@@ -333,11 +379,3 @@ def _temperature(module: Any, positions: Tensor) -> Tensor:
     """
     steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
     return (torch.log1p(steps) * module.attn_scale + 1.0)[:, None, :, None]
-
-
-def _no_mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
-    """No S x S mask is ever built: the schedule knows who sees whom."""
-    if attention_mask is not None:
-        raise UnsupportedError(
-            "attention_mask of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
-        )

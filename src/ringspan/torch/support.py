@@ -18,7 +18,6 @@ _UNSUPPORTED_FIELDS: Final = (
     "attn_pdrop",
     "output_attentions",
     "output_hidden_states",
-    "output_router_logits",
 )
 # RoPE types whose frequencies depend on the largest position of the sequence.
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")

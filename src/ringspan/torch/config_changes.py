@@ -1,0 +1,88 @@
+"""A model's config is read once, when the model goes onto the ring: what is changed in it afterwards raises."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from ringspan.core.errors import UnsupportedError
+
+# Fields that change nothing of what a model on a ring computes, or that its forward pass reads each time.
+_FREE: Final = frozenset(
+    {
+        # read each time
+        "output_router_logits",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+        # of saved files, and of what a tokenizer or ``generate`` does
+        "_commit_hash",
+        "_name_or_path",
+        "name_or_path",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "id2label",
+        "keys_to_ignore_at_inference",
+        "label2id",
+        "max_length",
+        "pad_token_id",
+        "problem_type",
+        "quantization_config",
+        "sep_token_id",
+        "task_specific_params",
+        "tie_word_embeddings",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",  # a model on a ring keeps none
+    }
+)
+# Fields that a config need not have, and what each means when it has them not.
+_ABSENT: Final = {"attention_dropout": 0.0, "is_causal": True, "sliding_window": None}
+
+
+class ConfigCopy(NamedTuple):
+    """A config, and what it said when the model went onto the ring."""
+
+    config: PreTrainedConfig
+    fields: dict[str, Any]
+
+
+def copy_configs(configs: Iterable[PreTrainedConfig]) -> tuple[ConfigCopy, ...]:
+    """What each config says now; those inside of others are a part of these."""
+    distinct = {id(config): config for config in configs}.values()
+    return tuple(ConfigCopy(config, copy.deepcopy(vars(config))) for config in distinct)
+
+
+@torch.compiler.disable()
+def check_configs(copies: Iterable[ConfigCopy]) -> None:
+    """Raise what was changed in a config since, and would have no effect, or another one than on one process.
+
+    Raises:
+        UnsupportedError: the first such field, with both of its values.
+    """
+    for config, before in copies:
+        now = vars(config)
+        if now != before:  # a few microseconds; what follows is rare
+            _compare(config.model_type, before, now)
+
+
+def _compare(path: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name in sorted(before.keys() | now.keys()):
+        if name in _FREE:
+            continue
+        old, new = (fields.get(name, _ABSENT.get(name)) for fields in (before, now))
+        if isinstance(old, PreTrainedConfig) and isinstance(new, PreTrainedConfig):
+            _compare(f"{path}.{name}", vars(old), vars(new))
+        elif old != new and (name in before or name in _ABSENT):
+            public = name.removesuffix("_internal").removeprefix("_")
+            raise UnsupportedError(
+                f"config.{public} of {path} was changed from {old} to {new} after rs.parallelize, which reads it once; "
+                "set it before, on a model that is not on a ring yet"
+            )
