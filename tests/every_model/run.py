@@ -18,7 +18,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import ringspan as rs
 from ringspan.bench.machine import describe_machine
 from ringspan.torch.forks import serve_forks
-from tests.every_model.tiny import tiny_model, tiny_tokens
+from ringspan.torch.support import refuse_config, refuse_unsupported
+from tests.every_model.refusals import refusal_of
+from tests.every_model.tiny import tiny_model, tiny_tokens, undropped_config
 from tests.pool import Pool
 from tests.torch.models import relative
 from tests.torch.test_models import restarting, whole_gradients
@@ -52,7 +54,9 @@ def one_process(kind: str, dtype: torch.dtype, *, is_packed: bool) -> dict[str, 
 
 def on_the_ring(mesh: DeviceMesh, kind: str, layout: str, is_packed: bool) -> dict[str, Any]:
     """The same of a rank."""
-    model, tokens = rs.parallelize(tiny_model(kind), mesh, layout=layout), tiny_tokens(LENGTH)
+    model, tokens = tiny_model(kind), tiny_tokens(LENGTH)
+    checkpoint = "attention" if model.supports_gradient_checkpointing else "none"
+    model = rs.parallelize(model, mesh, layout=layout, checkpoint=checkpoint)
     batch = {"input_ids": tokens, "labels": tokens}
     if is_packed:
         batch["position_ids"] = restarting([list(DOCUMENTS)])
@@ -78,7 +82,9 @@ def judge(pool: Pool, kind: str) -> dict[str, Any]:
                 alone[is_packed] = [one_process(kind, dtype, is_packed=is_packed) for dtype in dtypes]
             truth, plain = alone[is_packed]
         except Exception as error:  # whatever it raises: no tiny one can be had of it by what is known here
-            return row | {"untried": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
+            if refusal := refusal_without_trial(kind):
+                return row | {"sequence": {"refused": refusal}}
+            return row | {"untried": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"}
         outcomes = pool.outcomes(on_the_ring, ranks, kind, layout, is_packed, tp=tp)
         if failures := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
             if not all(isinstance(failure, rs.RingspanError) for failure in failures):
@@ -90,6 +96,18 @@ def judge(pool: Pool, kind: str) -> dict[str, Any]:
         if "refused" in row[trial] and trial == "sequence":
             break
     return row
+
+
+def refusal_without_trial(kind: str) -> str:
+    """Why a model type raises, by its usual config or a tiny model that does not run; empty when neither says so."""
+    try:
+        refuse_config(undropped_config(kind))
+        refuse_unsupported(tiny_model(kind))
+    except rs.UnsupportedError as error:
+        return str(error)
+    except Exception:  # whatever it raises of which no tiny one can be made
+        return ""
+    return ""
 
 
 def is_exact(outcome: dict[str, Any]) -> bool:
@@ -120,13 +138,14 @@ def page(facts: dict[str, Any]) -> str:
         "# Models",
         "",
         f"Of the {len(rows)} types of causal language models that transformers {facts['transformers']} knows,",
-        f"{len(run)} run on the ring as they are and {len(refused)} are refused by name; of {len(untried)} no tiny one",
-        "was made here. `make models` tries all of them and writes this page; numbers and whole reasons are in",
+        f"{len(run)} run on the ring as they are and {len(refused)} raise an error that says why; of {len(untried)} no",
+        "tiny one was made here. `make models` tries all of them and writes this page; numbers and messages are in",
         "[benchmarks/results/models.json](../benchmarks/results/models.json).",
         "",
         "## What runs",
         "",
-        "Each with a tiny config of random weights, in float32, against itself on one process in float64: the worst",
+        "Each with a tiny config of random weights and at least two layers of each kind that the type can have (of",
+        "attention, of feed-forward), in float32, against itself on one process in float64: the worst",
         "relative error of the loss (times ten: its bound is 1e-6), the logits and every gradient (bound 1e-5).",
         "Sequence: two ranks, zigzag; beside it what one process in float32 is off. Documents: two in one sequence on",
         "three ranks, striped, each against itself alone. Heads split: two ranks of a ring times two that share the",
@@ -143,18 +162,31 @@ def page(facts: dict[str, Any]) -> str:
         "A model that takes images or sound too (gemma3, gemma4) is trained on its text: its decoder goes on the ring,",
         "what sees images is kept as it is, and images in a batch are refused.",
         "",
-        "## What is refused",
+        'Types without activation checkpointing in transformers (ctrl, jetmoe) need `checkpoint="none"`.',
         "",
-        "| why | model types |",
-        "| --- | --- |",
+        "Mixtures of experts that have a load-balancing loss (`output_router_logits=True`, in the call or the config)",
+        "get it over the tokens of all ranks, as on one process.",
+        "",
+        "## What raises an error",
+        "",
+        "Of a type that can have layers which a ring does not compute, a model without such layers runs (lfm2 or",
+        "minimax_m3_vl_text with full attention alone).",
+        "",
+        "| why | what it would take | model types |",
+        "| --- | --- | --- |",
     ]
-    reasons = sorted((_reason(row), row["kind"]) for row in refused)
+    reasons = sorted((refusal_of(row["sequence"]["refused"])[1:], row["kind"]) for row in refused)
     lines += [
-        f"| {reason} | {', '.join(kind for _, kind in group)} |"
-        for reason, group in groupby(reasons, key=lambda pair: pair[0])
+        f"| {why} | {needed} | {', '.join(kind for _, kind in group)} |"
+        for (why, needed), group in groupby(reasons, key=lambda pair: pair[0])
     ]
-    kinds = ", ".join(row["kind"] for row in untried)
-    lines += ["", "## What was not tried", "", f"Of these no tiny config was made: {kinds}.", ""]
+    lines += ["", "## What was not tried", "", "No tiny config was made of these:", ""]
+    lines += [
+        "| model type | why |",
+        "| --- | --- |",
+        *(f"| {row['kind']} | {row['untried']} |" for row in untried),
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -162,18 +194,10 @@ def _cell(outcome: dict[str, Any]) -> str:
     return f"{outcome['error']:.0e}" if "error" in outcome else "refused" if "refused" in outcome else "fails"
 
 
-def _reason(row: dict[str, Any]) -> str:
-    """A refusal without the name of the model that it is about, and without what it has in common with the others."""
-    text = row["sequence"]["refused"].partition(";")[0].removesuffix(" yet")
-    for end in (", which is not supported", ", which the ring does not support", " are not supported"):
-        text = text.removesuffix(end)
-    return text.partition(" ")[2]
-
-
 def main(kinds: list[str]) -> int:
     """Try the kinds, or all; 1 when one that runs is not exact or fails without a word."""
     serve_forks("ringspan.train.loop", "transformers.models.llama.modeling_llama")
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     before = {row["kind"]: row for row in json.loads(RESULTS.read_text())["rows"]} if kinds else {}
     pool, bad = Pool(), []
     for kind in kinds or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

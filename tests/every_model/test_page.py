@@ -1,9 +1,16 @@
 """The page of models: what it says is what was measured, and what was measured keeps its bounds."""
 
+import inspect
 import json
+import sys
+from collections import Counter
 
 import pytest
+import transformers
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.every_model.refusals import refusal_of
 from tests.every_model.run import PAGE, RESULTS, TRIALS, is_exact, page
 from tests.every_model.tiny import tiny_config
 
@@ -18,6 +25,28 @@ def test_every_model_that_runs_is_exact_and_none_fails():
     outcomes = [row[trial] for row in FACTS["rows"] for trial in TRIALS if trial in row]
     assert sum("error" in outcome for outcome in outcomes) > 100
     assert all(is_exact(outcome) and "failed" not in outcome for outcome in outcomes)
+
+
+def test_each_refusal_is_in_words_for_who_reads_the_page():
+    for row in FACTS["rows"]:
+        if "refused" in row.get("sequence", {}):
+            assert refusal_of(row["sequence"]["refused"]).why
+
+
+def test_a_tiny_config_has_two_layers_at_least_of_each_kind_that_its_model_knows():
+    for row in FACTS["rows"]:
+        if "error" not in row.get("sequence", {}):
+            continue
+        config = tiny_config(row["kind"]).get_text_config(decoder=True)
+        counts = Counter(
+            (*(getattr(config, "layer_types", None) or ()), *(getattr(config, "mlp_layer_types", None) or ()))
+        )
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row["kind"]]
+        model = getattr(transformers, name if isinstance(name, str) else name[0])
+        source = inspect.getsource(sys.modules[model.__module__])
+        for kind in ALLOWED_LAYER_TYPES:
+            assert f'"{kind}"' not in source or counts[kind] >= 2, f"{row['kind']} has {counts[kind]} of {kind}"
+        assert config.num_hidden_layers >= 2
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma4_text", "deepseek_v3"])

@@ -8,7 +8,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 _MOST_PARAMETERS: Final = 20_000_000
 _VOCABULARY: Final = 97
-_SMALL = dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 2)
+_LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_SMALL = dict.fromkeys(_LAYERS, 2)
 _SMALL |= dict.fromkeys(("hidden_size", "n_embd", "d_model", "n_embed"), 64)
 _SMALL |= dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "ffn_dim", "n_inner", "ffn_hidden_size"), 96)
 _SMALL |= dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 4)
@@ -17,7 +18,7 @@ _SMALL |= dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max
 _SMALL |= dict.fromkeys(("moe_intermediate_size", "expert_dim", "shared_expert_intermediate_size"), 32)
 _SMALL |= dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4)
 _SMALL |= dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2)
-_SMALL |= dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_dense_layers", "first_k_dense_replace"), 1)
+_SMALL |= dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1)
 _SMALL |= {"vocab_size": _VOCABULARY, "vocab_size_per_layer_input": _VOCABULARY, "hidden_size_per_layer_input": 16}
 _SMALL |= {"head_dim": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 _SMALL |= {"kv_lora_rank": 24, "q_lora_rank": 32, "sliding_window": 8, "attention_chunk_size": 9, "rotary_dim": 8}
@@ -30,15 +31,31 @@ _DROPOUTS: Final = (
 
 _TEXT = {name: _SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
 _TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 2}
+# Kinds of layers that a model can have beside those of its usual config.
+_FURTHER_LAYERS: Final[dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("dots1", "laguna", "mellum", "qwen2", "qwen2_moe", "qwen3", "smollm3"), ("sliding_attention",)),
+    "lfm2": ("conv",),
+    "lfm2_moe": ("full_attention", "conv"),
+    "minimax_m3_vl_text": ("minimax_m3_sparse",),
+    "ministral": ("full_attention",),
+}
+_FURTHER_FEEDFORWARDS: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(
+    ("cohere2_moe", "mellum", "minimax_m3_vl_text"), ("dense",)
+)
+# Fields that number the first layers, those with dense feed-forwards; or list them.
+_NUM_DENSE: Final = ("first_k_dense_replace", "num_dense_layers")
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _VISION |= {"image_size": 32, "patch_size": 16}
-_WINDOWED: Final = {"layer_types": ["full_attention", "sliding_attention"]}
+_WINDOWED: Final = {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}
 _SLIDING: Final = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}
 _WITHOUT: Final = object()
 _WINDOW: Final = {"sliding_window": 8}
 _SCALED: Final = {"logits_scaling": 8.0, "attention_multiplier": 0.1}
 _LATENT: Final = {"head_dim": _WITHOUT, "num_key_value_heads": 4}  # head sizes are those of latent attention
 _GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+_LLAMA4: Final = {
+    "num_hidden_layers": 4, "floor_scale": 8, "no_rope_layers": [1, 1, 0, 0], "interleave_moe_layer_step": 2,
+}  # fmt: skip
 _GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 # What a kind needs beside that, or what makes it show more of itself.
@@ -46,17 +63,16 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
     **dict.fromkeys(("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32"), _LATENT),
     **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash", "minicpm3", "youtu"), _LATENT),
     **dict.fromkeys(("mixtral", "phi3", "starcoder2"), _WINDOW),
-    **dict.fromkeys(("dots1", "laguna", "mellum"), _WINDOWED),
-    **dict.fromkeys(("qwen2", "qwen2_moe"), _SLIDING | _WINDOWED),
-    "qwen3_moe": _SLIDING,
+    **dict.fromkeys(("qwen2", "qwen3"), _SLIDING),
+    "smollm3": _SLIDING | {"no_rope_layers": [1, 1, 0, 0]},
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "flint"), _SLIDING | {"mlp_only_layers": [0, 1]}),
     "cohere": {"logit_scale": 0.0625},
     "emu3": {"text_config": _TEXT | {"attention_dropout": 0.0}},
     "falcon": {"head_dim": _WITHOUT, "num_kv_heads": 4},
     "gemma3": {"text_config": _TEXT | _WINDOW | _WINDOWED, "vision_config": _VISION, "mm_tokens_per_image": 4},
-    "flint": {"mlp_only_layers": [0]},
+    "ernie4_5_moe": {"num_hidden_layers": 4, "moe_layer_start_index": 2, "moe_layer_end_index": 3},
     "gemma3n_text": {
-        "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"], "laurel_rank": 8,
-        "activation_sparsity_pattern": [0.0, 0.0],
+        "num_kv_shared_layers": 2, "laurel_rank": 8, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
     },
     "gemma4": {
         "text_config": _TEXT | _WINDOW | _GEMMA4
@@ -68,14 +84,13 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
     "gemma4_unified_text": _GEMMA4 | {"use_bidirectional_attention": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     **dict.fromkeys(("granite", "granitemoe", "granite_swa"), _SCALED),
-    "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]},
     "llama4": {
-        "text_config": _TEXT | {"intermediate_size_mlp": 96, "num_local_experts": 2,
-                                "attention_chunk_size": 9},
+        "text_config": _TEXT | _LLAMA4 | {"intermediate_size_mlp": 96, "num_local_experts": 2,
+                                          "attention_chunk_size": 9},
         "vision_config": _VISION | {"intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32,
                                     "projector_output_dim": 32},
     },
-    "llama4_text": {"floor_scale": 8, "no_rope_layers": [1, 0]},
+    "llama4_text": _LLAMA4,
     "ministral3": {
         "rope_parameters": {
             "type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 8,
@@ -84,7 +99,7 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
         }
     },
     "mllama": {
-        "text_config": _TEXT | {"cross_attention_layers": [1]},
+        "text_config": _TEXT | {"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_global_layers": 1,
                           "attention_heads": 2, "image_size": 32, "patch_size": 16},
     },
@@ -94,29 +109,38 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
                           "out_hidden_size": 64},
     },
     "reformer": {"axial_pos_embds": False},
-    "smollm3": {"no_rope_layers": [1, 0]},
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
+
+
+def undropped_config(kind: str) -> PretrainedConfig:
+    """The usual config of a model type, without dropout."""
+    usual = CONFIG_MAPPING[kind]()
+    return CONFIG_MAPPING[kind](**{name: 0.0 for name in _DROPOUTS if _has(usual, name)})
 
 
 def tiny_config(kind: str) -> PretrainedConfig:
     """The config of a model type, with the sizes above wherever it has a field of that name, and no dropout.
 
-    Where layers differ there is one of each type.
+    There are two layers at least of each type, and with each type of feed-forward, that the model can have.
     """
     usual = CONFIG_MAPPING[kind]()
-    values: dict[str, Any] = {name: size for name, size in _SMALL.items() if _has(usual, name)}
+    values: dict[str, Any] = {
+        name: size for name, size in _SMALL.items() if _has(usual, name) and _can_set(usual, name)
+    }
     values |= {name: 0.0 for name in _DROPOUTS if _has(usual, name)}
     if not _value(usual, "sliding_window"):
         values.pop("sliding_window", None)
-    types = list(dict.fromkeys(_value(usual, "layer_types") or ()))
-    if types:
-        layers = max(2, len(types))
-        values |= {"layer_types": (types * 2)[:layers]} | {
-            name: layers for name in ("num_hidden_layers", "n_layer") if name in values
-        }
-    if mlps := _value(usual, "mlp_layer_types"):
-        values["mlp_layer_types"] = [mlps[0], mlps[-1]]
+    types = list(dict.fromkeys((*(_value(usual, "layer_types") or ()), *_FURTHER_LAYERS.get(kind, ()))))
+    mlps = list(dict.fromkeys((*_FURTHER_FEEDFORWARDS.get(kind, ()), *(_value(usual, "mlp_layer_types") or ()))))
+    leading = [name for name in (*_NUM_DENSE, "mlp_only_layers") if _has(usual, name)]
+    layers = max(2 * len(types), 4 if leading or len(mlps) > 1 else 2)
+    values |= {name: layers for name in _LAYERS if name in values}
+    values |= dict.fromkeys((name for name in _NUM_DENSE if name in leading), layers // 2)
+    if types and _can_set(usual, "layer_types"):
+        values["layer_types"] = (types * layers)[:layers]
+    if mlps:
+        values["mlp_layer_types"] = [mlps[i * len(mlps) // layers] for i in range(layers)]
     values |= _CHANGES.get(kind, {})
     return CONFIG_MAPPING[kind](**{name: value for name, value in values.items() if value is not _WITHOUT})
 
@@ -151,6 +175,12 @@ def tiny_tokens(length: int) -> Tensor:
 
 def _has(config: PretrainedConfig, name: str) -> bool:
     return _value(config, name, _WITHOUT) is not _WITHOUT
+
+
+def _can_set(config: PretrainedConfig, name: str) -> bool:
+    """Whether a field is no property that others decide."""
+    known = getattr(type(config), config.attribute_map.get(name, name), None)
+    return not isinstance(known, property) or known.fset is not None
 
 
 def _value(config: PretrainedConfig, name: str, default: Any = None) -> Any:

@@ -390,9 +390,15 @@ def test_a_model_on_the_ring_saves_itself_whole(pool, tmp_path, kind):
     [
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ("mistral", {"layer_types": ["full_attention", "compressed_sparse_attention"]}, "compressed_sparse_attention"),
-        ("bert", {"is_decoder": True}, "BertLMHeadModel changes its logits"),
-        ("electra", {"is_decoder": True}, "ElectraForCausalLM reaches into its decoder"),
-        ("t5", {}, "AttentionInterface"),
+        ("bert", {"is_decoder": True}, "BertLMHeadModel has more between its decoder and its logits than its head"),
+        (
+            "electra",
+            {"is_decoder": True},
+            "ElectraForCausalLM makes its logits of more than its decoder's last",
+        ),
+        ("t5", {}, "t5 is an encoder-decoder model"),
+        ("falcon", {}, "FalconForCausalLM computes attention in its own code, not through transformers' Attention"),
+        ("bart", {"is_decoder": True}, "BartForCausalLM numbers its tokens itself"),
         ("llama", {"output_hidden_states": True}, "output_hidden_states=True"),
     ],
 )

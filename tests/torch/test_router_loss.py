@@ -94,8 +94,8 @@ def compare(results: list[Any], expected: Any) -> None:
 
 
 KINDS = [
-    "ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "laguna",
-    "mellum", "minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
+    "ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "jetmoe",
+    "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
 ]  # fmt: skip
 
 
@@ -103,7 +103,8 @@ KINDS = [
 def test_the_auxiliary_loss_equals_that_of_one_process(pool, kind):
     expected = one_process(kind, 1, 1, False, None)
     assert float(expected["auxiliary"]) > 0
-    compare(pool.run(on_the_ring, 2, kind, "zigzag", 1, False, None, {}), expected)
+    options = {"checkpoint": "none"} if kind == "jetmoe" else {}  # it has no activation checkpointing
+    compare(pool.run(on_the_ring, 2, kind, "zigzag", 1, False, None, options), expected)
 
 
 CASES = [

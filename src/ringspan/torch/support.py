@@ -9,6 +9,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.route import Route, member_heads
+from ringspan.torch.attention_support import refuse_attention
 from ringspan.torch.rope import is_rotary
 from ringspan.torch.wire import check_wire
 
@@ -31,12 +32,11 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             f"{name} is no PreTrainedModel of transformers; give the model inside of it (model.module, "
             "model.get_base_model()), and compile afterwards"
         )
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedError(f"{name} does not route its attention through transformers' AttentionInterface")
+    refuse_config(model.config)
     decoder = decoder_of(model)
     if model.get_output_embeddings() is None or decoder is model:
         raise UnsupportedError(f"{name} is not a causal language model with a head; use an AutoModelForCausalLM")
-    refuse_config(model.config)
+    refuse_attention(name, decoder)
     for path, module in decoder.named_modules():
         if isinstance(module, nn.Conv1d):
             raise UnsupportedError(f"{name} mixes tokens outside of attention ({path} is a convolution)")
@@ -166,7 +166,9 @@ def _check_head(model: PreTrainedModel) -> None:
             logits = model(input_ids=tokens).logits
             expected = finished_logits(head(hidden), model.config)
     except Exception as error:  # whatever a model raises that has other plans for its hidden states
-        raise UnsupportedError(f"{kind} reaches into its decoder, which is not supported yet") from error
+        raise UnsupportedError(
+            f"{kind} makes its logits of more than its decoder's last hidden states, which a ring does not support yet"
+        ) from error
     finally:
         del decoder.forward
         if own is not None:
@@ -174,7 +176,10 @@ def _check_head(model: PreTrainedModel) -> None:
     # Once more or less rounded: a factor may come before the head, or as a division.
     rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
     if logits.shape != expected.shape or not bool(((logits - expected).abs() <= rounding).all()):
-        raise UnsupportedError(f"{kind} changes its logits after the head, which is not supported yet")
+        raise UnsupportedError(
+            f"{kind} has more between its decoder and its logits than its head, its scale and a soft cap, which a ring "
+            "does not support yet"
+        )
 
 
 class _Outputs(MoeModelOutputWithPast):

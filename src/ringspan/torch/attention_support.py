@@ -1,0 +1,68 @@
+"""Whether a decoder's attention can be the ring's: it must go through transformers' interface, and take positions."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ringspan.core.errors import UnsupportedError
+
+_TRIAL: Final = "ringspan_trial"
+
+
+def refuse_attention(name: str, decoder: PreTrainedModel) -> None:
+    """Raise an UnsupportedError where a ring cannot take over the attention of a decoder, or number its tokens.
+
+    Models that transformers marks are known to go through its AttentionInterface. Others are tried out, on two
+    tokens, since many of them lack only the mark.
+    """
+    if not getattr(decoder, "_supports_attention_backend", False):
+        reason = _why_not_consulted(decoder)
+        if reason:
+            raise UnsupportedError(
+                f"{name} computes attention in its own code, not through transformers' AttentionInterface ({reason}); "
+                "use a model whose attention goes through it"
+            )
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        raise UnsupportedError(
+            f"{name} numbers its tokens itself (its decoder takes no position_ids), so that each rank would begin "
+            "with 0; use a model whose decoder takes position_ids"
+        )
+
+
+@torch.no_grad()
+def _why_not_consulted(decoder: PreTrainedModel) -> str:
+    """Why some layer of a decoder would not call the ring's attention; empty when all do."""
+    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)
+    with _recorded(decoder) as asking, suppress(Exception):  # whatever it raises whose own code misses its mask
+        decoder(input_ids=ids, use_cache=False)
+    silent = [layer for layer in layers if not any(module in asking for module in layer.modules())]
+    if not asking or not layers:
+        return "no layer asks it"
+    return f"{len(silent)} of {len(layers)} layers do not ask it" if silent else ""
+
+
+@contextmanager
+def _recorded(decoder: PreTrainedModel) -> Iterator[set[nn.Module]]:
+    """While active, modules that call transformers' attention interface are put into the set."""
+    asking: set[nn.Module] = set()
+
+    def attend(module: nn.Module, query: Tensor, _: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
+        asking.add(module)
+        batch, heads, tokens, _size = query.shape
+        return query.new_zeros(batch, tokens, heads, value.shape[-1]), None
+
+    AttentionInterface.register(_TRIAL, attend)
+    AttentionMaskInterface.register(_TRIAL, lambda **_: None)
+    before = decoder.config._attn_implementation
+    decoder.config._attn_implementation = _TRIAL
+    try:
+        yield asking
+    finally:
+        decoder.config._attn_implementation = before
