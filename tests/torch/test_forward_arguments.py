@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
+from ringspan.torch.config_changes import check_configs, copy_configs
 from ringspan.torch.forward_arguments import FIXED, REFUSED, check_arguments, check_attention
-from tests.every_model.tiny import tiny_model
+from tests.every_model.tiny import tiny_config, tiny_model
 from tests.torch.models import build, relative, tokens
 
 
@@ -98,6 +99,16 @@ def test_what_a_trainer_sets_in_a_config_changes_nothing(pool):
     changes = {"use_cache": True, "pad_token_id": 3, "eos_token_id": 1, "my_own_note": "x", "output_attentions": False}
     for before, after in pool.run(after_parallelize, 2, "llama", changes):
         assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_text"])
+def test_configs_whose_layers_differ_are_compared_too(kind):
+    config = tiny_config(kind)
+    copies = copy_configs((config, config.get_text_config()))
+    check_configs(copies)
+    config.get_text_config().sliding_window = 5
+    with pytest.raises(rs.UnsupportedError, match=r"config\.sliding_window of .* was changed from 8 to 5"):
+        check_configs(copies)
 
 
 class Attention(nn.Module):

@@ -1,6 +1,5 @@
 """A model's config is read once, when the model goes onto the ring: what is changed in it afterwards raises."""
 
-import copy
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
@@ -57,7 +56,7 @@ class ConfigCopy(NamedTuple):
 def copy_configs(configs: Iterable[PreTrainedConfig]) -> tuple[ConfigCopy, ...]:
     """What each config says now; those inside of others are a part of these."""
     distinct = {id(config): config for config in configs}.values()
-    return tuple(ConfigCopy(config, copy.deepcopy(vars(config))) for config in distinct)
+    return tuple(ConfigCopy(config, _fields(config)) for config in distinct)
 
 
 @torch.compiler.disable()
@@ -68,18 +67,30 @@ def check_configs(copies: Iterable[ConfigCopy]) -> None:
         UnsupportedError: the first such field, with both of its values.
     """
     for config, before in copies:
-        now = vars(config)
-        if now != before:  # a few microseconds; what follows is rare
-            _compare(config.model_type, before, now)
+        now = _fields(config)
+        if now != before:
+            _compare(config.model_type, config, before, now)
 
 
-def _compare(path: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _fields(value: Any) -> Any:
+    """All that a config says, as dicts and lists of their own. Its ``==`` asks for what layers that differ have not in
+    common (Gemma 4).
+    """
+    if isinstance(value, PreTrainedConfig):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {name: _fields(each) for name, each in value.items()}
+    return [_fields(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _compare(path: str, config: PreTrainedConfig, before: dict[str, Any], now: dict[str, Any]) -> None:
     for name in sorted(before.keys() | now.keys()):
         if name in _FREE:
             continue
         old, new = (fields.get(name, _ABSENT.get(name)) for fields in (before, now))
-        if isinstance(old, PreTrainedConfig) and isinstance(new, PreTrainedConfig):
-            _compare(f"{path}.{name}", vars(old), vars(new))
+        inner = vars(config).get(name)
+        if isinstance(inner, PreTrainedConfig) and isinstance(old, dict):
+            _compare(f"{path}.{name}", inner, old, _fields(inner))
         elif old != new and (name in before or name in _ABSENT):
             public = name.removesuffix("_internal").removeprefix("_")
             raise UnsupportedError(

@@ -111,8 +111,8 @@ def _check_batch(
         raise UnsupportedError("input_ids and position_ids are needed; make the batch with rs.shard_batch")
     if real_tokens is not None and real_tokens.shape != input_ids.shape:
         raise UnsupportedError(
-            f"real_tokens has shape {tuple(real_tokens.shape)}, input_ids {tuple(input_ids.shape)}; make the batch with "
-            "rs.shard_batch"
+            f"real_tokens has shape {tuple(real_tokens.shape)}, input_ids {tuple(input_ids.shape)}; make the batch "
+            "with rs.shard_batch"
         )
     ring = model.ring_mesh["ring"]
     layout = Layout(model.ring_layout, ring.size() * input_ids.shape[1], ring.size())
