@@ -58,7 +58,7 @@ def check_call(mesh: DeviceMesh, call: Call) -> int:
     names, everywhere, in_ring = (_words(thing) for thing in (call.name, call.alike, call.alike_in_ring))
     mine = [1, int(call.error is None), call.targets, *_with_squares(names + everywhere + in_ring)]
     if "tp" in (mesh.mesh_dim_names or ()):  # whose ranks have the same targets
-        mine[2] = call.targets if mesh["tp"].get_local_rank() == 0 else 0
+        mine[2] = call.targets if mesh.get_local_rank("tp") == 0 else 0
     sums = mine
     for axis in ("tp", "ring"):
         sums = _sum(mesh, axis, sums)
@@ -74,10 +74,11 @@ def check_call(mesh: DeviceMesh, call: Call) -> int:
 
 def _sum(mesh: DeviceMesh, axis: str, numbers: list[int]) -> list[int]:
     """The numbers added up over the ranks of one axis."""
-    if axis not in (mesh.mesh_dim_names or ()) or mesh[axis].size() == 1:
+    names = mesh.mesh_dim_names or ()
+    if axis not in names or mesh.size(names.index(axis)) == 1:
         return numbers
     total = torch.tensor(numbers, device=mesh.device_type)
-    dist.all_reduce(total, group=mesh[axis].get_group())
+    dist.all_reduce(total, group=mesh.get_group(axis))
     return total.tolist()
 
 

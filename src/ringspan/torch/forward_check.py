@@ -66,7 +66,8 @@ def _facts(model: Any, arguments: dict[str, Any], others: dict[str, Any]) -> dic
         "arguments": tuple(sorted((name, str(value)) for name, value in others.items() if value is not None)),
     }
     if torch.is_grad_enabled():
-        trained = bytes(parameter.requires_grad for parameter in model.parameters())
+        parameters = (parameter for module in model.modules() for parameter in module._parameters.values())
+        trained = bytes(parameter.requires_grad for parameter in parameters if parameter is not None)
         digest = hashlib.blake2b(trained, digest_size=4).hexdigest()
         facts["trained parameters"] = f"{sum(trained)} of {len(trained)} (digest {digest})"
         facts |= optimizer_facts(model)
