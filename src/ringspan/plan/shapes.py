@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.messages import one_line
+from ringspan.plan.hub import from_hub
 from ringspan.plan.names import normal, unknown
 
 
@@ -215,7 +217,7 @@ def model_shape(text: str) -> ModelShape:
     published = normal(text.rpartition("/")[2]).replace("meta-", "").removesuffix("-instruct").removesuffix("-base")
     if "/" in text and published in MODELS:
         return replace(MODELS[published], name=text)
-    if text.count("/") == 1 and not text.startswith((".", "/")):
+    if "/" in text:
         return _from_hub(text)
     raise unknown("model", text, MODELS, "; or give a config.json, its folder, or a Hugging Face id")
 
@@ -225,10 +227,12 @@ def _from_hub(repository: str) -> ModelShape:
     from huggingface_hub import hf_hub_download
 
     try:
-        path = hf_hub_download(repository, "config.json")
+        with from_hub(f"--model {repository!r}", repository):
+            path = hf_hub_download(repository, "config.json")
+    except ConfigError:
+        raise
     except Exception as error:  # the Hub's client raises errors of several libraries
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"--model {repository!r}: its config.json cannot be had ({first[:160]})") from error
+        raise ConfigError(f"--model {repository!r}: could not download config.json: {one_line(error)}") from error
     return replace(read_config(Path(path)), name=repository)
 
 

@@ -32,6 +32,7 @@ from typing import Any, Final, Protocol
 import torch.distributed as dist
 
 from ringspan.core.errors import ConfigError, RingspanError
+from ringspan.core.messages import shortened
 from ringspan.torch.exchange import TOTALS
 
 EXIT_STALLED: Final = 76
@@ -160,7 +161,7 @@ class Watchdog:
         if isinstance(error, RuntimeError):  # how an exchange with a lost peer fails: let its rank be named
             self.await_verdict()
         if error is not None and not isinstance(error, RingspanError):
-            self._farewell = {"bye": f"{type(error).__name__}: {error}"[:300]}
+            self._farewell = {"bye": shortened(f"{type(error).__name__}: {error}")}
         self._closing.set()
         self._wake.send(b"x")
         if self._thread is not None:

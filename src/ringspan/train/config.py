@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.messages import one_line
 from ringspan.core.route import Route
-from ringspan.train.problems import explain, one_line, shown
+from ringspan.train.problems import explain, shown
 
 DocumentsName = Literal["pack", "separate", "cut"]
 

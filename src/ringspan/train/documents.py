@@ -14,8 +14,9 @@ from datasets import Dataset, Features, Value, concatenate_datasets, load_datase
 from datasets.exceptions import DatasetGenerationError
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.messages import one_line
+from ringspan.plan.hub import from_hub
 from ringspan.train.config import DataConfig
-from ringspan.train.problems import one_line
 
 logger = logging.getLogger(__name__)
 # Part of each cache key: raise it when the same files would give other documents.
@@ -247,7 +248,10 @@ def _no_field(place: str, text_field: str, fields: Sequence[str]) -> ConfigError
 def _load_hub(path: str, config: DataConfig) -> Dataset:
     name, _, configuration = path.removeprefix("hub:").partition(":")
     try:
-        dataset = load_dataset(name, configuration or None, split=config.hub_split)
+        with from_hub(f'data.paths = "{path}"', name):
+            dataset = load_dataset(name, configuration or None, split=config.hub_split)
+    except ConfigError:
+        raise
     except Exception as error:  # no common base: network, permission, missing split, malformed files
         raise ConfigError(f'data.paths = "{path}": cannot be loaded: {one_line(error)}; check its name') from error
     field = config.text_field

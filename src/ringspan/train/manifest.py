@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from safetensors import SafetensorError, safe_open
 
 from ringspan.core.errors import CheckpointError
-from ringspan.train.problems import one_line
+from ringspan.core.messages import one_line, shortened
 
 MANIFEST: Final = "manifest.json"
 _MAX_MANIFEST_BYTES: Final = 1 << 30
@@ -108,7 +108,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path}: is not a manifest of ringspan")
         found = _digest(whole["manifest"])
         if whole["sha256"] != found:
-            expected = _on_one_line(str(whole["sha256"]))
+            expected = shortened(str(whole["sha256"]))
             raise CheckpointError(f"{path}: changed after it was written (sha256 {found}, expected {expected})")
         return Manifest.model_validate(whole["manifest"])
     except FileNotFoundError:
@@ -116,11 +116,11 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"])
-        raise CheckpointError(f"{path}: {_on_one_line(place)}: {_on_one_line(problem['msg'])}") from error
+        raise CheckpointError(f"{path}: {shortened(place)}: {shortened(problem['msg'])}") from error
     except CheckpointError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {one_line(error)[:300]}") from error
+        raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
 
 
 def verify(folder: Path, manifest: Manifest, name: str) -> None:
@@ -138,7 +138,7 @@ def verify(folder: Path, manifest: Manifest, name: str) -> None:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is missing, expected {entry.bytes} bytes") from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {one_line(error)[:300]}") from error
+        raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
     if digest != entry.sha256:
         raise CheckpointError(
             f"{path}: has sha256 {digest[:16]}..., expected {entry.sha256[:16]}...{_origin(path, manifest)}"
@@ -171,7 +171,3 @@ def _origin(path: Path, manifest: Manifest) -> str:
 def _digest(values: object) -> str:
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _on_one_line(text: str) -> str:
-    return " ".join(text.split())[:300]

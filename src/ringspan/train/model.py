@@ -12,12 +12,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.messages import one_line
+from ringspan.plan.hub import from_hub
 from ringspan.torch.support import decoder_of, head_counts, head_sizes, refuse_config, text_config
 from ringspan.torch.tensor_parallel import refuse_heads
 from ringspan.train.config import TrainConfig
 from ringspan.train.data import train_tokenizer
 from ringspan.train.documents import load_documents
-from ringspan.train.problems import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
             model_config = AutoConfig.for_model(**values)
         else:
             assert settings.path is not None, "checked by ModelConfig"
-            model_config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+            with from_hub(f"model.path = {settings.path!r}", settings.path):
+                model_config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
@@ -45,7 +47,7 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
                 f"model.path = {settings.path!r}: comes with Python files, which are not run; read them, then "
                 "set model.trust_remote_code = true"
             ) from error
-        raise ConfigError(f"model: {one_line(error)[:300]}") from error
+        raise ConfigError(f"model: {one_line(error)}") from error
     own_code = getattr(model_config, "auto_map", None) or {}
     if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own_code:
         raise ConfigError(
@@ -104,7 +106,7 @@ def scale_rope(model_config: PreTrainedConfig, rope: dict[str, Any]) -> None:
     try:
         model_config.validate_rope()
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"model.rope: {one_line(error)[:300]}") from error
+        raise ConfigError(f"model.rope: {one_line(error)}") from error
 
 
 def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> Tokenizer:
@@ -118,9 +120,13 @@ def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> Token
         tokenizer: Tokenizer = train_tokenizer(load_documents(config.data), vocabulary)
     else:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
+            assert source is not None, "checked by ModelConfig"
+            with from_hub(f"model.tokenizer = {source!r}", source):
+                tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
+        except ConfigError:
+            raise
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"model.tokenizer = {source!r}: {one_line(error)[:300]}") from error
+            raise ConfigError(f"model.tokenizer = {source!r}: {one_line(error)}") from error
     if len(tokenizer) > vocabulary:
         raise ConfigError(
             f"model.tokenizer has {len(tokenizer)} tokens, the model only {vocabulary}; "
@@ -141,17 +147,20 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
         return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     assert config.model.path is not None, "checked by ModelConfig"
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.model.path,
-            config=model_config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=config.model.trust_remote_code,
-            ignore_mismatched_sizes=True,  # refused below, in one line
-            output_loading_info=True,
-        )
+        with from_hub(f"model.path = {config.model.path!r}", config.model.path):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                config.model.path,
+                config=model_config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                trust_remote_code=config.model.trust_remote_code,
+                ignore_mismatched_sizes=True,  # refused below, in one line
+                output_loading_info=True,
+            )
+    except ConfigError:
+        raise
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"model.path = {config.model.path!r}: {one_line(error)[:300]}") from error
+        raise ConfigError(f"model.path = {config.model.path!r}: {one_line(error)}") from error
     model, found = loaded
     _check_weights(config.model.path, found)
     return model

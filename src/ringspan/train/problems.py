@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.messages import shortened
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
@@ -87,10 +88,4 @@ def _table_of(field: FieldInfo | None) -> type[BaseModel] | None:
 
 def shown(value: object, limit: int = 80) -> str:
     """A value as TOML writes it, more or less, and on one line."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def one_line(error: BaseException) -> str:
-    """What an exception says, without line breaks; its type where it says nothing."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return shortened(json.dumps(value, default=str, ensure_ascii=False), limit)

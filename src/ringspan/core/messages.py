@@ -1,0 +1,20 @@
+"""Messages of one line: what an exception says, shortened between words."""
+
+LIMIT = 300
+"""Characters of other programs' text that a message of ours may quote."""
+
+
+def shortened(text: str, limit: int = LIMIT) -> str:
+    """A text on one line, of at most ``limit`` characters; what is too long ends after a whole word, with "..."."""
+    line = " ".join(text.split())
+    if len(line) <= limit:
+        return line
+    kept = line[: limit - 3]
+    # A single word that fills the line has no other place to be cut at.
+    cut = kept if line[limit - 3] == " " or " " not in kept else kept[: kept.rindex(" ")]
+    return cut.rstrip(" ,;:") + "..."
+
+
+def one_line(error: BaseException, limit: int = LIMIT) -> str:
+    """What an exception says, shortened; its type where it says nothing."""
+    return shortened(str(error), limit) or type(error).__name__
