@@ -45,7 +45,7 @@ def test_a_run_that_needs_the_hub_is_refused_at_once(monkeypatch, capsys, workpl
             load_documents(config.data)
         load_tokenizer(config, model_config)
     assert time.perf_counter() - started < 5  # its own clients try for half a minute
-    assert str(refused.value).startswith(key) and "is no folder in" in str(refused.value)
+    assert str(refused.value).startswith(key) and "is neither in" in str(refused.value)
 
 
 def test_a_plan_says_so_too(monkeypatch, capsys, unreachable):

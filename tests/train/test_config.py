@@ -1,6 +1,8 @@
 """The configuration: what a file gives, what an override changes, and that every refusal says what to do."""
 
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from ringspan.core.errors import ConfigError
 from ringspan.train.config import TrainConfig, load_config, parse_config
+from ringspan.train.template import config_template
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune.toml"
 
@@ -53,6 +56,7 @@ def test_a_minimal_file_takes_the_documented_defaults(tmp_path: Path):
         "config": None,
         "tokenizer": None,
         "dtype": "float32",
+        "parameter_dtype": "float32",
         "trust_remote_code": False,
         "rope": None,
     }
@@ -125,6 +129,51 @@ def test_the_warm_up_may_take_all_steps(tmp_path: Path):
     assert load_config(write(tmp_path, MINIMAL), ["steps=10"]).optimizer.warmup_steps == 10
 
 
+@pytest.mark.parametrize(
+    ("text", "overrides", "key", "value"),
+    [
+        (MINIMAL, ["steps=5"], "optimizer.warmup_steps", 5),
+        (MINIMAL, ["steps=5", "optimizer.learning_rate=1.0"], "optimizer.warmup_steps", 5),
+        (MINIMAL, ["memory.activation_bytes=1000"], "memory.checkpoint", "auto"),
+        (SCRATCH.replace('init = "scratch"', ""), [], "model.init", "scratch"),
+    ],
+)
+def test_a_default_gives_way_to_a_value_that_is_set(tmp_path: Path, text, overrides, key, value):
+    found = load_config(write(tmp_path, text), overrides)
+    table, name = key.split(".")
+    assert getattr(getattr(found, table), name) == value
+    assert parse_config(found.model_dump()) == found  # a run's record is read again
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["steps=5", "optimizer.warmup_steps=10"], "optimizer.warmup_steps = 10: is more than steps = 5"),
+        (["memory.activation_bytes=9", "memory.checkpoint=full"], "memory.activation_bytes go together"),
+        (['model.config={model_type="llama"}'], 'only for init = "scratch"'),
+        (["model.parameter_dtype=float16"], 'model.parameter_dtype = "float16": float16 overflows'),
+    ],
+)
+def test_two_values_that_are_set_and_contradict_are_refused(tmp_path: Path, overrides, message):
+    assert message in refusal(tmp_path, *overrides)
+
+
+def test_the_template_has_every_key_with_its_default_and_loads(tmp_path: Path):
+    text = config_template("train.toml")
+    loaded = load_config(write(tmp_path, text))
+    assert loaded.model.path == "Qwen/Qwen3-0.6B"
+    assert max(map(len, text.splitlines())) <= 120
+    # Each default with its # removed says what was there anyway; examples of what has no default do not.
+    lines = [line.removeprefix("#") if re.match(r"#\w+ = ", line) else line for line in text.splitlines()]
+    assert load_config(write(tmp_path, "\n".join(line for line in lines if "an example" not in line))) == loaded
+    whole = tomllib.loads("\n".join(lines))
+    fields = TrainConfig.model_fields
+    for name, field in fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            assert whole[name].keys() == field.annotation.model_fields.keys()
+    assert whole.keys() == fields.keys()
+
+
 def test_an_override_reaches_into_the_model_config_and_leaves_the_rest(tmp_path: Path):
     config = load_config(write(tmp_path, SCRATCH), ["model.config.hidden_size=32", 'data.paths=["c"]'])
     assert config.model.config_values() == {"model_type": "llama", "vocab_size": 300, "hidden_size": 32}
@@ -190,7 +239,7 @@ def test_every_key_is_documented():
         ("attention.layout=ring", "should be 'contiguous', 'striped' or 'zigzag'; the default is \"zigzag\""),
         ("mesh.ring=0", "mesh.ring = 0: should be greater than or equal to 1"),
         ("memory.checkpoint=auto", '"auto" and memory.activation_bytes go together'),
-        ("memory.activation_bytes=1000", '"auto" and memory.activation_bytes go together'),
+        ('memory={activation_bytes=9,checkpoint="full"}', '"auto" and memory.activation_bytes go together'),
         (
             "memory.feedforward_chunk_tokens=-1",
             "chunk_tokens = -1: should be greater than or equal to 0; the default is",

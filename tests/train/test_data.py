@@ -193,6 +193,7 @@ def test_a_hub_dataset_is_reduced_to_its_text(tmp_path: Path, monkeypatch: pytes
         calls.append((args, kwargs))
         return Dataset.from_dict({"id": [1, 2], "body": ["h0", "h1"]}, Features({"id": Value("int64"), "body": kind}))
 
+    monkeypatch.setattr("ringspan.plan.hub.out_of_reach", lambda: None)
     monkeypatch.setattr("ringspan.train.documents.load_dataset", load)
     write(tmp_path / "a.jsonl", '{"body": "local"}')
     config = data_config("hub:who/what:en", tmp_path, text_field="body", hub_split="train[:2]")
@@ -239,6 +240,7 @@ def test_a_missing_path_a_parquet_without_text_and_an_unreachable_hub_are_refuse
         load_documents(data_config(tmp_path))
     with pytest.raises(ConfigError, match=r'"id": is int64, not a string, in .*c\.parquet; name another field'):
         load_documents(data_config(tmp_path, text_field="id"))
+    monkeypatch.setattr("ringspan.plan.hub.out_of_reach", lambda: None)
     monkeypatch.setattr("ringspan.train.documents.load_dataset", refuse_hub)
     with pytest.raises(
         ConfigError, match=r'data.paths = "hub:a/b": cannot be loaded: no route to host; check its name'
@@ -505,7 +507,15 @@ def test_too_little_text_names_the_tokens_found_and_needed(tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"needs 9 tokens to train on and 9 to hold out \(data.eval_fraction = 0.02\)"
     ):
-        build_data(train_config(file), tokenizer)
+        build_data(train_config(file, eval_fraction=0.02), tokenizer)
+
+
+def test_a_default_does_not_refuse_a_text_that_is_long_enough_to_train_on(tmp_path: Path, caplog):
+    file = write(tmp_path / "a.txt", "x" * 16)
+    tokenizer = train_tokenizer(load_documents(data_config(file)), 257)
+    data = build_data(train_config(file), tokenizer)
+    assert data.eval is None and len(data.train) == 2
+    assert "17 tokens are too few to hold some out" in caplog.text
 
 
 def test_building_twice_gives_the_same_files_and_the_same_sequences(tmp_path: Path):

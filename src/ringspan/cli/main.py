@@ -1,11 +1,12 @@
 """The ``ringspan`` command: one line and exit code 2 for whatever is refused."""
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from ringspan.cli import bench, demo, doctor, plan, profile, rehearse, train
+from ringspan import __version__
+from ringspan.cli import bench, demo, doctor, init, plan, profile, rehearse, train
 from ringspan.core.errors import RingspanError
 
 # typer carries its own click, or uses the installed one, by version.
@@ -19,6 +20,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ringspan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train, evaluate and run transformers on sequences that no single device can hold, with exact attention."""
+
+
+app.command("init", epilog=init.EPILOG)(init.command)
 app.command("train", epilog=train.EPILOG)(train.command)
 app.command("demo", epilog=demo.EPILOG)(demo.command)
 app.command("plan", epilog=plan.EPILOG)(plan.command)

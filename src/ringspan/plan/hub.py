@@ -40,7 +40,7 @@ def from_hub(what: str, name: str) -> Iterator[None]:
             yield
     except OSError as error:  # so are the errors of the Hub's clients for what is not in the cache
         raise ConfigError(
-            f"{what}: is no folder in {Path.cwd()}, not in the local cache, and the Hub is out of reach ({reason}); "
+            f"{what}: is neither in {Path.cwd()} nor in the local cache, and the Hub is out of reach ({reason}); "
             "download it where there is a network, or give a local folder"
         ) from error
 

@@ -12,7 +12,7 @@ from datetime import date, time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
@@ -37,29 +37,43 @@ class _Table(BaseModel):
 class ModelConfig(_Table):
     """[model]: which model, and where its weights and its tokenizer come from."""
 
-    path: str | None = None
+    path: str | None = Field(default=None, examples=["Qwen/Qwen3-0.6B"])
     """Local folder or Hub id of the model; needed where init is "pretrained"."""
     init: Literal["pretrained", "scratch"] = "pretrained"
-    """"pretrained" loads the weights of path; "scratch" draws new ones for the architecture in config."""
-    config: str | dict[str, Any] | None = None
+    """"pretrained" loads the weights of path; "scratch" draws new ones for the architecture in config, and is the
+    default where config is given and path is not."""
+    config: str | dict[str, Any] | None = Field(
+        default=None, examples=[{"model_type": "llama", "vocab_size": 2048, "hidden_size": 128}]
+    )
     """For init = "scratch": a table of Hugging Face config values with model_type, or the path of a config.json."""
-    tokenizer: str | None = None
+    tokenizer: str | None = Field(default=None, examples=["train"])
     """Local folder or Hub id of the tokenizer; default: path. "train" trains a byte-level BPE on the data."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the parameters."""
+    """What layers compute in, and what the finished model is saved in: "float32" or "bfloat16"."""
+    parameter_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What parameters, gradients and AdamW's moments are kept in. "bfloat16" takes half the memory, and loses updates
+    that are smaller than a 256th of a weight: use it where float32 does not fit. Gradients are summed over ranks in
+    float32 either way."""
     trust_remote_code: bool = False
     """Run the Python files that come with the model and its tokenizer; without it nothing of them is run."""
-    rope: dict[str, Any] | None = None
+    rope: dict[str, Any] | None = Field(default=None, examples=[{"type": "yarn", "factor": 4.0}])
     """Scaling of rotary positions: a table with type "linear", "dynamic", "yarn", "llama3" or "longrope", factor, and
     what else transformers takes for that type; default: the model's own."""
 
-    @field_validator("dtype", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _refuse_float16(cls, value: object) -> object:
+    def _scratch_where_only_that_fits(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "init" not in values and values.get("config") is not None:
+            return values if values.get("path") is not None else values | {"init": "scratch"}
+        return values
+
+    @field_validator("dtype", "parameter_dtype", mode="before")
+    @classmethod
+    def _refuse_float16(cls, value: object, info: ValidationInfo) -> object:
         if value in ("float16", "fp16", "half"):
             raise ConfigError(
-                f'model.dtype = "{value}": float16 overflows without loss scaling, which ringspan does not do; '
-                'use "bfloat16" or "float32"'
+                f'model.{info.field_name} = "{value}": float16 overflows without loss scaling, which ringspan does not '
+                'do; use "bfloat16" or "float32"'
             )
         return value
 
@@ -118,7 +132,7 @@ class ModelConfig(_Table):
 class DataConfig(_Table):
     """[data]: which text, and how it becomes sequences of one length."""
 
-    paths: tuple[str, ...] = Field(strict=False, min_length=1)
+    paths: tuple[str, ...] = Field(strict=False, min_length=1, examples=[["data"]])
     """Files, folders (searched recursively, hidden entries left out) and "hub:<dataset id>[:<configuration>]"."""
     text_field: str = "text"
     """The field with the text in .json, .jsonl and .parquet files and in Hub datasets."""
@@ -128,14 +142,18 @@ class DataConfig(_Table):
         default=(".txt", ".md", ".rst", ".py", ".jsonl", ".json", ".parquet"), strict=False, min_length=1
     )
     """Endings of the files that are read in a folder. A file that paths names itself is always read."""
-    sequence_length_tokens: int = Field(ge=2)
+    sequence_length_tokens: int = Field(ge=2, examples=[32768])
     """Tokens of one training sequence, over the whole ring."""
     documents: DocumentsName = "pack"
     """"pack" joins documents, each closed by the end-of-text token, into one stream of full sequences; "separate" does
     too, but lets no document of a sequence see another one, counts positions anew in each, and gives its last token no
     target; "cut" cuts each document on its own and pads its last sequence."""
     eval_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Share of the documents, or of the text where these are few, held out for evaluation; 0: none."""
+    """Share of the documents, or of the text where these are few, held out for evaluation; 0: none. Where it is not
+    set and the text is too short for a sequence of either kind, nothing is held out."""
+    on_change: Literal["refuse", "continue"] = "refuse"
+    """What a run that is resumed does when its text is not what it was: "refuse", or "continue" on the new text, which
+    paths, text_field, hub_split and extensions may then name; the tokenizer stays that of the run."""
 
     @field_validator("paths", mode="before")
     @classmethod
@@ -154,7 +172,7 @@ class DataConfig(_Table):
 class MeshConfig(_Table):
     """[mesh]: how the processes are arranged; ring times replicate times tp is their number."""
 
-    ring: int | None = Field(default=None, ge=1)
+    ring: int | None = Field(default=None, ge=1, examples=[8])
     """Parts that a sequence is split into; default: all processes divided by replicate and tp."""
     replicate: int = Field(default=1, ge=1)
     """Rings that work on different sequences."""
@@ -183,15 +201,15 @@ class MemoryConfig(_Table):
     checkpoint: Literal["none", "full", "attention", "auto"] = "attention"
     """Activation checkpointing: "none" keeps all, "full" recomputes each layer, "attention" all of it but its
     attention, "auto" as little as activation_bytes allows."""
-    activation_bytes: int | None = Field(default=None, ge=1)
-    """Bytes of activations that a rank may keep, for checkpoint = "auto"."""
+    activation_bytes: int | None = Field(default=None, ge=1, examples=[20_000_000_000])
+    """Bytes of activations that a rank may keep, for checkpoint = "auto", which is the default where they are set."""
     layers_per_checkpoint: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Consecutive layers of which only the first keeps its input; those of the others are made again in one more
     forward pass. The root of the number of layers keeps least, see docs/memory.md. "auto": 1, or with
     checkpoint = "auto" as few as activation_bytes allows."""
     loss_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens for which logits exist at one time."""
-    loss_chunk_vocabulary: int | None = Field(default=None, ge=1)
+    loss_chunk_vocabulary: int | None = Field(default=None, ge=1, examples=[16384])
     """Entries of the vocabulary for which they do; default: all. With fewer, logits are computed twice."""
     feedforward_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Tokens that a feed-forward works on at one time, again in the backward pass; 0: all at once. "auto": 4096 where
@@ -201,6 +219,13 @@ class MemoryConfig(_Table):
     checkpointed and a rank has 16384 tokens or more."""
     offload: Literal["none", "activations"] = "none"
     """"activations" moves what checkpointing keeps to host memory, from the CPU to memory-mapped files."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_where_a_budget_is_set(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "checkpoint" not in values and values.get("activation_bytes") is not None:
+            return values | {"checkpoint": "auto"}
+        return values
 
     @model_validator(mode="after")
     def _check_budget(self) -> "MemoryConfig":
@@ -234,7 +259,7 @@ class OptimizerConfig(_Table):
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
     warmup_steps: int = Field(default=10, ge=0)
-    """Steps over which the learning rate rises from 0."""
+    """Steps over which the learning rate rises from 0; where it is not set, at most all steps."""
     min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate of the last step, as a share of the highest."""
     clip_grad_norm: float = Field(default=1.0, ge=0)
@@ -282,7 +307,8 @@ class CheckpointsConfig(_Table):
     """[checkpoints]: what a run goes on from after it was stopped, by whatever."""
 
     every_steps: int = Field(default=100, ge=0)
-    """Steps between checkpoints, and one after the last step; 0: only when a signal stops the run."""
+    """Steps between checkpoints, and one after the last step; 0: only when a signal stops the run, or when the finished
+    model cannot be written."""
     keep: int = Field(default=2, ge=1)
     """Checkpoints that are kept, the newest ones."""
     asynchronous: bool = True
@@ -357,10 +383,13 @@ class TrainConfig(_Table):
     @model_validator(mode="after")
     def _check_across_tables(self) -> "TrainConfig":
         if self.optimizer.warmup_steps > self.steps:
-            raise ConfigError(
-                f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: is more than steps = {self.steps}; "
-                f"set it to at most {self.steps}"
-            )
+            if "warmup_steps" in self.optimizer.model_fields_set:
+                raise ConfigError(
+                    f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: is more than steps = {self.steps}; "
+                    f"set it to at most {self.steps}"
+                )
+            shorter = self.optimizer.model_copy(update={"warmup_steps": self.steps})
+            object.__setattr__(self, "optimizer", shorter)  # frozen from here on
         if self.profile and self.steps < 3:
             raise ConfigError(f"profile = true: takes three steps, and steps = {self.steps}; raise it")
         if self.evaluation.every_steps and not self.data.eval_fraction:

@@ -266,7 +266,7 @@ class Data:
 
     train: TokenSequences
     eval: TokenSequences | None
-    """None where data.eval_fraction is 0."""
+    """None where data.eval_fraction is 0, or is not set and there is too little text."""
     num_documents: int
     num_tokens: int
     """Tokens of all documents, end-of-text tokens included."""
@@ -304,6 +304,10 @@ def build_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
 
     train = sequences(0, position)
     evaluation = sequences(position, len(stream)) if settings.eval_fraction else None
+    is_asked_for = "eval_fraction" in settings.model_fields_set or config.evaluation.every_steps
+    if evaluation is not None and not (len(train) and len(evaluation)) and not is_asked_for:
+        logger.warning("%d tokens are too few to hold some out: there is no evaluation", len(stream))
+        train, evaluation = sequences(0, len(stream)), None
     if not len(train) or (evaluation is not None and not len(evaluation)):
         needed = f"{_min_tokens(settings)} tokens to train on"
         if evaluation is not None:

@@ -1,0 +1,26 @@
+"""``ringspan init``: a commented configuration to begin with."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EPILOG = "Example: ringspan init finetune.toml"
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("train.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write a TOML file for `ringspan train` with every key, its default and what it means."""
+    from ringspan.core.errors import ConfigError
+    from ringspan.train.template import config_template
+
+    try:
+        with file.open("w" if force else "x", encoding="utf-8") as opened:
+            opened.write(config_template(str(file)))
+    except FileExistsError:
+        raise ConfigError(f"{file}: is there already; give another name, or --force to replace it") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written ({error.strerror}); give another name") from error
+    print(f"wrote {file}; set model.path and data.paths in it, then: ringspan train {file} --nproc 8")
