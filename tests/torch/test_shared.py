@@ -1,6 +1,8 @@
 """Messages through memory that ranks of one host share."""
 
+import errno
 import os
+import resource
 import subprocess
 import threading
 import time
@@ -286,6 +288,68 @@ def alone(mesh):
     finally:
         shared._anonymous_file = monkey
     return box.carries(1 - rank), box.memory.allocate(1 << 20)
+
+
+def limited(mesh, limit, size):
+    """A ring whose last rank may use so much of something, and a message around it."""
+    group, rank, ranks = opened(mesh, f"limited {limit}")
+    before = resource.getrlimit(limit)
+    if rank == ranks - 1:
+        resource.setrlimit(limit, (size, before[1]))
+    try:
+        box = Mail(group, 10.0)
+    finally:
+        resource.setrlimit(limit, before)
+    return [box.carries(other) for other in range(ranks) if other != rank], box.memory.allocate(64) is not None
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_FSIZE, resource.RLIMIT_AS], ids=["ulimit -f", "ulimit -v"])
+def test_a_rank_with_a_limit_talks_through_sockets_and_all_know(pool, limit):
+    size = 1 << 20 if limit == resource.RLIMIT_FSIZE else 1 << 40
+    *others, last = pool.run(limited, 4, limit, size)
+    assert last == ([False] * 3, False)
+    for carried, allocates in others:
+        assert allocates and carried == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("memfd_create", None),
+        ("memfd_create", OSError(errno.ENOSYS, "not implemented")),
+        ("memfd_create", OSError(errno.EMFILE, "too many open files")),
+        ("ftruncate", OSError(errno.EFBIG, "file too large")),
+        ("readlink", OSError(errno.ENOENT, "no /proc")),
+    ],
+)
+def test_what_the_system_refuses_is_no_error(monkeypatch, ranks_in_threads, name, replacement):
+    def refuse(*args):
+        raise replacement
+
+    open_files = len(os.listdir("/proc/self/fd"))
+    if replacement is None:
+        monkeypatch.delattr(os, name)
+    else:
+        monkeypatch.setattr(os, name, refuse)
+    barrier, given = threading.Barrier(3), [None] * 3
+    with ThreadPoolExecutor(3) as threads:
+        ranks = list(threads.map(partial(Mail, seconds=10.0), [Group(r, barrier, given) for r in range(3)]))
+    monkeypatch.undo()
+    assert not any(rank.carries(other) for rank in ranks for other in range(3))
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_memory_that_cannot_be_mapped_is_no_error(monkeypatch, ranks_in_threads):
+    def refuse(descriptor, size):
+        raise OSError(errno.ENOMEM, "cannot allocate memory")
+
+    open_files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(shared.mmap, "mmap", refuse)
+    barrier, given = threading.Barrier(3), [None] * 3
+    with ThreadPoolExecutor(3) as threads:
+        ranks = list(threads.map(partial(Mail, seconds=10.0), [Group(r, barrier, given) for r in range(3)]))
+    assert not any(rank.carries(other) for rank in ranks for other in range(3))
+    assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 def test_both_sides_know_when_one_cannot_share(pool):

@@ -61,13 +61,9 @@ class SharedMemory:
         self._rank, self._slots, self._calls = dist.get_rank(group), list[_Slot](), 0
         self._words = slice(_LINE // _WORD, _LINE // _WORD + num_words)
         self._first_slot = -(-self._words.stop * _WORD // _PAGE) * _PAGE
-        self._outbox: _Memory | None = None
-        card = None
-        if (descriptor := _anonymous_file(dist.get_world_size(group))) is not None:
-            self._outbox = _Memory(descriptor)
-            self._outbox.write(0, token)
-            # Ranks in network namespaces of their own are hosts of their own: a link between them is meant to be used.
-            card = os.readlink("/proc/self/ns/net"), os.getpid(), descriptor, token
+        descriptor = _anonymous_file(dist.get_world_size(group))
+        self._outbox, card = _outbox(descriptor, token)
+        # A rank that may share nothing says so: its peers then talk to it through sockets, as it does to them.
         cards = gather(card, group)
         readable = {
             rank: memory
@@ -191,19 +187,46 @@ class _Memory:
 
 
 def _anonymous_file(ranks: int) -> int | None:
-    """A descriptor of an empty file in memory; None where ranks cannot share one.
+    """A descriptor of an empty file in memory; None where ranks cannot share one, or the system does not allow it.
 
     x86 alone: its cores see each other's stores in order, so that a message is complete when the word after it has
     come, and read when its mark is gone.
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64" or ranks > MAX_RANKS:
         return None
-    descriptor = os.memfd_create("ringspan")
-    os.ftruncate(descriptor, os.sysconf("SC_PHYS_PAGES") * _PAGE)
+    import resource  # Unix has it
+
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return None  # maps as large as the machine's memory, one per rank, would use that limit up
+    try:
+        descriptor = os.memfd_create("ringspan")
+    except (AttributeError, OSError):  # an old C library; a sandbox, or no more descriptors
+        return None
+    try:
+        os.ftruncate(descriptor, os.sysconf("SC_PHYS_PAGES") * _PAGE)
+    except OSError:  # a limit on the size of files (ulimit -f) holds for this one too
+        os.close(descriptor)
+        return None
     return descriptor
 
 
-def _open(card: tuple[str, int, int, bytes] | None, namespace: str) -> _Memory | None:
+_Card = tuple[str, int, int, bytes]  # network namespace, process, descriptor and token
+
+
+def _outbox(descriptor: int | None, token: bytes) -> "tuple[_Memory | None, _Card | None]":
+    """This rank's memory, and by what its peers find it; neither where it has none or may not map it."""
+    if descriptor is None:
+        return None, None
+    try:
+        # Ranks in network namespaces of their own are hosts of their own: a link between them is meant to be used.
+        namespace, memory = os.readlink("/proc/self/ns/net"), _Memory(descriptor)
+    except OSError:
+        return None, None
+    memory.write(0, token)
+    return memory, (namespace, os.getpid(), descriptor, token)
+
+
+def _open(card: _Card | None, namespace: str) -> _Memory | None:
     """A peer's memory; None when it has none, or is on another host."""
     if card is None or card[0] != namespace:
         return None
