@@ -32,11 +32,12 @@ from ringspan.torch.loop_watch import in_call, watch_backward
 from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
 from ringspan.torch.mesh import tensor_axis
 from ringspan.torch.modules import local_part
+from ringspan.torch.positions import note_length
 from ringspan.torch.rope import set_global_length
 from ringspan.torch.router_loss import RouterLoss, real_tokens_of, wanted_router
 from ringspan.torch.sharding import recover, settle
 from ringspan.torch.sums import Sum, SumOfGradients
-from ringspan.torch.support import finished_logits
+from ringspan.torch.support import finished_logits, text_config
 from ringspan.torch.tensor_parallel import splits_vocabulary
 
 
@@ -110,13 +111,19 @@ class RingCausalLM:
         assert num_items_in_batch is not None and sequence_length is not None, "filled in by __call__"
         router = wanted_router(self, output_router_logits)
         decoder = self.get_submodule(self.ring_decoder)
-        set_global_length(decoder, int(sequence_length))
+        longest = int(sequence_length)
+        set_global_length(decoder, longest)
+        if self.training:
+            says = self.ring_mesh["ring"].get_local_rank() == 0
+            note_length(self, text_config(self.config), longest, says=says)
         packed = None if document_lengths is None else Packed(document_lengths, position_ids)
         others: dict[str, Any] = {"ring_packed": packed} if packed else {}
         if self.ring_router is not None:
             others["output_router_logits"] = False  # by transformers; they are recorded here
         with nullcontext() if router is None else router.recorder.recording() as scores:
-            out = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **others)
+            # Padding counts on behind the end, where a learned table has no position any more.
+            positions = position_ids.clamp_max(longest - 1)
+            out = decoder(input_ids=input_ids, position_ids=positions, use_cache=False, **others)
         hidden = out.last_hidden_state
         if packed and not packed.is_seen:
             raise UnsupportedError(
@@ -126,7 +133,7 @@ class RingCausalLM:
         auxiliary = None
         if router is not None:
             if real_tokens is None:
-                real_tokens = real_tokens_of(self, position_ids, int(sequence_length), document_lengths)
+                real_tokens = real_tokens_of(self, position_ids, longest, document_lengths)
             auxiliary = router(scores or [], real_tokens.flatten(), _groups(self))
         if shift_labels is None:
             logits = finished_logits(self.get_output_embeddings()(hidden), self.config)

@@ -17,6 +17,7 @@ from ringspan.core.layout import Layout
 from ringspan.torch.batch import IGNORED, document_positions
 from ringspan.torch.consistency import Call, check_call
 from ringspan.torch.optimizer_steps import optimizer_facts
+from ringspan.torch.positions import beyond_table
 from ringspan.torch.router_loss import wanted_router
 
 _DIGESTS: Final = ("input_ids", "labels", "position_ids")  # in the order of a batch's digest
@@ -105,6 +106,7 @@ def _check_batch(
     shift_labels: Tensor | None = None,
     document_lengths: Tensor | None = None,
     real_tokens: Tensor | None = None,
+    sequence_length: int | Tensor | None = None,
     **_: Any,
 ) -> None:
     """Raise what is wrong with the part of a batch that this rank has."""
@@ -120,6 +122,9 @@ def _check_batch(
     inputs, labels = model.ring_vocabularies
     _check_positions(position_ids, layout, ring.get_local_rank(), document_lengths)
     _check_entries("input_ids", input_ids, inputs)
+    longest = layout.length if sequence_length is None else int(sequence_length)
+    if error := beyond_table(model, model.get_submodule(model.ring_decoder), longest):
+        raise error
     if shift_labels is not None:
         _check_entries("labels", shift_labels.masked_fill(shift_labels == IGNORED, 0), labels)
 

@@ -21,7 +21,8 @@ from ringspan.torch.launch import local_device
 from ringspan.torch.mesh import init_mesh
 from ringspan.torch.models import parallelize
 from ringspan.torch.remat import CheckpointName, choose_checkpoint
-from ringspan.torch.support import text_config
+from ringspan.torch.positions import beyond_table
+from ringspan.torch.support import decoder_of, text_config
 from ringspan.train.config import OptimizerConfig, TrainConfig
 from ringspan.train.data import BatchOrder, Data, TokenSequences, build_data
 from ringspan.train.guard import Guard, Verdict
@@ -120,6 +121,9 @@ def prepare(config: TrainConfig) -> Job:
         watchdog=False,  # the run has its own
     )
     settings, length = config.optimizer, config.data.sequence_length_tokens
+    # Documents that are separate count positions anew, so the model's first step is the first to know.
+    if config.data.documents != "separate" and (error := beyond_table(model, decoder_of(model), length)):
+        raise error
     optimizer = build_optimizer(model, settings)
     batches = Batches(config, mesh, data.train, device)
     facts = {

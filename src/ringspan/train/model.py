@@ -136,22 +136,23 @@ def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> Token
 
 
 def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
-    """The whole model in float32 on the CPU, the same on every rank; the optimizer works on these float32 weights.
+    """The whole model in its parameters' dtype on the CPU, the same on every rank; the optimizer works on these weights.
 
     Raises:
         ConfigError: no weights in safetensors (a pickle, which runs code when it is loaded, is not opened), damaged
             ones, some that are missing, or have another shape than the model's.
     """
+    dtype = getattr(torch, config.model.parameter_dtype)
     if config.model.init == "scratch":
         torch.manual_seed(config.seed)
-        return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(model_config, dtype=dtype)
     assert config.model.path is not None, "checked by ModelConfig"
     try:
         with from_hub(f"model.path = {config.model.path!r}", config.model.path):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 config.model.path,
                 config=model_config,
-                dtype=torch.float32,
+                dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=config.model.trust_remote_code,
                 ignore_mismatched_sizes=True,  # refused below, in one line
