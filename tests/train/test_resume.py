@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.torch.forks import STOP_SIGNALS
@@ -96,6 +97,58 @@ def test_a_signal_to_any_rank_that_has_saved_does_not_take_its_exit_code(pool, t
     expected = signal.SIG_IGN if then_exit else signal.SIG_DFL
     for handlers in pool.run(handlers_after_a_stop, 4, config(text, f"exit {then_exit}"), then_exit):
         assert handlers == [expected] * len(STOP_SIGNALS)
+
+
+def state_of_a_step(mesh, config):
+    """What a run in bfloat16 holds after a step, and the norm of its gradient counted in float64."""
+    from ringspan.train.guard import Guard
+    from ringspan.train.job import prepare
+    from ringspan.train.signals import StopRequest
+
+    job, norms = prepare(config), []
+
+    def count(*_):
+        gradients = [whole(parameter.grad) for parameter in job.model.parameters()]
+        norms.append(float(torch.cat([gradient.double().flatten() for gradient in gradients]).norm()))
+
+    job.optimizer.register_step_pre_hook(count)
+    metrics, _ = job.step(1, Guard(config.guard, StopRequest(), job.device))
+    kinds = {parameter.dtype for parameter in job.model.parameters()}
+    kinds |= {value.dtype for state in job.optimizer.state.values() for name, value in state.items() if name != "step"}
+    return kinds, metrics.grad_norm, norms[0]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def half(folder, name, **changes):
+    """A run whose parameters are in bfloat16, and what layers compute."""
+    before = config(folder, name, **changes)
+    model = before.model.model_copy(update={"dtype": "bfloat16", "parameter_dtype": "bfloat16"})
+    return before.model_copy(update={"model": model})
+
+
+@pytest.mark.parametrize("changes", [{}, {"mesh": {"tp": 2}}, {"optimizer": OPTIMIZER | {"on_host": True}}])
+def test_parameters_in_bfloat16_are_trained_and_their_norm_is_counted_in_float32(pool, text, changes):  # noqa: F811
+    unclipped = {"optimizer": OPTIMIZER | {"clip_grad_norm": 0.0} | changes.get("optimizer", {})}
+    outcomes = pool.run(state_of_a_step, 4, half(text, "norm", **changes | unclipped))
+    for kinds, norm, expected in outcomes:
+        assert kinds == {torch.bfloat16}
+        assert norm == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_run_in_bfloat16_goes_on_bit_for_bit_and_is_saved_in_it(pool, text, uninterrupted):  # noqa: F811
+    pool.run(train_and_see, 4, half(text, "half"))
+    for (step, what), value in curve(uninterrupted).items():
+        if what == "loss":
+            assert curve(text / "half")[step, what] == pytest.approx(value, rel=0.03)
+    assert curve(text / "half")[STEPS, "loss"] < 0.9 * curve(text / "half")[1, "loss"]
+    pool.run(train_and_see, 4, half(text, "half stopped"), 2)
+    pool.run(train_and_see, 4, half(text, "half stopped"))
+    assert curve(text / "half stopped") == curve(text / "half")
+    assert equal(weights(text / "half stopped"), weights(text / "half"))
+    assert {weight.dtype for weight in weights(text / "half").values()} == {torch.bfloat16}
 
 
 def test_a_run_that_lost_its_newest_checkpoint_goes_on_from_the_one_before_and_says_so(pool, text, uninterrupted):  # noqa: F811

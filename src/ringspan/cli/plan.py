@@ -29,10 +29,15 @@ Nodes = Annotated[
 ]
 Length = Annotated[int, typer.Option("--length", min=1, help="Tokens of one sequence.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences of one optimizer step, on all devices.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="What layers compute in: bfloat16 or float32.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="What layers compute in (model.dtype): bfloat16 or float32.")
+]
 ParameterDtype = Annotated[
     str,
-    typer.Option("--parameter-dtype", help="What parameters, gradients and moments are kept in: float32 or bfloat16."),
+    typer.Option(
+        "--parameter-dtype",
+        help="What parameters, gradients and moments are kept in (model.parameter_dtype): float32 or bfloat16.",
+    ),
 ]
 Route = Annotated[
     str,

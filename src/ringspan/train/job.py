@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +20,8 @@ from ringspan.torch.batch import IGNORED, shard_batch
 from ringspan.torch.launch import local_device
 from ringspan.torch.mesh import init_mesh
 from ringspan.torch.models import parallelize
-from ringspan.torch.remat import CheckpointName, choose_checkpoint
 from ringspan.torch.positions import beyond_table
+from ringspan.torch.remat import CheckpointName, choose_checkpoint
 from ringspan.torch.support import decoder_of, text_config
 from ringspan.train.config import OptimizerConfig, TrainConfig
 from ringspan.train.data import BatchOrder, Data, TokenSequences, build_data
@@ -65,7 +65,7 @@ class Job:
             micro.backward()
             loss += float(micro.detach())
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        total = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        total = gradient_norm(parameters)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         # Judged before it is clipped: a factor of NaN would spoil every gradient, and hide the one that began it.
         verdict = guard.judge(step, loss, norm, self.model.named_parameters(), peak_bytes(self.device))
@@ -154,6 +154,13 @@ def prepare(config: TrainConfig) -> Job:
         facts=facts,
         step_flops=flops_per_token(text, num_weights, data.train.seen_tokens) * batches.num_tokens,
     )
+
+
+def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
+    """The norm of the whole gradient, in float32 whatever the gradients are in."""
+    # What is summed over in bfloat16 has three digits, and misses what is small beside the rest.
+    norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in parameters if p.grad is not None]
+    return torch.nn.utils.get_total_norm(norms)
 
 
 class Batches:

@@ -136,7 +136,7 @@ def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> Token
 
 
 def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
-    """The whole model in its parameters' dtype on the CPU, the same on every rank; the optimizer works on these weights.
+    """The whole model on the CPU, the same on every rank, in model.parameter_dtype, in which it is trained too.
 
     Raises:
         ConfigError: no weights in safetensors (a pickle, which runs code when it is loaded, is not opened), damaged
