@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
+from ringspan.torch.forks import ABORT_AFTER_SECONDS
 from ringspan.torch.launch import _LOGGERS, launch
 from tests.faults.job import is_running
 
@@ -182,6 +183,26 @@ def test_a_signal_to_the_whole_group_reaches_ranks_that_end_by_themselves():
     os.killpg(process.pid, signal.SIGUSR1)
     out, errors = process.communicate(timeout=20)
     assert out == "[True, True]\n" and process.returncode == 0 and "Traceback" not in errors
+    assert all_gone(process.pid, within_seconds=10)
+
+
+def never_end():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.write(1, b"asleep\n")
+    time.sleep(60)
+
+
+def test_a_second_interrupt_aborts_ranks_that_do_not_end():
+    process = started("never_end", forward_signals=True, max_restarts=1)
+    for _ in range(2):  # one that comes twice is one
+        os.killpg(process.pid, signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(ABORT_AFTER_SECONDS + 0.3)
+    struck = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    out, errors = process.communicate(timeout=20)
+    assert out == "interrupted\n" and "Traceback" not in errors
+    assert time.monotonic() - struck < 5
     assert all_gone(process.pid, within_seconds=10)
 
 

@@ -29,9 +29,7 @@ Nodes = Annotated[
 ]
 Length = Annotated[int, typer.Option("--length", min=1, help="Tokens of one sequence.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences of one optimizer step, on all devices.")]
-Dtype = Annotated[
-    str, typer.Option("--dtype", help="What layers compute in (model.dtype): bfloat16 or float32.")
-]
+Dtype = Annotated[str, typer.Option("--dtype", help="What layers compute in (model.dtype): bfloat16 or float32.")]
 ParameterDtype = Annotated[
     str,
     typer.Option(

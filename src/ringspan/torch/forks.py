@@ -10,6 +10,9 @@ from typing import Any, Final
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to save and end: of schedulers, of a terminal, and of Slurm ahead of a time limit."""
+ABORT_AFTER_SECONDS: Final = 1.0
+"""What a second SIGINT has to come after the first to be a second one: a terminal sends each to all processes, and
+launchers pass it on."""
 
 _GPUS: Final = "/dev/nvidiactl", "/dev/kfd", "/dev/dxg"  # of NVIDIA, of AMD, and of Windows below Linux
 

@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ringspan.core import errors
 from ringspan.core.errors import ConfigError, RingspanError
-from ringspan.torch.forks import STOP_SIGNALS, serve_forks, settle, start_resource_tracker
+from ringspan.torch.forks import ABORT_AFTER_SECONDS, STOP_SIGNALS, serve_forks, settle, start_resource_tracker
 
 _STOP: Final = "stop"
 MOST_RANKS: Final = 1024  # more processes than this on one machine is a slip of the keyboard
@@ -50,7 +50,7 @@ def launch(
     The ranks meet through a file and talk over the loopback interface. Each uses ``threads`` CPU threads, an equal
     share of the cores when None. CUDA ranks get a device each. When a rank dies, all are started again, up to
     ``max_restarts`` times; what a rank refused is not tried again. With ``forward_signals`` a stop signal goes on to
-    the ranks, who end by themselves, and further ones change nothing any more; otherwise it ends them. Ranks that are
+    the ranks, who end by themselves, and a second SIGINT kills them; otherwise the first one ends them. Ranks that are
     thrifty give the memory of large tensors back as soon as these are freed, on Linux with glibc, unless the
     environment has GLIBC_TUNABLES already.
 
@@ -151,13 +151,19 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _forwarding(folder: Path) -> Iterator[None]:
-    """Pass stop signals on to the ranks. Ranks that start later find the note and end at once.
+    """Pass stop signals on to the ranks, and end them at a second SIGINT. Ranks that start later find the note and end
+    at once.
 
-    Once one has come, more of them could only take this process its exit code.
+    When the ranks have ended, more signals could only take this process its exit code.
     """
+    interrupted: list[float] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         (folder / _STOP).touch()
+        if number == signal.SIGINT:
+            interrupted.append(time.monotonic())
+            if interrupted[-1] - interrupted[0] >= ABORT_AFTER_SECONDS:
+                number = signal.SIGKILL  # all at once: none is left to report the loss of another
         for process in multiprocessing.active_children():
             if process.pid is not None:
                 with suppress(ProcessLookupError):

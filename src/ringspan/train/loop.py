@@ -43,7 +43,8 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
 
     The loss of a step is the sum over all its valid targets, on all ranks, replicas and micro-steps, over their count.
     A run that is there already goes on from its newest valid checkpoint. A stop signal to any rank ends all of them
-    after the same step, saved. Ranks whose process ends with the run, ``then_exit``, ignore them from its end on.
+    after the same step, saved; a second SIGINT ends a rank at once. Ranks whose process ends with the run,
+    ``then_exit``, ignore them from its end on.
 
     Raises:
         RingspanError: anything in the config, data or model that is refused; before the run's folder is made.
@@ -55,7 +56,8 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
     job = prepare(config)
     begin_run(config, record)
     run = Path(config.run)
-    with StopRequest() as stop, Watchdog(config.watchdog, run / "watchdog") as watchdog:
+    announce = observer.noticed if dist.get_rank() == 0 else lambda line: None
+    with StopRequest(announce) as stop, Watchdog(config.watchdog, run / "watchdog") as watchdog:
         result = _Run(job, record, stop, watchdog, observer).train()
         if then_exit:
             stop.ignore_from_now_on()
