@@ -108,9 +108,9 @@ def _clear(folder: Path) -> Path:
     """Remove what an earlier demo left, and nothing else."""
     if not (folder / "metrics.jsonl").exists():
         return folder
-    for name in ("model", "tensorboard", "checkpoints", "watchdog"):
+    for name in ("model", "tensorboard", "checkpoints", "watchdog", "tokenizer"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("run.json", "metrics.jsonl", "result.json", "report.html"):
+    for name in ("run.json", "data.json", "exported", "metrics.jsonl", "result.json", "report.html"):
         (folder / name).unlink(missing_ok=True)
     return folder
 

@@ -53,13 +53,12 @@ def describe(metrics: StepMetrics) -> str:
 
 def _started(console: Console) -> Any:
     def show(facts: dict[str, Any]) -> None:
-        skipped = f", {facts['skipped_files']} skipped" if facts["skipped_files"] else ""
         console.print(
             f"{facts['parameters'] / 1e6:.1f}M parameters on a ring of {facts['ring']}"
             + (f" x {facts['replicate']} replicas" if facts["replicate"] > 1 else "")
             + (f", heads split over {facts['tp']}" if facts["tp"] > 1 else "")
             + f", {facts['sequence_length_tokens']:,} tokens a sequence, {facts['tokens_per_step']:,} a step; "
-            f"{facts['tokens']:,} tokens in {facts['documents']:,} documents{skipped}"
+            f"{facts['tokens']:,} tokens in {facts['documents']:,} documents"
         )
 
     return show

@@ -86,9 +86,14 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
         serve_forks("ringspan.train.loop")  # it gets ready while the next imports take their time
 
     from ringspan.torch.launch import launch
+    from ringspan.train.lock import RunLock
     from ringspan.train.model import load_model_config
+    from ringspan.train.paths import refuse_missing
     from ringspan.train.resume import read_record
 
+    refuse_missing(settings.data.paths)
+    with RunLock(Path(settings.run)) as lock:  # for its refusal: rank 0 takes it for itself
+        lock.take()
     read_record(settings)
     load_model_config(settings)
     results = launch(train_rank, nproc, settings, max_restarts=max_restarts, forward_signals=True, is_thrifty=thrift)

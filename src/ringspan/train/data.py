@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from ringspan.core.errors import ConfigError
 from ringspan.torch.batch import IGNORED
 from ringspan.train.config import MIN_VOCAB_SIZE, DataConfig, DocumentsName, TrainConfig
-from ringspan.train.documents import column_of, rows_per_batch, scan_documents
+from ringspan.train.documents import DocumentScan, column_of, rows_per_batch, scan_documents
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +150,13 @@ class TokenStream:
     def num_documents(self) -> int:
         return len(self.document_starts) - 1
 
+    def digest(self) -> str:
+        """SHA-256 of all tokens and of where documents begin, as hexadecimal digits: a pass over the mapped file."""
+        digest = hashlib.sha256(self.document_starts.tobytes())
+        for values in self._values:
+            digest.update(memoryview(values).cast("B"))
+        return digest.hexdigest()
+
     def begins(self, start: int, stop: int) -> NDArray[np.int64]:
         """Where documents begin in [start, stop), the one that ``start`` cuts with it."""
         first, last = np.searchsorted(self.document_starts, [start + 1, stop])
@@ -267,6 +274,10 @@ class Data:
     train: TokenSequences
     eval: TokenSequences | None
     """None where data.eval_fraction is 0, or is not set and there is too little text."""
+    stream: TokenStream
+    """All tokens of both."""
+    files: dict[str, tuple[int, int]]
+    """Local files that were read, and the size and time of change of each."""
     num_documents: int
     num_tokens: int
     """Tokens of all documents, end-of-text tokens included."""
@@ -276,8 +287,8 @@ class Data:
     """Tokens that are in no sequence of train or eval."""
 
 
-def build_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """Documents, tokens and sequences of a run.
+def build_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, scan: DocumentScan | None = None) -> Data:
+    """Documents, tokens and sequences of a run, from a scan of its documents where there is one already.
 
     The first call fills the cache of `datasets`; later ones, in this or another process, only map its files. Of the
     processes of a node, let one call first.
@@ -286,7 +297,7 @@ def build_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
         ConfigError: as `scan_documents`, or fewer tokens than one sequence takes.
     """
     settings = config.data
-    scan = scan_documents(settings)
+    scan = scan or scan_documents(settings)
     stream = TokenStream(tokenize(scan.documents, tokenizer))
     position = _eval_start(stream, settings)
     # What pads is never a target and never attended to by a target; any id does.
@@ -319,6 +330,8 @@ def build_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
     data = Data(
         train=train,
         eval=evaluation,
+        stream=stream,
+        files=scan.files,
         num_documents=stream.num_documents,
         num_tokens=len(stream),
         num_skipped_files=scan.num_undecodable + scan.num_empty,

@@ -17,6 +17,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.messages import one_line
 from ringspan.plan.hub import from_hub
 from ringspan.train.config import DataConfig
+from ringspan.train.paths import refuse_missing
 
 logger = logging.getLogger(__name__)
 # Part of each cache key: raise it when the same files would give other documents.
@@ -36,6 +37,8 @@ class DocumentScan:
     """Files and .jsonl lines that are not UTF-8, and rows whose text is null."""
     num_empty: int
     """Files and rows with nothing but white space."""
+    files: dict[str, tuple[int, int]]
+    """Local files, and the size and time of change of each."""
 
 
 def load_documents(config: DataConfig) -> Dataset:
@@ -54,7 +57,8 @@ def scan_documents(config: DataConfig) -> DocumentScan:
             is malformed, or a Hub dataset cannot be loaded. One line each.
     """
     local = [path for path in config.paths if not path.startswith("hub:")]
-    parts = [_load_files(_find_files(local, config.extensions), config.text_field)] if local else []
+    files = _find_files(local, config.extensions) if local else []
+    parts = [_load_files(files, config.text_field)] if local else []
     parts += [_load_hub(path, config) for path in config.paths if path.startswith("hub:")]
     found = concatenate_datasets(parts)
     documents = found.filter(_has_text, input_columns="text", batched=True, batch_size=rows_per_batch(found))
@@ -73,7 +77,8 @@ def scan_documents(config: DataConfig) -> DocumentScan:
             f"data.paths = {_listed(config.paths)}: no text in {len(found)} documents ({num_undecodable} not UTF-8 or "
             f"null, {num_empty} empty); add files with text"
         )
-    return DocumentScan(documents=documents, num_undecodable=num_undecodable, num_empty=num_empty)
+    stamps = {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
+    return DocumentScan(documents=documents, num_undecodable=num_undecodable, num_empty=num_empty, files=stamps)
 
 
 def _find_files(paths: Sequence[str], extensions: tuple[str, ...]) -> list[Path]:
@@ -103,10 +108,7 @@ def _files_at(path: Path, name: str, endings: tuple[str, ...]) -> list[Path]:
                 f'data.paths = "{name}": no file in it ends in {_listed(endings)}; correct it or data.extensions'
             )
         return files
-    if not path.exists():
-        raise ConfigError(
-            f'data.paths = "{name}": does not exist in {Path.cwd()}; correct it, or write "hub:{name}" for the Hub'
-        )
+    refuse_missing([name])
     if not path.is_file():
         raise ConfigError(f'data.paths = "{name}": is no file that can be read twice; write what it gives into one')
     return [path]

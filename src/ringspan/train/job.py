@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ringspan.torch.remat import CheckpointName, choose_checkpoint
 from ringspan.torch.support import decoder_of, text_config
 from ringspan.train.config import OptimizerConfig, TrainConfig
 from ringspan.train.data import BatchOrder, Data, TokenSequences, build_data
+from ringspan.train.documents import scan_documents
 from ringspan.train.guard import Guard, Verdict
 from ringspan.train.metrics import StepMetrics, measure_flops, peak_bytes
 from ringspan.train.model import build_model, flops_per_token, load_model_config, load_tokenizer, num_matmul_parameters
@@ -88,14 +90,17 @@ class Job:
         return metrics, verdict
 
 
-def prepare(config: TrainConfig) -> Job:
-    """Everything that can be refused is refused here, before anything is written."""
+def prepare(config: TrainConfig, kept_tokenizer: Path | None = None) -> Job:
+    """Everything that can be refused is refused here, before anything is written. A run that is resumed gives the
+    folder of its tokenizer.
+    """
     replicate, ring = config.resolve_mesh(dist.get_world_size())
     device, dtype = local_device(), getattr(torch, config.model.dtype)
     model_config = load_model_config(config)
     with _first_rank_first():
-        tokenizer = load_tokenizer(config, model_config)
-        data = build_data(config, tokenizer)
+        scan = scan_documents(config.data)
+        tokenizer = load_tokenizer(config, model_config, scan.documents, kept_tokenizer)
+        data = build_data(config, tokenizer, scan)
     model: Any = build_model(config, model_config)
     num_parameters, num_weights = model.num_parameters(), num_matmul_parameters(model)
     mesh = init_mesh(ring=ring, replicate=replicate, tp=config.mesh.tp)

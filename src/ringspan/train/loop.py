@@ -1,11 +1,12 @@
 """The training loop, as every rank runs it inside its process group."""
 
 import math
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -15,14 +16,19 @@ from ringspan.torch.watchdog import Watchdog
 from ringspan.train.checkpoint import Checkpoints
 from ringspan.train.config import TrainConfig
 from ringspan.train.data import TokenSequences
-from ringspan.train.export import save_model
+from ringspan.train.disk import write_synced
+from ringspan.train.export import model_bytes, save_model
 from ringspan.train.guard import Guard
 from ringspan.train.job import Job, evaluate, prepare
+from ringspan.train.lock import RunLock
 from ringspan.train.manifest import Manifest
 from ringspan.train.metrics import MetricsWriter, StepMetrics
+from ringspan.train.origin import tokenizer_of
 from ringspan.train.result import TrainResult
 from ringspan.train.resume import RunRecord, begin_run, open_run, random_state, restore, run_state
 from ringspan.train.signals import StopRequest
+
+_EXPORTED: Final = "exported"  # the step whose model has been written
 
 if TYPE_CHECKING:
     from ringspan.plan.profile import Profiler
@@ -52,16 +58,17 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
         CheckpointError: no checkpoint of the run is valid, or the last one could not be written.
     """
     observer = observer or Observer()
-    record = open_run(config)
-    job = prepare(config)
-    begin_run(config, record)
     run = Path(config.run)
-    announce = observer.noticed if dist.get_rank() == 0 else lambda line: None
-    with StopRequest(announce) as stop, Watchdog(config.watchdog, run / "watchdog") as watchdog:
-        result = _Run(job, record, stop, watchdog, observer).train()
-        if then_exit:
-            stop.ignore_from_now_on()
-        return result
+    with RunLock(run) as lock:
+        record = open_run(config, lock)
+        job = prepare(config, None if record.is_new else tokenizer_of(run))
+        begin_run(config, record, lock, job.tokenizer, job.data)
+        announce = observer.noticed if dist.get_rank() == 0 else lambda line: None
+        with StopRequest(announce) as stop, Watchdog(config.watchdog, run / "watchdog") as watchdog:
+            result = _Run(job, record, stop, watchdog, observer).train()
+            if then_exit:
+                stop.ignore_from_now_on()
+            return result
 
 
 class _Run:
@@ -93,6 +100,7 @@ class _Run:
         """All steps that are left, and the model."""
         with self._watchdog.doing("resuming"):
             self._resume()
+        self._say_if_the_disk_is_too_small()
         self._writer = MetricsWriter(self._folder, self._step) if dist.get_rank() == 0 else None
         if self._writer:
             self._observer.started(self._job.facts)
@@ -104,7 +112,7 @@ class _Run:
                 self._notice(self._checkpoints.wait())
                 model = self._folder / "model"
                 if not stopped:
-                    save_model(self._job.model, self._job.tokenizer, model, getattr(torch, self._config.model.dtype))
+                    self._export(model)
         finally:
             if self._writer:
                 self._writer.close()
@@ -188,6 +196,50 @@ class _Run:
                 if error is not None:
                     raise error
 
+    def _export(self, folder: Path) -> None:
+        """Write the model.
+
+        Raises:
+            CheckpointError: it cannot be written, on every rank; the weights are in a checkpoint, if that can be.
+        """
+        problem = save_model(self._job.model, self._job.tokenizer, folder, getattr(torch, self._config.model.dtype))
+        if problem is None:
+            if dist.get_rank() == 0:
+                write_synced(self._folder / _EXPORTED, f"{self._step}\n")
+            return
+        problem = f"{folder} was not written: {problem}"
+        if self._checkpoints.newest_step != self._step:
+            try:
+                self._save(wait=True)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{problem}, and no checkpoint of step {self._step} either: {error}; make room, then the same "
+                    "command goes on after the newest one"
+                ) from error
+        raise CheckpointError(
+            f"{problem}; the weights of step {self._step} are in {self._checkpoints.folder}: make room, then the same "
+            "command writes the model"
+        )
+
+    def _is_exported(self, step: int) -> bool:
+        """Whether the model of a step that is the last has been written."""
+        marker = self._folder / _EXPORTED
+        # Earlier versions wrote no marker.
+        exported = int(marker.read_text()) if marker.exists() else step
+        return (self._folder / "model").exists() and exported >= step
+
+    def _say_if_the_disk_is_too_small(self) -> None:
+        job = self._job
+        weights = list(job.model.parameters())
+        checkpoint = sum(3 * weight.numel() * weight.element_size() for weight in weights)  # AdamW has two moments
+        model = model_bytes(job.model, getattr(torch, self._config.model.dtype))
+        free = shutil.disk_usage(self._folder).free
+        if free < checkpoint + model:
+            self._notice(
+                f"{self._folder}: {free:,} bytes are free; a checkpoint takes about {checkpoint:,}, the model at the "
+                f"end {model:,}: make room"
+            )
+
     def _resume(self) -> None:
         """Go on from the newest valid checkpoint, and say what was passed over.
 
@@ -208,7 +260,7 @@ class _Run:
                 )
             self._notice(f"{self._folder} has no checkpoint yet: begins anew")
             return
-        if found.manifest.step >= self._config.steps and (self._folder / "model").exists():
+        if found.manifest.step >= self._config.steps and self._is_exported(found.manifest.step):
             raise ConfigError(
                 f"{self._folder} is finished at step {found.manifest.step}; raise steps = {self._config.steps} to go "
                 "on, or choose another folder with run=..."

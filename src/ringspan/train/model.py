@@ -2,9 +2,11 @@
 
 import logging
 import math
+from pathlib import Path
 from typing import Any, Final
 
 import torch
+from datasets import Dataset
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -109,15 +111,22 @@ def scale_rope(model_config: PreTrainedConfig, rope: dict[str, Any]) -> None:
         raise ConfigError(f"model.rope: {one_line(error)}") from error
 
 
-def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> Tokenizer:
-    """The run's tokenizer, trained on its data when the config says so.
+def load_tokenizer(
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    documents: Dataset | None = None,
+    kept: Path | None = None,
+) -> Tokenizer:
+    """The run's tokenizer: the one that it has ``kept``, else from its source, or trained on its documents when the
+    config says so.
 
     Raises:
         ConfigError: no tokenizer can be had, or it has more tokens than the model.
     """
-    source, vocabulary = config.model.tokenizer_source, text_config(model_config).vocab_size
+    source = str(kept) if kept else config.model.tokenizer_source
+    vocabulary = text_config(model_config).vocab_size
     if source == "train":
-        tokenizer: Tokenizer = train_tokenizer(load_documents(config.data), vocabulary)
+        tokenizer: Tokenizer = train_tokenizer(documents or load_documents(config.data), vocabulary)
     else:
         try:
             assert source is not None, "checked by ModelConfig"

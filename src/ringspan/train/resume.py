@@ -12,16 +12,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from ringspan.core.errors import CheckpointError, ConfigError, RingspanError
+from ringspan.train import origin
 from ringspan.train.checkpoint import Checkpoints
 from ringspan.train.config import TrainConfig, parse_config
+from ringspan.train.data import Data
 from ringspan.train.disk import sync_folder, write_synced
+from ringspan.train.lock import RunLock
 from ringspan.train.manifest import Manifest
+from ringspan.train.paths import refuse_missing
 
 _RECORD: Final = "run.json"
 # Another value of these would be another run under the same name.
 _FIXED: Final = ("seed", "model", "data")
+# Which text it is, which a run may change that says so.
+_TEXT: Final = ("data.paths", "data.text_field", "data.hub_split", "data.extensions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,34 +41,60 @@ class RunRecord:
     """Settings that differ from those it began with, as lines to show."""
 
 
-def open_run(config: TrainConfig) -> RunRecord:
-    """Find out whether ``config.run`` is a new run or one to go on with; nothing is written. All ranks call it.
+def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
+    """Find out whether ``config.run`` is a new run or one to go on with, and keep others out of that; nothing else is
+    written. All ranks call it.
 
     Raises:
-        ConfigError: as ``read_record``, on every rank.
+        ConfigError: as ``read_record``, or some of the text is not there, or the run is being trained; on every rank.
     """
-    return _on_first_rank(lambda: read_record(config))
+
+    def find() -> RunRecord:
+        refuse_missing(config.data.paths)
+        lock.take()
+        return read_record(config)
+
+    return _on_first_rank(find)
 
 
-def begin_run(config: TrainConfig, record: RunRecord) -> None:
-    """Make the folder of a new run, on rank 0.
+def begin_run(
+    config: TrainConfig, record: RunRecord, lock: RunLock, tokenizer: PreTrainedTokenizerBase, data: Data
+) -> None:
+    """Make the folder of a new run, or see whether the text is still that of one to go on with, on rank 0.
 
     Raises:
-        ConfigError: it cannot be made; on every rank.
+        ConfigError: it cannot be made, another run has begun there, or the text has changed; on every rank.
     """
+    run = Path(config.run)
 
     def begin() -> None:
-        run = Path(config.run)
-        values = {"run_id": record.run_id, "config": config.model_dump(mode="json")}
+        run.mkdir(parents=True, exist_ok=True)
+        lock.take()
+        if (run / _RECORD).exists():
+            raise ConfigError(f'run = "{run}": another run has begun there meanwhile; choose another with run=...')
+        origin.keep(run, tokenizer, data)
+        _write_record(run, record.run_id, config)
+
+    def go_on() -> list[str]:
+        changed = origin.compare(run, config.data, data)
+        if config.data.on_change == "continue":  # from now on it is this text, wherever it is
+            began = json.loads((run / _RECORD).read_text(encoding="utf-8"))["config"]
+            _write_record(run, record.run_id, parse_config(began | {"data": config.model_dump(mode="json")["data"]}))
+        return [changed] if changed else []
+
+    def work() -> list[str] | None:
         try:
-            run.mkdir(parents=True, exist_ok=True)
-            write_synced(run / _RECORD, json.dumps(values, indent=1) + "\n")
-            sync_folder(run)
+            return begin() if record.is_new else go_on()
         except OSError as error:
             raise _unusable(run, error) from error
 
-    if record.is_new:
-        _on_first_rank(begin)
+    record.changes.extend(_on_first_rank(work) or ())
+
+
+def _write_record(run: Path, run_id: str, config: TrainConfig) -> None:
+    values = {"run_id": run_id, "config": config.model_dump(mode="json")}
+    write_synced(run / _RECORD, json.dumps(values, indent=1) + "\n")
+    sync_folder(run)
 
 
 def _on_first_rank(work: Callable[[], Any]) -> Any:
@@ -192,10 +225,13 @@ def read_record(config: TrainConfig) -> RunRecord:
         raise ConfigError(f"{path}: run_id = {run_id!r} is no name; remove the file")
     changes = []
     for key, before, now in _differences(began.model_dump(mode="json"), config.model_dump(mode="json")):
+        if key == "data.on_change" or (key in _TEXT and config.data.on_change == "continue"):
+            continue  # what that does is said when the text has been read
         if key.split(".")[0] in _FIXED:
             raise ConfigError(
                 f"{run} holds a run with {key} = {json.dumps(before)}, now it is {json.dumps(now)}; choose another "
                 "folder with run=..., or set it back"
+                + (", or go on with another text with data.on_change=continue" if key in _TEXT else "")
             )
         if key != "run":
             changes.append(f"{key} = {json.dumps(now)} (was {json.dumps(before)})")

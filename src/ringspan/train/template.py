@@ -24,13 +24,13 @@ current directory."""
 def config_template(name: str) -> str:
     """The text of a TOML file called ``name``, which ``load_config`` takes as it is."""
     fields = TrainConfig.model_fields
-    tables = {key: field.annotation for key, field in fields.items() if _is_table(field)}
+    tables: dict[str, Any] = {key: field.annotation for key, field in fields.items() if _is_table(field)}
     lines = [*_comment(_HEAD.format(name=name)), ""]
     for key, field in fields.items():
         if key not in tables:
             lines += _key(key, field, key)
     for key, table in tables.items():
-        assert table is not None and table.__doc__, "each table says what it is"
+        assert table.__doc__, "each table says what it is"
         lines += ["", *_comment(_sentence(table.__doc__.partition(": ")[2])), f"[{key}]"]
         for inner, field in table.model_fields.items():
             lines += _key(inner, field, f"{key}.{inner}")
