@@ -4,6 +4,7 @@ memory.
 
 import os
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from ringspan.torch.mesh import init_mesh
 from ringspan.torch.models import parallelize
 from ringspan.torch.remat import checkpoint_layers
 from ringspan.train.config import TrainConfig, parse_config
+
+Say = Callable[[str], None]
 
 # Folders of the standard library that are tests, generated tables or other people's packages.
 _LEFT_OUT = {
@@ -92,12 +95,14 @@ def training_config(options: DemoOptions) -> TrainConfig:
     )
 
 
-def prove(folder: str, options: DemoOptions) -> dict[str, Any]:
+def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> dict[str, Any]:
     """The loss and every gradient of one batch, on this ring and on rank 0 alone with transformers' own attention.
 
-    Every rank calls it. Relative differences are ``||ring - one|| / ||one||``; ``worst_error`` compares both with the
-    same model in float64, since a gradient that nearly cancels differs by rounding alone.
+    Every rank calls it; ``say`` is told of each part before it begins. Relative differences are
+    ``||ring - one|| / ||one||``; ``worst_error`` compares both with the same model in float64, since a gradient that
+    nearly cancels differs by rounding alone.
     """
+    say(f"loss and gradients of {options.length:,} tokens on the ring of {dist.get_world_size()}")
     tokens = _text_tokens(folder, options.length).to(local_device())
     batch = {"input_ids": tokens, "labels": tokens}
     mesh = init_mesh()
@@ -108,11 +113,13 @@ def prove(folder: str, options: DemoOptions) -> dict[str, Any]:
     if dist.get_rank() != 0:
         return {}
     torch.set_num_threads(os.cpu_count() or 1)
+    say("the same on one process, with transformers' own attention")
     plain = _load(folder)
     checkpoint_layers(plain, "full")
     expected = plain(**batch).loss
     expected.backward()
     alone = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    say("the same in float64, to see which of the two is nearer (the slowest part)")
     exact = _load(folder).double()
     checkpoint_layers(exact, "full")
     exact(**batch).loss.backward()
@@ -154,8 +161,8 @@ def _whole(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def measure_memory(options: DemoOptions) -> list[dict[str, Any]]:
-    """Activations that a rank holds for the same sequence on rings of 1, 2 and 4."""
+def measure_memory(options: DemoOptions, say: Say = lambda line: None) -> list[dict[str, Any]]:
+    """Activations that a rank holds for the same sequence on rings of 1, 2 and 4; ``say`` is told of each."""
     rings = tuple(n for n in (1, 2, 4) if not torch.cuda.is_available() or n <= torch.cuda.device_count())
     case = memory.MemoryCase(rings=rings, length=options.length, checkpoints=("attention",), layout=options.layout)
     return [
@@ -164,6 +171,6 @@ def measure_memory(options: DemoOptions) -> list[dict[str, Any]]:
             "tokens_per_rank": row["tokens_per_rank"],
             "activation_bytes": row["bytes"]["activations"],
         }
-        for row in memory.run(case)["rows"]
+        for row in memory.run(case, say)["rows"]
         if row["length"] == options.length
     ]

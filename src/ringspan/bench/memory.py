@@ -1,7 +1,7 @@
 """Bytes of activations that each rank holds for its backward pass, against ring size and sequence length."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
@@ -104,12 +104,16 @@ def held_activations(model: PreTrainedModel, batch: dict[str, Tensor]) -> int:
     return held
 
 
-def run(case: MemoryCase) -> dict[str, Any]:
-    """Activations per rank at a fixed length, and at fixed tokens a rank, for each ring and checkpoint policy."""
+def run(case: MemoryCase, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Activations per rank at a fixed length, and at fixed tokens a rank, for each ring and checkpoint policy.
+
+    ``say`` is told what is measured next.
+    """
     rows: list[dict[str, Any]] = []
     per_rank = case.length // max(case.rings)
     for ring in case.rings:
         lengths = dict.fromkeys((case.length, per_rank * ring))
+        say(f"three steps on a ring of {ring} at {' and at '.join(f'{length:,}' for length in lengths)} tokens")
         rows += launch(_measure, ring, case, tuple(lengths))[0]
     return {"rows": rows, "config": asdict(case), "machine": describe_machine()}
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,7 +59,7 @@ def command(
     with part("proof", "2  Prove: the same batch on one process and on the ring"):
         proof = launch(_prove_rank, ranks, trained.model, options, threads=1)[0]
     with part("memory", "3  Measure: activations a rank holds on rings of 1, 2 and 4"):
-        held = measure_memory(options)
+        held = measure_memory(options, _say)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     settings = config.model.config_values()
     result: dict[str, Any] = {
@@ -97,11 +98,18 @@ def command(
 
 
 def _prove_rank(folder: str, options: "DemoOptions") -> dict[str, Any]:
+    import torch.distributed as dist
+
     from ringspan.bench.demo import prove
     from ringspan.cli.progress import quiet
 
     quiet()
-    return prove(folder, options)
+    return prove(folder, options, _say if dist.get_rank() == 0 else lambda line: None)
+
+
+def _say(line: str) -> None:
+    """What is done next, with the time, on the standard error stream of any rank: a step may take a minute."""
+    print(f"{time.strftime('%H:%M:%S')}  {line}", file=sys.stderr, flush=True)
 
 
 def _clear(folder: Path) -> Path:
