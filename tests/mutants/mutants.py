@@ -456,6 +456,20 @@ MUTANTS = [
         '            UnsupportedError(\n                f"{model_name}.forward does not take',
         "torch/test_forward_arguments.py::test_an_argument_that_no_model_takes_raises_whatever_its_value",
     ),
+    Mutant(
+        "rows that OPT leaves unused taken for positions",
+        "torch/positions.py",
+        'module.num_embeddings - getattr(module, "offset", 0)',
+        "module.num_embeddings",
+        "torch/test_positions.py::test_which_tables_are_found",
+    ),
+    Mutant(
+        "an interrupt that comes twice taken for a second one",
+        "train/signals.py",
+        "if now - self._interrupted >= ABORT_AFTER_SECONDS:",
+        "if True:",
+        "train/test_signals.py::test_the_first_is_announced_and_a_second_interrupt_aborts[numbers1-0-expected1]",
+    ),
     # The last one is run first: ranks wait ten seconds for a message.
     Mutant(
         "gradient sent home to the neighbour",
