@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.batch import shard_batch
 from ringspan.torch.models import parallelize
-from ringspan.torch.positions import note_length, num_learned_positions
+from ringspan.torch.positions import as_trained, note_length, num_learned_positions
 from tests.torch import models
 
 LENGTH = 21  # no multiple of what any ring here needs: there is padding
@@ -138,7 +138,9 @@ def test_longer_than_the_model_was_made_for_is_said_once_and_saved(pool, tmp_pat
 
 
 def test_a_length_that_frequencies_derive_from_is_left_alone():
-    config = models.config("llama", max_position_embeddings=16)
-    config.rope_parameters = {"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 8}}
-    note_length(torch.nn.Module(), config, 32, says=False)
-    assert config.max_position_embeddings == 16
+    model = torch.nn.Module()
+    model.config = models.config("llama", max_position_embeddings=16)
+    model.config.rope_parameters = {"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 8}}
+    note_length(model, 32, says=False)
+    with as_trained(model):
+        assert model.config.max_position_embeddings == 16

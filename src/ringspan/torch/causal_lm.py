@@ -32,12 +32,12 @@ from ringspan.torch.loop_watch import in_call, watch_backward
 from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
 from ringspan.torch.mesh import tensor_axis
 from ringspan.torch.modules import local_part
-from ringspan.torch.positions import note_length
+from ringspan.torch.positions import as_trained, note_length
 from ringspan.torch.rope import set_global_length
 from ringspan.torch.router_loss import RouterLoss, real_tokens_of, wanted_router
 from ringspan.torch.sharding import recover, settle
 from ringspan.torch.sums import Sum, SumOfGradients
-from ringspan.torch.support import finished_logits, text_config
+from ringspan.torch.support import finished_logits
 from ringspan.torch.tensor_parallel import splits_vocabulary
 
 
@@ -115,7 +115,7 @@ class RingCausalLM:
         set_global_length(decoder, longest)
         if self.training:
             says = self.ring_mesh["ring"].get_local_rank() == 0
-            note_length(self, text_config(self.config), longest, says=says)
+            note_length(self, longest, says=says)
         packed = None if document_lengths is None else Packed(document_lengths, position_ids)
         others: dict[str, Any] = {"ring_packed": packed} if packed else {}
         if self.ring_router is not None:
@@ -152,7 +152,8 @@ class RingCausalLM:
             if kwargs.get("state_dict") is None:
                 kwargs["state_dict"] = whole_weights(self)
             kwargs["is_main_process"] = dist.get_rank() == 0
-            super().save_pretrained(save_directory, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            with as_trained(self):
+                super().save_pretrained(save_directory, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
             for axis in self.ring_mesh.mesh_dim_names:
                 dist.barrier(self.ring_mesh[axis].get_group())
 

@@ -1,12 +1,15 @@
 """How long a sequence a model has positions for: learned tables end, rotary ones were trained up to some length."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.support import text_config
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +39,12 @@ def beyond_table(model: PreTrainedModel, decoder: nn.Module, length: int) -> Uns
     )
 
 
-def note_length(model: Any, config: PreTrainedConfig, length: int, *, says: bool) -> None:
-    """Let the config of a rotary model know that it is trained on sequences of ``length`` tokens, so that it is saved
-    with that; one rank ``says`` once that the model was not made for them.
+def note_length(model: Any, length: int, *, says: bool) -> None:
+    """Remember that a rotary model is trained on sequences of ``length`` tokens, for ``as_trained``; one rank ``says``
+    once that the model was not made for them.
     """
-    limit = getattr(config, "max_position_embeddings", None)
-    rope = _rope_tables(config)
+    config = text_config(model.config)
+    limit, rope = getattr(config, "max_position_embeddings", None), _rope_tables(config)
     # Dynamic scaling keeps the length that the model was first trained for there, whatever its factor.
     factors = [each.get("factor", 1.0) for each in rope if each.get("rope_type") == "dynamic"]
     if not isinstance(limit, int) or length <= limit * max(factors, default=1.0):
@@ -51,11 +54,10 @@ def note_length(model: Any, config: PreTrainedConfig, length: int, *, says: bool
         or (each.get("rope_type") == "yarn" and each.get("factor") is None)
         for each in rope
     )
-    if says and not getattr(model, "ring_said_length", False):
-        remedy = (
-            "scale them (model.rope of ringspan train, config.rope_parameters of transformers); " if rope[0] else ""
-        )
-        then = "stays as it is, since its frequencies depend on it" if keeps else f"becomes {length}"
+    noted = getattr(model, "ring_trained_length", None)
+    if says and noted is None:
+        remedy = "scale them (ringspan train: model.rope; transformers: config.rope_parameters); " if rope[0] else ""
+        then = f"stays {limit}, since its frequencies depend on it" if keeps else "is saved as the longest of them"
         logger.warning(
             "sequences of %d tokens are longer than the %d positions that this model was made for; %s"
             "its max_position_embeddings %s",
@@ -64,9 +66,23 @@ def note_length(model: Any, config: PreTrainedConfig, length: int, *, says: bool
             remedy,
             then,
         )
-    model.ring_said_length = True
-    if not keeps:
+    model.ring_trained_length = limit if keeps else max(noted or 0, length)
+
+
+@contextmanager
+def as_trained(model: Any) -> Iterator[None]:
+    """Let the model's config have the length that it was trained on, while it is saved: what a model computes does not
+    depend on the moment.
+    """
+    config, length = text_config(model.config), getattr(model, "ring_trained_length", None)
+    before = getattr(config, "max_position_embeddings", None)
+    if length is not None:
         config.max_position_embeddings = length
+    try:
+        yield
+    finally:
+        if length is not None:
+            config.max_position_embeddings = before
 
 
 def _rope_tables(config: PreTrainedConfig) -> list[dict[str, Any]]:

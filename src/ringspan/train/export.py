@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ringspan.core.messages import one_line
 from ringspan.torch.causal_lm import whole_weights
+from ringspan.torch.positions import as_trained
 
 _HEADROOM_BYTES: Final = 1 << 25  # a tokenizer with all its files, the config, and folders
 
@@ -62,7 +63,8 @@ def _write(
     folder: Path,
     dtype: torch.dtype,
 ) -> None:
-    config = type(model.config).from_dict(model.config.to_dict())
+    with as_trained(model):
+        config = type(model.config).from_dict(model.config.to_dict())
     config.dtype = dtype
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(config)
