@@ -282,7 +282,7 @@ def test_distributed_tensors_are_refused(pool):
         ({"slopes": torch.ones(4).long()}, rs.UnsupportedError, "in floating point, got torch.int64"),
         ({"sinks": torch.ones(4, device="meta")}, rs.UnsupportedError, "on meta"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_arguments_of_another_kind_are_refused(options, error, message):
     q, k, v, _ = tensors(8)
