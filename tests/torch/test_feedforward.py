@@ -19,7 +19,7 @@ from ringspan.torch.feedforward import (
     free_feedforwards,
 )
 from ringspan.torch.remat import checkpoint_layers
-from ringspan.torch.tokenwise import Blockwise, mixes_tokens
+from ringspan.torch.tokenwise import Blockwise, mixes_tokens, run_in_blocks
 from tests.torch.models import build, kept_bytes, relative, tokens
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
@@ -288,3 +288,58 @@ def test_a_model_on_the_ring_is_cut_by_default_and_says_once_when_not(pool):
         assert chunks == [{FREE_CHUNK_TOKENS}, set(), set(), {7}, {7}, set()]
         assert len(logged) == (rank == 0), "by the first rank alone"
         assert all("all tokens at once: Llama4ForCausalLM" in line for line in logged)
+
+
+class Summed(nn.Module):
+    """A matrix that is the sum of two, whose gradients are one tensor."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(size, size)) for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ (self.a + self.b)
+
+
+def test_gradients_that_share_memory_add_up_apart():
+    module, plain = Summed(8), Summed(8)
+    plain.load_state_dict(module.state_dict())
+    run_in_blocks([module], 5, "chunk_tokens")
+    hidden = torch.randn(1, 17, 8)
+    for each in (module, plain):
+        each(hidden).square().sum().backward()
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and relative(one.grad, other.grad) < 1e-6
+
+
+def mixing(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+    return out - out.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("how", ["hook", "own forward"])
+def test_of_modules_alike_each_with_other_code_is_tried(how):
+    """The first layer's feed-forward passes; the second has the same class and shapes, and mixes tokens."""
+    model = build("llama")
+    mlp = model.model.layers[1].mlp
+    if how == "hook":
+        mlp.down_proj.register_forward_hook(mixing)
+    else:
+        plain = mlp.forward
+        mlp.forward = lambda hidden: mixing(mlp, None, plain(hidden))
+    with pytest.raises(rs.UnsupportedError, match=r"model\.layers\.1|layers\.1.*mlp mixes tokens"):
+        find_feedforwards(model)
+
+
+def test_a_forward_that_was_set_on_a_module_runs_in_blocks():
+    module, seen = nn.Sequential(nn.Linear(4, 4)), []
+    plain: Any = module.forward
+
+    def own(hidden: Tensor) -> Tensor:
+        seen.append(hidden.shape[1])
+        return 2.0 * plain(hidden)
+
+    module.forward = own
+    hidden = torch.randn(1, 12, 4)
+    expected = module(hidden)
+    run_in_blocks([module], 5, "chunk_tokens")
+    assert relative(module(hidden), expected) < 1e-6 and seen == [12, 5, 5, 2]

@@ -1,11 +1,13 @@
 """What is done to a module of somebody else's model."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+_HOOKS: Final = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
 def hidden_of(result: Any) -> Any:
@@ -25,10 +27,50 @@ def autocast_now(kind: str) -> Callable[[], torch.autocast]:
     return lambda: torch.autocast(kind, dtype, enabled, caches)
 
 
+class Mixin:
+    """What is put before a module's class, and computes what that class does."""
+
+
 def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Give a module a subclass of its own class, with a mixin before it and attributes of the class, in place.
 
-    As FSDP2 does; the class keeps its name, which saved configs contain.
+    As FSDP2 does; the class keeps its name, which saved configs contain. A forward that was set on the module itself
+    would hide the mixin's, so it moves to the class behind it.
     """
     plain = type(module)
-    module.__class__ = type(plain.__name__, (mixin, plain), {"__module__": plain.__module__, **attributes})
+    behind: tuple[type, ...] = (mixin, plain)
+    if "forward" in vars(module):
+        own = vars(module).pop("forward")
+        behind = mixin, type(plain.__name__, (plain,), {"__module__": plain.__module__, "forward": _as_method(own)})
+    module.__class__ = type(plain.__name__, behind, {"__module__": plain.__module__, **attributes})
+
+
+def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that takes no module, as a method."""
+    return lambda _, *args, **kwargs: function(*args, **kwargs)
+
+
+def hooks_of(module: nn.Module) -> tuple[int, ...]:
+    """The hooks on a module itself: empty for none, and different after one came or went."""
+    return tuple(id(hook) for name in _HOOKS for hook in getattr(module, name).values())
+
+
+def forward_of(module: nn.Module) -> Any:
+    """The forward that a module has behind our mixins: one of a class, or of its own."""
+    if "forward" in vars(module):
+        return vars(module)["forward"]
+    kinds = (kind for kind in type(module).__mro__ if "forward" in vars(kind) and not issubclass(kind, Mixin))
+    return vars(next(kinds))["forward"]
+
+
+def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether what a module of some kind computes is that kind's own forward, with parameters that are its own: no
+    hooks, no other forward and no parametrization.
+    """
+    return (
+        isinstance(module, kind)
+        and forward_of(module) is kind.forward
+        and not hooks_of(module)
+        and "weight" in module._parameters
+        and ("bias" in module._parameters or not hasattr(module, "bias"))
+    )

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.numbers import check_whole
-from ringspan.torch.modules import autocast_now, hidden_of, local_part, mix_in
+from ringspan.torch.modules import autocast_now, hidden_of, hooks_of, local_part, mix_in
 from ringspan.torch.router_record import RouterRecorder
 
 # Tokens of the probe: enough for a router that fills experts to a capacity to drop some when all choose alike.
@@ -53,20 +53,23 @@ def run_in_blocks(
 
 
 def kind_of(module: nn.Module) -> Any:
-    """Equal for modules that share their code, shapes and dropout: trying one of them is enough."""
+    """Equal for modules that share their code, shapes, dropout and hooks: trying one of them is enough."""
     shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
     rates = tuple(dropout.p for dropout in module.modules() if isinstance(dropout, nn.Dropout))
-    return type(module), shapes, rates
+    code = tuple((type(part), id(vars(part).get("forward")), hooks_of(part)) for part in module.modules())
+    return code, shapes, rates
 
 
 @torch.no_grad()
-def mixes_tokens(module: nn.Module, size: int) -> str:
-    """Try the module, as it trains, on tokens together, again, apart, in another order and all alike: why it cannot run
-    in blocks, or nothing.
+def mixes_tokens(module: nn.Module, size: int, *, gives: int | None = None, trains: bool = True) -> str:
+    """Try the module on tokens together, again, apart, in another order and all alike: why it cannot run in blocks, or
+    nothing.
+
+    It takes hidden states of ``size`` and gives the same, or ``gives`` numbers a token, of any type then. It is tried
+    as it trains, or as it evaluates.
     """
-    parameters = list(module.parameters())
     generator = torch.Generator().manual_seed(0)
-    if parameters[0].is_meta:
+    if next(module.parameters()).is_meta:
         module = copy.deepcopy(module).to_empty(device="cpu")
         for p in module.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5)
@@ -78,19 +81,20 @@ def mixes_tokens(module: nn.Module, size: int) -> str:
     def run(tokens: Tensor) -> Any:
         return hidden_of(module(tokens.clone()))  # some write into what they are given
 
-    with _training(module):
+    with _mode(module, trains):
         try:
             whole = run(tokens)
         except Exception as error:  # whatever it raises: it does not take hidden states alone
             return f"does not take hidden states alone ({type(error).__name__})"
-        if not isinstance(whole, Tensor) or whole.shape != tokens.shape or whole.dtype != tokens.dtype:
-            return "does not give hidden states"
+        wanted = tokens.shape if gives is None else (*tokens.shape[:2], gives)
+        if not isinstance(whole, Tensor) or whole.shape != wanted or (gives is None and whole.dtype != tokens.dtype):
+            return "does not give hidden states" if gives is None else f"does not give {gives} numbers a token"
         again = run(tokens)
         apart = torch.cat([run(tokens[:1, i : i + 1]) for i in range(PROBE_TOKENS)], 1)
         in_order = run(tokens[:, order])
     bound = max(1e-5, 8 * torch.finfo(like.dtype).eps) * whole.abs().max()
     if not bool((whole - again).abs().max() <= bound):
-        return "is random in training, and would be so anew when its blocks are computed again"
+        return f"is random in {'training' if trains else 'evaluation'}, and would be so anew when computed again"
     others = [whole[:1] - apart, whole[:, order] - in_order, whole[1] - whole[0, 0]]
     if not all(bool(difference.abs().max() <= bound) for difference in others):
         return "mixes tokens"
@@ -98,12 +102,14 @@ def mixes_tokens(module: nn.Module, size: int) -> str:
 
 
 @contextmanager
-def _training(module: nn.Module) -> Iterator[None]:
-    """While this context is active the module trains; its modes and the random numbers to come are as they were."""
+def _mode(module: nn.Module, trains: bool) -> Iterator[None]:
+    """While this context is active the module trains, or not; its modes and the random numbers to come are as they
+    were.
+    """
     modes = [(part, part.training) for part in module.modules()]
     device = next(module.parameters()).device
     try:
-        module.train()
+        module.train(trains)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
@@ -195,7 +201,7 @@ class _Recomputed(torch.autograd.Function):
             if d_hidden is not None:
                 d_chunk = parts.pop(0)
                 d_hidden[:, rows] = 0 if d_chunk is None else d_chunk
-            _accumulate(sums, parts, d_out)
+            accumulate(sums, parts, d_out)
         totals = (None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True))
         return None, None, None, None, d_hidden, *totals
 
@@ -220,22 +226,29 @@ class _Computed(torch.autograd.Function):
         return None, None, d_out, *(d.to(dtype) for d, dtype in zip(d_scores, ctx.dtypes, strict=True))
 
 
-def _accumulate(sums: list[Tensor | None], parts: list[Tensor | None], d_out: Tensor) -> None:
-    """Add each part to its sum, which is at least float32; an expert that no token of a block chose has no part."""
+def accumulate(sums: list[Tensor | None], parts: list[Tensor | None], *others: Tensor) -> None:
+    """Add each part to its sum, which is at least float32; an expert that no token of a block chose has no part.
+
+    A first part becomes the sum, and is copied where it shares memory with another part (the gradients of ``a + b``
+    are one tensor) or with ``others``.
+    """
+    memories = [_memory(tensor) for tensor in (*parts, *others) if tensor is not None]
     for index, part in enumerate(parts):
         if part is None:
             continue
         total = sums[index]
         if total is None:
-            sums[index] = part.float() if part.dtype.itemsize < 4 else part if _owns(part, d_out) else part.clone()
+            if part.dtype.itemsize < 4:
+                sums[index] = part.float()
+            else:
+                sums[index] = part.clone() if memories.count(_memory(part)) > 1 else part
         else:
             total += part
         parts[index] = None
 
 
-def _owns(part: Tensor, d_out: Tensor) -> bool:
-    """Whether a gradient has memory of its own, not that of the one it was made from."""
-    return local_part(part).untyped_storage()._cdata != d_out.untyped_storage()._cdata
+def _memory(tensor: Tensor) -> int:
+    return local_part(tensor).untyped_storage()._cdata
 
 
 def _blocks(hidden: Tensor, chunk_tokens: int) -> Iterator[slice]:
