@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 import ringspan as rs
 from ringspan.plan.tracker import MemoryTracker
@@ -125,3 +126,29 @@ def test_a_sharded_model_counts_the_tokens_of_a_long_sequence(pool, kind, ranks,
         expected = torch.zeros_like(gradient)
         expected[5] = scale * LENGTH
         assert relative(gradient, expected) == 0.0
+
+
+class Asking(nn.Embedding):
+    """An embedding that looks up by a call of its own."""
+
+    options: dict[str, Any]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.embedding(input=tokens, weight=self.weight, **self.options)
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": -2}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}])
+def test_what_a_look_up_asks_for_is_not_dropped(options):
+    given = torch.tensor([[1, 5, 5, 3, 1, 5]])
+    results = []
+    for changes in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(Asking(7, 4))
+        model[0].options = options
+        if changes:
+            sum_embedding_gradients(model)
+        out = model(given)
+        (out * torch.arange(24.0).view(1, 6, 4)).sum().backward()
+        results.append((out.detach(), model[0].weight.grad, model[0].weight.detach()))
+    for one, other in zip(*results, strict=True):
+        assert relative(one, other) < 1e-6

@@ -23,10 +23,20 @@ _NUMBERS: Final = 1 << 23
 
 
 def sum_embedding_gradients(model: PreTrainedModel) -> None:
-    """Let every embedding of the model add up its gradient as ``embedding_gradient`` does, in place."""
+    """Let every embedding of the model add up its gradient as ``embedding_gradient`` does, in place; what wraps the
+    input's (an adapter) too.
+    """
+    outermost: nn.Module | None = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
     for module in model.modules():
-        if isinstance(module, nn.Embedding) and not (module.sparse or module.scale_grad_by_freq or module.max_norm):
+        if module is outermost or (isinstance(module, nn.Embedding) and not own_gradient(module)):
             mix_in(module, _Summed)
+
+
+def own_gradient(embedding: nn.Embedding) -> str:
+    """The option that gives an embedding a gradient, or weights, of its own; empty for none."""
+    if embedding.max_norm is not None:
+        return f"max_norm={embedding.max_norm}"
+    return "sparse=True" if embedding.sparse else "scale_grad_by_freq=True" if embedding.scale_grad_by_freq else ""
 
 
 def embedding_gradient(gradient: Tensor, tokens: Tensor, num_embeddings: int, padding_idx: int | None = None) -> Tensor:
@@ -70,8 +80,20 @@ class _Lookups(TorchFunctionMode):
         return (_look_up if func is functional.embedding else func)(*args, **(kwargs or {}))
 
 
-def _look_up(tokens: Tensor, weight: Tensor, padding_idx: int | None = None, **_: Any) -> Tensor:
-    return _LookUp.apply(tokens, weight, padding_idx)
+def _look_up(
+    input: Tensor,  # named as in torch, whose callers may use the name
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += len(weight)
+    return _LookUp.apply(input, weight, padding_idx)
 
 
 class _LookUp(torch.autograd.Function):
