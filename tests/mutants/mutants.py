@@ -326,8 +326,8 @@ MUTANTS = [
     Mutant(
         "last token of the loss left out",
         "torch/loss.py",
-        "for rows in _slices(len(hidden), self.options.chunk_tokens):",
-        "for rows in _slices(len(hidden) - 1, self.options.chunk_tokens):",
+        "for rows in slices(len(hidden), self.options.chunk_tokens):",
+        "for rows in slices(len(hidden) - 1, self.options.chunk_tokens):",
         LOSS,
     ),
     Mutant(
@@ -469,6 +469,41 @@ MUTANTS = [
         "if now - self._interrupted >= ABORT_AFTER_SECONDS:",
         "if True:",
         "train/test_signals.py::test_the_first_is_announced_and_a_second_interrupt_aborts[numbers1-0-expected1]",
+    ),
+    Mutant(
+        "gradients of a called head for its own parameters alone",
+        "torch/head.py",
+        "leaves |= {id(leaf): leaf for leaf in _leaves(loss, since=now) if leaf is not chunk}",
+        "pass",
+        "torch/test_head.py::test_loss_and_gradients_are_those_of_whole_logits[some-dtype0-1e-13-plain-7]",
+    ),
+    Mutant(
+        "other dropout when a called head is called again",
+        "torch/head.py",
+        "            torch.set_rng_state(state)\n",
+        "",
+        "torch/test_head.py::test_the_gradient_adds_up_in_float32_and_dropout_draws_the_same_in_backward",
+    ),
+    Mutant(
+        "hooks before the head not seen",
+        "torch/modules.py",
+        '"_forward_hooks", "_forward_pre_hooks"',
+        '"_forward_hooks"',
+        "torch/test_head.py::test_only_a_linear_layer_as_it_is_is_its_weight",
+    ),
+    Mutant(
+        "gradients of a sum added up in the memory of both",
+        "torch/tokenwise.py",
+        "part.clone() if memories.count(_memory(part)) > 1 else part",
+        "part",
+        "torch/test_feedforward.py::test_gradients_that_share_memory_add_up_apart",
+    ),
+    Mutant(
+        "options of a look-up dropped",
+        "torch/embedding.py",
+        "if max_norm is not None or scale_grad_by_freq or sparse:",
+        "if sparse:",
+        "torch/test_embedding.py::test_what_a_look_up_asks_for_is_not_dropped[options2]",
     ),
     # The last one is run first: ranks wait ten seconds for a message.
     Mutant(

@@ -7,11 +7,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from tests.core.strategies import layouts
-from tests.torch.models import tokens
+from tests.torch.models import build, tokens
 
 
 class Ring:
     """Stands in for a mesh: one rank of a ring that needs no process group."""
+
+    mesh_dim_names = "replicate", "ring"
 
     def __init__(self, ranks: int, rank: int) -> None:
         self.ranks, self.rank = ranks, rank
@@ -29,6 +31,21 @@ class Ring:
 def parts(batch, ranks, **options):
     meshes: list[DeviceMesh] = [Ring(ranks, rank) for rank in range(ranks)]  # type: ignore[list-item]
     return [rs.shard_batch(batch, mesh, **options) for mesh in meshes]
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.uint8])
+def test_labels_of_any_integers_are_int64_afterwards(kind):
+    ids = torch.arange(1, 7)[None]
+    [part] = parts({"input_ids": ids, "labels": ids.to(kind)}, 1)
+    assert part["shift_labels"].dtype == torch.int64 and part["shift_labels"].tolist() == [[2, 3, 4, 5, 6, -100]]
+
+
+@pytest.mark.parametrize("mesh", [2, None, "ring"])
+def test_what_is_no_mesh_is_refused(mesh):
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    for refuse in (lambda: rs.shard_batch({"input_ids": ids}, mesh), lambda: rs.parallelize(build("llama"), mesh)):
+        with pytest.raises(rs.ConfigError, match=rf"mesh={mesh!r} is no DeviceMesh; use mesh = rs.init_mesh"):
+            refuse()
 
 
 @given(layouts)
@@ -91,6 +108,8 @@ def test_shifted_labels_are_taken_as_they_are():
         ({"token_type_ids": torch.zeros(1, 4)}, "token_type_ids"),
         ({"labels": torch.zeros(1, 3)}, "labels has shape"),
         ({"input_ids": torch.zeros(4)}, "input_ids must be"),
+        ({"labels": torch.zeros(1, 4)}, r"labels must be integers, got torch\.float32"),
+        ({"shift_labels": torch.zeros(1, 4).bool()}, "shift_labels must be integers"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(change, message):

@@ -16,9 +16,11 @@ from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.torch.arguments import check_plain, find_group
 from ringspan.torch.digest import digest_integers
+from ringspan.torch.mesh import check_mesh
 
 IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
 
+_INTEGERS: Final = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _KEYS: Final = frozenset({"input_ids", "labels", "shift_labels", "attention_mask", "position_ids"})
 
 
@@ -94,6 +96,7 @@ def shard_batch(
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
     """
+    check_mesh(mesh)
     unknown = sorted(set(batch) - _KEYS)
     if unknown:
         raise UnsupportedError(f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(sorted(_KEYS))}")
@@ -134,13 +137,16 @@ def _targets(batch: Mapping[str, Tensor]) -> Tensor | None:
     for name in ("labels", "shift_labels", "attention_mask"):
         if name in batch and batch[name].shape != tokens.shape:
             raise UnsupportedError(f"{name} has shape {tuple(batch[name].shape)}, input_ids {tuple(tokens.shape)}")
+        if name in batch and name != "attention_mask" and batch[name].dtype not in _INTEGERS:
+            raise UnsupportedError(f"{name} must be integers, got {batch[name].dtype}; convert them with .long()")
     if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any() or (mask[:, 0] == 0).any()):
         raise UnsupportedError("attention_mask may only mark padding on the right; set padding_side='right'")
-    targets = batch.get("shift_labels")
-    if targets is None:
-        if "labels" not in batch:
-            return None
-        targets = _shift(batch["labels"], IGNORED)
+    if "shift_labels" in batch:
+        targets = batch["shift_labels"].long()
+    elif "labels" in batch:
+        targets = _shift(batch["labels"].long(), IGNORED)
+    else:
+        return None
     if mask is not None:
         targets = targets.masked_fill(_shift(mask, 0) == 0, IGNORED)
     return targets

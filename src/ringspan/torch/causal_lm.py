@@ -26,8 +26,10 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import LayoutName
 from ringspan.torch.config_changes import ConfigCopy, check_configs
 from ringspan.torch.consistency import Call, check_call
+from ringspan.torch.fixed import Fixed
 from ringspan.torch.forward_arguments import check_arguments
 from ringspan.torch.forward_check import check_forward
+from ringspan.torch.head import called_cross_entropy, is_its_weight, kind_of_head, refuse_mixing
 from ringspan.torch.loop_watch import in_call, watch_backward
 from ringspan.torch.loss import LossOptions, blockwise_cross_entropy
 from ringspan.torch.mesh import tensor_axis
@@ -35,13 +37,13 @@ from ringspan.torch.modules import local_part
 from ringspan.torch.positions import as_trained, note_length
 from ringspan.torch.rope import set_global_length
 from ringspan.torch.router_loss import RouterLoss, real_tokens_of, wanted_router
-from ringspan.torch.sharding import recover, settle
+from ringspan.torch.sharding import recover, renew_types, settle
 from ringspan.torch.sums import Sum, SumOfGradients
 from ringspan.torch.support import finished_logits
 from ringspan.torch.tensor_parallel import splits_vocabulary
 
 
-class RingCausalLM:
+class RingCausalLM(Fixed):
     """What ``parallelize`` adds to a model's class: one loss for the whole batch, without whole logits."""
 
     ring_mesh: DeviceMesh
@@ -50,6 +52,8 @@ class RingCausalLM:
     ring_decoder: str
     ring_vocabularies: tuple[int, int]
     """Entries of the vocabulary that the input has embeddings of, and that the head knows."""
+    ring_head: Any
+    """The kind of head that was tried out last."""
     ring_configs: tuple[ConfigCopy, ...]
     ring_router: RouterLoss | None
     """The auxiliary loss of a mixture of experts; None for a model without one."""
@@ -93,6 +97,8 @@ class RingCausalLM:
         batch_digest: Tensor | None = None,
         real_tokens: Tensor | None = None,
         output_router_logits: bool | None = None,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Local tokens (B, T) and their positions -> the global loss, or local logits when there are no labels.
@@ -102,6 +108,8 @@ class RingCausalLM:
         ``output_router_logits``, of the config when None: the auxiliary loss of a mixture of experts is computed over
         the tokens of all ranks that are no padding, and is a part of the loss. ``real_tokens`` (B, T) says which those
         are; all but the padding of the layout when None.
+        ``labels`` and ``attention_mask`` raise in ``__call__``. They are named for those who look (transformers'
+        Trainer keeps the columns of a data set that are arguments here); ``shard_batch`` takes both.
 
         Raises:
             UnsupportedError: an argument of transformers' forward passes that a ring does not honour, one that none of
@@ -109,6 +117,7 @@ class RingCausalLM:
         """
         assert input_ids is not None and position_ids is not None, "checked by __call__"
         assert num_items_in_batch is not None and sequence_length is not None, "filled in by __call__"
+        renew_types(self)
         router = wanted_router(self, output_router_logits)
         decoder = self.get_submodule(self.ring_decoder)
         longest = int(sequence_length)
@@ -202,19 +211,35 @@ class Packed:
 @torch.compiler.disable()
 def _loss(model: Any, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
     """The sum over the targets of the whole batch, over their count."""
-    tp, head = tensor_axis(model.ring_mesh), model.get_output_embeddings()
     # Evaluation is plain cross-entropy, whatever training adds to it.
     loss = model.ring_loss if model.training else replace(model.ring_loss, z_loss=0.0, label_smoothing=0.0)
+    tp, head = tensor_axis(model.ring_mesh), model.get_output_embeddings()
     share = tp.get_group() if tp is not None and splits_vocabulary(head) else None
-    total = blockwise_cross_entropy(
-        (hidden if share is None else SumOfGradients.apply(hidden, share)).flatten(0, 1),
-        local_part(head.weight),
-        targets.flatten(),
-        bias=None if head.bias is None else local_part(head.bias),
-        group=share,
-        **asdict(loss),
-    )
+    if is_its_weight(head):
+        total = blockwise_cross_entropy(
+            (hidden if share is None else SumOfGradients.apply(hidden, share)).flatten(0, 1),
+            local_part(head.weight),
+            targets.flatten(),
+            bias=None if head.bias is None else local_part(head.bias),
+            group=share,
+            **asdict(loss),
+        )
+    else:
+        _refuse_head(model, head, is_split=share is not None)
+        total = called_cross_entropy(hidden.flatten(0, 1), head, targets.flatten(), loss)
     return Sum.apply(total / max(count, 1), _groups(model))
+
+
+def _refuse_head(model: Any, head: nn.Module, *, is_split: bool) -> None:
+    """Refuse a head that is more than its weight, may be only since the last step, where its blocks would be wrong."""
+    if is_split:
+        raise UnsupportedError(
+            f"the head ({type(head).__name__}) has hooks or adapters, and tp splits its vocabulary; use tp=1"
+        )
+    kind = kind_of_head(head)
+    if kind != model.ring_head:
+        refuse_mixing(head)
+        type(model).ring_head = kind
 
 
 def _groups(model: Any) -> list[dist.ProcessGroup]:

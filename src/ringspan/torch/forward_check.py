@@ -16,6 +16,7 @@ from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout
 from ringspan.torch.batch import IGNORED, document_positions
 from ringspan.torch.consistency import Call, check_call
+from ringspan.torch.fixed import check_structure
 from ringspan.torch.optimizer_steps import optimizer_facts
 from ringspan.torch.positions import beyond_table
 from ringspan.torch.router_loss import wanted_router
@@ -40,7 +41,10 @@ def check_forward(
     others: dict[str, Any] = {}
     try:
         arguments = {name: value for name, value in bind().arguments.items() if name != "self"}
-        others = arguments.pop("kwargs", {})
+        # Of those that ``forward`` names for whoever reads its signature none can be honoured either.
+        others = {name: arguments.pop(name) for name in ("labels", "attention_mask") if name in arguments}
+        others |= arguments.pop("kwargs", {})
+        check_structure(model)
         check_others(others)
         _check_batch(model, **arguments)
         targets = arguments.get("shift_labels")

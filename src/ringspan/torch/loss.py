@@ -249,7 +249,7 @@ class _Blocks:
         self.first = 0 if group is None else len(weight) * dist.get_rank(group)
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         size = min(options.chunk_vocabulary or len(weight), len(weight))
-        self.columns = list(_slices(len(weight), size))
+        self.columns = list(slices(len(weight), size))
         block = min(options.chunk_tokens, len(hidden)) * size
         self.buffer = self._new(block)
         self.slopes = self._new(block) if options.softcap else None
@@ -261,7 +261,7 @@ class _Blocks:
         d_weight = self._new(*self.weight.shape).zero_() if wants[1] else None
         d_bias = self._new(len(self.weight)).zero_() if wants[2] else None
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        for rows in _slices(len(hidden), self.options.chunk_tokens):
+        for rows in slices(len(hidden), self.options.chunk_tokens):
             target, chunk = targets[rows] - self.first, hidden[rows]
             valid = (targets[rows] != IGNORED).to(self.dtype)
             top, exponentials, picked, mean = self._scan(chunk, target)
@@ -351,7 +351,7 @@ class _Blocks:
         return torch.empty(shape, dtype=self.dtype, device=self.hidden.device)
 
 
-def _slices(length: int, size: int) -> Iterator[slice]:
+def slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
@@ -382,5 +382,5 @@ def _add_outer(sums: Tensor, d_logits: Tensor, chunk: Tensor) -> None:
     if sums.dtype == chunk.dtype:
         sums.addmm_(d_logits.T, chunk)
         return
-    for rows in _slices(len(sums), _PRODUCT_ROWS):
+    for rows in slices(len(sums), _PRODUCT_ROWS):
         sums[rows] += d_logits[:, rows].T @ chunk

@@ -1,6 +1,7 @@
 """The device mesh: replicas of a ring of tensor-parallel groups, ``world size = replicate x ring x tp``."""
 
 import os
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
@@ -8,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringspan.core.errors import ConfigError
 from ringspan.torch.launch import join, local_device
+
+AXES: Final = "replicate", "ring", "tp"
 
 
 def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> DeviceMesh:
@@ -31,12 +34,23 @@ def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> De
 
 def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMesh:
     """The mesh over all ranks of the default process group; its axis ``tp`` only where that is above 1."""
-    axes = "replicate", "ring", "tp"
     if tp == 1:
-        return init_device_mesh(device_type, (replicate, ring), mesh_dim_names=axes[:2])
-    mesh = init_device_mesh(device_type, (replicate, ring, tp), mesh_dim_names=axes)
-    mesh[axes[1:]]._flatten()  # a norm over both axes is then one sum; DTensor warns of one an axis
+        return init_device_mesh(device_type, (replicate, ring), mesh_dim_names=AXES[:2])
+    mesh = init_device_mesh(device_type, (replicate, ring, tp), mesh_dim_names=AXES)
+    mesh[AXES[1:]]._flatten()  # a norm over both axes is then one sum; DTensor warns of one an axis
     return mesh
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise a ConfigError that says what a mesh is, when this is none or has other axes than ``init_mesh`` makes."""
+    advice = "use mesh = rs.init_mesh(ring=...)"
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise ConfigError(f"mesh={mesh!r} is no DeviceMesh; {advice}")
+    names = mesh.mesh_dim_names
+    if names not in (AXES, AXES[:2]):
+        raise ConfigError(
+            f"the mesh has the axes {', '.join(names or ()) or 'without names'}, not replicate, ring; {advice}"
+        )
 
 
 def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:

@@ -27,10 +27,12 @@ from ringspan.torch.config_changes import copy_configs
 from ringspan.torch.consistency import Call, check_call
 from ringspan.torch.embedding import sum_embedding_gradients
 from ringspan.torch.feedforward import ChunkTokens, find_feedforwards, free_feedforwards
+from ringspan.torch.fixed import refuse_copy, structure_of
 from ringspan.torch.forward_arguments import UNSAID, Unsaid, check_attention
+from ringspan.torch.head import kind_of_head, refuse_blocks_of_vocabulary
 from ringspan.torch.loop_watch import watch_loop
 from ringspan.torch.loss import LossOptions
-from ringspan.torch.mesh import tensor_axis
+from ringspan.torch.mesh import check_mesh, tensor_axis
 from ringspan.torch.modules import mix_in
 from ringspan.torch.norm import find_norms
 from ringspan.torch.offload import OffloadName
@@ -49,6 +51,7 @@ from ringspan.torch.support import (
     logit_softcap,
     refuse_route,
     refuse_unsupported,
+    vocabularies,
 )
 from ringspan.torch.tensor_parallel import refuse_split, split_model
 from ringspan.torch.tokenwise import run_in_blocks
@@ -85,6 +88,8 @@ def parallelize(
     count (pass ``num_items_in_batch`` to count over several batches, for gradient accumulation). Without labels
     ``model(**batch)`` gives the local logits (B, T, V).
 
+    What no model can do afterwards raises, see ``ringspan.torch.fixed``.
+
     Args:
         model: any model whose attention goes through transformers' AttentionInterface, wherever it is: its shards go
             to the mesh's devices layer by layer. One on the meta device gets its weights afterwards (``to_empty``,
@@ -118,6 +123,7 @@ def parallelize(
     those of the first.
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "mesh", "watchdog")}
+    check_mesh(mesh)
     parts = None
     try:
         parts = _check(model, mesh, **options)
@@ -144,7 +150,6 @@ def parallelize(
     chunk_rotary_tables(decoder)
     sum_embedding_gradients(decoder)
     where = next(name for name, module in model.named_modules() if module is decoder)
-    ends: list[Any] = [decoder.get_input_embeddings(), model.get_output_embeddings()]
     mix_in(
         model,
         RingCausalLM,
@@ -152,7 +157,8 @@ def parallelize(
         ring_layout=layout,
         ring_loss=parts.loss,
         ring_decoder=where,
-        ring_vocabularies=tuple(end.weight.shape[0] for end in ends),
+        ring_vocabularies=parts.vocabularies,
+        ring_head=kind_of_head(parts.head),
         ring_configs=copy_configs((model.config, decoder.config)),
         ring_router=parts.router,
     )
@@ -165,6 +171,8 @@ def parallelize(
     watch_optimizers(model)
     if watchdog:
         watch_loop(mesh)
+    kind: Any = type(model)
+    kind.__deepcopy__, kind.ring_structure = refuse_copy, structure_of(model)
     return model
 
 
@@ -172,6 +180,8 @@ class _Parts(NamedTuple):
     """What ``parallelize`` has found in a model that it may change."""
 
     decoder: PreTrainedModel
+    head: nn.Module
+    vocabularies: tuple[int, int]
     loss: LossOptions
     in_blocks: list[tuple[list[nn.Module], int, str, int]]
     """Modules to run in blocks of so many tokens, by which option, and from how many tokens on."""
@@ -229,6 +239,8 @@ def _check(
     elif norm_chunk_tokens != 0:
         check_whole(option, norm_chunk_tokens, 0)
         in_blocks.append((find_norms(decoder), norm_chunk_tokens, option, 0))
+    head: Any = model.get_output_embeddings()
+    refuse_blocks_of_vocabulary(head, loss_chunk_vocabulary)
     loss = LossOptions(
         chunk_tokens=loss_chunk_tokens,
         chunk_vocabulary=loss_chunk_vocabulary,
@@ -240,7 +252,7 @@ def _check(
     router = find_router_loss(model)
     if router is None and getattr(decoder.config, "output_router_logits", False):
         raise no_router_loss(type(model).__name__)
-    return _Parts(decoder, loss, in_blocks, router)
+    return _Parts(decoder, head, vocabularies(model), loss, in_blocks, router)
 
 
 def _refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.dtype | None, ring: DeviceMesh) -> None:

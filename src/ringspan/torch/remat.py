@@ -109,6 +109,11 @@ def check_checkpointing(model: PreTrainedModel, policy: str, offload: str, layer
     check_segments(checkpoint_name(policy), layers_per_checkpoint)
     if policy != "none" and not model.supports_gradient_checkpointing:
         raise ConfigError(f"{type(model).__name__} has no activation checkpointing; use checkpoint='none'")
+    if policy == "none" and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ConfigError(
+            "checkpoint='none', but the model's own checkpointing is on; call model.gradient_checkpointing_disable() "
+            "before, or use checkpoint='full'"
+        )
 
 
 def checkpoint_layers(

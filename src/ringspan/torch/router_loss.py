@@ -23,6 +23,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import Layout
+from ringspan.torch.head import input_size, output_size
 from ringspan.torch.router_record import RouterRecorder
 from ringspan.torch.sums import Sum
 from ringspan.torch.support import decoder_of, text_config
@@ -124,7 +125,7 @@ def _agrees(model: PreTrainedModel, loss: RouterLoss) -> bool:
     """Whether the model's own forward adds this loss, times its factor, to that of the tokens."""
     decoder: Any = decoder_of(model)
     head: Any = model.get_output_embeddings()
-    size, vocabulary = head.weight.shape[1], head.weight.shape[0]
+    size, vocabulary = input_size(head), output_size(head)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (1, 5), generator=generator)
     hidden, logits = torch.zeros(1, 5, size), torch.zeros(1, 5, vocabulary)

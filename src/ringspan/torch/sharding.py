@@ -76,6 +76,17 @@ def gathered_parameters(model: Any) -> list[nn.Parameter]:
     return [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
 
 
+def renew_types(model: FSDPModule) -> None:
+    """Let FSDP look again at parameters of which none needed a gradient in the first forward pass.
+
+    It looks once. A first pass with adapters switched off, or before layers are unfrozen, leaves it without a type to
+    sum gradients in, and it would take that of the computation.
+    """
+    for group in _groups_of(model):
+        if group._orig_dtype is None and any(p.sharded_param.requires_grad for p in group.fsdp_params):
+            group._init_mp_dtypes()
+
+
 def _groups_of(model: FSDPModule) -> list[Any]:
     """What FSDP gathers together: the parameters of each layer, and those around the layers."""
     groups: list[Any] = []

@@ -10,7 +10,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.route import Route, member_heads
 from ringspan.torch.attention_support import refuse_attention
+from ringspan.torch.head import input_size, output_size, refuse_mixing
 from ringspan.torch.rope import is_rotary
+from ringspan.torch.splittable import refuse_weights
 from ringspan.torch.wire import check_wire
 
 # Config fields that change attention or logits in a way that the ring does not compute yet.
@@ -29,10 +31,13 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
-            f"{name} is no PreTrainedModel of transformers; give the model inside of it (model.module, "
-            "model.get_base_model()), and compile afterwards"
+            f"{name} is no PreTrainedModel of transformers; give the model inside of it (model.module), "
+            "and compile afterwards"
         )
     refuse_config(model.config)
+    if "forward" in vars(model):
+        raise UnsupportedError(f"{name} has a forward that was set on it, which would not be called; del model.forward")
+    refuse_weights(model)
     decoder = decoder_of(model)
     if model.get_output_embeddings() is None or decoder is model:
         raise UnsupportedError(f"{name} is not a causal language model with a head; use an AutoModelForCausalLM")
@@ -154,15 +159,17 @@ def _check_head(model: PreTrainedModel) -> None:
     Runs the model's own forward with one made-up hidden state for what its decoder returns, and compares.
     """
     head: Any = model.get_output_embeddings()
-    if head.weight.is_meta:
+    refuse_mixing(head)
+    like = next(head.parameters())
+    if like.is_meta:
         return
-    hidden = torch.randn(1, 1, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight)
+    hidden = torch.randn(1, 1, input_size(head), generator=torch.Generator().manual_seed(0)).to(like)
     kind, decoder = type(model).__name__, decoder_of(model)
     own = vars(decoder).get("forward")  # a hook of somebody's, say
     decoder.forward = lambda *args, **kwargs: _Outputs(last_hidden_state=hidden)
     try:
         with torch.no_grad():
-            tokens = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
+            tokens = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
             logits = model(input_ids=tokens).logits
             expected = finished_logits(head(hidden), model.config)
     except Exception as error:  # whatever a model raises that has other plans for its hidden states
@@ -188,6 +195,14 @@ class _Outputs(MoeModelOutputWithPast):
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
+
+
+def vocabularies(model: PreTrainedModel) -> tuple[int, int]:
+    """Entries of the vocabulary that the input has embeddings of, and that the head knows."""
+    given: Any = model.get_input_embeddings()
+    table = next((part for part in given.modules() if isinstance(part, nn.Embedding)), given)
+    head: Any = model.get_output_embeddings()
+    return table.weight.shape[0], output_size(head)
 
 
 def logit_scale(config: PreTrainedConfig) -> float:

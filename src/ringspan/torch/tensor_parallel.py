@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.modules import local_part
+from ringspan.torch.lora import WHOLE, with_adapters
+from ringspan.torch.modules import Mixin, computes_as, hooks_of, local_part, mix_in
 from ringspan.torch.sums import Sum, SumOfGradients
-from ringspan.torch.support import of_layers, text_config
+from ringspan.torch.support import of_layers, text_config, vocabularies
 
 _COLUMNS: Final = ("colwise", "colwise_gather_output", "colwise_rep")  # the last is the second one's former name
 STYLES: Final = (*_COLUMNS, "rowwise", "embedding_rowwise", "replicated_with_grad_allreduce")
@@ -44,10 +45,11 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
     """Raise an UnsupportedError that names what keeps a model from being split over so many ranks."""
     refuse_heads(model.config, ranks)
     name = type(model).__name__
-    modules, styles = dict(model.named_modules()), _styles(model, ranks)
+    modules, planned = dict(model.named_modules()), _styles(model, ranks)
+    styles = with_adapters(planned, modules)
     for path, style in styles.items():
         gathers = style in _COLUMNS[1:] and modules.get(path) is not model.get_output_embeddings()
-        if style not in STYLES or gathers:
+        if style not in (*STYLES, WHOLE) or gathers:
             raise UnsupportedError(
                 f"{name}: the tensor-parallel plan asks for {style!r} ({path}), which is not supported; use tp=1. "
                 f"Supported are {', '.join(STYLES)}, gathering ones for the head alone"
@@ -55,7 +57,7 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
         _refuse_module(name, path, modules.get(path), style, ranks)
     if "rowwise" not in styles.values():
         raise UnsupportedError(f"transformers has no tensor-parallel plan for the layers of {name}; use tp=1")
-    for path in sorted({path.rpartition(".")[0] for path, style in styles.items() if style in ("colwise", "rowwise")}):
+    for path in sorted({path.rpartition(".")[0] for path, style in planned.items() if style in ("colwise", "rowwise")}):
         for parameter, _ in modules[path].named_parameters():
             if f"{path}.{parameter}".rpartition(".")[0] not in styles:
                 raise UnsupportedError(
@@ -74,10 +76,16 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
 def _refuse_module(name: str, path: str, module: nn.Module | None, style: str, ranks: int) -> None:
     """Refuse a module that its style cannot split evenly."""
     wanted = nn.Embedding if style == "embedding_rowwise" else nn.Linear
-    if style == "replicated_with_grad_allreduce":
+    if style in ("replicated_with_grad_allreduce", WHOLE):
         return
     if not isinstance(module, wanted):
-        raise UnsupportedError(f"{name}: {style} is for {wanted.__name__}, {path} is {type(module).__name__}; use tp=1")
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        raise UnsupportedError(f"{name}: {style} is for {wanted.__name__}, {path} is a {kind}; use tp=1")
+    if wanted is nn.Linear and not computes_as(module, nn.Linear):
+        raise UnsupportedError(
+            f"{name}: {path} has hooks, a parametrization or a forward of its own, which would see the share of one "
+            "rank; use tp=1"
+        )
     size = module.weight.shape[1 if style == "rowwise" else 0]
     if size % ranks:
         raise UnsupportedError(f"{name}: tp={ranks} does not divide the {size} features of {path}; choose a divisor")
@@ -90,7 +98,8 @@ def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
     embedding and head, which may be one tensor, are split by vocabulary where that comes out even. Inputs and results
     of the modules stay plain tensors. Call ``refuse_split`` first.
     """
-    modules, styles = dict(model.named_modules()), _styles(model, tp.size())
+    modules = dict(model.named_modules())
+    styles = with_adapters(_styles(model, tp.size()), modules)
     placements: dict[Tensor, Placement] = {}
     for path, style in styles.items():
         for name, parameter in modules[path].named_parameters(recurse=False):
@@ -108,7 +117,7 @@ def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
                 split[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             module._parameters[name] = split[parameter]
         if own:
-            _become(module, _MIXINS.get(styles.get(path, ""), _Whole), tp_group=tp.get_group())
+            mix_in(module, _MIXINS.get(styles.get(path, ""), Whole), tp_group=tp.get_group())
         if isinstance(module, _Vocabulary) and module.padding_idx is not None:
             rows = module.num_embeddings // tp.size()
             is_here = module.padding_idx // rows == tp.get_local_rank()
@@ -119,7 +128,7 @@ def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
             parent = path.rpartition(".")[0]
             if parent not in inputs and style == "colwise":
                 inputs[parent] = _Inputs()
-                _become(modules[parent], _Siblings, tp_inputs=inputs[parent])
+                mix_in(modules[parent], _Siblings, tp_inputs=inputs[parent])
             modules[path].tp_inputs = inputs.get(parent, _Inputs())  # pyright: ignore[reportArgumentType]
             modules[path].tp_gathers = style != "colwise"  # pyright: ignore[reportArgumentType]
 
@@ -138,7 +147,7 @@ def _styles(model: PreTrainedModel, ranks: int) -> dict[str, str]:
     embedding: Any = model.get_input_embeddings()
     paths = {module: path for path, module in model.named_modules()}
     ends = {paths[head]: "colwise_gather_output", paths[embedding]: "embedding_rowwise"}
-    if any(len(module.weight) % ranks for module in (head, embedding)):
+    if any(size % ranks for size in vocabularies(model)):
         for path in ends:
             styles.pop(path, None)
     elif not styles.keys().isdisjoint(ends):
@@ -146,13 +155,7 @@ def _styles(model: PreTrainedModel, ranks: int) -> dict[str, str]:
     return styles
 
 
-def _become(module: nn.Module, mixin: type, **attributes: Any) -> None:
-    """Give the module a subclass of its own class with the mixin's forward, as FSDP2 does; names stay."""
-    plain = type(module)
-    module.__class__ = type(plain.__name__, (mixin, plain), {"__module__": plain.__module__, **attributes})
-
-
-class _Whole:
+class Whole(Mixin):
     """A module whose parameters are whole on every rank, or used as they are: it computes with the local parts."""
 
     tp_group: dist.ProcessGroup
@@ -173,12 +176,12 @@ class _Whole:
             self._parameters |= whole
 
 
-class _PerHead(_Whole):
+class _PerHead(Whole):
     """A module with the same parameters for every head, of which each rank has some: their gradients are summed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._local(lambda p: SumOfGradients.apply(p, self.tp_group)):
-            return super(_Whole, self).forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            return super(Whole, self).forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Inputs:
@@ -213,29 +216,40 @@ class _Siblings:
             self.tp_inputs.close()
 
 
-class _Columns(_Whole):
+class _Columns(Whole):
     """A projection from a whole input to this rank's share of its outputs: (B, T, C) -> (B, T, outputs / P)."""
 
     tp_inputs: _Inputs
     tp_gathers: bool
 
     def forward(self, x: Tensor) -> Tensor:
+        _refuse_hooks(self)
         out = super().forward(self.tp_inputs.share(x, self.tp_group))
         return _Gather.apply(out, self.tp_group) if self.tp_gathers else out
 
 
-class _Rows(_Whole):
+class _Rows(Whole):
     """A projection from this rank's share of the inputs to whole outputs: (B, T, inputs / P) -> (B, T, C)."""
 
     def forward(self, x: Tensor) -> Tensor:
+        _refuse_hooks(self)
         with self._local(leave_out="bias"):
-            part = super(_Whole, self).forward(x)  # pyright: ignore[reportAttributeAccessIssue]
+            part = super(Whole, self).forward(x)  # pyright: ignore[reportAttributeAccessIssue]
         out = Sum.apply(part, [self.tp_group])
         bias = self._parameters.get("bias")
         return out if bias is None else out + local_part(bias)
 
 
-class _Vocabulary(_Whole):
+def _refuse_hooks(projection: Any) -> None:
+    """Refuse hooks that came after the model was split."""
+    if hooks_of(projection):
+        raise UnsupportedError(
+            f"a {type(projection).__name__} that tp splits has hooks, which see the share of one rank; put them on the "
+            "module around it, or use tp=1"
+        )
+
+
+class _Vocabulary(Whole):
     """An embedding of which this rank has some rows: (B, T) -> (B, T, C)."""
 
     weight: Tensor
