@@ -21,6 +21,7 @@ from ringspan.core.layout import Layout, LayoutName, layout_name
 from ringspan.core.mask import Mask, causal, documents, sliding_window
 from ringspan.core.numbers import check_whole
 from ringspan.torch import kernels
+from ringspan.torch.adapters import base_of, is_peft, put_on_ring
 from ringspan.torch.attention import ring_attention
 from ringspan.torch.causal_lm import Packed, RingCausalLM
 from ringspan.torch.config_changes import copy_configs
@@ -88,7 +89,8 @@ def parallelize(
     count (pass ``num_items_in_batch`` to count over several batches, for gradient accumulation). Without labels
     ``model(**batch)`` gives the local logits (B, T, V).
 
-    What no model can do afterwards raises, see ``ringspan.torch.fixed``.
+    A model that PEFT wraps (``get_peft_model``) comes back wrapped, and saves its adapter, see
+    ``ringspan.torch.adapters``. What no model can do afterwards raises, see ``ringspan.torch.fixed``.
 
     Args:
         model: any model whose attention goes through transformers' AttentionInterface, wherever it is: its shards go
@@ -124,8 +126,9 @@ def parallelize(
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "mesh", "watchdog")}
     check_mesh(mesh)
-    parts = None
+    given, parts = model, None
     try:
+        model = base_of(given) if is_peft(given) else given
         parts = _check(model, mesh, **options)
         facts = {name: str(value) for name, value in options.items()} | describe_weights(model)
         call = Call("parallelize", {"model": type(model).__name__, "watchdog": watchdog} | facts)
@@ -173,7 +176,9 @@ def parallelize(
         watch_loop(mesh)
     kind: Any = type(model)
     kind.__deepcopy__, kind.ring_structure = refuse_copy, structure_of(model)
-    return model
+    if given is not model:
+        put_on_ring(given)
+    return given
 
 
 class _Parts(NamedTuple):
