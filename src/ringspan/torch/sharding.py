@@ -27,6 +27,7 @@ def shard_weights(
             module.set_force_sum_reduction_for_comms(True)
 
 
+@torch.compiler.disable()
 def settle(model: FSDPModule) -> None:
     """Between two passes: put all weights back into their shards, whatever the pass before left behind.
 
@@ -48,6 +49,7 @@ def _state_of(module: FSDPModule) -> Any:
     return module._get_fsdp_state()
 
 
+@torch.compiler.disable()
 def recover(model: FSDPModule) -> None:
     """Put all weights back into their shards after an exception, and drop the gradients that were on their way there,
     so that the next pass begins anew.
@@ -76,6 +78,7 @@ def gathered_parameters(model: Any) -> list[nn.Parameter]:
     return [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
 
 
+@torch.compiler.disable()
 def renew_types(model: FSDPModule) -> None:
     """Let FSDP look again at parameters of which none needed a gradient in the first forward pass.
 
