@@ -267,7 +267,7 @@ def refused(mesh: DeviceMesh, how: str) -> None:
         ("inner twice", "on a ring already"),
         ("generate", "does not generate yet"),
         ("convert", "path_initial_model_for_weight_conversion"),
-        ("labels", "labels of a sharded batch"),
+        ("labels", "labels is not supported on a ring; make the batch with rs.shard_batch"),
     ],
 )
 def test_what_an_adapted_model_on_the_ring_does_not_do_is_refused(pool, how, message):
@@ -400,3 +400,17 @@ def test_every_rank_learns_that_an_adapter_could_not_be_written(pool, tmp_path):
     assert isinstance(first, ValueError) and "should be a directory" in str(first)
     for outcome in others:
         assert isinstance(outcome, RuntimeError) and "should be a directory" in str(outcome)
+
+
+def experts(mesh: DeviceMesh | None = None) -> Any:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    model = adapt("mixtral", {"target_modules": ["lm_head", "q_proj"]}, **sizes)
+    if mesh:
+        rs.parallelize(model, mesh)
+    return step(model, mesh)
+
+
+def test_routers_stay_balanced_under_an_adapted_head(pool):
+    expected = experts()
+    for result in pool.run(experts, 2):
+        check(result, expected)
