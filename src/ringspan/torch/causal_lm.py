@@ -123,8 +123,7 @@ class RingCausalLM(Fixed):
         longest = int(sequence_length)
         set_global_length(decoder, longest)
         if self.training:
-            says = self.ring_mesh["ring"].get_local_rank() == 0
-            note_length(self, longest, says=says)
+            _note_length(self, longest)
         packed = None if document_lengths is None else Packed(document_lengths, position_ids)
         others: dict[str, Any] = {"ring_packed": packed} if packed else {}
         if self.ring_router is not None:
@@ -206,6 +205,11 @@ class Packed:
         rows = [tuple(length for length in row if length) for row in lengths.tolist()]
         self.rows = rows[:1] if len(set(rows)) == 1 else rows  # alike for all sequences: one attention does
         self.is_seen = False
+
+
+@torch.compiler.disable()  # a part of a mesh is made here, which it cannot trace
+def _note_length(model: Any, length: int) -> None:
+    note_length(model, length, says=model.ring_mesh["ring"].get_local_rank() == 0)
 
 
 @torch.compiler.disable()
