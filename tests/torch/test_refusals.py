@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
 
 import ringspan as rs
 from tests.torch.models import build, tokens
@@ -81,3 +82,19 @@ def test_a_refused_option_leaves_the_model_as_it_was(pool):
             assert str(value).removeprefix("torch.") in message, (options, message)
             assert "\n" not in message
         assert abs(difference) < 1e-5
+
+
+def another_of_the_same_config(mesh: DeviceMesh) -> tuple[float, float]:
+    """The loss of a model on one process whose config was another model's, before and after that is on the ring."""
+    config = build("llama").config
+    torch.manual_seed(0)
+    first = AutoModelForCausalLM.from_config(config)
+    before = loss_of(first)
+    rs.parallelize(first, mesh)
+    torch.manual_seed(0)
+    return float(before), float(loss_of(AutoModelForCausalLM.from_config(config)))
+
+
+def test_a_config_makes_ordinary_models_after_one_of_them_is_on_the_ring(pool):
+    for before, after in pool.run(another_of_the_same_config, 2):
+        assert before == after

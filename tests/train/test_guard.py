@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import PeerMismatch
 from ringspan.train import guard as guards
+from ringspan.train import job as jobs
 from ringspan.train.config import GuardConfig
 from ringspan.train.data import BatchOrder
 from ringspan.train.guard import Diverged, Guard, Spikes
@@ -27,14 +28,14 @@ def steps_with_nan(mesh, config, poisoned_steps, value):
     job, stop = prepare(config), StopRequest()
     guard, told = Guard(config.guard, stop, job.device), []
     parameter = dict(job.model.named_parameters())[WHERE]
-    original = torch.nn.utils.get_total_norm
+    original = jobs.gradient_norm
 
-    def poison_and_measure(gradients):
+    def poison_and_measure(parameters):
         if step in poisoned_steps and dist.get_rank() == 2:
             parameter.grad.to_local().view(-1)[5] = value
-        return original(gradients)
+        return original(parameters)
 
-    torch.nn.utils.get_total_norm = poison_and_measure
+    jobs.gradient_norm = poison_and_measure
     try:
         for step in range(1, 4):
             before = [p.to_local().clone() for p in job.model.parameters()]
@@ -44,7 +45,7 @@ def steps_with_nan(mesh, config, poisoned_steps, value):
             unchanged &= counts == [float(state["step"]) for state in job.optimizer.state.values()]
             told.append((verdict.apply, unchanged, verdict.problem))
     finally:
-        torch.nn.utils.get_total_norm = original
+        jobs.gradient_norm = original
     return told
 
 

@@ -152,7 +152,7 @@ def ring(
         ]
         for kind in ("forward", "backward")
     ]
-    headers = ["", "hops", "speed", "fastest kernel", "hops / kernel", "transfers cost"]
+    headers = ["", "hops", "speed", "fastest", "hops / kernel", "transfers"]
     _table(f"rank {rank} of {virtual_ranks}, {tokens:,} tokens a rank, {mask}, {dtype}", headers, rows)
     for row in result["errors"]:
         print(

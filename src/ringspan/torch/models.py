@@ -34,7 +34,7 @@ from ringspan.torch.head import kind_of_head, refuse_blocks_of_vocabulary
 from ringspan.torch.loop_watch import watch_loop
 from ringspan.torch.loss import LossOptions
 from ringspan.torch.mesh import check_mesh, tensor_axis
-from ringspan.torch.modules import mix_in
+from ringspan.torch.modules import mix_in, own_config
 from ringspan.torch.norm import find_norms
 from ringspan.torch.offload import OffloadName
 from ringspan.torch.optimizer_steps import watch_optimizers
@@ -138,6 +138,7 @@ def parallelize(
     assert parts is not None, "an error is raised there"
     share_weights(model, mesh)
     # Nothing is refused any more: from here on the model changes.
+    own_config(model)
     decoder: Any = parts.decoder
     ring, kinds = mesh["ring"].get_group(), layer_kinds(decoder.config)
     layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -1,11 +1,13 @@
 """What is done to a module of somebody else's model."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 _HOOKS: Final = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
@@ -29,6 +31,18 @@ def autocast_now(kind: str) -> Callable[[], torch.autocast]:
 
 class Mixin:
     """What is put before a module's class, and computes what that class does."""
+
+
+def own_config(model: PreTrainedModel) -> None:
+    """Give a model and its modules a copy of its config, in place: what is set in it then is not set for other models
+    that are made from the one that the user has.
+    """
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                vars(module)[name] = copies[id(value)]
 
 
 def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
