@@ -26,6 +26,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import LayoutName
 from ringspan.torch.config_changes import ConfigCopy, check_configs
 from ringspan.torch.consistency import Call, check_call
+from ringspan.torch.decoder import finished_logits
 from ringspan.torch.fixed import Fixed
 from ringspan.torch.forward_arguments import check_arguments
 from ringspan.torch.forward_check import check_forward
@@ -39,7 +40,6 @@ from ringspan.torch.rope import set_global_length
 from ringspan.torch.router_loss import RouterLoss, real_tokens_of, wanted_router
 from ringspan.torch.sharding import recover, renew_types, settle
 from ringspan.torch.sums import Sum, SumOfGradients
-from ringspan.torch.support import finished_logits
 from ringspan.torch.tensor_parallel import splits_vocabulary
 
 

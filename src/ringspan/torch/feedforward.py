@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.support import decoder_of
+from ringspan.torch.decoder import decoder_of
 from ringspan.torch.tokenwise import kind_of, mixes_tokens, run_in_blocks
 
 ChunkTokens = int | Literal["auto"]

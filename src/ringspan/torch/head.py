@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import get_device_states, set_device_states
+from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.batch import IGNORED
@@ -222,3 +223,11 @@ def _leaves(loss: Tensor, since: Any) -> list[Tensor]:
         seen |= nexts
         waiting += nexts
     return found
+
+
+def vocabularies(model: PreTrainedModel) -> tuple[int, int]:
+    """Entries of the vocabulary that the input has embeddings of, and that the head knows."""
+    given: Any = model.get_input_embeddings()
+    table = next((part for part in given.modules() if isinstance(part, nn.Embedding)), given)
+    head: Any = model.get_output_embeddings()
+    return table.weight.shape[0], output_size(head)

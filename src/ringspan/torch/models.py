@@ -26,11 +26,12 @@ from ringspan.torch.attention import ring_attention
 from ringspan.torch.causal_lm import Packed, RingCausalLM
 from ringspan.torch.config_changes import copy_configs
 from ringspan.torch.consistency import Call, check_call
+from ringspan.torch.decoder import LayerKind, decoder_of, head_sizes, layer_kinds, logit_scale, logit_softcap
 from ringspan.torch.embedding import sum_embedding_gradients
 from ringspan.torch.feedforward import ChunkTokens, find_feedforwards, free_feedforwards
 from ringspan.torch.fixed import refuse_copy, structure_of
 from ringspan.torch.forward_arguments import UNSAID, Unsaid, check_attention
-from ringspan.torch.head import kind_of_head, refuse_blocks_of_vocabulary
+from ringspan.torch.head import kind_of_head, refuse_blocks_of_vocabulary, vocabularies
 from ringspan.torch.loop_watch import watch_loop
 from ringspan.torch.loss import LossOptions
 from ringspan.torch.mesh import check_mesh, tensor_axis
@@ -43,17 +44,7 @@ from ringspan.torch.rope import chunk_rotary_tables
 from ringspan.torch.router_loss import RouterLoss, find_router_loss, no_router_loss, record_routers
 from ringspan.torch.scores import Scores
 from ringspan.torch.sharding import shard_weights
-from ringspan.torch.support import (
-    LayerKind,
-    decoder_of,
-    head_sizes,
-    layer_kinds,
-    logit_scale,
-    logit_softcap,
-    refuse_route,
-    refuse_unsupported,
-    vocabularies,
-)
+from ringspan.torch.support import refuse_route, refuse_unsupported
 from ringspan.torch.tensor_parallel import refuse_split, split_model
 from ringspan.torch.tokenwise import run_in_blocks
 from ringspan.torch.weights import describe_weights, share_weights

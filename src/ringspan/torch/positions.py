@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.support import text_config
+from ringspan.torch.decoder import text_config
 
 logger = logging.getLogger(__name__)
 

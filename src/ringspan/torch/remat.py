@@ -11,10 +11,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.choice import check_segments, num_inputs, segment_sizes
 from ringspan.core.errors import ConfigError
+from ringspan.torch.decoder import decoder_of, head_counts, head_sizes
 from ringspan.torch.modules import mix_in
 from ringspan.torch.offload import OffloadName, Store, offload_name
 from ringspan.torch.segments import RING, Segments
-from ringspan.torch.support import decoder_of, head_counts, head_sizes
 
 CheckpointName = Literal["none", "full", "attention"]
 CHECKPOINT_NAMES: Final[tuple[str, ...]] = get_args(CheckpointName)

@@ -23,10 +23,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import Layout
+from ringspan.torch.decoder import decoder_of, text_config
 from ringspan.torch.head import input_size, output_size
 from ringspan.torch.router_record import RouterRecorder
 from ringspan.torch.sums import Sum
-from ringspan.torch.support import decoder_of, text_config
 
 _COEFFICIENTS: Final = ("router_aux_loss_coef", "aux_loss_coef")
 

@@ -1,16 +1,17 @@
 """Which Hugging Face models the ring can run exactly: what their configs say, and what is refused by name."""
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.route import Route, member_heads
 from ringspan.torch.attention_support import refuse_attention
-from ringspan.torch.head import input_size, output_size, refuse_mixing
+from ringspan.torch.decoder import decoder_of, finished_logits, head_counts, text_config
+from ringspan.torch.head import input_size, refuse_mixing
 from ringspan.torch.rope import is_rotary
 from ringspan.torch.splittable import refuse_weights
 from ringspan.torch.wire import check_wire
@@ -90,63 +91,6 @@ def refuse_route(config: PreTrainedConfig, ranks: int, route: str, wire: str, tp
     way.check_wire(wire)
 
 
-def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """What a config says of the language model: all of it, or its part of a model that takes images or sound too."""
-    return config.get_text_config(decoder=True)
-
-
-def of_layers(config: PreTrainedConfig, field: str) -> list[Any]:
-    """What a decoder's config says in a field, for each layer; None where it says nothing.
-
-    Layers that differ have configs of their own in transformers, in which the common one may not be asked (Gemma 4).
-    """
-    if getattr(config, "is_heterogeneous", False):
-        return [getattr(layer, field, None) for layer in config.per_layer_config]
-    return [getattr(config, field, None)] * config.num_hidden_layers
-
-
-def head_counts(config: PreTrainedConfig) -> list[tuple[int, int]]:
-    """Query heads and key/value heads of each layer.
-
-    Raises:
-        UnsupportedError: the model has no attention heads.
-    """
-    if not isinstance(getattr(config, "num_hidden_layers", None), int):
-        raise UnsupportedError(f"{config.model_type} is no language model of layers; use an AutoModelForCausalLM")
-    counts = list(zip(*(of_layers(config, f"num_{kind}_heads") for kind in ("attention", "key_value")), strict=True))
-    if not all(isinstance(heads, int) for heads, _ in counts):
-        raise UnsupportedError(f"{config.model_type} has no attention heads; only models with attention are supported")
-    return [(heads, kv_heads or heads) for heads, kv_heads in counts]
-
-
-def head_sizes(config: PreTrainedConfig) -> list[int]:
-    """Numbers in a query head of each layer."""
-    sizes = zip(of_layers(config, "head_dim"), head_counts(config), strict=True)
-    return [size or config.hidden_size // heads for size, (heads, _) in sizes]
-
-
-class LayerKind(NamedTuple):
-    """Whom a layer's queries see: everything before them, the last ``window`` keys, or their own chunk."""
-
-    window: int | None = None
-    chunk: int | None = None
-
-
-def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
-    """What the config says of each layer's attention."""
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    slides = getattr(config, "use_sliding_window", True)
-    windows, chunks = of_layers(config, "sliding_window"), of_layers(config, "attention_chunk_size")
-    return tuple(
-        {
-            "full_attention": LayerKind(),
-            "sliding_attention": LayerKind(window=window if slides else None),
-            "chunked_attention": LayerKind(chunk=chunk),
-        }[kind]
-        for kind, window, chunk in zip(types, windows, chunks, strict=True)
-    )
-
-
 def _rope_types(config: PreTrainedConfig) -> list[str]:
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
@@ -195,38 +139,3 @@ class _Outputs(MoeModelOutputWithPast):
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
-
-
-def vocabularies(model: PreTrainedModel) -> tuple[int, int]:
-    """Entries of the vocabulary that the input has embeddings of, and that the head knows."""
-    given: Any = model.get_input_embeddings()
-    table = next((part for part in given.modules() if isinstance(part, nn.Embedding)), given)
-    head: Any = model.get_output_embeddings()
-    return table.weight.shape[0], output_size(head)
-
-
-def logit_scale(config: PreTrainedConfig) -> float:
-    """The factor that a model's config puts on what its head computes (Cohere, Granite); 1 for none."""
-    config = text_config(config)
-    return (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-
-
-def logit_softcap(config: PreTrainedConfig) -> float | None:
-    """The largest logit that a model's config allows (Gemma 2); None for any."""
-    return getattr(text_config(config), "final_logit_softcapping", None)
-
-
-def finished_logits(products: Tensor, config: PreTrainedConfig) -> Tensor:
-    """A model's logits from what its head computes: ``softcap tanh(scale x / softcap)``, or ``scale x``."""
-    scale, softcap = logit_scale(config), logit_softcap(config)
-    logits = products if scale == 1 else products * scale
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
-
-
-def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The model of its own beside the head that maps tokens to hidden states, that of its text where it takes images
-    or sound too; a model that has none beside a head is itself one.
-    """
-    inner = next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
-    nested: Any = inner if inner is model else inner.get_decoder()
-    return nested if isinstance(nested, PreTrainedModel) else inner

@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.decoder import of_layers, text_config
+from ringspan.torch.head import vocabularies
 from ringspan.torch.lora import WHOLE, with_adapters
 from ringspan.torch.modules import Mixin, computes_as, hooks_of, local_part, mix_in
 from ringspan.torch.sums import Sum, SumOfGradients
-from ringspan.torch.support import of_layers, text_config, vocabularies
 
 _COLUMNS: Final = ("colwise", "colwise_gather_output", "colwise_rep")  # the last is the second one's former name
 STYLES: Final = (*_COLUMNS, "rowwise", "embedding_rowwise", "replicated_with_grad_allreduce")

@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.torch.batch import IGNORED, shard_batch
+from ringspan.torch.decoder import decoder_of, text_config
 from ringspan.torch.launch import local_device
 from ringspan.torch.mesh import init_mesh
 from ringspan.torch.models import parallelize
 from ringspan.torch.positions import beyond_table
 from ringspan.torch.remat import CheckpointName, choose_checkpoint
-from ringspan.torch.support import decoder_of, text_config
 from ringspan.train.config import OptimizerConfig, TrainConfig
 from ringspan.train.data import BatchOrder, Data, TokenSequences, build_data
 from ringspan.train.documents import scan_documents

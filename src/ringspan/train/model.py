@@ -16,7 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages import one_line
 from ringspan.plan.hub import from_hub
-from ringspan.torch.support import decoder_of, head_counts, head_sizes, refuse_config, text_config
+from ringspan.torch.decoder import decoder_of, head_counts, head_sizes, text_config
+from ringspan.torch.support import refuse_config
 from ringspan.torch.tensor_parallel import refuse_heads
 from ringspan.train.config import TrainConfig
 from ringspan.train.data import train_tokenizer

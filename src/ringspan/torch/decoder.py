@@ -1,0 +1,93 @@
+"""What a decoder's config says of it, layer by layer, and where it is in a model."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ringspan.core.errors import UnsupportedError
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """What a config says of the language model: all of it, or its part of a model that takes images or sound too."""
+    return config.get_text_config(decoder=True)
+
+
+def of_layers(config: PreTrainedConfig, field: str) -> list[Any]:
+    """What a decoder's config says in a field, for each layer; None where it says nothing.
+
+    Layers that differ have configs of their own in transformers, in which the common one may not be asked (Gemma 4).
+    """
+    if getattr(config, "is_heterogeneous", False):
+        return [getattr(layer, field, None) for layer in config.per_layer_config]
+    return [getattr(config, field, None)] * config.num_hidden_layers
+
+
+def head_counts(config: PreTrainedConfig) -> list[tuple[int, int]]:
+    """Query heads and key/value heads of each layer.
+
+    Raises:
+        UnsupportedError: the model has no attention heads.
+    """
+    if not isinstance(getattr(config, "num_hidden_layers", None), int):
+        raise UnsupportedError(f"{config.model_type} is no language model of layers; use an AutoModelForCausalLM")
+    counts = list(zip(*(of_layers(config, f"num_{kind}_heads") for kind in ("attention", "key_value")), strict=True))
+    if not all(isinstance(heads, int) for heads, _ in counts):
+        raise UnsupportedError(f"{config.model_type} has no attention heads; only models with attention are supported")
+    return [(heads, kv_heads or heads) for heads, kv_heads in counts]
+
+
+def head_sizes(config: PreTrainedConfig) -> list[int]:
+    """Numbers in a query head of each layer."""
+    sizes = zip(of_layers(config, "head_dim"), head_counts(config), strict=True)
+    return [size or config.hidden_size // heads for size, (heads, _) in sizes]
+
+
+class LayerKind(NamedTuple):
+    """Whom a layer's queries see: everything before them, the last ``window`` keys, or their own chunk."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
+    """What the config says of each layer's attention."""
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    slides = getattr(config, "use_sliding_window", True)
+    windows, chunks = of_layers(config, "sliding_window"), of_layers(config, "attention_chunk_size")
+    return tuple(
+        {
+            "full_attention": LayerKind(),
+            "sliding_attention": LayerKind(window=window if slides else None),
+            "chunked_attention": LayerKind(chunk=chunk),
+        }[kind]
+        for kind, window, chunk in zip(types, windows, chunks, strict=True)
+    )
+
+
+def logit_scale(config: PreTrainedConfig) -> float:
+    """The factor that a model's config puts on what its head computes (Cohere, Granite); 1 for none."""
+    config = text_config(config)
+    return (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+
+
+def logit_softcap(config: PreTrainedConfig) -> float | None:
+    """The largest logit that a model's config allows (Gemma 2); None for any."""
+    return getattr(text_config(config), "final_logit_softcapping", None)
+
+
+def finished_logits(products: Tensor, config: PreTrainedConfig) -> Tensor:
+    """A model's logits from what its head computes: ``softcap tanh(scale x / softcap)``, or ``scale x``."""
+    scale, softcap = logit_scale(config), logit_softcap(config)
+    logits = products if scale == 1 else products * scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model of its own beside the head that maps tokens to hidden states, that of its text where it takes images
+    or sound too; a model that has none beside a head is itself one.
+    """
+    inner = next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
+    nested: Any = inner if inner is model else inner.get_decoder()
+    return nested if isinstance(nested, PreTrainedModel) else inner
