@@ -22,15 +22,15 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import ringspan as rs
-from ringspan.bench.charts import category_picture
-from ringspan.bench.machine import describe_machine
-from ringspan.bench.step import StepCase, small_llama
-from ringspan.bench.timing import timed, timed_in_turns
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
-from ringspan.plan.dryrun import trace
+from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.bench.step import StepCase, small_llama
+from ringspan.measure.bench.timing import timed, timed_in_turns
+from ringspan.measure.trace.dry_run import trace
 from ringspan.plan.setting import Setting
-from ringspan.torch.launch import launch
-from ringspan.torch.tokenwise import run_in_blocks
+from ringspan.report.charts import category_picture
+from ringspan.torch.layers.blockwise import run_in_blocks
+from ringspan.torch.runtime.launch import launch
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "activations-cpu.json"

@@ -17,8 +17,8 @@ from matplotlib import pyplot
 from torch.nn.functional import scaled_dot_product_attention
 
 import ringspan as rs
-from ringspan.bench.machine import describe_machine
-from tests.torch.test_ring import FLOAT32_LIMIT, Problem
+from ringspan.measure.bench.machine import describe_machine
+from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem
 
 RESULT: Final = Path(__file__).parent / "results" / "error-cpu.json"
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "error.svg"

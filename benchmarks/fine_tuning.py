@@ -14,10 +14,10 @@ from typing import Any, Final
 import matplotlib
 from matplotlib import pyplot
 
-from ringspan.plan.dryrun import hugging_face_config, thinned, trace
-from ringspan.plan.report import COLOURS
+from ringspan.measure.trace.dry_run import hugging_face_config, thinned, trace
 from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import MODELS
+from ringspan.report.profile_page import COLOURS
 
 RESULT: Final = Path(__file__).parent / "results" / "fine-tuning-trace.json"
 DOCS: Final = Path(__file__).parents[1] / "docs"

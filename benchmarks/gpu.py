@@ -25,8 +25,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ringspan.bench.machine import describe_machine
-from ringspan.bench.ring import RingCase, run, timed
+from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.bench.ring import RingCase, run, timed
 
 RESULTS: Final = Path(__file__).parent / "results"
 BUDGET_SECONDS: Final = 530.0
@@ -66,8 +66,8 @@ def kernel_errors(quick: bool) -> dict[str, Any]:
     """Every kernel against float64 on masks of all kinds: its worst relative error, or why it does not serve."""
     import ringspan as rs
     from ringspan.torch import kernels
-    from ringspan.torch.scores import Scores
-    from tests.torch.test_ring import Problem
+    from ringspan.torch.kernels.score_mod import Scores
+    from tests.torch.attention.test_ring import Problem
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     length = 64 if quick else 1024
@@ -94,7 +94,7 @@ def errors_by_ranks(quick: bool) -> dict[str, Any]:
     """Out, dq, dk and dv against float64 on rings of 1, 8 and 64 virtual ranks: flat, whatever the kernel."""
     import ringspan as rs
     from tests.torch import virtual
-    from tests.torch.test_ring import Problem
+    from tests.torch.attention.test_ring import Problem
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -115,7 +115,7 @@ def errors_by_ranks(quick: bool) -> dict[str, Any]:
 
 def merge(quick: bool) -> dict[str, Any]:
     """The eager merge of a partial into the running result, and the fused one."""
-    from ringspan.torch.softmax import merge_into
+    from ringspan.torch.kernels.partial import merge_into
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = 64 if quick else 8192
@@ -245,7 +245,7 @@ def _trace(ring: int) -> Callable[[bool], dict[str, Any]]:
     """The same step's peak by the dry run, on the CPU: what ``llama-ring-N`` is to stay within 5% of."""
 
     def measure(quick: bool) -> dict[str, Any]:
-        from ringspan.plan.dryrun import trace
+        from ringspan.measure.trace.dry_run import trace
 
         step = _small(Step(ring=ring)) if quick else Step(ring=ring)
         peak = trace(*_setup(step)).peak

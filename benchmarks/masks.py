@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
-from ringspan.bench.machine import describe_machine
-from ringspan.bench.timing import timed_in_turns
 from ringspan.core.layout import LAYOUT_NAMES
 from ringspan.core.schedule import plan
-from ringspan.torch.exchange import TOTALS
-from ringspan.torch.launch import launch
+from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.bench.timing import timed_in_turns
+from ringspan.torch.runtime.launch import launch
+from ringspan.torch.transport.exchange import TOTALS
 
 RESULT: Final = Path(__file__).parent / "results" / "masks-cpu.json"
 RANKS: Final = 2

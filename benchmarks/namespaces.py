@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ringspan.torch.exchange import Exchange, Room
+from ringspan.torch.transport.exchange import Exchange, Room
 
 LINK: Final = "ring"  # the name of the end of a link, each in its own namespace
 

@@ -30,10 +30,10 @@ from torch import Tensor
 import ringspan as rs
 from benchmarks import namespaces
 from benchmarks.namespaces import LINK, ask, link, namespaced, path, rank_command, run, serve, swap
-from ringspan.bench.machine import describe_machine
-from ringspan.bench.timing import timed_in_turns
 from ringspan.core.choice import choose_route
 from ringspan.core.timing import Shape, Speeds, pair_flops, passes, slowest
+from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.bench.timing import timed_in_turns
 
 RESULT: Final = Path(__file__).parent / "results" / "nodes-cpu.json"
 RANKS: Final = 4

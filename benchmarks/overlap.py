@@ -32,9 +32,9 @@ from matplotlib import pyplot
 import ringspan as rs
 from benchmarks import namespaces
 from benchmarks.namespaces import LINK, ask, link, namespaced, path, rank_command, run, serve, swap
-from ringspan.bench.machine import describe_machine
-from ringspan.bench.timing import timed
-from ringspan.torch.exchange import TOTALS
+from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.bench.timing import timed
+from ringspan.torch.transport.exchange import TOTALS
 
 RESULT: Final = Path(__file__).parent / "results" / "overlap-cpu.json"
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "overlap.svg"

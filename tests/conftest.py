@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
-from ringspan.torch.forks import serve_forks
+from ringspan.torch.runtime.forks import serve_forks
 from tests.fuzz import FACTOR
 from tests.pool import Pool
 

@@ -17,9 +17,9 @@ import torch.multiprocessing as mp
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.torch import shared
-from ringspan.torch.forks import settle
-from ringspan.torch.mesh import make_mesh
+from ringspan.torch.runtime.forks import settle
+from ringspan.torch.runtime.mesh import make_mesh
+from ringspan.torch.transport import shared_memory as shared
 
 SIZE = 4
 TIMEOUT_SECONDS = 100

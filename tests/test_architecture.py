@@ -1,4 +1,4 @@
-"""The tree is the architecture: cli -> {train, infer, evals, plan} -> {torch, jax} -> gpu -> core.
+"""The tree is the architecture: cli -> {train, measure, report, plan} -> {torch, jax} -> gpu -> core.
 
 Imports are read from the source, never executed, so a folder is checked whether or not its framework is installed.
 """
@@ -19,7 +19,7 @@ PACKAGE = "ringspan"
 FACADE = "the facade"
 
 BACKENDS = {"torch", "jax"}
-SERVICES = {"train", "infer", "evals", "plan", "bench"}
+SERVICES = {"train", "plan", "measure", "report"}
 # What a folder may import besides itself. The services may use each other, without a cycle.
 ALLOWED = {
     "core": set[str](),
@@ -86,11 +86,22 @@ def folder_of(module: str, folders: set[str]) -> str:
     return second[0] if second and second[0] in folders else FACADE
 
 
+def room_of(root: Path, module: str) -> str:
+    """The innermost folder that a module is in, below the package; files beside folders are rooms of their own."""
+    path = root.joinpath(*module.split(".")[1:])
+    while path != root and not path.is_dir():
+        is_beside_folders = path.with_suffix(".py").is_file() and any(p.is_dir() for p in path.parent.glob("[a-z]*"))
+        if is_beside_folders and path.parent != root:
+            break
+        path = path.parent
+    return path.relative_to(root).as_posix()
+
+
 def violations(root: Path) -> list[str]:
     """Every import under `root` (a folder named ringspan) that goes against the arrows, as `file:line: what`."""
     folders = {path.name for path in root.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
     found = [f"{name}/: not a folder of the design" for name in sorted(folders - set(ALLOWED))]
-    uses: dict[str, set[str]] = {name: set() for name in SERVICES}
+    uses: dict[str, set[str]] = {}
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root.parent)
         folder = folder_of(".".join(relative.parent.parts), folders)
@@ -103,11 +114,11 @@ def violations(root: Path) -> list[str]:
                 foreign = (folder == "core" and top not in CORE_MAY_USE) or top in FOREIGN.get(folder, set())
                 if foreign:
                     found.append(f"{relative.as_posix()}:{line}: {folder} imports {top}")
-            elif target != folder:
-                if target not in ALLOWED[folder]:
-                    found.append(f"{relative.as_posix()}:{line}: {folder} imports {target} ({name})")
-                if folder in SERVICES and target in SERVICES:
-                    uses[folder].add(target)
+            elif target != folder and target not in ALLOWED[folder]:
+                found.append(f"{relative.as_posix()}:{line}: {folder} imports {target} ({name})")
+            room, other = room_of(root, ".".join(relative.with_suffix("").parts)), room_of(root, name)
+            if target is not None and FACADE not in (folder, target) and room != other:
+                uses.setdefault(room, set()).add(other)
     try:
         graphlib.TopologicalSorter(uses).prepare()
     except graphlib.CycleError as error:
@@ -198,7 +209,8 @@ def test_the_checker_accepts_what_the_design_allows(tmp_path: Path):
 LOADED = """
 import sys
 import ringspan
-import ringspan.torch.forks, ringspan.train.config  # all that a launcher needs before its ranks get ready
+import ringspan.torch.runtime.forks, ringspan.train.config.tables
+# That is all that a launcher needs before its ranks get ready.
 print(ringspan.__file__, *{"torch", "jax", "transformers"} & set(sys.modules), sep="\\n")
 """
 

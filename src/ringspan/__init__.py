@@ -18,25 +18,25 @@ from ringspan.core.layout import Layout, Span
 from ringspan.core.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
 
 if TYPE_CHECKING:
-    from ringspan.torch.attention import ring_attention
-    from ringspan.torch.batch import shard, shard_batch, unshard
-    from ringspan.torch.loader import loader, sampler
-    from ringspan.torch.loss import blockwise_cross_entropy
-    from ringspan.torch.mesh import init_mesh
-    from ringspan.torch.models import parallelize
+    from ringspan.torch.attention.op import ring_attention
+    from ringspan.torch.data.batch import shard, shard_batch, unshard
+    from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
+    from ringspan.torch.data.loader import loader, sampler
+    from ringspan.torch.parallelize import parallelize
+    from ringspan.torch.runtime.mesh import init_mesh
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "blockwise_cross_entropy": "ringspan.torch.loss",
-    "init_mesh": "ringspan.torch.mesh",
-    "loader": "ringspan.torch.loader",
-    "parallelize": "ringspan.torch.models",
-    "ring_attention": "ringspan.torch.attention",
-    "sampler": "ringspan.torch.loader",
-    "shard": "ringspan.torch.batch",
-    "shard_batch": "ringspan.torch.batch",
-    "unshard": "ringspan.torch.batch",
+    "blockwise_cross_entropy": "ringspan.torch.data.cross_entropy",
+    "init_mesh": "ringspan.torch.runtime.mesh",
+    "loader": "ringspan.torch.data.loader",
+    "parallelize": "ringspan.torch.parallelize",
+    "ring_attention": "ringspan.torch.attention.op",
+    "sampler": "ringspan.torch.data.loader",
+    "shard": "ringspan.torch.data.batch",
+    "shard_batch": "ringspan.torch.data.batch",
+    "unshard": "ringspan.torch.data.batch",
 }
 
 

@@ -5,11 +5,13 @@ import sys
 
 import pytest
 
-from ringspan.bench import attention, doctor
 from ringspan.cli.console import console, facts, paragraph, table
 from ringspan.cli.main import main
-from ringspan.plan import planner, rehearsal
-from ringspan.torch import launch
+from ringspan.measure.bench import attention
+from ringspan.measure.cluster import doctor
+from ringspan.measure.trace import rehearsal
+from ringspan.plan import planner
+from ringspan.torch.runtime import launch
 
 
 @pytest.mark.parametrize(

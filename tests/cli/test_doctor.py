@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from ringspan.bench import doctor
 from ringspan.cli.main import main
+from ringspan.measure.cluster import doctor
 from tests.cli.test_bad_input import refusal
 
 

@@ -11,7 +11,7 @@ from ringspan.core import timing
 from ringspan.core.route import Route
 from ringspan.core.schedule import plan
 from ringspan.core.timing import Shape, Speeds, forward_pass
-from ringspan.torch.exchange import TOTALS
+from ringspan.torch.transport.exchange import TOTALS
 
 NEAR = Speeds(1e12, 1e9, 1e8, 8)
 HEADS = Shape(1, 8, 2, 16, 16, 4)

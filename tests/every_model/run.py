@@ -16,14 +16,14 @@ from torch.nn.functional import cross_entropy
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import ringspan as rs
-from ringspan.bench.machine import describe_machine
-from ringspan.torch.forks import serve_forks
-from ringspan.torch.support import refuse_config, refuse_unsupported
+from ringspan.measure.bench.machine import describe_machine
+from ringspan.torch.model.support import refuse_config, refuse_unsupported
+from ringspan.torch.runtime.forks import serve_forks
 from tests.every_model.refusals import refusal_of
 from tests.every_model.tiny import tiny_model, tiny_tokens, undropped_config
 from tests.pool import Pool
 from tests.torch.models import relative
-from tests.torch.test_models import restarting, whole_gradients
+from tests.torch.test_parallelize import restarting, whole_gradients
 
 ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "models.json"
@@ -36,7 +36,7 @@ TRIALS: Final = {
     "documents": (3, "striped", True, 1),
     "tp": (4, "zigzag", False, 2),
 }
-LOSS_BOUND, BOUND = 1e-6, 1e-5  # relative, as in tests/torch/test_models.py
+LOSS_BOUND, BOUND = 1e-6, 1e-5  # relative, as in tests/torch/test_parallelize.py
 
 
 def one_process(kind: str, dtype: torch.dtype, *, is_packed: bool) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ringspan.train.checkpoint import Checkpoints  # here, and not in each fork that saves
+from ringspan.train.checkpoints.checkpoint import Checkpoints  # here, and not in each fork that saves
 from tests.faults.hosts import Hosts
 from tests.faults.job import Job, is_running, newest_step
 
@@ -316,7 +316,7 @@ def cost(parent: Path, times: int) -> Row:
     A step of 4096 tokens through a small model, the shortest that anyone would spread over ranks; the guard replaces an
     all-reduce of the peak memory that was there before it.
     """
-    from ringspan.torch.launch import launch
+    from ringspan.torch.runtime.launch import launch
 
     row = Row(fault="nothing", promise="guard, handshake and watchdog take <= 1 % of a step")
     figures = launch(_measure_cost, 2, str(parent / "watched"), times, threads=1)[0]
@@ -328,12 +328,12 @@ def cost(parent: Path, times: int) -> Row:
 def _measure_cost(folder: str, times: int) -> dict[str, float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ringspan.torch.agreement import agree
-    from ringspan.torch.batch import shard_batch
-    from ringspan.torch.mesh import init_mesh
-    from ringspan.torch.models import parallelize
-    from ringspan.torch.watchdog import Watchdog
-    from ringspan.train.config import GuardConfig, WatchdogConfig
+    from ringspan.torch.consistency.watchdog import Watchdog
+    from ringspan.torch.data.batch import shard_batch
+    from ringspan.torch.parallelize import parallelize
+    from ringspan.torch.runtime.mesh import init_mesh
+    from ringspan.torch.transport.agreement import agree
+    from ringspan.train.config.tables import GuardConfig, WatchdogConfig
     from ringspan.train.guard import Guard
     from ringspan.train.signals import StopRequest
 

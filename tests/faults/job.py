@@ -30,12 +30,12 @@ def rank_of(config: Any, pids: str) -> Any:
 
 def main(path: str, nproc: str, max_restarts: str) -> None:
     """Launch the ranks; exit as ``ringspan train`` does."""
-    from ringspan.torch.forks import serve_forks
+    from ringspan.torch.runtime.forks import serve_forks
 
     serve_forks("ringspan.train.loop")
 
-    from ringspan.torch.launch import launch
-    from ringspan.train.config import load_config
+    from ringspan.torch.runtime.launch import launch
+    from ringspan.train.config.tables import load_config
     from ringspan.train.signals import EXIT_STOPPED
 
     pids = Path(path).with_suffix(".pids")

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from ringspan.core.errors import CheckpointError, ConfigError
-from ringspan.train.config import load_config
-from ringspan.train.manifest import (
+from ringspan.train.checkpoints.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
@@ -27,7 +26,8 @@ from ringspan.train.manifest import (
     read_manifest,
     verify,
 )
-from ringspan.train.shards import read_tensors
+from ringspan.train.checkpoints.shards import read_tensors
+from ringspan.train.config.tables import load_config
 
 TIMES = int(os.environ.get("RINGSPAN_FUZZ_FILES", "250"))  # of each of four kinds; make faults: 2,500
 SHARDS = ("rank_00000.safetensors", "rank_00001.safetensors")

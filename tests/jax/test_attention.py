@@ -19,7 +19,7 @@ from ringspan.jax import ring_attention, sharded_ring_attention
 from tests.core.strategies import masks
 from tests.fuzz import examples
 from tests.jax.rings import attention_and_gradients, by_data, in_order, mesh, shards
-from tests.torch.test_ring import FLOAT32_LIMIT, Problem, relative
+from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem, relative
 
 TORCH_LIMIT = 1e-5
 

@@ -24,7 +24,7 @@ from tests.core.strategies import masks
 from tests.fuzz import examples
 from tests.jax.rings import SPLIT, attention_and_gradients, mesh
 from tests.jax.test_attention import arrays, check_any_mask, errors
-from tests.torch.test_ring import Problem
+from tests.torch.attention.test_ring import Problem
 
 
 @given(short=st.integers(0, 7), mask=masks, layout=st.sampled_from(LAYOUT_NAMES), ranks=st.sampled_from([1, 2, 4]))

@@ -28,8 +28,8 @@ from tests.fuzz import examples
 from tests.jax import standins
 from tests.jax.rings import attention_and_gradients, mesh
 from tests.jax.test_attention import arrays, check_any_mask, errors
-from tests.torch.test_ring import Problem
-from tests.torch.test_triton import without_interpreter
+from tests.torch.attention.test_ring import Problem
+from tests.torch.kernels.test_triton import without_interpreter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
 

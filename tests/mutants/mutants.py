@@ -15,22 +15,27 @@ class Mutant(NamedTuple):
     test: str  # below tests, as pytest names it
 
 
-RING = "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-causal-3-zigzag]"
-RING_FULL = "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-full-3-contiguous]"
-SHIFT = "torch/test_batch.py::test_labels_are_shifted_before_the_permutation"
-COUNTS = "torch/test_ring.py::test_exactly_the_scheduled_messages_are_sent[ring-causal-contiguous]"
-FULL_MAILBOX = "torch/test_shared.py::test_a_full_mailbox_waits_for_its_reader"
-FREE = "torch/test_shared.py::test_a_slot_is_free_when_nobody_has_a_tensor_on_its_message"
-ANY = "torch/test_ring.py::test_any_mask_on_any_layout"
-LOSS = "torch/test_loss.py::test_loss_and_gradients_are_those_of_whole_logits[plain-7-13]"
-IGNORED_TARGETS = "torch/test_loss.py::test_tokens_without_targets_and_heads_without_biases[None-False-some]"
+DENSE = "torch/attention/test_ring.py::test_out_and_gradients_are_those_of_dense_attention"
+RING = f"{DENSE}[1-8-2-64-causal-3-zigzag]"
+RING_FULL = (
+    "torch/attention/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-full-3-contiguous]"
+)
+SHIFT = "torch/data/test_batch.py::test_labels_are_shifted_before_the_permutation"
+COUNTS = "torch/attention/test_ring.py::test_exactly_the_scheduled_messages_are_sent[ring-causal-contiguous]"
+FULL_MAILBOX = "torch/transport/test_shared_memory.py::test_a_full_mailbox_waits_for_its_reader"
+FREE = "torch/transport/test_shared_memory.py::test_a_slot_is_free_when_nobody_has_a_tensor_on_its_message"
+ANY = "torch/attention/test_ring.py::test_any_mask_on_any_layout"
+LOSS = "torch/data/test_cross_entropy.py::test_loss_and_gradients_are_those_of_whole_logits[plain-7-13]"
+IGNORED_TARGETS = (
+    "torch/data/test_cross_entropy.py::test_tokens_without_targets_and_heads_without_biases[None-False-some]"
+)
 EXACTLY_ONCE = "core/test_schedule.py::test_each_allowed_pair_is_computed_exactly_once"
-QUERIES = "torch/test_ring.py::test_the_error_does_not_grow_with_the_number_of_ranks[contiguous-pass-q]"
+QUERIES = "torch/attention/test_ring.py::test_the_error_does_not_grow_with_the_number_of_ranks[contiguous-pass-q]"
 SEGMENTS = (
-    "torch/test_segments.py::"
+    "torch/memory/test_segments.py::"
     "test_gradients_are_the_same_with_dropout_and_autocast_and_only_the_first_input_of_a_segment_is_kept[3-False]"
 )
-ROUTERS = "torch/test_router_loss.py::"
+ROUTERS = "torch/layers/test_router_loss.py::"
 CARRIED = "core/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_come_home_once"
 
 MUTANTS = [
@@ -57,7 +62,7 @@ MUTANTS = [
     ),
     Mutant(
         "local lse in backward",
-        "torch/ring.py",
+        "torch/attention/ring.py",
         "ours = dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows]",
         "ours = (dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], "
         "kernel.forward(q[:, :, rows], *keys, launch, ring.scores)[1])",
@@ -65,7 +70,7 @@ MUTANTS = [
     ),
     Mutant(
         "local out in backward (delta of the block)",
-        "torch/ring.py",
+        "torch/attention/ring.py",
         "ours = dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows]",
         "ours = (dout[:, :, rows], q[:, :, rows], *keys, "
         "kernel.forward(q[:, :, rows], *keys, launch, ring.scores)[0], lse[:, :, rows])",
@@ -73,14 +78,14 @@ MUTANTS = [
     ),
     Mutant(
         "own block used at every hop (stale keys and values)",
-        "torch/ring.py",
+        "torch/attention/ring.py",
         "            block = decode(travelling, own.k.dtype)\n",
         "            block = Block(travelling.ranges, *(x[:, :, : travelling.k.shape[2]] for x in (own.k, own.v)))\n",
         RING_FULL,
     ),
     Mutant(
         "transfer not awaited",
-        "torch/ring.py",
+        "torch/attention/ring.py",
         "        self.transfer.wait()\n",
         "",
         RING_FULL,
@@ -94,28 +99,28 @@ MUTANTS = [
     ),
     Mutant(
         "gradients of earlier visitors dropped",
-        "torch/ring.py",
+        "torch/attention/ring.py",
         "            total.add_block(behind.pop(hop.index).wait())\n",
         "            behind.pop(hop.index).wait()\n",
         RING_FULL,
     ),
     Mutant(
         "gradients that came home dropped",
-        "torch/ring.py",
+        "torch/attention/ring.py",
         "        _collect(returning, home)\n        total = ",
         "        returning.clear()\n        total = ",
         RING_FULL,
     ),
     Mutant(
         "partials that came home dropped",
-        "torch/ring.py",
+        "torch/attention/ring.py",
         "        _collect(returning, home)\n        home.finish(",
         "        returning.clear()\n        home.finish(",
         QUERIES,
     ),
     Mutant(
         "partial of travelling queries without their lse",
-        "torch/block.py",
+        "torch/attention/block.py",
         "self.add(start, stop, block.k[:, :, rows], block.v[:, :, rows].squeeze(-1))",
         "self.add(start, stop, block.k[:, :, rows], torch.zeros_like(block.v[:, :, rows].squeeze(-1)))",
         QUERIES,
@@ -125,7 +130,7 @@ MUTANTS = [
         "torch/kernels/merge.py",
         "torch.sigmoid(new_lse - lse).nan_to_num_(0.0)",
         "torch.sigmoid(new_lse - lse)",
-        "torch/test_ring.py::test_queries_that_nobody_answers_between_others_that_several_answer",
+        "torch/attention/test_ring.py::test_queries_that_nobody_answers_between_others_that_several_answer",
     ),
     Mutant(
         "queries travel by the mask of the keys",
@@ -167,21 +172,21 @@ MUTANTS = [
         "torch/kernels/launch.py",
         "shift = tile.num_keys - tile.num_rows",
         "shift = 0",
-        "torch/test_kernels.py::test_a_band_is_a_window_from_the_last_corner",
+        "torch/kernels/test_kernels.py::test_a_band_is_a_window_from_the_last_corner",
     ),
     Mutant(
         "triangle with more rows than keys taken for a square",
         "torch/kernels/launch.py",
         "    return square, Tile.full(last, tile.q1, tile.k0, tile.k1)",
         "    return (square,)",
-        "torch/test_kernels.py::test_however_tiles_are_grouped_each_pair_is_computed_once",
+        "torch/kernels/test_kernels.py::test_however_tiles_are_grouped_each_pair_is_computed_once",
     ),
     Mutant(
         "row without a key taken for one that saw infinitely much",
         "torch/kernels/flash.py",
         "lse = lse.masked_fill(lse == torch.inf, -torch.inf)",
         "lse = lse.clone()",
-        "torch/test_kernels.py::test_a_row_between_documents_saw_nothing[flash]",
+        "torch/kernels/test_kernels.py::test_a_row_between_documents_saw_nothing[flash]",
     ),
     Mutant(
         "mask dropped",
@@ -213,7 +218,7 @@ MUTANTS = [
     ),
     Mutant(
         "whole blocks sent where a part would do",
-        "torch/ring.py",
+        "torch/attention/ring.py",
         "_post(ring, [(peer, packed[ranges])], [(source, form)], message)",
         "_post(ring, [(peer, packed[ranges])] * 2, [(source, form)], message)",
         COUNTS,
@@ -234,7 +239,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradient of one node overwrites that of another",
-        "torch/ring.py",
+        "torch/attention/ring.py",
         "        returning.append(coming_home)",
         "        returning[:] = [coming_home]",
         ANY,
@@ -244,7 +249,7 @@ MUTANTS = [
         "core/schedule.py",
         "tuple(hops), travel.tile_pairs,",
         "tuple(hops), sum(h.num_pairs for h in hops) // max(1, sum(len(h.bands) for h in hops)),",
-        "torch/test_ring.py::test_ranks_with_different_work_take_the_same_groups_of_heads[documents]",
+        "torch/attention/test_ring.py::test_ranks_with_different_work_take_the_same_groups_of_heads[documents]",
     ),
     Mutant(
         "traded heads put in the wrong order",
@@ -255,14 +260,14 @@ MUTANTS = [
     ),
     Mutant(
         "shared key/value head keeps one member's gradient",
-        "torch/ulysses.py",
+        "torch/attention/ulysses.py",
         "sharing[0] if len(sharing) == 1 else torch.stack(sharing).sum(0)",
         "sharing[0]",
-        "torch/test_ring.py::test_members_share_key_value_heads_when_these_are_few[4-ulysses-zigzag]",
+        "torch/attention/test_ring.py::test_members_share_key_value_heads_when_these_are_few[4-ulysses-zigzag]",
     ),
     Mutant(
         "sinks left out of the log-sum-exp",
-        "torch/softmax.py",
+        "torch/kernels/partial.py",
         "            self._lse.copy_(total)\n",
         "",
         ANY,
@@ -276,147 +281,148 @@ MUTANTS = [
     ),
     Mutant(
         "ALiBi by local positions",
-        "torch/attention.py",
+        "torch/attention/op.py",
         "return torch.from_numpy(layout.positions(rank)).to(device)",
         "return torch.arange(layout.tokens_per_rank).to(device)",
         ANY,
     ),
     Mutant(
         "scales of another sequence on the wire",
-        "torch/wire.py",
+        "torch/attention/comm_dtype.py",
         "x.abs().amax((2, 3), keepdim=True)",
         "x.abs().amax((2, 3), keepdim=True).flip(0)",
-        "torch/test_ring.py::test_a_coded_wire_costs_the_same_error_on_any_number_of_ranks[int8-0.012]",
+        "torch/attention/test_ring.py::test_a_coded_wire_costs_the_same_error_on_any_number_of_ranks[int8-0.012]",
     ),
     Mutant(
         "inputs of all layers of a segment kept",
-        "torch/segments.py",
+        "torch/memory/segments.py",
         "                return partial(self._input, place)\n",
         "                return self._store.put(x)\n",
         SEGMENTS,
     ),
     Mutant(
         "inputs of a segment made with other random numbers",
-        "torch/segments.py",
+        "torch/memory/segments.py",
         "            torch.set_rng_state(cpu_state)\n",
         "",
         SEGMENTS,
     ),
     Mutant(
         "labels shifted after the permutation",
-        "torch/batch.py",
+        "torch/data/batch.py",
         'targets = _shift(batch["labels"], IGNORED)',
         'targets = batch["labels"]',
         SHIFT,
     ),
     Mutant(
         "padding has targets",
-        "torch/batch.py",
+        "torch/data/batch.py",
         "shard(targets, split, rank, 1, value=IGNORED)",
         "shard(targets, split, rank, 1, value=0)",
         SHIFT,
     ),
     Mutant(
         "ignored labels counted in the gradient",
-        "torch/loss.py",
+        "torch/data/cross_entropy.py",
         "softmax.mul_((valid * (1 + 2 * self.options.z_loss * lse)).unsqueeze(1))",
         "softmax.mul_((1 + 2 * self.options.z_loss * lse).unsqueeze(1))",
         IGNORED_TARGETS,
     ),
     Mutant(
         "last token of the loss left out",
-        "torch/loss.py",
+        "torch/data/cross_entropy.py",
         "for rows in slices(len(hidden), self.options.chunk_tokens):",
         "for rows in slices(len(hidden) - 1, self.options.chunk_tokens):",
         LOSS,
     ),
     Mutant(
         "target looked up in the wrong block of vocabulary",
-        "torch/loss.py",
+        "torch/data/cross_entropy.py",
         "return (target - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1), here",
         "return target.clamp(0, columns.stop - columns.start - 1).unsqueeze(1), here",
         LOSS,
     ),
     Mutant(
         "memory of a message written again while somebody reads it",
-        "torch/shared.py",
+        "torch/transport/shared_memory.py",
         "return not self._outbox.is_marked(slot.start)",
         "return True",
         FREE,
     ),
     Mutant(
         "memory of a message taken to be free when the sender is done",
-        "torch/shared.py",
+        "torch/transport/shared_memory.py",
         "        self._outbox.mark(slot.start, reader, True)\n",
         "",
         FREE,
     ),
     Mutant(
         "message of another pass taken for the expected one",
-        "torch/mail.py",
+        "torch/transport/queue.py",
         "if letter.tag != expected.tag:",
         "if False:",
         FULL_MAILBOX,
     ),
     Mutant(
         "letters written again before they were read",
-        "torch/mail.py",
+        "torch/transport/queue.py",
         "if number - self._words[0] > _LETTERS:",
         "if False:",
         FULL_MAILBOX,
     ),
     Mutant(
         "labels left out of what a ring compares",
-        "torch/batch.py",
+        "torch/data/batch.py",
         "for x in (tokens, targets, lengths)",
         "for x in (tokens, tokens, lengths)",
-        "torch/test_batch.py::test_the_digest_of_a_batch_sees_what_is_in_it_and_not_which_rank_asks",
+        "torch/data/test_batch.py::test_the_digest_of_a_batch_sees_what_is_in_it_and_not_which_rank_asks",
     ),
     Mutant(
         "digest that does not see where a token is",
-        "torch/digest.py",
+        "torch/transport/digest.py",
         "torch.arange(1, x.numel() + 1, device=x.device).mul_(_SPREAD)",
         "torch.ones(x.numel(), dtype=torch.int64, device=x.device)",
-        "torch/test_consistency.py::test_a_digest_sees_every_entry_its_place_and_the_shape",
+        "torch/consistency/test_calls.py::test_a_digest_sees_every_entry_its_place_and_the_shape",
     ),
     Mutant(
         "ranks that differ taken to be alike",
-        "torch/consistency.py",
+        "torch/consistency/calls.py",
         "ranks * squares == total * total",
         "ranks * squares >= total * total",
-        "torch/test_consistency.py::test_sums_tell_whether_all_words_are_alike",
+        "torch/consistency/test_calls.py::test_sums_tell_whether_all_words_are_alike",
     ),
     Mutant(
         "views given to kernels that do not look at the last stride",
         "torch/kernels/memory.py",
         "    if self.in_rows and not is_in_rows(x):\n            return False\n",
         "    if False:\n            return False\n",
-        "torch/test_ring.py::test_every_kernel_computes_every_view[fused, numbers interleaved-cpu]",
+        "torch/attention/test_ring.py::test_every_kernel_computes_every_view[fused, numbers interleaved-cpu]",
     ),
     Mutant(
         "dout given as it lies",
-        "torch/ring.py",
+        "torch/attention/ring.py",
         "dout, q, k, v, out = kernels.laid_out(serving, dout, q, k, v, out)",
         "q, k, v, out = kernels.laid_out(serving, q, k, v, out)",
-        "torch/test_kernels.py::test_the_kernels_of_cuda_are_given_rows_that_they_can_load[every other number-flash]",
+        "torch/kernels/test_kernels.py::"
+        "test_the_kernels_of_cuda_are_given_rows_that_they_can_load[every other number-flash]",
     ),
     Mutant(
         "results stored like transposed queries",
-        "torch/ring.py",
+        "torch/attention/ring.py",
         "if size == x.shape[-1] and is_in_rows(x):",
         "if size == x.shape[-1]:",
-        "torch/test_triton.py::test_our_kernel_reads_views_and_its_sums_lie_in_rows[tokens last]",
+        "torch/kernels/test_triton.py::test_our_kernel_reads_views_and_its_sums_lie_in_rows[tokens last]",
     ),
     Mutant(
         "row without keys divided by a sink of minus infinity",
-        "torch/softmax.py",
+        "torch/kernels/partial.py",
         ".masked_fill_(total == -torch.inf, 1)",
         "",
-        "torch/test_ring.py::test_a_row_without_keys_and_with_a_sink_of_minus_infinity_gives_zeros[cpu]",
+        "torch/attention/test_ring.py::test_a_row_without_keys_and_with_a_sink_of_minus_infinity_gives_zeros[cpu]",
     ),
     Mutant(
         "padding's gradient reaches the sinks",
-        "torch/ring.py",
+        "torch/attention/ring.py",
         "delta = delta.masked_fill_((out == 0).all(-1), 0)",
         "delta = delta",
         ANY,
@@ -430,38 +436,38 @@ MUTANTS = [
     ),
     Mutant(
         "tangents dropped",
-        "torch/arguments.py",
+        "torch/attention/arguments.py",
         "if forward_ad.unpack_dual(x).tangent is not None:",
         "if False:",
-        "torch/test_arguments.py::test_forward_mode_is_refused_and_not_zero[operator]",
+        "torch/attention/test_arguments.py::test_forward_mode_is_refused_and_not_zero[operator]",
     ),
     Mutant(
         "routers balanced over padding too",
-        "torch/router_loss.py",
+        "torch/layers/router_loss.py",
         "weights = real.to(torch.float32).unsqueeze(1)",
         "weights = torch.ones_like(real, dtype=torch.float32).unsqueeze(1)",
         f"{ROUTERS}test_it_is_transformers_own_on_scores_with_padding",
     ),
     Mutant(
         "no gradient for the scores of a router that runs in blocks",
-        "torch/tokenwise.py",
+        "torch/layers/blockwise.py",
         "d_results.append(d_each[rows].view(each.shape))",
         "d_results.append(torch.zeros_like(d_each[rows]).view(each.shape))",
         f"{ROUTERS}test_scores_of_a_router_that_runs_in_blocks_are_whole_and_have_their_gradients",
     ),
     Mutant(
         "an unknown argument of a forward pass dropped",
-        "torch/forward_arguments.py",
+        "torch/model/forward_arguments.py",
         '            raise UnsupportedError(\n                f"{model_name}.forward does not take',
         '            UnsupportedError(\n                f"{model_name}.forward does not take',
-        "torch/test_forward_arguments.py::test_an_argument_that_no_model_takes_raises_whatever_its_value",
+        "torch/model/test_forward_arguments.py::test_an_argument_that_no_model_takes_raises_whatever_its_value",
     ),
     Mutant(
         "rows that OPT leaves unused taken for positions",
-        "torch/positions.py",
+        "torch/layers/positions.py",
         'module.num_embeddings - getattr(module, "offset", 0)',
         "module.num_embeddings",
-        "torch/test_positions.py::test_which_tables_are_found",
+        "torch/layers/test_positions.py::test_which_tables_are_found",
     ),
     Mutant(
         "an interrupt that comes twice taken for a second one",
@@ -472,45 +478,45 @@ MUTANTS = [
     ),
     Mutant(
         "gradients of a called head for its own parameters alone",
-        "torch/head.py",
+        "torch/layers/head.py",
         "leaves |= {id(leaf): leaf for leaf in _leaves(loss, since=now) if leaf is not chunk}",
         "pass",
-        "torch/test_head.py::test_loss_and_gradients_are_those_of_whole_logits[some-dtype0-1e-13-plain-7]",
+        "torch/layers/test_head.py::test_loss_and_gradients_are_those_of_whole_logits[some-dtype0-1e-13-plain-7]",
     ),
     Mutant(
         "other dropout when a called head is called again",
-        "torch/head.py",
+        "torch/layers/head.py",
         "            torch.set_rng_state(state)\n",
         "",
-        "torch/test_head.py::test_the_gradient_adds_up_in_float32_and_dropout_draws_the_same_in_backward",
+        "torch/layers/test_head.py::test_the_gradient_adds_up_in_float32_and_dropout_draws_the_same_in_backward",
     ),
     Mutant(
         "hooks before the head not seen",
-        "torch/modules.py",
+        "torch/layers/modules.py",
         '"_forward_hooks", "_forward_pre_hooks"',
         '"_forward_hooks"',
-        "torch/test_head.py::test_only_a_linear_layer_as_it_is_is_its_weight",
+        "torch/layers/test_head.py::test_only_a_linear_layer_as_it_is_is_its_weight",
     ),
     Mutant(
         "gradients of a sum added up in the memory of both",
-        "torch/tokenwise.py",
+        "torch/layers/blockwise.py",
         "part.clone() if memories.count(_memory(part)) > 1 else part",
         "part",
-        "torch/test_feedforward.py::test_gradients_that_share_memory_add_up_apart",
+        "torch/layers/test_feedforward.py::test_gradients_that_share_memory_add_up_apart",
     ),
     Mutant(
         "options of a look-up dropped",
-        "torch/embedding.py",
+        "torch/layers/embedding.py",
         "if max_norm is not None or scale_grad_by_freq or sparse:",
         "if sparse:",
-        "torch/test_embedding.py::test_what_a_look_up_asks_for_is_not_dropped[options2]",
+        "torch/layers/test_embedding.py::test_what_a_look_up_asks_for_is_not_dropped[options2]",
     ),
     # The last one is run first: ranks wait ten seconds for a message.
     Mutant(
         "gradient sent home to the neighbour",
-        "torch/ring.py",
+        "torch/attention/ring.py",
         "Parcel(hop.owner, hop.gradient_home)",
         "Parcel((hop.owner + 1) % ring.schedule.ranks, hop.gradient_home)",
-        "torch/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-causal-4-zigzag]",
+        "torch/attention/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-causal-4-zigzag]",
     ),
 ]

@@ -13,9 +13,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
-from ringspan.plan.dryrun import prepare, watch_step
+from ringspan.measure.trace.dry_run import prepare, watch_step
+from ringspan.measure.trace.tracker import MemoryTracker
 from ringspan.plan.setting import Setting
-from ringspan.plan.tracker import MemoryTracker
 
 _FIELDS = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.plan.shapes import MODELS, model_shape
-from ringspan.torch.decoder import layer_kinds
+from ringspan.torch.layers.decoder import layer_kinds
 from tests.torch import models
 
 # Counted from the published checkpoints (their safetensors index); GPT-3 from its paper's sizes (Brown et al. 2020).

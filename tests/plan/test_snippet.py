@@ -16,8 +16,8 @@ from ringspan.plan.search import Question
 from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import MODELS
 from ringspan.plan.snippet import python_call, toml_tables, train_command
-from ringspan.torch.optimizer import HostAdamW
-from ringspan.train.config import load_config
+from ringspan.torch.memory.host_optimizer import HostAdamW
+from ringspan.train.config.tables import load_config
 
 MINIMAL = '[model]\npath = "a-model"\n[data]\npaths = ["text"]\nsequence_length_tokens = 2\n'
 SETTINGS = {

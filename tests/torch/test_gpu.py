@@ -6,10 +6,10 @@ import torch
 import ringspan as rs
 from ringspan.core.schedule import plan
 from ringspan.torch import kernels
-from ringspan.torch.offload import Store
-from ringspan.torch.scores import Scores
+from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.memory.offload import Store
+from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem, relative
 from tests.torch.merge import check_merge
-from tests.torch.test_ring import FLOAT32_LIMIT, Problem, relative
 
 pytestmark = pytest.mark.gpu
 BFLOAT16_LIMIT = 6e-3  # bfloat16 rounds to 2**-9 = 2e-3; one device has 3e-3 to 4e-3 on such inputs

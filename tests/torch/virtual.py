@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringspan.torch.exchange import Arrival, Room
+from ringspan.torch.transport.exchange import Arrival, Room
 
 
 class Mailboxes:
@@ -35,7 +35,7 @@ class Mailboxes:
 
 
 class VirtualExchange:
-    """Stands in for ``ringspan.torch.exchange.Exchange``: the same calls and counts."""
+    """Stands in for ``ringspan.torch.transport.exchange.Exchange``: the same calls and counts."""
 
     def __init__(self, rank: int, mailboxes: Mailboxes, ranks: tuple[int, ...] | None = None) -> None:
         self._rank, self._mailboxes, self._ranks = rank, mailboxes, ranks

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ringspan.cli.main import main
-from ringspan.torch.batch import IGNORED
-from ringspan.train.config import OptimizerConfig, TrainConfig, parse_config
-from ringspan.train.data import BatchOrder, build_data
+from ringspan.torch.data.batch import IGNORED
+from ringspan.train.config.tables import OptimizerConfig, TrainConfig, parse_config
+from ringspan.train.data.sequences import BatchOrder, build_data
 from ringspan.train.job import learning_rate, prepare
 from ringspan.train.loop import train
 from ringspan.train.model import build_model, load_model_config, load_tokenizer

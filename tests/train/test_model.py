@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringspan.core.errors import ConfigError, RingspanError
-from ringspan.train.config import TrainConfig
+from ringspan.train.config.tables import TrainConfig
 from ringspan.train.model import (
     build_model,
     flops_per_token,

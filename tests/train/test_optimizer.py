@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import ringspan as rs
 from ringspan.core.errors import ConfigError
-from ringspan.train.config import OptimizerConfig
+from ringspan.train.config.tables import OptimizerConfig
 from ringspan.train.optimizer import build_optimizer, set_learning_rate
 from tests.torch.models import build, relative, tokens
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import CheckpointError, ConfigError
-from ringspan.torch.forks import STOP_SIGNALS
-from ringspan.train.config import TrainConfig
+from ringspan.torch.runtime.forks import STOP_SIGNALS
+from ringspan.train.config.tables import TrainConfig
 from ringspan.train.loop import Observer, train
 from tests.train.test_loop import settings, text  # noqa: F401  text is a fixture
 
@@ -207,7 +207,7 @@ def test_another_batch_size_takes_up_the_data_where_it_was(pool, text):  # noqa:
 
 
 def positions_after_resume(mesh, config):
-    from ringspan.train.data import BatchOrder
+    from ringspan.train.data.sequences import BatchOrder
 
     seen, original = [], BatchOrder.indices
 

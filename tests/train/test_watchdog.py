@@ -6,9 +6,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from ringspan.torch.exchange import TOTALS
-from ringspan.torch.watchdog import EXIT_PEER_LOST, EXIT_STALLED, Watchdog, _Link
-from ringspan.train.config import WatchdogConfig
+from ringspan.torch.consistency.watchdog import EXIT_PEER_LOST, EXIT_STALLED, Watchdog, _Link
+from ringspan.torch.transport.exchange import TOTALS
+from ringspan.train.config.tables import WatchdogConfig
 
 pytestmark = pytest.mark.alone
 

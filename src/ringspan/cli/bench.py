@@ -45,10 +45,10 @@ def attention(
     as_json: Json = False,
 ) -> None:
     """Ring attention on N ranks of one thread against scaled_dot_product_attention on one process of N threads."""
-    from ringspan.bench.attention import AttentionCase, run
     from ringspan.core.layout import layout_name
     from ringspan.core.mask import Mask
     from ringspan.core.route import Route, member_heads
+    from ringspan.measure.bench.attention import AttentionCase, run
 
     _check_dtype(dtype)
     Mask.parse(mask)  # refuse here, not in each rank
@@ -113,8 +113,8 @@ def ring(
     as_json: Json = False,
 ) -> None:
     """One rank's whole schedule on this device, blocks arriving by copies, against the fastest single kernel."""
-    from ringspan.bench.ring import RingCase, run
     from ringspan.core.layout import layout_name
+    from ringspan.measure.bench.ring import RingCase, run
     from ringspan.torch.kernels import check_name
 
     _check_dtype(dtype)
@@ -172,9 +172,9 @@ def step(
     as_json: Json = False,
 ) -> None:
     """A whole training step of a small Llama on the ring against transformers' sdpa on one process of N threads."""
-    from ringspan.bench.step import StepCase, run
     from ringspan.core.layout import layout_name
-    from ringspan.torch.remat import checkpoint_name
+    from ringspan.measure.bench.step import StepCase, run
+    from ringspan.torch.memory.checkpointing import checkpoint_name
 
     _check_dtype(dtype)
     _check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
@@ -207,10 +207,10 @@ def memory(
     as_json: Json = False,
 ) -> None:
     """Bytes of activations and of all else that each rank holds, at a fixed length and at fixed tokens a rank."""
-    from ringspan.bench.charts import category_picture
-    from ringspan.bench.memory import VARIANTS, MemoryCase, VariantName, run
     from ringspan.core.errors import ConfigError
     from ringspan.core.layout import layout_name
+    from ringspan.measure.bench.memory import VARIANTS, MemoryCase, VariantName, run
+    from ringspan.report.charts import category_picture
 
     _check_dtype(dtype)
     sizes = _sizes("--rings", rings, "1,2,4")
@@ -262,9 +262,9 @@ def context(
     as_json: Json = False,
 ) -> None:
     """The longest sequence on which a Llama (100M parameters) takes a whole training step within a memory budget."""
-    from ringspan.bench.context import OPTIONS, ContextCase, run
     from ringspan.core.errors import ConfigError
     from ringspan.core.layout import layout_name
+    from ringspan.measure.bench.context import OPTIONS, ContextCase, run
 
     _check_dtype(dtype)
     if options not in OPTIONS:
@@ -319,7 +319,7 @@ def _check_memory(what: str, num_bytes: int) -> None:
     import torch
 
     from ringspan.core.errors import ConfigError
-    from ringspan.plan.rehearsal import host_memory_bytes
+    from ringspan.measure.trace.rehearsal import host_memory_bytes
 
     has = host_memory_bytes()
     if torch.cuda.is_available():

@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ringspan.bench.demo import DemoOptions
+    from ringspan.measure.bench.demo import DemoOptions
 
 EPILOG = "Example: ringspan demo --steps 10 --length 4096"
 
@@ -27,18 +27,18 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Train a 5M-parameter Llama on Python's own source over a ring, prove it equal to one process, measure memory."""
-    from ringspan.torch.forks import serve_forks
+    from ringspan.torch.runtime.forks import serve_forks
 
     serve_forks("ringspan.train.loop")  # it gets ready while the next imports take their time
 
     from rich.console import Console
 
-    from ringspan.bench.demo import DemoOptions, measure_memory, training_config
-    from ringspan.bench.machine import describe_machine
-    from ringspan.bench.report import write_report
     from ringspan.cli.train import train_rank
     from ringspan.core.layout import layout_name
-    from ringspan.torch.launch import launch
+    from ringspan.measure.bench.demo import DemoOptions, measure_memory, training_config
+    from ringspan.measure.bench.machine import describe_machine
+    from ringspan.report.demo_page import write_report
+    from ringspan.torch.runtime.launch import launch
 
     console = Console(stderr=True, highlight=False)
     options = DemoOptions(run=run, ranks=ranks, steps=steps, length=length, layout=layout_name(layout))
@@ -100,8 +100,8 @@ def command(
 def _prove_rank(folder: str, options: "DemoOptions") -> dict[str, Any]:
     import torch.distributed as dist
 
-    from ringspan.bench.demo import prove
     from ringspan.cli.progress import quiet
+    from ringspan.measure.bench.demo import prove
 
     quiet()
     return prove(folder, options, _say if dist.get_rank() == 0 else lambda line: None)

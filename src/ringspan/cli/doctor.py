@@ -28,9 +28,9 @@ def command(
     Ranks are started, measure the links between them, compare their versions and clocks, and check the ring against
     float64. Under torchrun the ranks of the job do so. Exit code 0 when it can train, 1 when something stops it.
     """
-    from ringspan.bench.doctor import examine, examine_job
     from ringspan.cli.console import console
     from ringspan.core.errors import ConfigError
+    from ringspan.measure.cluster.doctor import examine, examine_job
 
     with console(stderr=True, quiet=as_json).status("looking at devices, links and kernels"):
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

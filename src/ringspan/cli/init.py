@@ -14,7 +14,7 @@ def command(
 ) -> None:
     """Write a TOML file for `ringspan train` with every key, its default and what it means."""
     from ringspan.core.errors import ConfigError
-    from ringspan.train.template import config_template
+    from ringspan.train.config.template import config_template
 
     try:
         with file.open("w" if force else "x", encoding="utf-8") as opened:

@@ -153,7 +153,7 @@ def planned(
 def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:
     """The memory of the plan, from a trace of the real step as one rank."""
     from ringspan.cli.console import console
-    from ringspan.plan.dryrun import summary, trace_plan
+    from ringspan.measure.trace.dry_run import summary, trace_plan
 
     with console(stderr=True, quiet=quiet).status("tracing the training step on fake tensors"):
         return summary(trace_plan(answer, rank), answer.question.device.memory_bytes)
@@ -161,7 +161,7 @@ def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:
 
 def _draw(answer: "Plan", result: dict[str, Any], picture: Path) -> None:
     from ringspan.core.units import shown_bytes
-    from ringspan.plan.report import trace_picture
+    from ringspan.report.profile_page import trace_picture
 
     question = answer.question
     title = (

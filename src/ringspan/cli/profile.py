@@ -10,7 +10,7 @@ import typer
 from ringspan.cli import plan
 
 if TYPE_CHECKING:
-    from ringspan.plan.profile import RankProfile
+    from ringspan.measure.trace.profile import RankProfile
     from ringspan.plan.setting import Setting
 
 EPILOG = (
@@ -47,12 +47,12 @@ def command(
     from ringspan.core.choice import check_segments
     from ringspan.core.errors import ConfigError
     from ringspan.core.layout import Layout, layout_name
-    from ringspan.plan.dryrun import hugging_face_config
-    from ringspan.plan.rehearsal import refuse_local_ranks
+    from ringspan.measure.trace.dry_run import hugging_face_config
+    from ringspan.measure.trace.rehearsal import refuse_local_ranks
     from ringspan.plan.setting import Setting, dtype_bytes
     from ringspan.plan.shapes import model_shape
-    from ringspan.torch.remat import checkpoint_name
-    from ringspan.torch.support import refuse_route
+    from ringspan.torch.memory.checkpointing import checkpoint_name
+    from ringspan.torch.model.support import refuse_route
 
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if under_torchrun and ranks is not None:
@@ -95,8 +95,8 @@ def _default_ranks() -> int:
 def _profiled(shape: Any, setting: "Setting", out: Path, under_torchrun: bool) -> "tuple[list[RankProfile], bool]":
     import torch.distributed as dist
 
-    from ringspan.plan.profile import profile_rank
-    from ringspan.torch.launch import join, launch
+    from ringspan.measure.trace.profile import profile_rank
+    from ringspan.torch.runtime.launch import join, launch
 
     if not under_torchrun:
         return launch(profile_rank, setting.ring, shape, setting, out)[0], True
@@ -109,7 +109,7 @@ def _profiled(shape: Any, setting: "Setting", out: Path, under_torchrun: bool) -
 
 def _show(profiles: "list[RankProfile]", name: str, setting: "Setting", out: Path, as_json: bool) -> None:
     from ringspan.core.units import shown_bytes, shown_seconds
-    from ringspan.plan.report import write_report
+    from ringspan.report.profile_page import write_report
 
     title = f"{name}: {setting.length:,} tokens on a ring of {setting.ring}, {setting.dtype}"
     paths = write_report(profiles, out, title)

@@ -8,8 +8,8 @@ import typer
 from ringspan.cli import plan
 
 if TYPE_CHECKING:
+    from ringspan.measure.trace.rehearsal import Rehearsal
     from ringspan.plan.planner import Plan
-    from ringspan.plan.rehearsal import Rehearsal
 
 EPILOG = "Example: ringspan rehearse --model llama-3.1-8b --devices 32 --device h100 --length 524288 --rank 5"
 
@@ -37,7 +37,7 @@ def command(
     """
     from ringspan.cli.console import console
     from ringspan.core.errors import ConfigError
-    from ringspan.plan.rehearsal import rehearse_plan
+    from ringspan.measure.trace.rehearsal import rehearse_plan
 
     answer = plan.planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route)
     setting = answer.setting
@@ -57,9 +57,9 @@ def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
     """What was measured, in the plan's terms; a step is all micro-steps of the plan's."""
     import torch
 
-    from ringspan.bench.machine import describe_machine
+    from ringspan.measure.bench.machine import describe_machine
     from ringspan.plan.cost import model_flops
-    from ringspan.torch.launch import local_device
+    from ringspan.torch.runtime.launch import local_device
     from ringspan.train.metrics import measure_flops
 
     question, setting = answer.question, answer.setting

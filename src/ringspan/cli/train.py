@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ringspan.train.config import TrainConfig
+    from ringspan.train.config.tables import TrainConfig
     from ringspan.train.result import TrainResult
 
 EPILOG = (
@@ -40,7 +40,7 @@ def command(
     A run that is there already goes on from its newest valid checkpoint. SIGTERM, SIGINT and SIGUSR1 save and end with
     exit code 75.
     """
-    from ringspan.train.config import load_config
+    from ringspan.train.config.tables import load_config
 
     settings = load_config(config, overrides or [])
     result, is_first = run(settings, nproc, max_restarts)
@@ -67,7 +67,7 @@ def _show(result: "TrainResult", as_json: bool) -> None:
 def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "tuple[TrainResult, bool]":
     """Train in the ranks that torchrun started, or in new local ones; the result, and whether this is rank 0."""
     from ringspan.core.errors import ConfigError
-    from ringspan.torch.forks import serve_forks
+    from ringspan.torch.runtime.forks import serve_forks
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         for option, given in (("--nproc", nproc), ("--max-restarts", max_restarts or None)):
@@ -85,10 +85,10 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
     if not thrift:
         serve_forks("ringspan.train.loop")  # it gets ready while the next imports take their time
 
-    from ringspan.torch.launch import launch
+    from ringspan.torch.runtime.launch import launch
+    from ringspan.train.config.paths import refuse_missing
     from ringspan.train.lock import RunLock
     from ringspan.train.model import load_model_config
-    from ringspan.train.paths import refuse_missing
     from ringspan.train.resume import read_record
 
     refuse_missing(settings.data.paths)
@@ -104,7 +104,7 @@ def _run_here(settings: "TrainConfig") -> "tuple[TrainResult, bool]":
     """As one of the ranks that torchrun started."""
     import torch.distributed as dist
 
-    from ringspan.torch.launch import join
+    from ringspan.torch.runtime.launch import join
 
     join()
     try:

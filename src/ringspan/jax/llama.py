@@ -64,7 +64,8 @@ class LlamaConfig:
     chunk_tokens: int = 1024
     """Tokens of the feed-forward and of the loss that are computed at once."""
     layers_per_checkpoint: int = 1
-    """Consecutive layers of which only the first keeps its input, see ``ringspan.torch.segments``; it divides all."""
+    """Consecutive layers of which only the first keeps its input, see
+    ``ringspan.torch.memory.segments``; it divides all."""
     kernel: KernelName = "xla"
     """What computes a block of attention, see ``ring_attention``."""
 

@@ -1,4 +1,4 @@
-"""What the loop of ``torch/ring.py`` holds in its backward pass: a shadow of it, walked over the same schedule.
+"""What the loop of ``torch/attention/ring.py`` holds in its backward pass, walked over the same schedule.
 
 Every buffer that the loop makes is a number of bytes here, kept alive by the same things: a block in hand, a transfer
 that has not been waited for, an arrival that has not been added.

@@ -167,7 +167,7 @@ class _Step:
         return self.memory("gathering", communication=2 * self.a * (self.root + self.layer))
 
     def loss(self) -> Memory:
-        """While the loss computes the gradients of a chunk of logits: ``ringspan.torch.loss.loss_bytes``."""
+        """While the loss computes gradients of a chunk of logits: ``ringspan.torch.data.cross_entropy.loss_bytes``."""
         a, chunk = self.a, min(self.setting.loss_chunk_tokens, self.tokens)
         logits = chunk * self.shape.vocab
         chunk_bytes = _FLOAT32 * logits
@@ -304,9 +304,9 @@ class _Step:
 def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
     """What attention holds in backward beside its inputs and dout: (results, sums and tiles; what travels).
 
-    Between groups of ranks the loop of ``torch/ring.py`` (see ``loop_bytes``). In a Ulysses group dout, q, out, k and
-    v are first traded: copies stay for the loop, and a part is sent and arrives for each other member; and so at the
-    end the gradients, without the copies. ``shape`` is that of this rank's share of the heads.
+    Between groups of ranks the loop of ``torch/attention/ring.py`` (see ``loop_bytes``). In a Ulysses group dout, q,
+    out, k and v are first traded: copies stay for the loop, and a part is sent and arrives for each other member; and
+    so at the end the gradients, without the copies. ``shape`` is that of this rank's share of the heads.
     """
     way, a, tokens = setting.way.backward, setting.number_bytes, setting.tokens
     mine = member_heads(shape.heads, shape.kv_heads, way.ulysses)[0]

@@ -310,7 +310,7 @@ def _gpt2_config(values: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _windows(values: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """As ``ringspan.torch.support.layer_kinds`` reads them, without importing a framework."""
+    """As ``ringspan.torch.model.support.layer_kinds`` reads them, without importing a framework."""
     kind = values["model_type"]
     window = values.get("sliding_window") if values.get("use_sliding_window", kind == "mistral") else None
     if window is None:

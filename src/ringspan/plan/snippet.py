@@ -12,7 +12,7 @@ from ringspan.plan.setting import Setting
 def toml_tables(question: Question, setting: Setting) -> str:
     """The tables of a training file that say how it runs; [model] and [data] are the user's.
 
-    What is the default of ``ringspan.train.config`` in every plan is left out.
+    What is the default of ``ringspan.train.config.tables`` in every plan is left out.
     """
     mesh = {"ring": setting.ring, "replicate": setting.replicate} | ({"tp": setting.tp} if setting.tp > 1 else {})
     optimizer: dict[str, Any] = {
@@ -62,7 +62,7 @@ def python_call(setting: Setting) -> str:
         f"batch = rs.shard_batch(batch, mesh, layout={json.dumps(setting.layout)})",
     ]
     if setting.optimizer_on_host:
-        lines.insert(2, "from ringspan.torch.optimizer import HostAdamW")
+        lines.insert(2, "from ringspan.torch.memory.host_optimizer import HostAdamW")
         lines.append("optimizer = HostAdamW(model.parameters())")
     return "\n".join(lines)
 

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ringspan.core.messages import one_line
-from ringspan.torch.causal_lm import whole_weights
-from ringspan.torch.positions import as_trained
+from ringspan.torch.layers.positions import as_trained
+from ringspan.torch.model.causal_lm import whole_weights
 
 _HEADROOM_BYTES: Final = 1 << 25  # a tokenizer with all its files, the config, and folders
 

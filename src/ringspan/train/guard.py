@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import PeerMismatch, RingspanError
-from ringspan.torch.gather import gather
-from ringspan.train.config import GuardConfig
+from ringspan.torch.transport.collectives import gather
+from ringspan.train.config.tables import GuardConfig
 from ringspan.train.signals import StopRequest
 
 _MIN_STEPS: Final = 20  # a z-score of fewer says nothing

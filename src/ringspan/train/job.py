@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from ringspan.core.layout import Layout, LayoutName
-from ringspan.torch.batch import IGNORED, shard_batch
-from ringspan.torch.decoder import decoder_of, text_config
-from ringspan.torch.launch import local_device
-from ringspan.torch.mesh import init_mesh
-from ringspan.torch.models import parallelize
-from ringspan.torch.positions import beyond_table
-from ringspan.torch.remat import CheckpointName, choose_checkpoint
-from ringspan.train.config import OptimizerConfig, TrainConfig
-from ringspan.train.data import BatchOrder, Data, TokenSequences, build_data
-from ringspan.train.documents import scan_documents
+from ringspan.torch.data.batch import IGNORED, shard_batch
+from ringspan.torch.layers.decoder import decoder_of, text_config
+from ringspan.torch.layers.positions import beyond_table
+from ringspan.torch.memory.checkpointing import CheckpointName, choose_checkpoint
+from ringspan.torch.parallelize import parallelize
+from ringspan.torch.runtime.launch import local_device
+from ringspan.torch.runtime.mesh import init_mesh
+from ringspan.train.config.tables import OptimizerConfig, TrainConfig
+from ringspan.train.data.documents import scan_documents
+from ringspan.train.data.sequences import BatchOrder, Data, TokenSequences, build_data
 from ringspan.train.guard import Guard, Verdict
 from ringspan.train.metrics import StepMetrics, measure_flops, peak_bytes
 from ringspan.train.model import build_model, flops_per_token, load_model_config, load_tokenizer, num_matmul_parameters

@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 
 from ringspan.core.errors import CheckpointError, ConfigError
-from ringspan.torch.watchdog import Watchdog
-from ringspan.train.checkpoint import Checkpoints
-from ringspan.train.config import TrainConfig
-from ringspan.train.data import TokenSequences
-from ringspan.train.disk import write_synced
+from ringspan.torch.consistency.watchdog import Watchdog
+from ringspan.train.checkpoints.checkpoint import Checkpoints
+from ringspan.train.checkpoints.disk import write_synced
+from ringspan.train.checkpoints.manifest import Manifest
+from ringspan.train.config.tables import TrainConfig
+from ringspan.train.data.origin import tokenizer_of
+from ringspan.train.data.sequences import TokenSequences
 from ringspan.train.export import model_bytes, save_model
 from ringspan.train.guard import Guard
 from ringspan.train.job import Job, evaluate, prepare
 from ringspan.train.lock import RunLock
-from ringspan.train.manifest import Manifest
 from ringspan.train.metrics import MetricsWriter, StepMetrics
-from ringspan.train.origin import tokenizer_of
 from ringspan.train.result import TrainResult
 from ringspan.train.resume import RunRecord, begin_run, open_run, random_state, restore, run_state
 from ringspan.train.signals import StopRequest
@@ -31,7 +31,7 @@ from ringspan.train.signals import StopRequest
 _EXPORTED: Final = "exported"  # the step whose model has been written
 
 if TYPE_CHECKING:
-    from ringspan.plan.profile import Profiler
+    from ringspan.measure.trace.profile import Profiler
 
 
 @dataclass
@@ -90,7 +90,7 @@ class _Run:
         self._profile = self._folder / "profile"
         self._profiler: Profiler | None = None
         if job.config.profile:
-            from ringspan.plan import profile  # with all that traces a step, and few runs are profiled
+            from ringspan.measure.trace import profile  # with all that traces a step, and few runs are profiled
 
             self._profile.mkdir(exist_ok=True)
             rank = dist.get_rank()
@@ -156,12 +156,12 @@ class _Run:
 
     def _write_profile(self, profiler: "Profiler") -> None:
         """The pictures of the profiled steps, on rank 0."""
-        from ringspan.plan.profile import gathered
+        from ringspan.measure.trace.profile import gathered
 
         with self._watchdog.doing("drawing the profile"):
             profiles = gathered(profiler)
             if dist.get_rank() == 0:
-                from ringspan.plan.report import write_report  # plotly takes a second
+                from ringspan.report.profile_page import write_report  # plotly takes a second
 
                 mesh = " x ".join(f"{axis} {self._job.mesh[axis].size()}" for axis in ("replicate", "ring"))
                 title = f"{self._config.run}: {self._config.data.sequence_length_tokens:,} tokens, {mesh}"

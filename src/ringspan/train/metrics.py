@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from ringspan.torch.clock import synchronize
+from ringspan.torch.transport.clock import synchronize
 
 _MOST_PRODUCTS: Final = 6
 _ENOUGH_SECONDS: Final = 0.5

@@ -16,12 +16,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages import one_line
 from ringspan.plan.hub import from_hub
-from ringspan.torch.decoder import decoder_of, head_counts, head_sizes, text_config
-from ringspan.torch.support import refuse_config
-from ringspan.torch.tensor_parallel import refuse_heads
-from ringspan.train.config import TrainConfig
-from ringspan.train.data import train_tokenizer
-from ringspan.train.documents import load_documents
+from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, text_config
+from ringspan.torch.model.support import refuse_config
+from ringspan.torch.tensor_parallel.split import refuse_heads
+from ringspan.train.config.tables import TrainConfig
+from ringspan.train.data.documents import load_documents
+from ringspan.train.data.sequences import train_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ringspan.core.errors import ConfigError
-from ringspan.torch.optimizer import HostAdamW
-from ringspan.train.config import OptimizerConfig
+from ringspan.torch.memory.host_optimizer import HostAdamW
+from ringspan.train.config.tables import OptimizerConfig
 
 
 def build_optimizer(model: PreTrainedModel, settings: OptimizerConfig) -> torch.optim.Optimizer:

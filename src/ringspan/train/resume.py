@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ringspan.core.errors import CheckpointError, ConfigError, RingspanError
-from ringspan.train import origin
-from ringspan.train.checkpoint import Checkpoints
-from ringspan.train.config import TrainConfig, parse_config
-from ringspan.train.data import Data
-from ringspan.train.disk import sync_folder, write_synced
+from ringspan.train.checkpoints.checkpoint import Checkpoints
+from ringspan.train.checkpoints.disk import sync_folder, write_synced
+from ringspan.train.checkpoints.manifest import Manifest
+from ringspan.train.config.paths import refuse_missing
+from ringspan.train.config.tables import TrainConfig, parse_config
+from ringspan.train.data import origin
+from ringspan.train.data.sequences import Data
 from ringspan.train.lock import RunLock
-from ringspan.train.manifest import Manifest
-from ringspan.train.paths import refuse_missing
 
 _RECORD: Final = "run.json"
 # Another value of these would be another run under the same name.

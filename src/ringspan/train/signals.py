@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
-from ringspan.torch.forks import ABORT_AFTER_SECONDS, STOP_SIGNALS
+from ringspan.torch.runtime.forks import ABORT_AFTER_SECONDS, STOP_SIGNALS
 
 EXIT_STOPPED: Final = 75
 """Exit code of a run that was told to stop and has saved: sysexits' "temporary failure", start it again to go on."""

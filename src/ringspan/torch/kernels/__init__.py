@@ -12,8 +12,8 @@ from ringspan.torch.kernels.flash import Flash, Flash2, Flash3, Flash4, TorchFla
 from ringspan.torch.kernels.launch import Launch, Launches
 from ringspan.torch.kernels.memory import Memory
 from ringspan.torch.kernels.reference import Blockwise
+from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.kernels.triton import TritonAttention
-from ringspan.torch.scores import Scores
 
 KernelName = Literal["auto", "cudnn", "flash", "flash2", "flash3", "flash4", "triton", "cpu", "reference"]
 KERNEL_NAMES: Final[tuple[str, ...]] = get_args(KernelName)

@@ -10,7 +10,7 @@ from ringspan.torch.kernels import mirror
 from ringspan.torch.kernels.heads import one_size
 from ringspan.torch.kernels.launch import SHORT, Launch, Launches, keys_a_row, pieces
 from ringspan.torch.kernels.memory import Memory
-from ringspan.torch.scores import Scores
+from ringspan.torch.kernels.score_mod import Scores
 
 _ops = torch.ops.aten
 

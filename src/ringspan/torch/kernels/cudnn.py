@@ -12,7 +12,7 @@ from ringspan.torch.kernels.heads import one_size, too_large
 from ringspan.torch.kernels.launch import Launch, Launches, squares
 from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
 from ringspan.torch.kernels.reference import Blockwise
-from ringspan.torch.scores import Scores
+from ringspan.torch.kernels.score_mod import Scores
 
 _ops = torch.ops.aten
 _LARGEST_HEAD: Final = 128

@@ -18,7 +18,7 @@ from ringspan.torch.kernels import device, mirror
 from ringspan.torch.kernels.heads import one_size, too_large
 from ringspan.torch.kernels.launch import Launch, Launches, Window, chains, squares
 from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
-from ringspan.torch.scores import Scores
+from ringspan.torch.kernels.score_mod import Scores
 
 _LARGEST_HEAD: Final = 256
 _HEAD_MULTIPLE: Final = 8

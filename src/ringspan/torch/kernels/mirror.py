@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ringspan.torch.kernels.launch import Launch
-from ringspan.torch.scores import Scores
+from ringspan.torch.kernels.score_mod import Scores
 
 
 class _Kernel(Protocol):

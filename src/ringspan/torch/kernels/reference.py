@@ -20,7 +20,7 @@ from ringspan.core.tile import Tile
 from ringspan.torch.kernels.launch import SHORT, Launch, Launches, bands
 from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.kernels.merge import merge_into
-from ringspan.torch.scores import Scores
+from ringspan.torch.kernels.score_mod import Scores
 
 _LOG2E: Final = 1 / log(2)
 _LOWEST: Final = -1e30  # the maximum of a row that has seen no key: finite, so that no difference of two is NaN

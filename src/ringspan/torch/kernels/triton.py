@@ -8,7 +8,7 @@ from ringspan.gpu import support
 from ringspan.torch.kernels.heads import too_large
 from ringspan.torch.kernels.launch import Launch, Launches, whole
 from ringspan.torch.kernels.memory import Memory
-from ringspan.torch.scores import Scores
+from ringspan.torch.kernels.score_mod import Scores
 
 
 class TritonAttention:

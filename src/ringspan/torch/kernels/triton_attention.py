@@ -15,7 +15,7 @@ from ringspan.gpu.attention import Blocks
 from ringspan.gpu.support import interprets_triton
 from ringspan.gpu.table import Table
 from ringspan.torch.kernels.launch import Launch
-from ringspan.torch.scores import Scores
+from ringspan.torch.kernels.score_mod import Scores
 
 
 def _tuned(program: Any, blocks: Blocks, sums: list[str]) -> Any:

@@ -1,1 +1,0 @@
-"""What is measured: speed and memory as ratios from one interleaved run. Results are data, see ``benchmarks/``."""

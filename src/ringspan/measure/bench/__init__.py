@@ -1,0 +1,1 @@
+"""Attention, steps and memory, measured beside one process."""

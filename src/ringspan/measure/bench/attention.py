@@ -1,0 +1,163 @@
+"""The ring's attention on N ranks of one thread against scaled_dot_product_attention on one process of N threads."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ringspan.core import reference
+from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.mask import Mask
+from ringspan.core.schedule import plan
+from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.bench.timing import timed
+from ringspan.measure.trace.peak import allocated_bytes
+from ringspan.torch.attention.op import check_tensors, ring_attention
+from ringspan.torch.runtime.launch import launch, local_device
+from ringspan.torch.transport.agreement import shared_bytes
+from ringspan.torch.transport.exchange import TOTALS
+
+KINDS: Final = {"forward": 1.0, "forward_backward": 3.5}  # FLOPs, in units of the forward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCase:
+    """One attention: its global length, heads, dtype, mask and how it is split."""
+
+    ranks: int = 2
+    length: int = 8192
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    dtype: str = "float32"
+    mask: str = "causal"
+    layout: LayoutName = "zigzag"
+    route: str = "ring"
+    repeats: int = 5
+
+
+def run(case: AttentionCase) -> dict[str, Any]:
+    """Measure a case: medians of interleaved repeats, each repeat timed from a barrier to the slowest rank.
+
+    ``ring_seconds`` and ``baseline_seconds`` hold forward and forward+backward; the baseline runs on rank 0 with as
+    many threads as there are ranks, while the others sleep. Tensors are stored (B, T, H, D), as a model's projections
+    make them. ``exposed_comm_seconds`` is what the slowest rank waited.
+    """
+    results = launch(_measure, case.ranks, case, threads=1)
+    return {**results[0], "config": asdict(case), "machine": describe_machine()}
+
+
+def _measure(case: AttentionCase) -> dict[str, Any]:
+    device, dtype = local_device(), getattr(torch, case.dtype)
+    mask, rank = Mask.parse(case.mask), dist.get_rank()
+    layout = Layout(case.layout, case.length, case.ranks)
+    generator = torch.Generator().manual_seed(0)
+    *inputs, dout = (
+        torch.randn(case.batch, layout.padded_length, heads, case.head_dim, generator=generator).to(device, dtype)
+        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    )
+    check_tensors(*inputs)
+    mine = torch.from_numpy(layout.positions(rank)).to(device)
+    local = [x[:, mine].transpose(1, 2).requires_grad_() for x in inputs]
+    whole = [x[:, : case.length].transpose(1, 2).requires_grad_() for x in inputs]
+    local_dout, whole_dout = dout[:, mine].transpose(1, 2), dout[:, : case.length].transpose(1, 2)
+    inputs, dout = [x.transpose(1, 2) for x in inputs], dout.transpose(1, 2)
+    dense = _dense(mask, case.length, device) if case.mask not in ("causal", "full") else None
+
+    def on_ring(backward: bool) -> list[Tensor]:
+        out = ring_attention(*local, mask=mask, layout=layout, route=case.route)
+        return [out, *torch.autograd.grad(out, local, local_dout)] if backward else [out]
+
+    def on_one(backward: bool) -> list[Tensor]:
+        causal, grouped = case.mask == "causal", case.heads != case.kv_heads
+        out = scaled_dot_product_attention(*whole, attn_mask=dense, is_causal=causal, enable_gqa=grouped)
+        return [out, *torch.autograd.grad(out, whole, whole_dout)] if backward else [out]
+
+    seconds: dict[str, list[float]] = {}
+    for repeat in range(case.repeats + 1):
+        for kind, backward in (("forward", False), ("forward_backward", True)):
+            with torch.set_grad_enabled(backward):
+                ours = timed(partial(on_ring, backward), threads=1)
+                theirs = timed(partial(on_one, backward) if rank == 0 else None, threads=case.ranks)
+            if repeat:  # the first round warms up
+                seconds.setdefault(f"ring {kind}", []).append(ours)
+                seconds.setdefault(f"one {kind}", []).append(theirs)
+    pairs = sum(plan(layout, mask, r).num_pairs for r in range(case.ranks))
+    flops = 4 * pairs * case.batch * case.heads * case.head_dim
+    ring_seconds = {kind: median(seconds[f"ring {kind}"]) for kind in KINDS}
+    result = {
+        f"ratio_{kind}": median(a / b for a, b in zip(seconds[f"ring {kind}"], seconds[f"one {kind}"], strict=True))
+        for kind in KINDS
+    }
+    return result | {
+        "ring_seconds": ring_seconds,
+        "baseline_seconds": {kind: median(seconds[f"one {kind}"]) for kind in KINDS},
+        "gflops": {kind: flops * passes / ring_seconds[kind] / 1e9 for kind, passes in KINDS.items()},
+        "exposed_comm_seconds": _exposed(on_ring),
+        "peak_bytes_per_token": {
+            "ring": (_peak_bytes(partial(on_ring, True)) + _largest(shared_bytes())) / layout.tokens_per_rank,
+            "baseline": _peak_bytes(partial(on_one, True) if rank == 0 else None, threads=case.ranks) / case.length,
+        },
+        "max_relative_error": _error(case, inputs, dout, on_ring(True)),
+    }
+
+
+def _dense(mask: Mask, length: int, device: torch.device) -> Tensor:
+    positions = np.arange(length)
+    return torch.from_numpy(mask.dense(positions, positions)).to(device)
+
+
+def _exposed(on_ring: Callable[[bool], list[Tensor]]) -> dict[str, float]:
+    """Seconds that the slowest rank waited for others, in one more forward and one more forward and backward."""
+    waits: dict[str, float] = {}
+    for kind, is_backward in (("forward", False), ("forward_backward", True)):
+        dist.barrier()
+        before = TOTALS.exposed_seconds
+        on_ring(is_backward)
+        waits[kind] = _largest(TOTALS.exposed_seconds - before)
+    return waits
+
+
+def _peak_bytes(function: Callable[[], Any] | None, *, threads: int = 1) -> float:
+    """Most bytes that forward and backward hold beside their inputs, kernels' and messages' buffers included, on any
+    rank.
+    """
+    torch.set_num_threads(threads)
+    found = allocated_bytes(function) if function else 0
+    torch.set_num_threads(1)
+    return _largest(found)
+
+
+def _largest(number: float) -> float:
+    """The largest of all ranks."""
+    largest = torch.tensor(float(number), dtype=torch.float64, device=local_device())
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def _error(case: AttentionCase, inputs: list[Tensor], dout: Tensor, ours: list[Tensor]) -> float:
+    """Largest relative error of out and dq against float64, over a sample of rows on each rank."""
+    layout = Layout(case.layout, case.length, case.ranks)
+    positions = layout.positions(dist.get_rank())
+    sample = np.random.default_rng(0).permutation(np.flatnonzero(positions < case.length))[:32]
+    rows = positions[sample]
+    q, k, v = (x.double().cpu().numpy() for x in inputs)
+    allowed = Mask.parse(case.mask).dense(rows, np.arange(case.length))
+    problem = (q[:, :, rows], k[:, :, : case.length], v[:, :, : case.length], allowed, case.head_dim**-0.5)
+    expected = (
+        reference.attention(*problem)[0],
+        reference.backward(dout.double().cpu().numpy()[:, :, rows], *problem).dq,
+    )
+    errors = [
+        np.linalg.norm(x.detach().double().cpu().numpy()[:, :, sample] - y) / np.linalg.norm(y)
+        for x, y in zip(ours, expected, strict=False)
+    ]
+    return _largest(float(max(errors)))

@@ -1,0 +1,176 @@
+"""The main job in miniature: train a Llama on real text over a ring, prove it equal to one process, and measure
+memory.
+"""
+
+import os
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ringspan.core.layout import LayoutName
+from ringspan.measure.bench import memory
+from ringspan.torch.data.batch import shard_batch
+from ringspan.torch.memory.checkpointing import checkpoint_layers
+from ringspan.torch.parallelize import parallelize
+from ringspan.torch.runtime.launch import local_device
+from ringspan.torch.runtime.mesh import init_mesh
+from ringspan.train.config.tables import TrainConfig, parse_config
+
+Say = Callable[[str], None]
+
+# Folders of the standard library that are tests, generated tables or other people's packages.
+_LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "ensurepip",
+    "turtledemo",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """How large the demonstration is; ``ringspan demo`` has defaults that take a few minutes on two cores."""
+
+    run: str
+    ranks: int
+    steps: int
+    length: int
+    layout: LayoutName
+
+
+def python_text() -> list[str]:
+    """Source and documentation of the running Python: real, long text that every machine has."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    names = sorted(
+        path for path in library.iterdir() if path.name not in _LEFT_OUT and not path.name.startswith(("_", "."))
+    )
+    return [str(path) for path in names if path.suffix == ".py" or (path.is_dir() and any(path.glob("*.py")))]
+
+
+def training_config(options: DemoOptions) -> TrainConfig:
+    """A Llama of about 5M parameters from scratch, with a tokenizer trained on the spot."""
+    return parse_config(
+        {
+            "run": options.run,
+            "steps": options.steps,
+            "model": {
+                "init": "scratch",
+                "tokenizer": "train",
+                "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+                "config": {
+                    "model_type": "llama",
+                    "vocab_size": 2048,
+                    "hidden_size": 320,
+                    "intermediate_size": 880,
+                    "num_hidden_layers": 4,
+                    "num_attention_heads": 5,
+                    "num_key_value_heads": 1,
+                    "max_position_embeddings": options.length,
+                    "tie_word_embeddings": True,
+                    "initializer_range": 0.06,  # 1 / sqrt(hidden size): a small model must learn in a few steps
+                },
+            },
+            "data": {
+                "paths": python_text(),
+                "extensions": [".py", ".rst", ".txt"],
+                "sequence_length_tokens": options.length,
+                "eval_fraction": 0.02,
+            },
+            "attention": {"layout": options.layout},
+            "optimizer": {"learning_rate": 4e-3, "warmup_steps": min(4, options.steps)},
+            "evaluation": {"num_sequences": 2},
+        }
+    )
+
+
+def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> dict[str, Any]:
+    """The loss and every gradient of one batch, on this ring and on rank 0 alone with transformers' own attention.
+
+    Every rank calls it; ``say`` is told of each part before it begins. Relative differences are
+    ``||ring - one|| / ||one||``; ``worst_error`` compares both with the same model in float64, since a gradient that
+    nearly cancels differs by rounding alone.
+    """
+    say(f"loss and gradients of {options.length:,} tokens on the ring of {dist.get_world_size()}")
+    tokens = _text_tokens(folder, options.length).to(local_device())
+    batch = {"input_ids": tokens, "labels": tokens}
+    mesh = init_mesh()
+    model = parallelize(_load(folder), mesh, layout=options.layout)
+    loss = model(**shard_batch(batch, mesh, layout=options.layout)).loss
+    loss.backward()
+    gradients = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    if dist.get_rank() != 0:
+        return {}
+    torch.set_num_threads(os.cpu_count() or 1)
+    say("the same on one process, with transformers' own attention")
+    plain = _load(folder)
+    checkpoint_layers(plain, "full")
+    expected = plain(**batch).loss
+    expected.backward()
+    alone = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    say("the same in float64, to see which of the two is nearer (the slowest part)")
+    exact = _load(folder).double()
+    checkpoint_layers(exact, "full")
+    exact(**batch).loss.backward()
+    truth = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+    rows = [
+        {"name": name, "norm": float(g.norm()), "relative_difference": _relative(gradients[name], g)}
+        for name, g in alone.items()
+    ]
+    return {
+        "loss_one_process": float(expected.detach()),
+        "loss_ring": float(loss.detach()),
+        "loss_relative_difference": abs(float((loss - expected).detach() / expected.detach())),
+        "ranks": mesh["ring"].size(),
+        "length": tokens.shape[1],
+        "gradients": rows,
+        "worst_error": {
+            "ring": max(_relative(gradients[name], g) for name, g in truth.items()),
+            "one_process": max(_relative(alone[name], g) for name, g in truth.items()),
+        },
+    }
+
+
+def _text_tokens(folder: str, length: int) -> torch.Tensor:
+    """The start of one long file of the standard library, as the trained tokenizer reads it. Shape (1, length)."""
+    text = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_text(encoding="utf-8")
+    return AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"][:, :length]
+
+
+def _load(folder: str) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.to(local_device()).train()
+
+
+def _relative(x: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((x.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def _whole(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def measure_memory(options: DemoOptions, say: Say = lambda line: None) -> list[dict[str, Any]]:
+    """Activations that a rank holds for the same sequence on rings of 1, 2 and 4; ``say`` is told of each."""
+    rings = tuple(n for n in (1, 2, 4) if not torch.cuda.is_available() or n <= torch.cuda.device_count())
+    case = memory.MemoryCase(rings=rings, length=options.length, checkpoints=("attention",), layout=options.layout)
+    return [
+        {
+            "ring": row["ring"],
+            "tokens_per_rank": row["tokens_per_rank"],
+            "activation_bytes": row["bytes"]["activations"],
+        }
+        for row in memory.run(case, say)["rows"]
+        if row["length"] == options.length
+    ]

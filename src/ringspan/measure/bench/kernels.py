@@ -1,0 +1,147 @@
+"""Which kernel serves which attention: what the ring would choose for every tile of a few typical cases.
+
+Nothing is computed: tiles come from the ring's schedules, tensors are fake, and the kernels' own rules answer. The
+table of a document is made anew by ``python -m ringspan.measure.bench.kernels docs/masks.md``.
+"""
+
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.layout import Layout
+from ringspan.core.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
+from ringspan.core.schedule import plan
+from ringspan.gpu import support
+from ringspan.torch import kernels
+from ringspan.torch.attention.op import check_tensors
+from ringspan.torch.kernels.score_mod import Scores
+
+_RANKS: Final = 4
+_LENGTH: Final = 16384
+_HEADS: Final = 8
+_NO_CUDA: Final = "it needs a CUDA device, and this machine has none"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of attention on a zigzag ring of four: its mask, what scores are, dtype and head sizes."""
+
+    mask: Mask = causal()  # noqa: RUF009 - a Mask is frozen
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 128
+    value_dim: int = 128
+    softcap: float = 0.0
+    has_slopes: bool = False
+
+
+CASES: Final[dict[str, Case]] = {
+    "full": Case(full()),
+    "causal": Case(),
+    "window": Case(sliding_window(2800)),
+    "prefix-LM": Case(prefix_lm(2000)),
+    "documents": Case(documents([1200, 6000, 4000, 5184])),
+    "documents in a window": Case(documents([1200, 6000, 4000, 5184], window=2800)),
+    "chunks": Case(chunked(2400, length=_LENGTH)),
+    "causal, float16": Case(dtype=torch.float16),
+    "causal, float32": Case(dtype=torch.float32),
+    "short documents, float32": Case(documents([512] * 32), dtype=torch.float32),
+    "causal, float64": Case(dtype=torch.float64),
+    "causal, soft cap (Gemma 2)": Case(softcap=50.0),
+    "causal, ALiBi": Case(has_slopes=True),
+    "causal, head sizes 192 and 128 (MLA)": Case(head_dim=192),
+    "causal, head size 320": Case(head_dim=320, value_dim=320),
+}
+
+
+def serving(case: Case, where: torch.device) -> dict[str, float]:
+    """The kernels that compute a case on a device, and the share of its (query, key) pairs that each computes.
+
+    Empty when the ring refuses it there.
+    """
+    layout = Layout("zigzag", _LENGTH, _RANKS)
+    hops = (hop for rank in range(_RANKS) for hop in plan(layout, case.mask, rank).hops if hop.bands)
+    pairs: Counter[str] = Counter()
+    with FakeTensorMode():
+        q, v = (torch.empty(1, _HEADS, 1, d, dtype=case.dtype, device=where) for d in (case.head_dim, case.value_dim))
+        try:
+            check_tensors(q, q, v)
+        except UnsupportedError:
+            return {}
+        scores = Scores(case.head_dim**-0.5, case.softcap, torch.empty(1, device=where) if case.has_slopes else None)
+        names = kernels.serving("auto", q, v, scores)
+        for hop in hops:
+            pairs[kernels.choose(names, hop.bands, q).name] += hop.num_pairs
+    return {name: count / pairs.total() for name, count in pairs.most_common()}
+
+
+def kernel_report(devices: list[torch.device]) -> dict[str, dict[str, Any]]:
+    """Of each kernel: whether it runs on any of the devices, its share of each case that it serves, or why it does not.
+
+    The share is the largest on any device.
+    """
+    served: dict[str, dict[str, float]] = {name: {} for name in kernels.KERNELS}
+    for where in devices:
+        for title, case in CASES.items():
+            for name, share in serving(case, where).items():
+                served[name][title] = max(share, served[name].get(title, 0.0))
+    report: dict[str, dict[str, Any]] = {}
+    for name in kernels.KERNELS:
+        reasons = [_why_not(name, where) for where in devices]
+        runs = None in reasons
+        # Of the last device, which is the GPU where there is one: that the CPU cannot run it says nothing there.
+        report[name] = {"available": runs, "serves": served[name], "why_not": None if runs else reasons[-1]}
+    return report
+
+
+def _why_not(name: str, where: torch.device) -> str | None:
+    """What keeps a kernel from plain attention in bfloat16 on a device, the last that the machine has."""
+    with FakeTensorMode():
+        probe = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device=where)
+        why = kernels.why_not(name, probe, probe, Scores(1.0))
+    # The kernels speak of the tensors that they were given; here there is only the machine.
+    return _NO_CUDA if why and why.startswith("it needs CUDA tensors") else why
+
+
+def markdown() -> str:
+    """The table of docs/masks.md: a column for CPUs that multiply bfloat16 quickly, and one for CUDA devices of compute
+    capability 8.0 with cuDNN and Triton, as PyTorch's builds bring them, and without the flash-attn packages.
+    """
+    lines = ["| attention | CPU | CUDA |", "| --- | --- | --- |"]
+    with (
+        patch.object(torch.cuda, "get_device_capability", lambda _: (8, 0)),
+        patch.object(torch.backends.cudnn, "is_available", lambda: True),
+        patch.object(kernels, "multiplies_16_bits", lambda: True),
+        patch.object(support, "has_triton", lambda: True),
+        patch.object(support, "is_installed", lambda _: False),
+    ):
+        for title, case in CASES.items():
+            cells = (shares(serving(case, torch.device(kind))) for kind in ("cpu", "cuda"))
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shares(served: dict[str, float]) -> str:
+    """Names with their shares, unless one kernel does it all."""
+    if len(served) < 2:
+        return next(iter(served), "refused")
+    return ", ".join(f"{name} {share:.0%}" for name, share in served.items())
+
+
+def fill(text: str) -> str:
+    """A document with what is between ``<!-- table kernels -->`` and ``<!-- end -->`` made anew."""
+    return re.sub(
+        r"(<!-- table kernels -->\n).*?(\n<!-- end -->)", lambda m: m[1] + markdown() + m[2], text, flags=re.DOTALL
+    )
+
+
+if __name__ == "__main__":
+    document = Path(sys.argv[1])
+    document.write_text(fill(document.read_text(encoding="utf-8")), encoding="utf-8")

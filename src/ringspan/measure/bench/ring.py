@@ -1,0 +1,330 @@
+"""One rank of a ring rehearsed on one device: its whole schedule, with blocks arriving by copies on a side stream.
+
+What a ring of N devices computes and overlaps, measured where there is only one. The yardstick is the fastest local
+kernel on one sequence of as many pairs, under the same mask.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringspan.core import reference
+from ringspan.core.errors import ConfigError
+from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.mask import Mask
+from ringspan.core.schedule import Schedule, plan
+from ringspan.measure.bench.machine import describe_machine
+from ringspan.torch import kernels
+from ringspan.torch.attention import ring
+from ringspan.torch.attention.block import Block
+from ringspan.torch.attention.op import check_tensors
+from ringspan.torch.attention.ring import MESSAGES_PER_HOP, Ring, num_head_groups
+from ringspan.torch.kernels import InPlace
+from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.runtime.launch import local_device
+from ringspan.torch.transport import clock
+from ringspan.torch.transport.exchange import Arrival, Exchange, Room, Transfer
+
+KINDS: Final = ("forward", "backward")
+_PASSES: Final = {"forward": 1.0, "backward": 2.5}  # FLOPs in units of the forward pass
+_SAMPLE: Final = 128  # rows compared with float64, of each of the ranks that are looked at
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingCase:
+    """One attention, and the rank of it that is rehearsed."""
+
+    virtual_ranks: int = 8
+    rank: int = 0
+    tokens: int = 8192
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    mask: str = "causal"
+    layout: LayoutName = "zigzag"
+    kernel: str = "auto"
+    repeats: int = 5
+    error_ranks: tuple[int, ...] = (1, 8, 64)
+    error_tokens: int = 4096
+
+
+def run(case: RingCase) -> dict[str, Any]:
+    """Measure a case: medians of interleaved repeats.
+
+    ``efficiency`` is FLOP/s of the rank's hops over FLOP/s of the fastest single kernel, ``transfer_share`` the part of
+    the time with transfers that they cost, ``errors`` those of out and dq relative to float64, by number of ranks and
+    of one kernel alone.
+
+    Raises:
+        ConfigError: a rank outside of the ring.
+        UnsupportedError: a kernel that cannot serve.
+    """
+    if not 0 <= case.rank < case.virtual_ranks:
+        raise ConfigError(f"--rank {case.rank}: there are {case.virtual_ranks} virtual ranks, from 0 on")
+    one = Rehearsal(case)
+    with torch.no_grad():
+        on, off = one.passes(is_moving=True), one.passes(is_moving=False)
+        alone = one.single_kernels()
+        seconds: dict[str, dict[str, list[float]]] = {}
+        for repeat in range(case.repeats + 1):
+            for name, passes in {"ring": on, "still": off, **alone}.items():
+                for kind in KINDS:
+                    took = timed(passes[kind], one.device)
+                    if repeat:  # the first round warms up
+                        seconds.setdefault(name, {}).setdefault(kind, []).append(took)
+    pairs = {"ring": one.schedule.num_pairs, **dict.fromkeys(alone, one.single.num_pairs)}
+    flops = {
+        name: {kind: one.flops(pairs[name]) * _PASSES[kind] / median(seconds[name][kind]) for kind in KINDS}
+        for name in pairs
+    }
+    fastest = {kind: max(alone, key=lambda name: flops[name][kind]) for kind in KINDS}
+    return {
+        "efficiency": {kind: flops["ring"][kind] / flops[fastest[kind]][kind] for kind in KINDS},
+        "transfer_share": {
+            kind: median(1 - b / a for a, b in zip(seconds["ring"][kind], seconds["still"][kind], strict=True))
+            for kind in KINDS
+        },
+        "fastest_kernel": fastest,
+        "flops_per_second": flops,
+        "seconds": {name: {kind: median(each[kind]) for kind in KINDS} for name, each in seconds.items()},
+        "hops": len(one.schedule.hops),
+        "single_tokens": one.single_layout.length,
+        "errors": [error_row(case, ranks) for ranks in case.error_ranks],
+        "config": asdict(case),
+        "machine": describe_machine(),
+    }
+
+
+def timed(function: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call, by the device's own clock where it has one."""
+    clock.synchronize(device)
+    start = clock.now(device)
+    function()
+    end = clock.now(device)
+    clock.synchronize(device)
+    return clock.seconds(start, end)
+
+
+class Arrivals(Exchange):
+    """An exchange with nobody: what a rank would receive is copied from where it already is, on a side stream.
+
+    ``blocks`` are the packed buffers by message number; gradients of other ranks are zeros. Without ``is_moving``
+    nothing is copied, and buffers hold whatever they hold.
+    """
+
+    def __init__(self, device: torch.device, blocks: dict[int, Tensor], is_moving: bool) -> None:
+        super().__init__(None, "arrivals")
+        self._blocks, self._is_moving = blocks, is_moving
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._zeros = torch.zeros(0, dtype=torch.uint8, device=device)
+
+    def post(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Room]], message: int
+    ) -> tuple[Transfer, list[Arrival]]:
+        """Start to copy what this message brings; nobody takes what is sent."""
+        arrivals = [Arrival(peer, room, room.empty()) for peer, room in receives]
+        if not self._is_moving or not arrivals:
+            return Transfer((), ()), arrivals
+        sources = [self._source(message, room) for _, room in receives]
+        if self._stream is None:
+            for arrival, source in zip(arrivals, sources, strict=True):
+                arrival.read().copy_(source)
+            return Transfer((), ()), arrivals
+        self._stream.wait_stream(torch.cuda.current_stream())  # what last used this memory may still be running
+        with torch.cuda.stream(self._stream):
+            for arrival, source in zip(arrivals, sources, strict=True):
+                arrival.read().copy_(source)
+            copied = torch.cuda.Event()
+            copied.record()
+        return Copies(copied, [arrival.read() for arrival in arrivals]), arrivals
+
+    def _source(self, message: int, room: Room) -> Tensor:
+        if message in self._blocks:
+            return self._blocks[message]
+        if self._zeros.numel() < room.nbytes:
+            self._zeros = self._zeros.new_zeros(room.nbytes)
+        return room.on(self._zeros[: room.nbytes])
+
+
+class Copies(Transfer):
+    """Copies on a side stream; the buffers belong to them until ``wait``."""
+
+    def __init__(self, copied: "torch.cuda.Event", buffers: list[Tensor]) -> None:
+        super().__init__((), buffers)
+        self._copied = copied
+
+    def wait(self) -> None:
+        """Make the current stream wait until everything has arrived."""
+        torch.cuda.current_stream().wait_event(self._copied)
+        super().wait()
+
+
+class Rehearsal:
+    """One rank's tensors, the blocks of the others, and the single sequence to compare with."""
+
+    def __init__(self, case: RingCase) -> None:
+        self.case, self.device, self.dtype = case, local_device(), getattr(torch, case.dtype)
+        self.mask = Mask.parse(case.mask)
+        self.layout = Layout(case.layout, case.virtual_ranks * case.tokens, case.virtual_ranks)
+        self.schedule = plan(self.layout, self.mask, case.rank)
+        if not self.schedule.num_pairs:
+            raise ConfigError(f"--rank {case.rank}: has nothing to compute under the mask {case.mask}")
+        self._generator = torch.Generator(self.device).manual_seed(0)
+        tokens = self.layout.tokens_per_rank
+        self.q, self.dout = self.random(case.heads, tokens), self.random(case.heads, tokens)
+        self.k, self.v = self.random(case.kv_heads, tokens), self.random(case.kv_heads, tokens)
+        check_tensors(self.q, self.k, self.v)
+        self.scores = Scores(case.head_dim**-0.5)
+        if refusal := kernels.why_not(case.kernel, self.q, self.v, self.scores):
+            raise kernels.refused(case.kernel, refusal)
+        self.single_layout = self._same_pairs()
+        self.single = plan(self.single_layout, self.mask, 0)
+
+    def random(self, heads: int, tokens: int) -> Tensor:
+        """(1, H, T, D), tokens before heads in memory, as a model's projections make them."""
+        shape = 1, tokens, heads, self.case.head_dim
+        return torch.randn(shape, generator=self._generator, device=self.device).to(self.dtype).transpose(1, 2)
+
+    def flops(self, pairs: int) -> float:
+        """Of a forward pass over so many (query, key) pairs."""
+        return 4.0 * pairs * self.case.heads * self.case.head_dim
+
+    def passes(self, is_moving: bool) -> dict[str, Callable[[], Any]]:
+        """Forward and backward of the rank; the blocks of the others are made anew, once."""
+        k, v = self.k, self.v
+        blank = ring_of(self.case, self.layout, self.q, k, Arrivals(self.device, {}, False))
+        blocks = _arriving(blank, k, lambda _, heads: (k[:, heads], v[:, heads]))  # whose numbers does not matter
+        mine = replace(blank, exchange=Arrivals(self.device, blocks, is_moving))
+        out, lse = ring.forward(mine, self.q, self.k, self.v)
+        return {
+            "forward": lambda: ring.forward(mine, self.q, self.k, self.v),
+            "backward": lambda: ring.backward(mine, self.dout, self.q, self.k, self.v, out, lse),
+        }
+
+    def single_kernels(self) -> dict[str, dict[str, Callable[[], Any]]]:
+        """Each fast kernel that serves, on one sequence of as many pairs."""
+        tokens = self.single_layout.length
+        q, dout = self.random(self.case.heads, tokens), self.random(self.case.heads, tokens)
+        k, v = self.random(self.case.kv_heads, tokens), self.random(self.case.kv_heads, tokens)
+        names = kernels.serving("auto", q, v, self.scores)
+        names = tuple(name for name in names if name != "reference") or names
+        return {name: alone(name, self.single, self.scores, dout, q, k, v) for name in names}
+
+    def _same_pairs(self) -> Layout:
+        """One sequence under the mask with about as many pairs as the rank computes."""
+        low, high = 1, self.layout.length
+        while low < high:
+            middle = (low + high) // 2
+            if plan(Layout("contiguous", middle, 1), self.mask, 0).num_pairs < self.schedule.num_pairs:
+                low = middle + 1
+            else:
+                high = middle
+        return Layout("contiguous", low, 1)
+
+
+def ring_of(case: RingCase, layout: Layout, q: Tensor, k: Tensor, exchange: Exchange) -> Ring:
+    """The rank's part in the attention of a case."""
+    schedule = plan(layout, Mask.parse(case.mask), case.rank)
+    scores = Scores(case.head_dim**-0.5)
+    return Ring(schedule, exchange, scores, num_head_groups(q, k, schedule), kernel=case.kernel)
+
+
+def _arriving(one: Ring, k: Tensor, of: Callable[[int, slice], tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
+    """Packed keys and values of every block that reaches a rank, by message number; ``of`` gives an owner's tensors."""
+    hops, found = one.schedule.hops, dict[int, Tensor]()
+    for number, _, kv_heads in one.heads(k, k):
+        for hop in hops[1:]:
+            if hop.arrives.ranges:
+                keys, values = of(hop.owner, kv_heads)
+                block = Block(((0, keys.shape[2]),), keys, values).pack(hop.arrives.ranges)
+                assert block.buffer is not None, "a packed block has a buffer"
+                found[MESSAGES_PER_HOP * (number * len(hops) + hop.index)] = block.buffer
+    return found
+
+
+def alone(
+    name: str, schedule: Schedule, scores: Scores, dout: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> dict[str, Callable[[], Any]]:
+    """Forward and backward of one kernel by the calls that it makes of a sequence, and nothing else."""
+    kernel, (hop,) = kernels.KERNELS[name], schedule.hops
+    launches = kernel.launches(hop.bands)
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
+    gradients = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v)]
+
+    def forward() -> None:
+        for one in launches:
+            rows, keys = slice(one.q0, one.q1), slice(one.k0, one.k1)
+            inputs = q[:, :, rows], k[:, :, keys], v[:, :, keys], one, scores
+            if isinstance(kernel, InPlace):
+                kernel.forward_into(*inputs, out[:, :, rows], lse[:, :, rows])
+            else:
+                kernel.forward(*inputs)
+
+    def backward() -> None:
+        for one in launches:
+            rows, keys = slice(one.q0, one.q1), slice(one.k0, one.k1)
+            inputs = dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], result[:, :, rows], norm[:, :, rows]
+            if isinstance(kernel, InPlace):
+                dq, dk, dv = gradients
+                kernel.backward_into(*inputs, one, scores, dq[:, :, rows], dk[:, :, keys], dv[:, :, keys])
+            else:
+                kernel.backward(*inputs, one, scores)
+
+    result, norm = q, lse.new_full(lse.shape, math.log(k.shape[2]))  # any numbers: they do not change the time
+    return {"forward": forward, "backward": backward}
+
+
+def error_row(case: RingCase, ranks: int) -> dict[str, Any]:
+    """Relative errors of out and dq on the first, the middle and the last of some ranks, and of one kernel alone."""
+    small = replace(case, virtual_ranks=ranks, rank=0, tokens=max(2, case.error_tokens // ranks))
+    layout = Layout(small.layout, small.virtual_ranks * small.tokens, ranks)
+    one = Rehearsal(replace(small, virtual_ranks=1, tokens=layout.length))
+    q, k, v, dout, mask = one.q, one.k, one.v, one.dout, one.mask
+    found: dict[str, list[Any]] = {name: [] for name in ("out", "dq", "alone out", "alone dq", "exact out", "exact dq")}
+    with torch.no_grad():
+        whole = ring_of(small, one.layout, q, k, Arrivals(one.device, {}, False))
+        result = ring.forward(whole, q, k, v)
+        alone = [result[0], ring.backward(whole, dout, q, k, v, *result)[0]]
+        for rank in sorted({0, ranks // 2, ranks - 1}):
+            positions = layout.positions(rank)
+            mine = torch.from_numpy(positions).to(one.device)
+            my_q, my_k, my_v, my_dout = (x[:, :, mine] for x in (q, k, v, dout))
+            blank = ring_of(replace(small, rank=rank), layout, my_q, my_k, Arrivals(one.device, {}, False))
+
+            def of(owner: int, heads: slice) -> tuple[Tensor, Tensor]:
+                there = torch.from_numpy(layout.positions(owner)).to(one.device)
+                return k[:, heads, there], v[:, heads, there]
+
+            here = replace(blank, exchange=Arrivals(one.device, _arriving(blank, my_k, of), True))
+            result = ring.forward(here, my_q, my_k, my_v)
+            dq, _, _ = ring.backward(here, my_dout, my_q, my_k, my_v, *result)
+            sample = np.random.default_rng(rank).permutation(len(positions))[:_SAMPLE]
+            rows = positions[sample]
+            allowed = mask.dense(rows, np.arange(layout.length))
+            exact_q, exact_k, exact_v, exact_dout = (_exact(x) for x in (q[:, :, rows], k, v, dout[:, :, rows]))
+            problem = exact_q, exact_k, exact_v, allowed, small.head_dim**-0.5
+            found["exact out"].append(reference.attention(*problem)[0])
+            found["exact dq"].append(reference.backward(exact_dout, *problem).dq)
+            for name, x in (("out", result[0][:, :, sample]), ("dq", dq[:, :, sample])):
+                found[name].append(_exact(x))
+            for name, x in zip(("alone out", "alone dq"), alone, strict=True):
+                found[name].append(_exact(x[:, :, rows]))
+    joined = {name: np.concatenate(parts, axis=2) for name, parts in found.items()}
+    errors = {
+        name: float(np.linalg.norm(joined[name] - joined[f"exact {name.split()[-1]}"]))
+        / float(np.linalg.norm(joined[f"exact {name.split()[-1]}"]))
+        for name in ("out", "dq", "alone out", "alone dq")
+    }
+    return {"ranks": ranks, **{name.replace(" ", "_"): error for name, error in errors.items()}}
+
+
+def _exact(x: Tensor) -> np.ndarray:
+    return x.double().cpu().numpy()

@@ -1,0 +1,95 @@
+"""Attention of one row in N: a step that holds what a whole one holds, and takes a fraction of its time."""
+
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from ringspan.core.tile import Tile
+from ringspan.torch.kernels import KERNELS, InPlace, Kernel, Returning
+from ringspan.torch.kernels.launch import Launch
+from ringspan.torch.kernels.score_mod import Scores
+
+_Kernel = TypeVar("_Kernel", bound=Kernel)
+
+
+class _Thinned(Generic[_Kernel]):
+    """A kernel that computes every ``every``-th row of a launch, against all of its keys, and gives the rows after it
+    the same results.
+
+    What it makes has the shapes and dtypes of the whole results, so that a ring of it exchanges, adds up and keeps
+    the same bytes; the numbers mean nothing. Rows see later keys of their launch too, in both directions, so that their
+    log-sum-exp is of all scores that backward meets and nothing grows.
+    """
+
+    def __init__(self, kernel: _Kernel, every: int) -> None:
+        self.name, self.why_not, self.launches = kernel.name, kernel.why_not, kernel.launches
+        self._kernel, self._every = kernel, every
+        self.memory = kernel.memory
+
+    def _few(self, rows: Tensor) -> Tensor:
+        return rows[:, :, :: self._every]
+
+    def _of_few(self, launch: Launch) -> Launch:
+        rows = -(-launch.num_rows // self._every)
+        return replace(launch, q1=launch.q0 + rows, tiles=(Tile.full(0, rows, 0, launch.num_keys),))
+
+
+class Thinned(_Thinned[Returning]):
+    """One that returns its results."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]:
+        out, lse = self._kernel.forward(self._few(q), k, v, self._of_few(launch), scores)
+        return self._as_many(out, launch), self._as_many(lse, launch)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, out, lse = (self._few(x) for x in (dout, q, out, lse))
+        dq, dk, dv = self._kernel.backward(dout, q, k, v, out, lse, self._of_few(launch), scores)
+        return self._as_many(dq, launch), dk, dv
+
+    def _as_many(self, rows: Tensor, launch: Launch) -> Tensor:
+        return rows.repeat_interleave(self._every, 2)[:, :, : launch.num_rows]
+
+
+class ThinnedInPlace(_Thinned[InPlace]):
+    """One that adds to what is there."""
+
+    def forward_into(
+        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor
+    ) -> None:
+        few = self._few(out), self._few(lse)
+        self._kernel.forward_into(self._few(q), k, v, self._of_few(launch), scores, *few)
+        self._spread(out)
+        self._spread(lse)
+
+    def backward_into(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        launch: Launch,
+        scores: Scores,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        dout, q, out, lse = (self._few(x) for x in (dout, q, out, lse))
+        self._kernel.backward_into(dout, q, k, v, out, lse, self._of_few(launch), scores, self._few(dq), dk, dv)
+        self._spread(dq)
+
+    def _spread(self, rows: Tensor) -> None:
+        """Without a copy of them all: what the kernel adds to in place takes no memory of its own."""
+        for row in range(0, rows.shape[2], self._every):
+            rows[:, :, row + 1 : row + self._every] = rows[:, :, row : row + 1]
+
+
+def thin_attention(every: int) -> None:
+    """Let this process compute one row in ``every`` of attention on a CPU, from now on."""
+    for name in ("cpu", "reference"):
+        kernel = KERNELS[name]
+        KERNELS[name] = ThinnedInPlace(kernel, every) if isinstance(kernel, InPlace) else Thinned(kernel, every)

@@ -1,0 +1,1 @@
+"""What a machine or cluster can do."""

@@ -1,0 +1,264 @@
+"""What a machine or a cluster has, how fast it is, and what keeps it from training."""
+
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringspan.core import reference
+from ringspan.core.layout import Layout
+from ringspan.core.mask import causal
+from ringspan.core.schedule import plan
+from ringspan.core.units import shown_speed
+from ringspan.measure.bench.kernels import kernel_report
+from ringspan.measure.bench.machine import describe_machine, num_cores
+from ringspan.measure.bench.ring import alone
+from ringspan.measure.cluster.cluster import (
+    Problem,
+    examine_ranks,
+    package_version,
+    problems_between,
+    versions,
+)
+from ringspan.measure.trace.rehearsal import host_memory_bytes
+from ringspan.plan.hardware import min_block_tokens
+from ringspan.torch import kernels
+from ringspan.torch.attention.op import ring_attention
+from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.runtime.launch import join, launch, local_device
+from ringspan.torch.transport.clock import synchronize
+from ringspan.torch.transport.collectives import gather
+from ringspan.train.metrics import measure_flops
+
+_LEAST: Final = {"torch": (2, 11), "transformers": (5,)}
+# Packages that something here uses when they are there: what for, and how to get them.
+_OPTIONAL: Final = {
+    "jax": ("the JAX back end", "pip install 'ringspan[jax]'"),
+    "liger_kernel": ("the fused loss on CUDA", "pip install liger-kernel"),
+    "torchao": ("AdamW with moments in 8 bits", "pip install torchao"),
+}
+_MEASURED_DTYPES: Final = ("bfloat16", "float32")
+_SLOW_RANK: Final = 0.7  # of the median rank
+_WRONG: Final = 1e-5  # relative error of the ring in float32, of which 1e-6 is rounding
+
+
+def examine(ranks: int | None) -> dict[str, Any]:
+    """All that ``ringspan doctor`` prints, with ``ranks`` processes of this machine; as many as it has devices for when
+    None.
+
+    Raises:
+        ConfigError: fewer than one rank, or more than CUDA devices.
+    """
+    ranks = _default_ranks() if ranks is None else ranks
+    try:
+        examined = launch(examine_rank, ranks)[0]
+    except RuntimeError as error:
+        remedy = "ranks of one machine talk over its loopback interface; look at its firewall, memory and limits"
+        return report(None, [Problem(f"{ranks} ranks of this machine do not come together: {error}", remedy, True)])
+    return report(examined)
+
+
+def examine_job(timeout_seconds: float = 120.0) -> tuple[dict[str, Any], bool]:
+    """What ``examine`` finds out, of the job whose processes torchrun has started, and whether this rank shows it."""
+    is_first = os.environ["RANK"] == "0"
+    try:
+        join(timeout=timedelta(seconds=timeout_seconds))
+    except RuntimeError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        what = f"rank {os.environ['RANK']} does not meet the others at {place}: {str(error).splitlines()[0]}"
+        remedy = "this address must be open to every host of the job, and all ranks must be started"
+        return report(None, [Problem(what, remedy, stops=True)]), True
+    try:
+        return report(examine_rank()), is_first
+    finally:
+        dist.destroy_process_group()
+
+
+def _default_ranks() -> int:
+    """Two on CPUs; on CUDA as many as there are devices."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 2
+
+
+def examine_rank() -> dict[str, Any]:
+    """One rank's part of examining the default process group: facts and links, speed, and the proof."""
+    group = dist.group.WORLD
+    assert group is not None, "called inside of a process group"
+    examined = examine_ranks(group)
+    dist.barrier(group)  # all compute at once, as in training: ranks of one machine share its cores
+    speeds = gather(measure_speeds(local_device()), group)
+    return examined | {"speeds": speeds, "ring_error": ring_error(group)}
+
+
+def measure_speeds(device: torch.device) -> list[dict[str, Any]]:
+    """FLOP/s of matrix products and of attention, in each dtype that training computes in."""
+    return [
+        {"what": what, "dtype": dtype, "flops": measure(device, getattr(torch, dtype))}
+        for what, measure in (("matmul", measure_flops), ("attention", attention_flops))
+        for dtype in _MEASURED_DTYPES
+    ]
+
+
+def report(examined: dict[str, Any] | None, failures: Iterable[Problem] = ()) -> dict[str, Any]:
+    """What this machine has, with what its ranks found out about each other, and all problems.
+
+    ``flops`` is that of bfloat16 matrix products on the slowest rank, as the planner counts a device;
+    ``min_block_tokens`` is F/B, from which a block's computation hides its travel.
+    """
+    device = local_device()
+    problems = [*_problems_here(device), *failures]
+    speeds = examined["speeds"] if examined else [measure_speeds(device)]
+    slowest = [min(each, key=lambda speed: speed["flops"]) for each in zip(*speeds, strict=True)]
+    flops = next(each["flops"] for each in slowest if (each["what"], each["dtype"]) == ("matmul", "bfloat16"))
+    bandwidth = examined["bandwidth_bytes_per_second"] if examined else None
+    if examined:
+        problems += [*problems_between(examined), *_slow_ranks(speeds, examined["ranks"])]
+        if not examined["ring_error"] < _WRONG:
+            problems.append(
+                Problem(
+                    f"ring attention of {len(examined['ranks'])} ranks is wrong: relative error "
+                    f"{examined['ring_error']:.1e} against float64, {_WRONG:.0e} is the most that rounding explains",
+                    "this build of torch, or its communication library, computes or carries wrongly: try another one",
+                    stops=True,
+                )
+            )
+    kinds = [torch.device("cpu")] + ([device] if device.type != "cpu" else [])
+    return {
+        "devices": _devices(),
+        "backends": {
+            name: dist.is_available() and getattr(dist, f"is_{name}_available")()
+            for name in ("gloo", "nccl", "mpi", "ucc")
+        },
+        "versions": versions(),
+        "missing": [
+            {"name": name, "needed_for": purpose, "remedy": remedy}
+            for name, (purpose, remedy) in _OPTIONAL.items()
+            if importlib.util.find_spec(name) is None
+        ],
+        "machine": describe_machine(),
+        "kernels": kernel_report(kinds),
+        "flops": flops,
+        "measured_flops": slowest,
+        "bandwidth_bytes_per_second": bandwidth,
+        "min_block_tokens": round(min_block_tokens(flops, bandwidth)) if bandwidth else None,
+        "cluster": examined,
+        "can_train": not any(problem.stops for problem in problems),
+        "problems": [asdict(problem) for problem in problems],
+    }
+
+
+def _slow_ranks(speeds: list[list[dict[str, Any]]], facts: list[dict[str, Any]]) -> Iterator[Problem]:
+    """Ranks that multiply clearly slower than most."""
+    flops = [speed[0]["flops"] for speed in speeds]
+    usual = median(flops)
+    for rank, reached in enumerate(flops):
+        if reached < _SLOW_RANK * usual:
+            yield Problem(
+                f"rank {rank} on {facts[rank]['host']} multiplies at {shown_speed(reached)}, the median rank at "
+                f"{shown_speed(usual)}",
+                "a ring is as slow as its slowest rank: look for other programs on that device, and for its clocks",
+            )
+
+
+def _devices() -> list[dict[str, Any]]:
+    cpu = {
+        "kind": "cpu",
+        "name": describe_machine()["processor"],
+        "cores": num_cores(),
+        "memory_bytes": host_memory_bytes(),
+    }
+    found = [cpu]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "kind": "cuda",
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+                "free_bytes": torch.cuda.mem_get_info(index)[0],
+            }
+        )
+    return found
+
+
+def _problems_here(device: torch.device) -> Iterator[Problem]:
+    for name, least in _LEAST.items():
+        here, needed = package_version(name) or "none", ".".join(map(str, least))
+        if tuple(int(part) for part in re.findall(r"\d+", here)[: len(least)]) < least:
+            yield Problem(f"{name} is {here}, {needed} is needed", f"pip install '{name}>={needed}'", stops=True)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_available() or not getattr(dist, f"is_{backend}_available")():
+        remedy = f"install a build of torch with {backend}: those for Linux on pytorch.org have it"
+        yield Problem(f"torch has no {backend}, over which {device.type} ranks talk", remedy, stops=True)
+    if device.type == "cpu" and any(Path("/dev").glob("nvidia[0-9]*")):
+        why = "is a build for CPUs" if torch.version.cuda is None else f"of CUDA {torch.version.cuda} cannot use them"
+        remedy = "install a build of torch for the CUDA version that nvidia-smi shows"
+        yield Problem(f"this machine has NVIDIA devices, but torch {torch.__version__} {why}", remedy)
+
+
+def attention_flops(device: torch.device, dtype: torch.dtype, *, tokens: int | None = None) -> float:
+    """FLOP/s of causal attention, forward and backward, with the kernel that the ring would choose: the best of a few.
+
+    8 heads of 128; 14 FLOPs a pair and entry of a head: two matrix products forward, five backward.
+    """
+    heads, head_dim, tokens = 8, 128, tokens or (8192 if device.type == "cuda" else 1024)
+    q, k, v, dout = (torch.randn(1, heads, tokens, head_dim, device=device).to(dtype) for _ in range(4))
+    schedule, scores = plan(Layout("contiguous", tokens, 1), causal(), 0), Scores(head_dim**-0.5)
+    kernel = kernels.choose(kernels.serving("auto", q, v, scores), schedule.hops[0].bands, q)
+    passes = alone(kernel.name, schedule, scores, dout, q, k, v)
+
+    def both() -> None:
+        passes["forward"]()
+        passes["backward"]()
+
+    return 14.0 * schedule.num_pairs * heads * head_dim / _fastest(both, device)
+
+
+def _fastest(function: Callable[[], Any], device: torch.device, repeats: int = 4) -> float:
+    """Seconds of the quickest call; the first one warms up."""
+    best = float("inf")
+    for repeat in range(repeats + 1):
+        synchronize(device)
+        started = time.perf_counter()
+        function()
+        synchronize(device)
+        if repeat:
+            best = min(best, time.perf_counter() - started)
+    return best
+
+
+def ring_error(group: dist.ProcessGroup) -> float:
+    """Largest relative error of any rank's causal attention, forward and backward, against float64 dense attention."""
+    ranks, rank, device = dist.get_world_size(group), dist.get_rank(group), local_device()
+    layout = Layout(
+        "zigzag", 2 * max(1, min(24, 512 // ranks)) * ranks, ranks
+    )  # few tokens: each rank computes them all
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, heads, layout.length, 16, generator=generator) for heads in (4, 2, 2, 4)]
+    mine = layout.positions(rank)
+    *inputs, dout = (x[:, :, torch.from_numpy(mine)].to(device).requires_grad_() for x in whole)
+    out = ring_attention(*inputs, layout=layout, group=group)
+    gradients = torch.autograd.grad(out, inputs, dout)
+
+    q, k, v, d = (x.double().numpy() for x in whole)
+    problem = (q, k, v, causal().dense(*2 * [np.arange(layout.length)]), 16**-0.5)
+    expected = reference.attention(*problem)[0], *reference.backward(d, *problem)
+    error = max(_relative(ours, exact[:, :, mine]) for ours, exact in zip((out, *gradients), expected, strict=True))
+    worst = torch.tensor(error, device=device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+    return float(worst)
+
+
+def _relative(ours: Tensor, exact: np.ndarray) -> float:
+    return float(np.linalg.norm(ours.detach().double().cpu().numpy() - exact) / np.linalg.norm(exact))

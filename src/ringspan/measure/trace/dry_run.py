@@ -1,0 +1,322 @@
+"""The real training step of the real model, traced on fake tensors as one rank of many: nothing is computed or sent."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.layout import Layout
+from ringspan.core.tile import Tile
+from ringspan.measure.trace.tracker import MemoryTracker, Moment, end_step, train_step
+from ringspan.plan.planner import Plan
+from ringspan.plan.setting import Setting
+from ringspan.plan.shapes import ModelShape
+from ringspan.torch import kernels
+from ringspan.torch.attention import op as attention
+from ringspan.torch.data.batch import shard_batch
+from ringspan.torch.kernels import reference
+from ringspan.torch.layers import blockwise as tokenwise
+from ringspan.torch.memory import offload
+from ringspan.torch.memory.checkpointing import checkpoint_name
+from ringspan.torch.memory.host_optimizer import HostAdamW
+from ringspan.torch.memory.offload import offload_name
+from ringspan.torch.model.support import refuse_config
+from ringspan.torch.parallelize import parallelize
+from ringspan.torch.runtime.mesh import make_mesh
+
+_TIMELINE_MOMENTS: Final = 400
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank holds over a training step: every change, in order, and the highest."""
+
+    rank: int
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total_bytes)
+
+
+def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: Any) -> Trace:
+    """Trace ``parallelize``, forward, loss, backward, clipping and AdamW as ``rank`` of ``replicate x ring x tp``.
+
+    ``options`` are further ones of ``parallelize``.
+
+    The process must not be in a process group: a fake one is made, in which nothing is sent.
+
+    Raises:
+        ConfigError: a rank outside of the mesh, or a process group that already exists.
+        UnsupportedError: what ``parallelize`` refuses.
+    """
+    check_rank(config, setting, rank)
+    tracker = MemoryTracker(is_fake=True)
+    with (
+        fake_mesh(setting, rank, "cpu") as mesh,
+        _as_on_gpu() if setting.on_gpu else nullcontext(),
+        _real_meshes(),
+        _without_trials(),
+        _one_chunk(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        tracker,
+    ):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
+        model, optimizer, batch = prepare(model, mesh, setting, **options)
+        tracker.watch_model(model)
+        _settle(tracker, model, optimizer)
+        watch_step(tracker, model, optimizer, batch)
+    return Trace(rank, tuple(tracker.moments))
+
+
+def prepare(
+    model: Any, mesh: DeviceMesh, setting: Setting, **options: Any
+) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+    """The model on a mesh, its optimizer and a batch of one token over and over."""
+    model = parallelize(
+        model,
+        mesh,
+        layout=setting.layout,
+        route=setting.route,
+        checkpoint=checkpoint_name(setting.checkpoint),
+        layers_per_checkpoint=setting.layers_per_checkpoint,
+        loss_chunk_tokens=setting.loss_chunk_tokens,
+        feedforward_chunk_tokens=setting.feedforward_chunk_tokens,
+        norm_chunk_tokens=setting.norm_chunk_tokens,
+        offload=offload_name(setting.offload),
+        compute_dtype=getattr(torch, setting.dtype),
+        **options,
+    )
+    if setting.optimizer_on_host:
+        optimizer: torch.optim.Optimizer = HostAdamW(model.parameters(), lr=1e-4)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=setting.on_gpu)
+    return model, optimizer, _batch(model, mesh, setting)
+
+
+def _settle(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Do what only a first step does, without its passes: FSDP pads and gathers parameters, the optimizer makes its
+    state and DTensor its plans.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    end_step(tracker, model, optimizer)
+
+
+def watch_step(
+    tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
+) -> None:
+    """A training step of a known model on a batch that becomes known; the tracker forgets the moments before it."""
+    tracker.watch("activations", batch.values())
+    tracker.restart()
+    train_step(tracker, model, optimizer, batch)
+
+
+def _batch(model: Any, mesh: DeviceMesh, setting: Setting) -> dict[str, torch.Tensor]:
+    padded = Layout(setting.layout, setting.length, setting.ring).padded_length
+    tokens = torch.zeros(setting.batch, padded, dtype=torch.int64)
+    device = next(model.parameters()).device
+    return shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=setting.layout, device=device)
+
+
+@contextmanager
+def _as_on_gpu() -> Iterator[None]:
+    """Let the ring take as many heads at once as on a GPU, and kernels and chunks as there: without one there are no
+    fake CUDA tensors either.
+
+    And let what is offloaded be away, as in a GPU's host; fake tensors have nothing that a file could hold.
+    """
+    choose, mapped, update = attention.num_head_groups, offload._Mapped, HostAdamW.step
+    multiplies, is_slow, room = kernels.multiplies_16_bits, kernels.is_slow_at, reference.Room.of
+
+    def on_gpu(q: Any, *others: Any) -> int:
+        return choose(SimpleNamespace(shape=q.shape, device=torch.device("cuda")), *others)  # pyright: ignore[reportArgumentType]
+
+    attention.num_head_groups, offload._Mapped = on_gpu, _Away  # pyright: ignore[reportAttributeAccessIssue]
+    HostAdamW.step = lambda self, closure=None: None  # changes weights where they are
+    kernels.multiplies_16_bits, kernels.is_slow_at = lambda: True, lambda tiles, q: False
+    reference.Room.of = lambda q, tile: reference.ON_DEVICES
+    try:
+        yield
+    finally:
+        attention.num_head_groups, offload._Mapped = choose, mapped
+        HostAdamW.step = update
+        kernels.multiplies_16_bits, kernels.is_slow_at, reference.Room.of = multiplies, is_slow, room
+
+
+@contextmanager
+def _one_chunk() -> Iterator[None]:
+    """Let plain PyTorch compute one chunk of scores of a launch: without values all of them are alike, and many."""
+    heads, chunks = reference._heads, reference._chunks
+
+    def largest(tile: Tile, room: reference.Room) -> Iterator[tuple[slice, list[slice]]]:
+        pieces = ((rows, keys[0]) for rows, keys in chunks(tile, room) if keys)  # of equal parts the first is as large
+        rows, keys = max(pieces, key=lambda pair: prod(part.stop - part.start for part in pair))
+        yield rows, [keys]
+
+    reference._heads, reference._chunks = lambda *arguments: islice(heads(*arguments), 1), largest
+    try:
+        yield
+    finally:
+        reference._heads, reference._chunks = heads, chunks
+
+
+@contextmanager
+def _without_trials() -> Iterator[None]:
+    """Let modules that are tried out be tried on one token: without values all of them pass."""
+    tokens, tokenwise.PROBE_TOKENS = tokenwise.PROBE_TOKENS, 1
+    try:
+        yield
+    finally:
+        tokenwise.PROBE_TOKENS = tokens
+
+
+@contextmanager
+def _real_meshes() -> Iterator[None]:
+    """Let meshes compute with numbers while tensors are fake, where axes are taken out of them and joined (by FSDP2,
+    its own and that of tensor parallelism): a mesh looks its rank up in a tensor.
+    """
+    take, join = DeviceMesh.__getitem__, DeviceMesh._concatenate
+
+    def taken(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
+        with _disable_current_modes():
+            return take(mesh, names)
+
+    def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with _disable_current_modes():
+            return join(meshes)
+
+    DeviceMesh.__getitem__, DeviceMesh._concatenate = taken, staticmethod(joined)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        DeviceMesh.__getitem__, DeviceMesh._concatenate = take, staticmethod(join)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Away(offload._Parked):
+    """A tensor that is in no device's memory until it is fetched."""
+
+    def __init__(self, tensor: Tensor, before: offload._Parked | None, folder: str | None) -> None:
+        super().__init__(before)
+        self._form = tuple(tensor.shape), tensor.dtype, tensor.device
+        self._coming: Tensor | None = None
+
+    def fetch(self) -> None:
+        shape, dtype, device = self._form
+        self._coming = torch.empty(shape, dtype=dtype, device=device)
+
+    def _bring(self) -> Tensor:
+        if self._coming is None:
+            self.fetch()
+        coming, self._coming = self._coming, None
+        assert coming is not None
+        return coming
+
+
+def check_rank(config: PreTrainedConfig, setting: Setting, rank: int) -> None:
+    """Refuse what cannot be played by one process.
+
+    Raises:
+        ConfigError: a rank outside of the mesh, or a process group that already exists.
+        UnsupportedError: a model that the ring does not run.
+    """
+    ranks = setting.devices
+    if not 0 <= rank < ranks:
+        raise ConfigError(f"--rank {rank}: there are {ranks} ranks, 0 to {ranks - 1}")
+    if dist.is_initialized():
+        raise ConfigError("one rank of many needs a process of its own: this one is already in a process group")
+    refuse_config(config)
+
+
+@contextmanager
+def fake_mesh(setting: Setting, rank: int, device_type: str) -> Iterator[DeviceMesh]:
+    """The mesh of a step as one of its ranks sees it, in a process group in which nothing is sent."""
+    dist.init_process_group("fake", rank=rank, world_size=setting.devices, store=FakeStore())
+    try:
+        yield make_mesh(device_type, setting.replicate, setting.ring, setting.tp)
+    finally:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # half a second, for traces alone
+
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # DTensor would give a later mesh of the same shape this one's groups
+
+
+def trace_plan(answer: Plan, rank: int) -> Trace:
+    """Trace the step that a plan proposes."""
+    setting = answer.setting
+    return trace(hugging_face_config(answer.question.shape, setting.length), setting, rank)
+
+
+def summary(traced: Trace, budget_bytes: int) -> dict[str, Any]:
+    """What ``ringspan plan --trace`` puts in the place of the formula's bytes, and the timeline."""
+    peak = traced.peak
+    return {
+        "fits": peak.total_bytes <= budget_bytes,
+        "peak_bytes": peak.total_bytes,
+        "bytes": peak.bytes,
+        "peak_moment": peak.phase,
+        "rank": traced.rank,
+        "timeline": [
+            {"operator": moment.index, "phase": moment.phase, "bytes": moment.bytes}
+            for moment in thinned(traced.moments, _TIMELINE_MOMENTS)
+        ],
+    }
+
+
+def thinned(moments: Sequence[Moment], count: int) -> list[Moment]:
+    """At most about ``count`` of the moments: the highest of each equal stretch."""
+    stretch = max(1, -(-len(moments) // count))
+    parts = (moments[first : first + stretch] for first in range(0, len(moments), stretch))
+    return [max(part, key=lambda moment: moment.total_bytes) for part in parts]
+
+
+def hugging_face_config(shape: ModelShape, length: int) -> PreTrainedConfig:
+    """The config of a model of this shape, for sequences of this length.
+
+    Raises:
+        UnsupportedError: a family that the ring does not run.
+    """
+    if shape.family == "gpt2":
+        raise UnsupportedError(f"{shape.name}: --trace builds llama, mistral, qwen2 and qwen3 models, not gpt2")
+    window = next((w for w in shape.layer_windows if w is not None), None)
+    values: dict[str, Any] = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": length,
+        "tie_word_embeddings": shape.tied,
+        "attention_bias": shape.output_bias,
+        "mlp_bias": shape.mlp_bias,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if shape.model_type != "mistral":
+        values["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in shape.layer_windows]
+    if shape.model_type == "llama":
+        del values["layer_types"], values["sliding_window"], values["use_sliding_window"]
+    return AutoConfig.for_model(shape.model_type, **values)

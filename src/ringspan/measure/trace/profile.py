@@ -1,0 +1,203 @@
+"""What a rank holds and does over real steps: a memory timeline of one step and a hop timeline of the next.
+
+The first two steps run under the memory tracker (FSDP makes its buffers in the first, the optimizer its state), which
+slows them; the third runs without it and is the one whose seconds are shown. Works from hooks on a parallelized model
+and its optimizer, so any loop can be profiled.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from ringspan.measure.trace.dry_run import hugging_face_config, prepare, thinned
+from ringspan.measure.trace.tracker import MemoryTracker
+from ringspan.plan.setting import Setting
+from ringspan.plan.shapes import ModelShape
+from ringspan.torch.model.support import refuse_config
+from ringspan.torch.runtime.mesh import init_mesh
+from ringspan.torch.transport.clock import Moment, now, seconds, synchronize
+from ringspan.torch.transport.collectives import gather
+from ringspan.torch.transport.exchange import TOTALS
+
+PHASES: Final = ("forward", "loss", "backward", "optimizer")
+NUM_STEPS: Final = 3  # one to settle, one for memory, one for time
+_MEMORY_MOMENTS: Final = 250
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProfile:
+    """One rank's two timelines, in seconds from the beginning of their step; plain values, as JSON holds them.
+
+    ``memory`` has "seconds", "phase" and one list of bytes a category; ``phases`` and ``memory_phases`` are (name,
+    start); ``visits`` the hops' computations, ``passages`` the exchanges with what the rank waited for each.
+    """
+
+    rank: int
+    device: str
+    memory: dict[str, list[Any]]
+    memory_phases: list[tuple[str, float]]
+    peak_bytes: int
+    step_seconds: float
+    phases: list[tuple[str, float]]
+    visits: list[dict[str, Any]] = field(default_factory=list)
+    passages: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What this rank waited for others in the step."""
+        return sum(each["arrived"] - each["waited"] for each in self.passages)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"exposed_seconds": self.exposed_seconds}
+
+
+class Profiler:
+    """Profiles the first steps that are run inside of ``step()``; then its hooks are gone and it costs nothing."""
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, rank: int, snapshot: Path | None = None) -> None:
+        """Watch a parallelized model and its optimizer.
+
+        ``snapshot`` is where the CUDA allocator's history of the memory step goes, for PyTorch's memory viewer.
+        """
+        self._model, self._optimizer, self._rank, self._snapshot = model, optimizer, rank, snapshot
+        self._device = next(model.parameters()).device
+        self._tracker = MemoryTracker()
+        self._num_steps = 0
+        self._phases: list[tuple[str, Moment]] = []
+        self._handles = [
+            model.register_forward_pre_hook(lambda *_: self._begin("forward")),
+            model.base_model.register_forward_hook(lambda *_: self._begin("loss")),
+            model.register_forward_hook(lambda *_: self._begin("backward")),
+            optimizer.register_step_pre_hook(lambda *_: self._begin("optimizer")),
+            optimizer.register_step_post_hook(lambda *_: self._tracker.watch_optimizer(optimizer)),
+        ]
+        self._memory: dict[str, Any] = {}
+        self.result: RankProfile | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around each optimizer step of the run, with all of its micro-steps."""
+        self._num_steps += 1
+        if self._num_steps < NUM_STEPS:
+            with self._tracked(is_kept=self._num_steps == NUM_STEPS - 1):
+                yield
+        elif self._num_steps == NUM_STEPS:
+            with self._timed():
+                yield
+        else:
+            yield
+
+    def _begin(self, phase: str) -> None:
+        self._phases.append((phase, now(self._device)))
+        if phase == "backward":
+            self._tracker.keep()
+        if phase == "optimizer":
+            self._tracker.claim_gradients()
+        self._tracker.phase = phase
+
+    @contextmanager
+    def _tracked(self, *, is_kept: bool) -> Iterator[None]:
+        """A step under the memory tracker."""
+        record = is_kept and self._device.type == "cuda" and self._snapshot is not None
+        if record:
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        self._phases.clear()
+        # Allocations are the host's doing, so their time is the host's, on CUDA too.
+        started, device_started = time.perf_counter(), now(self._device)
+        with self._tracker:
+            if self._num_steps == 1:
+                self._tracker.watch_model(self._model)
+            self._tracker.restart()
+            yield
+        if record:
+            torch.cuda.memory._dump_snapshot(str(self._snapshot))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if is_kept:
+            synchronize(self._device)
+            shown = thinned(self._tracker.moments, _MEMORY_MOMENTS)
+            categories = {name: [moment.bytes[name] for moment in shown] for name in shown[0].bytes}
+            self._memory = {
+                "memory": {"seconds": [moment.seconds - started for moment in shown]}
+                | {"phase": [moment.phase for moment in shown]}
+                | categories,
+                "memory_phases": [(name, seconds(device_started, moment)) for name, moment in self._phases],
+                "peak_bytes": self._tracker.peak.total_bytes,
+            }
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """The step whose seconds count."""
+        self._phases.clear()
+        TOTALS.passages, TOTALS.visits = [], []
+        started = now(self._device)
+        try:
+            yield
+        finally:
+            ended = now(self._device)
+            passages, visits = TOTALS.passages, TOTALS.visits
+            TOTALS.passages = TOTALS.visits = None
+            for handle in self._handles:
+                handle.remove()
+        synchronize(self._device)
+
+        def at(moment: Moment | None) -> float:
+            assert moment is not None, "every hop ends and every exchange is waited for"
+            return seconds(started, moment)
+
+        self.result = RankProfile(
+            rank=self._rank,
+            device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
+            step_seconds=at(ended),
+            phases=[(name, at(moment)) for name, moment in self._phases],
+            visits=[
+                {"owner": v.owner, "num_pairs": v.num_pairs, "started": at(v.started), "ended": at(v.ended)}
+                for v in visits
+            ],
+            passages=[
+                {
+                    "hop": p.hop,
+                    "is_gradient": p.is_gradient,
+                    "sent_bytes": p.sent_bytes,
+                    "received_bytes": p.received_bytes,
+                    "posted": at(p.posted),
+                    "waited": at(p.waited),
+                    "arrived": at(p.arrived),
+                }
+                for p in passages
+            ],
+            **self._memory,
+        )
+
+
+def profile_rank(shape: ModelShape, setting: Setting, folder: Path) -> list[RankProfile]:
+    """One rank's part of profiling a model with random weights on the default process group; every rank gets all."""
+    mesh = init_mesh(ring=setting.ring)
+    device = mesh.device_type
+    torch.manual_seed(0)
+    config = hugging_face_config(shape, setting.length)
+    refuse_config(config)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
+    setting = replace(setting, on_gpu=device == "cuda")
+    model, optimizer, batch = prepare(model, mesh, setting)
+    rank = dist.get_rank()
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler = Profiler(model, optimizer, rank, folder / f"snapshot-{rank}.pickle")
+    for _ in range(NUM_STEPS):
+        with profiler.step():
+            model(**batch).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return gathered(profiler)
+
+
+def gathered(profiler: Profiler) -> list[RankProfile]:
+    """The profiles of all ranks of the default process group, on each of them."""
+    return gather(profiler.result)

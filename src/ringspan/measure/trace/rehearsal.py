@@ -1,0 +1,253 @@
+"""One rank of many, for real, on the one device at hand: real tensors, real kernels, made-up neighbours.
+
+Collectives go to a fake process group, which answers with this rank's own data; blocks that would arrive are random
+numbers of the right size. So loss and gradients mean nothing, but every buffer and every kernel is the real one.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.units import shown_bytes
+from ringspan.measure.trace import dry_run as dryrun
+from ringspan.measure.trace.peak import allocated_bytes
+from ringspan.measure.trace.tracker import MemoryTracker, train_step
+from ringspan.plan.memory import training_memory
+from ringspan.plan.planner import Plan
+from ringspan.plan.setting import Setting
+from ringspan.plan.shapes import ModelShape
+from ringspan.torch.attention import op as attention
+from ringspan.torch.runtime.launch import local_device
+from ringspan.torch.transport.clock import Moment, now, seconds, synchronize
+from ringspan.torch.transport.exchange import TOTALS, Arrival, Exchange, Passage, Room, Transfer
+
+_TIMED_STEPS: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What one rank measured; ``exposed_seconds`` is what it would wait for blocks on a link of ``bandwidth``."""
+
+    rank: int
+    peak_bytes: int
+    bytes: dict[str, int]
+    step_seconds: float
+    layer_seconds: tuple[tuple[float, float], ...]
+    """Forward and backward (what is computed again included) of each layer."""
+    bandwidth: float
+    exposed_seconds: float
+
+
+def rehearse_plan(answer: Plan, rank: int, bandwidth: float) -> Rehearsal:
+    """Rehearse the step that a plan proposes; see ``rehearse``.
+
+    Raises:
+        ConfigError: this process's device, or the host, cannot hold it.
+    """
+    device = local_device()
+    setting = replace(answer.setting, on_gpu=device.type == "cuda")
+    shape = answer.question.shape
+    _refuse_more_than(host_memory_bytes(), setting.parameter_bytes * shape.parameters, "the whole model", "this host")
+    has = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_memory_bytes()
+    _refuse_more_than(has, training_memory(shape, setting).peak_bytes, "a rank of this step", f"this {device.type}")
+    return rehearse(dryrun.hugging_face_config(shape, setting.length), setting, rank, bandwidth)
+
+
+def refuse_local_ranks(shape: ModelShape, setting: Setting) -> None:
+    """Check that this machine can hold all ranks of a setting.
+
+    Raises:
+        ConfigError: its devices, or the host that stands in for them, cannot.
+    """
+    on_gpu = local_device().type == "cuda"
+    # Around the ring: with "auto" the route is not known yet, and none needs so much less that a rank then fits.
+    needs = training_memory(shape, replace(setting, on_gpu=on_gpu, route="ring")).peak_bytes
+    has = torch.cuda.mem_get_info()[1] if on_gpu else host_memory_bytes() // setting.devices
+    remedy = "take a shorter --length, a smaller --batch or a smaller --model"
+    _refuse_more_than(has, needs, f"each of {setting.devices} ranks", "its part of this machine", remedy)
+
+
+def _refuse_more_than(
+    has: int,
+    needs: int,
+    what: str,
+    where: str,
+    remedy: str = "rehearse with more --devices, a shorter --length or a smaller --model, or use plan --trace",
+) -> None:
+    if needs > has:
+        raise ConfigError(f"{what} needs {shown_bytes(needs)} and {where} has {shown_bytes(has)}; {remedy}")
+
+
+def host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def rehearse(config: PreTrainedConfig, setting: Setting, rank: int, bandwidth: float) -> Rehearsal:
+    """Run training steps as ``rank`` of ``ring x replicate`` on this process's device.
+
+    ``peak_bytes`` is what the allocator has given out at most in a step (on CUDA ``max_memory_allocated``), kernels'
+    own buffers included; ``bytes`` are the tensors at their highest moment by category.
+
+    Args:
+        config: of the model, whose weights are drawn at random.
+        setting: the step; ``on_gpu`` is taken from the device.
+        rank: which one to play.
+        bandwidth: bytes/s at which a neighbour's blocks arrive.
+
+    Raises:
+        ConfigError: a rank outside of the mesh, or a process group that already exists.
+        UnsupportedError: what ``parallelize`` refuses.
+    """
+    dryrun.check_rank(config, setting, rank)
+    device = local_device()
+    torch.manual_seed(0)
+    with dryrun.fake_mesh(setting, rank, device.type) as mesh, _made_up_neighbours() as arrivals:
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
+        model, optimizer, batch = dryrun.prepare(model, mesh, setting)
+        with MemoryTracker() as tracker:  # from the first step on, in which FSDP makes its buffers
+            tracker.watch_model(model)
+            for _ in range(2):
+                dryrun.watch_step(tracker, model, optimizer, batch)
+
+        def step() -> None:
+            train_step(MemoryTracker(), model, optimizer, batch)
+
+        timed = [_timed_step(step, model, device, arrivals) for _ in range(_TIMED_STEPS)]
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else tracker.moments[-1].total_bytes
+        peak = held + allocated_bytes(step)
+    typical = sorted(timed, key=lambda each: each.seconds)[len(timed) // 2]
+    return Rehearsal(
+        rank=rank,
+        peak_bytes=peak,
+        bytes=tracker.peak.bytes,
+        step_seconds=typical.seconds,
+        layer_seconds=typical.layers,
+        bandwidth=bandwidth,
+        exposed_seconds=exposed_seconds(typical.events, bandwidth),
+    )
+
+
+class _Arrivals(Exchange):
+    """An exchange in which what would arrive is made up."""
+
+    seconds = 0.0
+
+    def post(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Room]], message: int
+    ) -> tuple[Transfer, list[Arrival]]:
+        transfer, arrivals = super().post(sends, receives, message)
+        started = time.perf_counter()
+        for arrival in arrivals:
+            arrival.read().normal_()
+        _Arrivals.seconds += time.perf_counter() - started
+        if TOTALS.passages and arrivals:
+            TOTALS.passages[-1].posted = now(arrivals[0].read().device)  # making it up is no part of its travel
+        return transfer, arrivals
+
+    def among(self, ranks: Sequence[int], name: str) -> "_Arrivals":
+        return _Arrivals(self._group, f"{self._signature} {name}", ranks)
+
+
+@contextmanager
+def _made_up_neighbours() -> Iterator[type[_Arrivals]]:
+    """Let the ring talk to nobody; the ring's operator has no argument for whom it talks through."""
+    attention.Exchange = _Arrivals
+    try:
+        yield _Arrivals
+    finally:
+        attention.Exchange = Exchange
+
+
+@dataclass(frozen=True)
+class _Timed:
+    seconds: float
+    layers: tuple[tuple[float, float], ...]
+    events: list[tuple[float, int, int]]
+
+
+def _timed_step(step: Any, model: Any, device: torch.device, arrivals: type[_Arrivals]) -> _Timed:
+    """One step, its layers, and the moments at which its blocks were posted and needed.
+
+    On a CPU the time in which blocks were made up is taken out of the step.
+    """
+    TOTALS.passages, before = [], arrivals.seconds
+    with _layer_moments(model, device) as layers:
+        started = now(device)
+        step()
+        ended = now(device)
+    synchronize(device)
+    passages, TOTALS.passages = TOTALS.passages, None
+    made_up = arrivals.seconds - before if device.type == "cpu" else 0.0
+    return _Timed(seconds(started, ended) - made_up, layers.seconds(), _events(passages, started))
+
+
+def _events(passages: list[Passage], started: Moment) -> list[tuple[float, int, int]]:
+    """(seconds, number of the passage, bytes that arrive in it; -1 for the moment at which it is needed), in order."""
+    posted = [(seconds(started, each.posted), number, each.received_bytes) for number, each in enumerate(passages)]
+    needed = [(seconds(started, each.waited), number, -1) for number, each in enumerate(passages) if each.waited]
+    return sorted(posted + needed)
+
+
+def exposed_seconds(events: list[tuple[float, int, int]], bandwidth: float) -> float:
+    """What a rank waits in all when blocks arrive at ``bandwidth``, one after the other as they were posted.
+
+    ``events`` are (seconds, number of an exchange, bytes that arrive, or -1 where the rank needs it), in order; a wait
+    delays all that follows.
+    """
+    delay, free, arrival = 0.0, 0.0, dict[int, float]()
+    for moment, number, num_bytes in events:
+        if num_bytes >= 0:
+            free = max(free, moment + delay) + num_bytes / bandwidth
+            arrival[number] = free
+        else:
+            delay += max(0.0, arrival[number] - moment - delay)
+    return delay
+
+
+class _Layers:
+    """Moments at which each layer's forward began and ended, and its backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.forward: dict[int, list[Moment]] = {}
+        self.backward: dict[int, list[Moment]] = {}
+
+    def seconds(self) -> tuple[tuple[float, float], ...]:
+        return tuple((seconds(*self.forward[n]), seconds(*self.backward[n])) for n in sorted(self.forward))
+
+
+@contextmanager
+def _layer_moments(model: Any, device: torch.device) -> Iterator[_Layers]:
+    """Note when layers begin and end: by hooks in forward, and by those of their input's and output's gradients."""
+    layers, handles = _Layers(device), []
+
+    def begin(number: int, module: Any, args: tuple[Tensor, ...]) -> None:
+        if number not in layers.forward:  # not when it is computed again
+            layers.forward[number] = [now(device)]
+            if args[0].requires_grad:
+                args[0].register_hook(lambda _: layers.backward[number].append(now(device)))
+
+    def end(number: int, module: Any, args: tuple[Tensor, ...], out: Tensor) -> None:
+        if len(layers.forward[number]) == 1:
+            layers.forward[number].append(now(device))
+            out.register_hook(lambda _: layers.backward.update({number: [now(device)]}))
+
+    modules = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for number, module in enumerate(modules):
+        handles.append(module.register_forward_pre_hook(partial(begin, number)))
+        handles.append(module.register_forward_hook(partial(end, number)))
+    try:
+        yield layers
+    finally:
+        for handle in handles:
+            handle.remove()

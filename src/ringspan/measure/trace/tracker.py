@@ -1,0 +1,276 @@
+"""Every living tensor, by what it is for: bytes per category at each operator of a training step, real or traced."""
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ringspan.torch.attention import op as attention
+from ringspan.torch.layers.modules import local_part
+
+Category = Literal["parameters", "gradients", "optimizer", "activations", "temporaries", "communication"]
+CATEGORIES: Final[tuple[Category, ...]] = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "temporaries",
+    "communication",
+)
+
+COMMUNICATION: Final = frozenset({"c10d", "_c10d_functional", "fsdp"})
+_ops = torch.ops
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is held after one operator: its number in the run, the phase, bytes per category, and the host's time."""
+
+    index: int
+    phase: str
+    bytes: dict[str, int]
+    seconds: float = 0.0
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass
+class _Storage:
+    reference: weakref.ref[torch.UntypedStorage]
+    num_bytes: int
+    category: Category
+    birth: int
+
+
+@dataclass
+class MemoryTracker(TorchDispatchMode):
+    """A dispatch mode that knows all storages made inside of it, also those inside of the ring operator.
+
+    It runs the ring's own loop in place of the operator, so blocks in flight, float32 sums and gradients on their way
+    are counted like everything else. What a kernel allocates inside of one operator of PyTorch is not seen.
+
+    With ``is_fake`` it answers for the tensors that have no values (see ``_ANSWERS``).
+    """
+
+    is_fake: bool = False
+    moments: list[Moment] = field(default_factory=list)
+    phase: str = "forward"
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, _Storage] = {}
+        self._patched: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+        self._predicts = False
+        self._totals: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        self._operators = 0
+        self._changed = False
+        self._sharded: list[Tensor] = []
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __enter__(self) -> "MemoryTracker":
+        """Also see storages change their size, which is no operator: FSDP frees and refills what it gathers. And know
+        when DTensor makes fake tensors, to see what shapes an operator will give: they take no memory.
+        """
+        resize, predict = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        self._patched.append((resize, predict))
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._resized(storage)
+            return result
+
+        def predicted(*args: Any) -> Any:
+            self._predicts = True
+            try:
+                return predict(*args)
+            finally:
+                self._predicts = False
+
+        torch.UntypedStorage.resize_ = resized  # pyright: ignore[reportAttributeAccessIssue]
+        ShardingPropagator._propagate_tensor_meta_non_cached = predicted  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached = self._patched.pop()
+        super().__exit__(*error)
+
+    @property
+    def peak(self) -> Moment:
+        """The moment that holds the most."""
+        return max(self.moments, key=lambda moment: moment.total_bytes)
+
+    def watch(self, category: Category, tensors: Iterable[Tensor]) -> None:
+        """Count these tensors from now on, as this category."""
+        for tensor in tensors:
+            storage = local_part(tensor).untyped_storage()
+            if storage._cdata in self._storages:
+                self._move(self._storages[storage._cdata], category)
+            else:
+                self._add(storage, category)
+        self._note()
+
+    def watch_model(self, model: nn.Module) -> None:
+        """Count a parallelized model's parameters, and know its gradients and the ends of its layers."""
+        self._sharded = list(model.parameters())
+        self.watch("parameters", self._sharded)
+        self.watch("parameters", model.buffers())
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                births: list[int] = []
+                module.register_forward_pre_hook(lambda *_, births=births: births.append(self._operators))
+                module.register_forward_hook(lambda *_, births=births: self._keep_since(births.pop()))
+
+    def claim_gradients(self) -> None:
+        """What has become a parameter's gradient counts as one."""
+        for parameter in self._sharded:
+            if parameter.grad is not None:
+                known = self._storages.get(local_part(parameter.grad).untyped_storage()._cdata)
+                if known is not None:
+                    self._move(known, "gradients")
+
+    def keep(self) -> None:
+        """What the forward pass leaves for backward are activations."""
+        self._keep_since(0)
+        self._note()
+
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count an optimizer's state as such."""
+        states = (value for state in optimizer.state.values() for value in state.values())
+        self.watch("optimizer", (value for value in states if isinstance(value, Tensor)))
+
+    def restart(self) -> None:
+        """Forget the moments so far; what is held is still known."""
+        self.watch("parameters", self._sharded)  # FSDP pads uneven ones anew in the first step
+        self.moments.clear()
+        self._note(always=True)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in here, and the guard against it costs more than a question to a tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF:  # more than half of what a traced step asks, and no operator
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if DTensor in types:
+            return NotImplemented  # it comes back here with the local tensors
+        if self.is_fake and func in _ANSWERS:
+            return _ANSWERS[func]
+        if self._predicts:
+            return func(*args, **(kwargs or {}))
+        if func.namespace == "ringspan" and func in _LOOPS:
+            with self:
+                return _LOOPS[func](*args, **(kwargs or {}))
+        communicates = func.namespace in COMMUNICATION
+        if communicates and func.name().startswith(_REDUCE_SCATTERS):
+            self.claim_gradients()
+        result = func(*args, **(kwargs or {}))
+        self._operators += 1
+        given = set[int]()
+        for tensor in tensors_of((args, kwargs)):
+            storage = tensor.untyped_storage()
+            given.add(storage._cdata)
+            known = self._storages.get(storage._cdata)
+            if communicates and known is not None and known.category == "temporaries":
+                self._move(known, "gradients" if func in _TAKES_GRADIENTS else "communication")
+        for tensor in tensors_of(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given and storage._cdata not in self._storages:
+                self._add(storage, "communication" if communicates else "temporaries")
+        self._note()
+        return result
+
+    def _add(self, storage: torch.UntypedStorage, category: Category) -> None:
+        cdata = storage._cdata
+        reference = weakref.ref(storage, lambda _: self._drop(cdata))
+        self._storages[cdata] = _Storage(reference, storage.nbytes(), category, self._operators)
+        self._count(category, storage.nbytes())
+
+    def _drop(self, cdata: int) -> None:
+        known = self._storages.pop(cdata, None)
+        if known is not None:
+            self._count(known.category, -known.num_bytes)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        known = self._storages.get(storage._cdata)
+        if known is not None and storage.nbytes() != known.num_bytes:
+            self._move(known, "communication")  # only FSDP does: these are gathered parameters
+            self._count(known.category, storage.nbytes() - known.num_bytes)
+            known.num_bytes = storage.nbytes()
+
+    def _move(self, known: _Storage, category: Category) -> None:
+        if known.category != category:
+            self._count(known.category, -known.num_bytes)
+            self._count(category, known.num_bytes)
+            known.category = category
+
+    def _keep_since(self, birth: int) -> None:
+        for known in self._storages.values():
+            if known.category == "temporaries" and known.birth >= birth:
+                self._move(known, "activations")
+
+    def _count(self, category: Category, num_bytes: int) -> None:
+        self._totals[category] += num_bytes
+        self._changed = self._changed or num_bytes != 0
+
+    def _note(self, *, always: bool = False) -> None:
+        if self._changed or always:
+            self.moments.append(Moment(self._operators, self.phase, dict(self._totals), time.perf_counter()))
+            self._changed = False
+
+
+def train_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> None:
+    """One training step as the training loop does it, with its phases marked in the tracker."""
+    tracker.phase = "forward"
+    loss = model(**batch).loss
+    tracker.keep()
+    tracker.phase = "backward"
+    loss.backward()
+    tracker.claim_gradients()
+    tracker.phase = "optimizer"
+    end_step(tracker, model, optimizer)
+
+
+def end_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """What a step does when the gradients are there: clipping, and the optimizer with its state."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    tracker.watch_optimizer(optimizer)
+    optimizer.zero_grad()
+
+
+# The functions that torch registered as the kernels of the ring's operators.
+_LOOPS: Final[dict[Any, Callable[..., Any]]] = {
+    _ops.ringspan.ring_attention.default: attention._forward._init_fn,
+    _ops.ringspan.ring_attention_backward.default: attention._backward._init_fn,
+}
+# A traced run has no numbers to decide by: counts agree, positions are right, a head changes nothing.
+_ANSWERS: Final[dict[Any, Any]] = {_ops.aten._local_scalar_dense.default: 1, _ops.aten.equal.default: True}
+_TAKES_GRADIENTS: Final = {_ops.fsdp.chunk_cat.default}
+_REDUCE_SCATTERS: Final = ("c10d::reduce_scatter", "c10d::_reduce_scatter")
+_DEVICE_OF: Final = _ops.prim.device.default
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """The tensors with storage of their own in an operator's arguments or results."""
+    if isinstance(tree, Tensor):
+        if type(tree) is not DTensor:
+            yield tree
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            yield from tensors_of(part)
+    elif isinstance(tree, dict):
+        for part in tree.values():
+            yield from tensors_of(part)

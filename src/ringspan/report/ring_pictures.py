@@ -1,0 +1,286 @@
+"""The ring as inline SVG: who computes what, and what travels when.
+
+Tiles are drawn in positions (x is the key, y the query), so that what is drawn can be checked.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from math import ceil, hypot
+from typing import Any, Final
+
+import numpy as np
+
+from ringspan.core.errors import LayoutError
+from ringspan.core.layout import Layout, Span
+from ringspan.core.mask import Mask
+from ringspan.core.ranges import Ranges, size, union
+from ringspan.core.schedule import Hop, plan
+from ringspan.core.tile import Tile
+from ringspan.report.svg import RANK_COLOURS, Point, element, line, path, rectangle, svg, text
+
+MAX_STRIPED_LENGTH: Final = 64  # single cells of a striped picture stay visible up to here, and the file small
+
+
+def ring_picture(layout: Layout, mask: Mask) -> str:
+    """Who computes what, as SVG: query positions downward x key positions rightward, a colour a rank, fainter by hop.
+
+    The strips along the edges show which rank holds the queries and the keys; the bars below, each rank's work.
+
+    Raises:
+        LayoutError: more ranks than colours, or a striped layout whose single cells would be too small to see.
+    """
+    _check_drawable(layout)
+    left, top, side = 84.0, 82.0, 350.0
+    scale = side / layout.length
+    tiles, labels = [], []
+    for rank in range(layout.ranks):
+        for hop in plan(layout, mask, rank).hops:
+            pieces = list(_pieces(layout, rank, hop))
+            tiles += [_tile(pieces, layout, rank, hop)] if pieces else []
+            centres = (_centre(piece) for piece in pieces if _room(piece) * scale >= 4)
+            labels += [
+                text(left + x * scale, top + y * scale + 4, hop.index, "halo small", "middle") for x, y in centres
+            ]
+    pairs = [plan(layout, mask, rank).num_pairs for rank in range(layout.ranks)]
+    shares = [100 * count / max(1, sum(pairs)) for count in pairs]
+    heading = f"{_name(layout, mask)}, {layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
+    spoken = ", ".join(f"rank {rank} {share:.1f} %" for rank, share in enumerate(shares))
+    legend, height = _work_legend(shares, top + side + 34)
+    return svg(
+        440,
+        height,
+        f"Who computes what: {heading}, {layout.length:,} positions. Share of the work: {spoken}.",
+        text(4, 18, heading, "strong"),
+        text(left + side / 2, 42, "key position", "soft", "middle"),
+        text(0, 0, "query position", "soft", "middle", transform=f"translate(16 {top + side / 2}) rotate(-90)"),
+        *_position_ticks(layout.length, left, top, scale),
+        *_owner_strips(layout, left, top, scale),
+        rectangle(left, top, side, side, class_="ground"),
+        element("g", *tiles, transform=f"translate({left} {top}) scale({scale!r})"),
+        *labels,
+        text(4, top + side + 20, "colour: the rank that computes; number: its hop, later is fainter", "soft small"),
+        *legend,
+    )
+
+
+def travel_picture(layout: Layout, mask: Mask) -> str:
+    """Which rank's block is where at each hop, as SVG: a ranks x hops table of blocks, filled where keys still travel.
+
+    Raises:
+        LayoutError: more ranks than colours.
+    """
+    _check_drawable(layout, cells=False)
+    left, top, width, height = 58.0, 48.0, max(62.0, min(170.0, 380.0 / layout.ranks)), 48.0
+    plans = [plan(layout, mask, rank) for rank in range(layout.ranks)]
+    parts = [text(4, 18, f"What travels: {_name(layout, mask)}", "strong")]
+    for index in range(layout.ranks):
+        parts.append(text(left + (index + 0.5) * width, 40, f"hop {index}", "soft", "middle"))
+    for schedule in plans:
+        y = top + schedule.rank * height
+        parts.append(text(4, y + 20, f"rank {schedule.rank}", "soft"))
+        for hop in schedule.hops:
+            parts += _block(layout, schedule.rank, hop, left + hop.index * width + 4, y + 6, width - 8)
+    moved = sum(schedule.sent_tokens for schedule in plans)
+    everything = layout.ranks * (layout.ranks - 1) * layout.tokens_per_rank
+    if everything:
+        total = f"{moved:,} tokens sent; whole blocks to every rank would be {everything:,}"
+    else:
+        total = "one rank: nothing travels"
+    bottom = top + layout.ranks * height + 18
+    return svg(
+        max(440.0, left + layout.ranks * width + 4),
+        bottom + 10,
+        f"What travels: {_name(layout, mask)}, {layout.ranks} ranks. {total}.",
+        *parts,
+        text(4, bottom, total, "soft small"),
+    )
+
+
+def _name(layout: Layout, mask: Mask) -> str:
+    masked = str(mask)
+    return f"{layout.name} layout, {masked if len(masked) <= 30 else masked[:29] + '…'} mask"
+
+
+def _check_drawable(layout: Layout, *, cells: bool = True) -> None:
+    if layout.ranks > len(RANK_COLOURS):
+        raise LayoutError(
+            f"a picture of {layout.ranks} ranks has no colours that can be told apart; draw at most {len(RANK_COLOURS)}"
+        )
+    if cells and layout.spans(0)[0].step > 1 and layout.length > MAX_STRIPED_LENGTH:
+        raise LayoutError(
+            f"a striped picture of {layout.length} positions would have cells smaller than a pixel; "
+            f"draw at most {MAX_STRIPED_LENGTH}, the pattern repeats"
+        )
+
+
+def _tile(pieces: Iterable[Iterable[Point]], layout: Layout, rank: int, hop: Hop) -> str:
+    """All that a rank computes at one hop, as one path in positions."""
+    title = f"rank {rank}, hop {hop.index}: keys of rank {hop.owner}, {hop.num_pairs:,} pairs"
+    return element(
+        "path",
+        element("title", title),
+        class_="tile edge",
+        d=" ".join(path(piece) for piece in pieces),
+        fill=RANK_COLOURS[rank],
+        fill_opacity=1 - 0.6 * hop.index / max(1, layout.ranks - 1),
+        vector_effect="non-scaling-stroke",
+        data_rank=rank,
+        data_hop=hop.index,
+    )
+
+
+def _pieces(layout: Layout, rank: int, hop: Hop) -> Iterator[list[Point]]:
+    """The hop's tiles as polygons over (key position, query position); one position is one unit wide."""
+    queries, keys = layout.spans(rank), layout.spans(hop.owner)
+    for tile in hop.tiles:
+        if queries[0].step > 1:
+            yield from _cells(tile, layout.positions(rank), layout.positions(hop.owner))
+        else:
+            yield from _polygons(tile, queries, keys)
+
+
+def _cells(tile: Tile, queries: Any, keys: Any) -> Iterator[list[Point]]:
+    """Unit squares: neighbours in storage lie ``step`` positions apart."""
+    rows, columns = np.arange(tile.num_rows)[:, None], np.arange(tile.num_keys)[None, :]
+    for i, j in np.argwhere((tile.lo <= rows - columns) & (rows - columns <= tile.hi)).tolist():
+        yield _box(int(keys[tile.k0 + j]), int(queries[tile.q0 + i]), 1, 1)
+
+
+def _polygons(tile: Tile, queries: Sequence[Span], keys: Sequence[Span]) -> Iterator[list[Point]]:
+    """A tile cut at the seams between spans, each part where its positions are; staircases become straight edges."""
+    for row, query in _stored(queries):
+        i0, i1 = max(tile.q0, row), min(tile.q1, row + query.count)
+        for column, key in _stored(keys):
+            j0, j1 = max(tile.k0, column), min(tile.k1, column + key.count)
+            if i0 >= i1 or j0 >= j1:
+                continue
+            down, right = query.start - row, key.start - column
+            polygon = _box(j0 + right, i0 + down, j1 - j0, i1 - i0)
+            shift = (tile.q0 + down) - (tile.k0 + right)  # of the band, from the tile's corner to positions
+            # Half a unit out, where a straight edge has the area of the staircase that it stands for.
+            if tile.has_lower:
+                polygon = _clip(polygon, tile.lo + shift - 0.5, 1)
+            if tile.has_upper:
+                polygon = _clip(polygon, tile.hi + shift + 0.5, -1)
+            if polygon:
+                yield polygon
+
+
+def _stored(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
+    """Each span with the local index of its first token."""
+    index = 0
+    for span in spans:
+        yield index, span
+        index += span.count
+
+
+def _box(x: float, y: float, width: float, height: float) -> list[Point]:
+    return [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
+
+
+def _clip(polygon: list[Point], bound: float, sign: int) -> list[Point]:
+    """The part of a convex polygon on one side of ``y - x = bound`` (Sutherland and Hodgman 1974)."""
+    kept: list[Point] = []
+    for (x0, y0), (x1, y1) in pairwise([*polygon, *polygon[:1]]):
+        here, there = sign * (y0 - x0 - bound), sign * (y1 - x1 - bound)
+        if here >= 0:
+            kept.append((x0, y0))
+        if here * there < 0:
+            part = here / (here - there)
+            kept.append((x0 + part * (x1 - x0), y0 + part * (y1 - y0)))
+    return kept
+
+
+def _area(polygon: list[Point]) -> float:
+    return abs(sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in pairwise([*polygon, polygon[0]]))) / 2
+
+
+def _centre(polygon: list[Point]) -> Point:
+    """Centre of area, by triangles around the first corner."""
+    (x0, y0), total, x, y = polygon[0], 0.0, 0.0, 0.0
+    for a, b in pairwise(polygon[1:]):
+        area = _area([polygon[0], a, b])
+        total, x, y = total + area, x + area * (x0 + a[0] + b[0]) / 3, y + area * (y0 + a[1] + b[1]) / 3
+    return (x / total, y / total)
+
+
+def _room(polygon: list[Point]) -> float:
+    """Area over perimeter: a quarter of a square's side, half the thickness of a band."""
+    return _area(polygon) / sum(hypot(x1 - x0, y1 - y0) for (x0, y0), (x1, y1) in pairwise([*polygon, polygon[0]]))
+
+
+def _position_ticks(length: int, left: float, top: float, scale: float) -> Iterator[str]:
+    quarters = [length * part // 4 for part in range(5)] if length % 4 == 0 else [0, length // 2, length]
+    for position in quarters:
+        anchor = "start" if position == 0 else "end" if position == length else "middle"
+        at = f"{position:,}" if length < 100_000 else f"{position / 1000:,.0f}K"
+        yield text(left + position * scale, top - 18, at, "soft small", anchor)
+        yield text(left - 16, top + position * scale + 4, at, "soft small", "end")
+
+
+def _owner_strips(layout: Layout, left: float, top: float, scale: float) -> Iterator[str]:
+    """Beside the square: who holds these queries; above it: who holds these keys."""
+    for rank in range(layout.ranks):
+        held = [run for span in layout.spans(rank) for run in _runs(span, layout.length)]
+        for start, stop in union(held):
+            title = element("title", f"positions {start:,} to {stop - 1:,}: rank {rank}")
+            first, extent, look = start * scale, (stop - start) * scale, {"fill": RANK_COLOURS[rank]}
+            yield element("rect", title, x=left + first, y=top - 12, width=extent, height=8.0, **look)
+            yield element("rect", title, x=left - 12, y=top + first, width=8.0, height=extent, **look)
+
+
+def _runs(span: Span, length: int) -> Iterator[tuple[int, int]]:
+    """The positions of a span below ``length``, as ranges."""
+    starts = [span.start] if span.step == 1 else range(span.start, length, span.step)
+    size_of_run = span.count if span.step == 1 else 1
+    yield from ((start, min(start + size_of_run, length)) for start in starts if start < length)
+
+
+def _work_legend(shares: list[float], top: float) -> tuple[list[str], float]:
+    """A bar a rank, in two columns from five ranks on, the even share marked; and where the legend ends."""
+    columns = 2 if len(shares) > 4 else 1
+    pitch, longest = 432 / columns, max(*shares, 1e-9) if len(shares) > 1 else 100.0
+    bar = pitch - 136
+    parts: list[str] = []
+    for rank, share in enumerate(shares):
+        x, y = 4 + (rank % columns) * pitch, top + rank // columns * 22
+        even = x + 60 + 100 / len(shares) / longest * bar
+        parts += [
+            text(x, y + 12, f"rank {rank}"),
+            rectangle(x + 60, y, share / longest * bar, 14, fill=RANK_COLOURS[rank]),
+            text(x + 68 + max(share / longest * bar, even - x - 60), y + 12, f"{share:.1f} %", "strong"),
+        ]
+        if len(shares) > 1:
+            parts.append(line(even, y - 2, even, y + 16, class_="ink", stroke_width=2))
+    bottom = top + ceil(len(shares) / columns) * 22
+    if len(shares) > 1:
+        parts += [line(8, bottom + 6, 8, bottom + 18, class_="ink", stroke_width=2)]
+        parts += [text(16, bottom + 16, f"an even share, {100 / len(shares):.4g} %", "soft small")]
+        bottom += 22
+    return parts, bottom + 4
+
+
+def _block(layout: Layout, rank: int, hop: Hop, x: float, y: float, width: float) -> Iterator[str]:
+    """One cell of the travel table: the owner's block, filled where it is present."""
+    tokens = layout.tokens_per_rank
+    present: Ranges = hop.arrives.ranges if hop.index else ((0, tokens),)
+    share = f"{100 * size(present) / tokens:.0f} %"
+    verb = "computes with" if hop.num_pairs else "only passes on"
+    title = f"hop {hop.index}: rank {rank} {verb} {size(present):,} of {tokens:,} tokens of rank {hop.owner}"
+    yield rectangle(x, y, width, 16, class_="ground grid", stroke_width=1)
+    for start, stop in present:
+        yield element(
+            "rect",
+            element("title", title),
+            x=x + start / tokens * width,
+            y=y,
+            width=(stop - start) / tokens * width,
+            height=16,
+            class_="carried",
+            fill=RANK_COLOURS[hop.owner],
+            fill_opacity=1.0 if hop.num_pairs else 0.4,
+            data_rank=rank,
+            data_hop=hop.index,
+        )
+    told = "own" if hop.index == 0 else f"r{hop.owner}: {share}" if present else "nothing"
+    yield text(x + width / 2, y + 30, told, "soft small", "middle")

@@ -1,0 +1,1 @@
+"""Exact attention over a ring: the operator, its loop, and what travels."""

@@ -1,0 +1,245 @@
+"""What travels: keys and values of one owner (or their gradients), or queries (or their partials), packed into one
+buffer, so that a hop is one message.
+
+B batch, G key/value heads, D head size, E value head size, n packed tokens.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringspan.core.ranges import Ranges, offset, size
+from ringspan.torch.kernels.partial import Partial
+from ringspan.torch.kernels.rows import Rows
+from ringspan.torch.transport.exchange import Room
+
+
+@dataclass(frozen=True)
+class Form:
+    """How some ranges of keys (B, G, n, D) and values (B, G, n, E) lie in one flat buffer: k, v, one behind the other.
+
+    Coded ones, ``scaled``, lie behind their factors, in bytes.
+    """
+
+    ranges: Ranges
+    batch: int
+    heads: int
+    k_size: int
+    v_size: int
+    dtype: torch.dtype
+    device: torch.device
+    scaled: bool = False
+
+    @staticmethod
+    def of(ranges: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype | None = None, scaled: bool = False) -> "Form":
+        """For some ranges of ``k`` and ``v``, in their dtype or another."""
+        return Form(ranges, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], dtype or k.dtype, k.device, scaled)
+
+    @property
+    def room(self) -> Room:
+        """What the buffer needs."""
+        numbers = self.batch * self.heads * size(self.ranges) * (self.k_size + self.v_size)
+        if self.scaled:
+            return Room((self._factors + numbers * self.dtype.itemsize,), torch.uint8, self.device)
+        return Room((numbers,), self.dtype, self.device)
+
+    @property
+    def _factors(self) -> int:
+        return 2 * self.batch * self.heads * torch.float32.itemsize if self.scaled else 0
+
+    def on(self, buffer: Tensor) -> "Block":
+        """The block that lies in a buffer."""
+        scales = None
+        numbers = buffer
+        if self.scaled:
+            scales = buffer[: self._factors].view(torch.float32).view(2, self.batch, self.heads, 1, 1)
+            numbers = buffer[self._factors :].view(self.dtype)
+        shape = (self.batch, self.heads, size(self.ranges))
+        keys = math.prod(shape) * self.k_size
+        k, v = numbers[:keys].view(*shape, self.k_size), numbers[keys:].view(*shape, self.v_size)
+        return Block(self.ranges, k, v, buffer, scales)
+
+    def empty(self) -> "Block":
+        """An uninitialised block."""
+        return self.on(self.room.empty())
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some of an owner's tokens: ``k`` (B, G, n, D) and ``v`` (B, G, n, E) hold the given ranges one behind the other.
+
+    In a block of queries these are q (B, H, n, D) and nothing (B, H, n, 0); in one of their partials out (B, H, n, E)
+    and lse (B, H, n, 1).
+
+    ``buffer`` is the flat tensor below all of it when the block is packed, else None (a rank's own keys and values).
+    ``scales`` (2, B, G, 1, 1) float32 are the factors of a coded k and v, None when these are plain numbers.
+    """
+
+    ranges: Ranges
+    k: Tensor
+    v: Tensor
+    buffer: Tensor | None = None
+    scales: Tensor | None = None
+
+    @staticmethod
+    def whole(k: Tensor, v: Tensor) -> "Block":
+        """A rank's own tokens, where they are."""
+        return Block(((0, k.shape[2]),), k, v)
+
+    def pack(self, ranges: Ranges, make: Callable[[Room], Tensor] = Room.empty) -> "Block":
+        """The block cut down to some of its ranges, as one buffer that ``make`` makes; itself when nothing is cut."""
+        if ranges == self.ranges and self.buffer is not None:
+            return self
+        form = Form.of(ranges, self.k, self.v, scaled=self.scales is not None)
+        packed = form.on(make(form.room))
+        if self.scales is not None and packed.scales is not None:
+            packed.scales.copy_(self.scales)
+        for start, stop in ranges:
+            rows = packed.rows(start, stop)
+            mine = self.rows(start, stop)
+            packed.k[:, :, rows].copy_(self.k[:, :, mine])
+            packed.v[:, :, rows].copy_(self.v[:, :, mine])
+        return packed
+
+    def to(self, dtype: torch.dtype) -> "Block":
+        """The block in another dtype; itself when it has that one."""
+        if self.k.dtype == dtype:
+            return self
+        other = Form.of(self.ranges, self.k, self.v, dtype).empty()
+        other.k.copy_(self.k)
+        other.v.copy_(self.v)
+        return other
+
+    def rows(self, start: int, stop: int) -> slice:
+        """Where the owner's tokens [start, stop) are in this block."""
+        first = offset(self.ranges, start)
+        return slice(first, first + stop - start)
+
+    def part(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the owner's tokens [start, stop), which lie within one range."""
+        rows = self.rows(start, stop)
+        return self.k[:, :, rows], self.v[:, :, rows]
+
+
+class RunningSum:
+    """A sum of row ranges of a (B, heads, n, size) tensor; what comes first to a row is written, not added to zeros."""
+
+    def __init__(self, into: Tensor) -> None:
+        self._into = into
+        self._rows = Rows(into.shape[2])
+
+    @staticmethod
+    def to_be(result: Tensor, dtype: torch.dtype) -> "RunningSum":
+        """A sum in ``dtype`` that is to end in ``result``: added up right there when it has that dtype."""
+        return RunningSum(result if result.dtype == dtype else torch.empty_like(result, dtype=dtype))
+
+    def add(self, start: int, stop: int, value: Tensor) -> None:
+        """Add ``value`` to rows [start, stop)."""
+        mine = self._into[:, :, start:stop]
+        missing = self._rows.touch(start, stop)
+        if missing == stop - start:
+            mine.copy_(value)
+            return
+        if missing:
+            self._clear()
+        mine.add_(value)
+
+    def running(self, start: int, stop: int) -> Tensor:
+        """The sum of rows [start, stop) so far, for a kernel that adds to it in place."""
+        for first, last in self._rows.fill(start, stop):
+            self._into[:, :, first:last].zero_()
+        return self._into[:, :, start:stop]
+
+    def finish(self) -> Tensor:
+        """The sum; zeros where nothing was added."""
+        self._clear()
+        return self._into
+
+    def _clear(self) -> None:
+        for start, stop in self._rows.fill():
+            self._into[:, :, start:stop].zero_()
+
+
+class GradientBlock:
+    """The running sums of dk and dv for some ranges of an owner's tokens, in float32.
+
+    One that travels is packed like the block it belongs to; the one at home adds up in the rank's own dk and dv.
+    """
+
+    def __init__(self, ranges: Ranges, dk: RunningSum, dv: RunningSum, buffer: Tensor | None = None) -> None:
+        self.ranges, self._dk, self._dv, self._buffer = ranges, dk, dv, buffer
+
+    @staticmethod
+    def at_home(dk: Tensor, dv: Tensor, dtype: torch.dtype) -> "GradientBlock":
+        """The sums that become a rank's own dk and dv; kept there when they have the right dtype."""
+        return GradientBlock(((0, dk.shape[2]),), RunningSum.to_be(dk, dtype), RunningSum.to_be(dv, dtype))
+
+    @staticmethod
+    def travelling(form: Form, make: Callable[[Room], Tensor] = Room.empty) -> "GradientBlock":
+        """The sums for some ranges of another rank's block, ready to be sent in the buffer that ``make`` makes."""
+        packed = form.on(make(form.room))
+        return GradientBlock(form.ranges, RunningSum(packed.k), RunningSum(packed.v), packed.buffer)
+
+    def add(self, start: int, stop: int, dk: Tensor, dv: Tensor) -> None:
+        """Add the gradients of the owner's tokens [start, stop)."""
+        rows = self._rows(start, stop)
+        self._dk.add(*rows, dk)
+        self._dv.add(*rows, dv)
+
+    def running(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The sums of the owner's tokens [start, stop) so far, for a kernel that adds to them in place."""
+        rows = self._rows(start, stop)
+        return self._dk.running(*rows), self._dv.running(*rows)
+
+    def _rows(self, start: int, stop: int) -> tuple[int, int]:
+        first = offset(self.ranges, start)
+        return first, first + stop - start
+
+    def add_block(self, block: Block) -> None:
+        """Add what another rank sent."""
+        for start, stop in block.ranges:
+            rows = block.rows(start, stop)
+            self.add(start, stop, block.k[:, :, rows], block.v[:, :, rows])
+
+    def finish(self) -> Block:
+        """The sums as a block; zeros where nothing was added."""
+        return Block(self.ranges, self._dk.finish(), self._dv.finish(), self._buffer)
+
+
+class PartialBlock:
+    """The partial of some ranges of an owner's queries: out (B, H, n, E) and lse (B, H, n, 1).
+
+    One that travels is packed like a block; the one at home is merged in the rank's own out and lse.
+    """
+
+    def __init__(self, block: Block) -> None:
+        self._block, self._partial = block, Partial(block.k, block.v.squeeze(-1))
+
+    @staticmethod
+    def travelling(form: Form, make: Callable[[Room], Tensor] = Room.empty) -> "PartialBlock":
+        """The partial of some ranges of another rank's queries, ready to be sent in the buffer that ``make`` makes."""
+        return PartialBlock(form.on(make(form.room)))
+
+    def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
+        """Merge a partial of the owner's queries [start, stop)."""
+        rows = self._block.rows(start, stop)
+        self._partial.merge(rows.start, rows.stop, out, lse)
+
+    def add_block(self, block: Block) -> None:
+        """Merge what another rank sent."""
+        for start, stop in block.ranges:
+            rows = block.rows(start, stop)
+            self.add(start, stop, block.k[:, :, rows], block.v[:, :, rows].squeeze(-1))
+
+    def running(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The running out and lse of the owner's queries [start, stop), for a kernel that adds to them in place."""
+        rows = self._block.rows(start, stop)
+        return self._partial.running(rows.start, rows.stop)
+
+    def finish(self, sinks: Tensor | None = None) -> Block:
+        """The partial as a block, see ``Partial.finish``."""
+        self._partial.finish(sinks)
+        return self._block

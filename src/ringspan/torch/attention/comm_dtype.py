@@ -1,0 +1,54 @@
+"""How keys and values look while they travel: as they are, or in fewer bits.
+
+A block is coded once, by its owner, and handed on as it came, so that no error adds up on the way. The owner itself
+computes with what it has. docs/routes.md states the error of each code.
+"""
+
+from dataclasses import replace
+from typing import Final, Literal, get_args
+
+import torch
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.attention.block import Block, Form
+
+WireName = Literal["exact", "bfloat16", "float8", "int8"]
+WIRE_NAMES: Final[tuple[str, ...]] = get_args(WireName)
+_CODES: Final = {"float8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}  # and the largest value of each
+
+
+def check_wire(wire: str, gradient_wire: str) -> None:
+    """Refuse a name that is no code."""
+    if wire not in WIRE_NAMES:
+        raise UnsupportedError(f"unknown wire {wire!r}; choose one of {', '.join(WIRE_NAMES)}")
+    if gradient_wire not in ("exact", "bfloat16"):
+        raise UnsupportedError(f"gradient_wire {gradient_wire!r} is not supported; choose exact (float32) or bfloat16")
+
+
+def encode(block: Block, wire: str) -> Block:
+    """A block as it travels, packed. ``float8`` and ``int8`` are scaled by the largest value of each head of the
+    block.
+    """
+    if wire == "exact":
+        return block
+    if wire == "bfloat16":
+        return block.to(torch.bfloat16)
+    dtype, largest = _CODES[wire]
+    coded = Form.of(block.ranges, block.k, block.v, dtype, scaled=True).empty()
+    assert coded.scales is not None
+    for x, code, scale in zip((block.k, block.v), (coded.k, coded.v), coded.scales, strict=True):
+        x = x.float()
+        scale.copy_(x.abs().amax((2, 3), keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny) / largest)
+        x = x / scale
+        code.copy_(x.round_() if dtype == torch.int8 else x)
+    return coded
+
+
+def decode(block: Block, dtype: torch.dtype) -> Block:
+    """Keys and values to compute with, from a block that travelled."""
+    if block.scales is None:
+        return block.to(dtype)
+    k, v = (
+        (code.to(torch.float32) * scale).to(dtype) for code, scale in zip((block.k, block.v), block.scales, strict=True)
+    )
+    return replace(block, k=k, v=v, buffer=None, scales=None)

@@ -1,0 +1,373 @@
+"""The one public attention: exact attention of a sequence that is split over a ring, as a custom operator.
+
+Being an operator, it traces under FakeTensor and torch.compile without communicating, and activation checkpointing can
+name it to keep its result. B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
+"""
+
+import logging
+import os
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, Final, NamedTuple, Never
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.core.arguments import check_scores, find_layouts, find_mask
+from ringspan.core.choice import Choice, choose_route
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.mask import Mask
+from ringspan.core.route import Route, member_heads
+from ringspan.core.schedule import Schedule, plan
+from ringspan.core.timing import Shape, Speeds
+from ringspan.torch import kernels
+from ringspan.torch.attention.arguments import (
+    check_differentiation,
+    check_heads,
+    check_plain,
+    check_tensors,
+    find_group,
+)
+from ringspan.torch.attention.comm_dtype import check_wire
+from ringspan.torch.attention.ring import (
+    Ring,
+    accumulation_dtype,
+    backward,
+    empty_like,
+    forward,
+    num_head_groups,
+    sink_gradient,
+)
+from ringspan.torch.attention.ulysses import Ulysses
+from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.transport.agreement import agree, one_at_a_time
+from ringspan.torch.transport.exchange import Exchange
+
+_log: Final = logging.getLogger(__name__)
+_told: Final[set[Choice]] = set()
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | str | None = None,
+    layout: LayoutName | Layout = "zigzag",
+    key_layout: Layout | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    route: str = "ring",
+    wire: str = "exact",
+    gradient_wire: str = "exact",
+    kernel: str = "auto",
+) -> Tensor:
+    """Exact attention of the local queries to the keys of all ranks; differentiable. Every rank of the group calls it
+    alike.
+
+    On the gathered tensors it equals, for GQA too,
+    ``scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)``, under autocast too; a
+    query that may see nothing gives 0.
+
+    Args:
+        q: local queries (B, H, T, D), in the order of the layout. float32, float64 or bfloat16; float16 on CUDA.
+        k: local keys (B, G, T', D), G dividing H; they travel unrepeated.
+        v: local values (B, G, T', E).
+        mask: which pairs of global positions are allowed; causal when None. Text is read by ``Mask.parse``.
+        layout: how positions are split over the ring. A name means that the sequence is N x T tokens long; pass a
+            ``Layout`` when its end is padding that no query may see.
+        key_layout: where the keys live when they are another sequence (cross-attention); default: as the queries.
+        group: the ring, or a mesh of that one dimension; the default group when None, a single rank when
+            torch.distributed is not initialised.
+        scale: factor on the scores; ``D ** -0.5`` when None.
+        softcap: c > 0 turns a scaled score s into ``c tanh(s / c)`` (Gemma 2).
+        slopes: ALiBi, one a query head (H,), float32: ``slope_h |p - p'|`` of the global positions is subtracted from
+            a score (Press et al. 2022). Not differentiated.
+        sinks: one logit a query head (H,) that takes its share of every row's softmax and has no value (gpt-oss).
+            Its gradient is that of the local rows; sum it over the ranks as for any parameter.
+        route: how blocks get to other ranks, see ``ringspan.core.route``: ring, bidirectional, double-ring:I,
+            all-gather, pass-q, ulysses, ulysses:U; the result is the same. ``auto`` takes the quickest by the model of
+            ``ringspan.core.choice`` and logs why.
+        wire: how keys and values travel, see ``ringspan.torch.attention.comm_dtype``: exact, bfloat16, float8 or int8.
+        gradient_wire: how dk and dv travel: exact (float32) or bfloat16.
+        kernel: what computes on the local device, see ``ringspan.torch.kernels``: cudnn, flash, flash2, flash3, flash4,
+            cpu, reference, or ``auto``, the fastest that serves. One that cannot serve is refused.
+
+    Returns:
+        The local part of the result (B, H, T, E), in q's dtype, or that of autocast.
+
+    Raises:
+        UnsupportedError: shapes, dtypes or a device that this cannot run on, before any communication.
+        LayoutError: local tensors that do not fit the layout.
+        PeerMismatch: the ranks were given different things; on every rank, before any payload moves.
+
+    Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_plain(name, tensor)
+    q, k, v = _in_autocast(q, k, v)
+    check_tensors(q, k, v)
+    check_wire(wire, gradient_wire)
+    kernels.check_name(kernel)
+    check_scores(scale, softcap)
+    check_heads(q, slopes, sinks)
+    check_differentiation("ring_attention", q, k, v, sinks)
+    softcap = float(softcap or 0.0)
+    group = find_group(group)
+    ranks = dist.get_world_size(group) if group is not None else 1
+    layout, key_layout = find_layouts(
+        layout, key_layout, ranks, q.shape[2], k.shape[2], remedy="rs.shard or rs.shard_batch"
+    )
+    mask = find_mask(mask)
+    if route == "auto":
+        route = _choose(layout, key_layout, mask, q, k, v, wire)
+    way = Route.parse(route, ranks)
+    member_heads(q.shape[1], k.shape[1], way.ulysses)
+    way.check_wire(wire)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    lengths = layout.name, layout.length, key_layout.length
+    name = group.group_name if group is not None else ""
+    wires = wire, gradient_wire
+    out, _ = _forward(q, k, v, sinks, slopes, scale, softcap, mask.spec, *lengths, route, *wires, kernel, name)
+    return out
+
+
+# Asked once: torch.compile of PyTorch 2.11 cannot trace the question.
+_HAVE_AUTOCAST: Final = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
+)
+
+
+def _in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as autocast wants them for PyTorch's own attention: in its dtype, but for float64."""
+    kind = tensors[0].device.type
+    if kind not in _HAVE_AUTOCAST or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+# What one device is taken to do where nothing was measured: of the class of an H100 in a node, or a core of a CPU.
+_ASSUMED: Final = {"cuda": (4e14, 3e11, 2.5e10), "cpu": (1e11, 2e9, 1e9)}
+
+
+def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: Tensor, wire: str) -> str:
+    """The route that ``auto`` stands for here."""
+    speeds = Speeds(*_ASSUMED["cpu" if q.device.type == "cpu" else "cuda"], _ranks_per_node(layout.ranks))
+    shape = Shape(len(q), q.shape[1], k.shape[1], k.shape[-1], v.shape[-1], k.dtype.itemsize)
+    choice = choose_route(layout, mask, shape, speeds, keys, may_pass_queries=wire == "exact")
+    if choice not in _told:
+        _told.add(choice)
+        _log.info("%s", choice.reason)
+    return choice.route
+
+
+def _ranks_per_node(ranks: int) -> int:
+    """As the launcher says, at most the ring; all of it when nobody says."""
+    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+
+
+@torch.library.custom_op("ringspan::ring_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    softcap: float,
+    mask: str,
+    layout: str,
+    length: int,
+    key_length: int,
+    route: str,
+    wire: str,
+    gradient_wire: str,
+    kernel: str,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    check_differentiation("ring_attention", q, k, v, sinks)  # of who calls the operator itself
+    options = _Options(scale, softcap, mask, layout, length, key_length, route, wire, gradient_wire, kernel, group)
+    # Without autocast, so that sums stay in float32.
+    with one_at_a_time(_group(options.group)), torch.autocast(q.device.type, enabled=False):
+        ring, ulysses = _prepare("forward", q, k, v, sinks, slopes, options)
+        return ulysses.forward(ring, q, k, v, sinks) if ulysses else forward(ring, q, k, v, sinks)
+
+
+@torch.library.custom_op("ringspan::ring_attention_backward", mutates_args=())
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float,
+    mask: str,
+    layout: str,
+    length: int,
+    key_length: int,
+    route: str,
+    wire: str,
+    gradient_wire: str,
+    kernel: str,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = _Options(scale, softcap, mask, layout, length, key_length, route, wire, gradient_wire, kernel, group)
+    inputs = dout, q, k, v, out, lse
+    # Autocast: of a backward pass that is called in its region.
+    with one_at_a_time(_group(options.group)), torch.autocast(q.device.type, enabled=False):
+        ring, ulysses = _prepare("backward", q, k, v, sinks, slopes, options)
+        dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
+        return *(ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)), dsinks
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+    return empty_like(q, v.shape[-1]), lse
+
+
+@_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return empty_like(q), empty_like(k), empty_like(v), dsinks
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, slopes, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, sinks, slopes, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for it
+
+
+def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    check_differentiation("ring_attention", dout)
+    dq, dk, dv, dsinks = _backward(dout, *ctx.saved_tensors, *ctx.options)
+    return dq, dk, dv, dsinks if ctx.needs_input_grad[3] else None, None, *(None for _ in ctx.options)
+
+
+def _refuse_again(ctx: Any, *gradients: Tensor) -> Never:
+    raise UnsupportedError("ring_attention is differentiated once; its gradient has no backward pass of its own")
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_refuse_again)
+
+
+class _Options(NamedTuple):
+    """The operator's arguments that are not tensors, under their names."""
+
+    scale: float
+    softcap: float
+    mask: str
+    layout: str
+    length: int
+    key_length: int
+    route: str
+    wire: str
+    gradient_wire: str
+    kernel: str
+    group: str
+
+
+def _group(name: str) -> dist.ProcessGroup | None:
+    """The operator's arguments are plain values, so a group is a name; torch's own functional collectives look it up
+    alike.
+    """
+    return c10d._resolve_process_group(name) if name else None  # pyright: ignore
+
+
+def _prepare(
+    what: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, options: _Options
+) -> tuple[Ring, Ulysses | None]:
+    """This rank's part in a pass on which all ranks agree."""
+    group = _group(options.group)
+    ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+    facts = {
+        "queries": tuple(q.shape),
+        "keys": tuple(k.shape),
+        "values": tuple(v.shape),
+        "dtype": str(q.dtype),
+        "layout": f"{options.layout} over {ranks} ranks for {options.length} tokens and {options.key_length} keys",
+        "mask": options.mask,
+        "route": options.route,
+        "wire": f"{options.wire}, gradients {options.gradient_wire}",
+        "scores": f"scale {options.scale}, softcap {options.softcap}",
+        "slopes": slopes is not None,
+        "sinks": sinks is not None,
+        "kernel": options.kernel,
+        "threads": torch.get_num_threads() if q.device.type == "cpu" else 0,  # by which heads are grouped
+    }
+    refusal = kernels.why_not(options.kernel, q, v, Scores(options.scale, options.softcap, slopes))
+    agree(group, facts | {"kernel": f"{options.kernel} ({refusal})"} if refusal else facts)
+    if refusal:
+        raise kernels.refused(options.kernel, refusal)
+    exchange = Exchange(group, f"{what} {facts}")
+    return assemble(rank, ranks, exchange, q, k, slopes, options, is_backward=what == "backward")
+
+
+def assemble(
+    rank: int,
+    ranks: int,
+    exchange: Exchange,
+    q: Tensor,
+    k: Tensor,
+    slopes: Tensor | None,
+    options: _Options,
+    *,
+    is_backward: bool,
+) -> tuple[Ring, Ulysses | None]:
+    """The ring of one rank and, when the route has groups, its trade within them."""
+    route = Route.parse(options.route, ranks)
+    if is_backward:
+        route = route.backward
+    layout, keys = (Layout(options.layout, n, ranks) for n in (options.length, options.key_length))  # pyright: ignore[reportArgumentType]
+    ulysses = None
+    if route.ulysses > 1:
+        layout, keys = layout.grouped(route.ulysses), keys.grouped(route.ulysses)
+        groups = [layout.group_ranks(number) for number in range(layout.ranks)]
+        number = next(number for number, members in enumerate(groups) if rank in members)
+        member = groups[number].index(rank)
+        shares = member_heads(q.shape[1], k.shape[1], route.ulysses)
+        ulysses = Ulysses(member, shares, layout, keys, exchange.among(groups[number], "trade"))
+        exchange = exchange.among([members[member] for members in groups], "ring")
+        rank, slopes = number, None if slopes is None else slopes[ulysses.mine.queries]
+        q, k = q[:, ulysses.mine.queries], k[:, ulysses.mine.keys]
+    positions = None
+    if slopes is not None:
+        positions = partial(_positions, layout, device=q.device), partial(_positions, keys, device=q.device)
+    schedule = _schedule(layout, keys, options.mask, rank, replace(route, ulysses=1))
+    ring = Ring(
+        schedule,
+        exchange,
+        Scores(options.scale, options.softcap, slopes),
+        num_head_groups(q, k, schedule, layout.ranks if route.name == "all-gather" else 2),
+        positions,
+        options.wire,
+        options.gradient_wire,
+        options.kernel,
+    )
+    return ring, ulysses
+
+
+@lru_cache(maxsize=64)
+def _schedule(layout: Layout, keys: Layout, mask: str, rank: int, route: Route) -> Schedule:
+    return plan(layout, Mask.parse(mask), rank, keys, route)
+
+
+@lru_cache(maxsize=64)
+def _positions(layout: Layout, rank: int, *, device: torch.device) -> Tensor:
+    return torch.from_numpy(layout.positions(rank)).to(device)

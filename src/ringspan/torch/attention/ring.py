@@ -1,0 +1,345 @@
+"""The only ring loop. Layouts, masks and routes are data in the schedule; this carries it out.
+
+At each hop: post the exchange of the blocks that follow, compute on the block that is here. Blocks are keys and values,
+or on the route ``pass-q`` queries, whose partials go home as soon as they are computed. On the route ``ring`` a
+rank holds at most two key/value blocks, and in backward two gradient blocks; of one group of heads at a time, so that
+the last gradients of a group come home while the next one computes. B batch, H query heads, G key/value heads, T local
+tokens, D head size, E value head size.
+"""
+
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringspan.core.choice import head_groups
+from ringspan.core.ranges import Ranges
+from ringspan.core.schedule import Hop, Parcel, Schedule
+from ringspan.core.tile import Tile
+from ringspan.torch import kernels
+from ringspan.torch.attention.block import Block, Form, GradientBlock, PartialBlock, RunningSum
+from ringspan.torch.attention.comm_dtype import decode, encode
+from ringspan.torch.kernels import InPlace, Kernel, Launch
+from ringspan.torch.kernels.memory import is_in_rows
+from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.transport.clock import now
+from ringspan.torch.transport.exchange import TOTALS, Arrival, Exchange, Transfer, Visit
+
+MESSAGES_PER_HOP: Final = 2  # keys and values before the computation, gradients after it
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Partials and gradients add up in float32, or in float64 when the inputs are float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_like(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """How the operator stores a result for ``x``, with its head size and dtype unless told others: always in rows,
+    which kernels rely on that add in place, and with the order of dimensions of ``x`` where that is in rows too.
+    """
+    size = x.shape[-1] if size is None else size
+    if size == x.shape[-1] and is_in_rows(x):
+        return torch.empty_like(x, dtype=dtype)
+    return x.new_empty((*x.shape[:-1], size), dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One rank's way through one attention: whom it meets, how they talk, what scores are, and heads at a time.
+
+    ``positions`` are those of each rank's queries and of each rank's keys, where ``scores`` needs them. ``wire`` and
+    ``gradient_wire`` are how keys, values and gradients travel (``ringspan.torch.attention.comm_dtype``), ``kernel``
+    who computes (``ringspan.torch.kernels``).
+    """
+
+    schedule: Schedule
+    exchange: Exchange
+    scores: Scores
+    head_groups: int = 1
+    positions: tuple[Callable[[int], Tensor], Callable[[int], Tensor]] | None = None
+    wire: str = "exact"
+    gradient_wire: str = "exact"
+    kernel: str = "auto"
+
+    def heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
+        """Number, query heads and key/value heads of each group; a key/value head stays with the queries that share
+        it.
+        """
+        for number in range(self.head_groups):
+            heads, kv_heads = (
+                slice(x.shape[1] * number // self.head_groups, x.shape[1] * (number + 1) // self.head_groups)
+                for x in (q, k)
+            )
+            yield number, heads, kv_heads
+
+    def scores_of(self, launch: Launch, owner: int, heads: slice) -> Scores:
+        """What scores are in a launch."""
+        if self.positions is None:
+            return self.scores
+        queries, keys = self.positions
+        here = self.schedule.rank
+        of_queries, of_keys = (owner, here) if self.schedule.passes_queries else (here, owner)
+        return replace(
+            self.scores.heads(heads),
+            query_positions=queries(of_queries)[launch.q0 : launch.q1],
+            key_positions=keys(of_keys)[launch.k0 : launch.k1],
+        )
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """How gradients travel."""
+        return torch.bfloat16 if self.gradient_wire == "bfloat16" else accumulation_dtype(dtype)
+
+
+def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -> int:
+    """How many groups of heads to go through one after the other (``core.choice.head_groups``)."""
+    on_cpu = q.device.type == "cpu"
+    return head_groups(
+        q.shape[0] * q.shape[1],
+        k.shape[1],
+        schedule.ranks,
+        schedule.tile_pairs,
+        on_cpu=on_cpu,
+        blocks=blocks,
+        at_once=torch.get_num_threads() if on_cpu else 1,
+    )
+
+
+class _Coming(NamedTuple):
+    """A block under way to this rank; with no message where it holds nothing."""
+
+    form: Form
+    transfer: Transfer
+    arrival: Arrival | None
+
+    def wait(self) -> Block:
+        """The block, when everything of its transfer has arrived and been sent."""
+        self.transfer.wait()
+        return self.form.empty() if self.arrival is None else self.form.on(self.arrival.read())
+
+
+def visits(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, Block]]:
+    """Each hop with the block that is here for it; while the caller computes, the blocks that follow are on their
+    way.
+    """
+    hops = ring.schedule.hops
+    under_way: dict[int, _Coming] = {}
+    for hop in hops:
+        if hop.index:
+            travelling = under_way.pop(hop.index).wait()
+            block = decode(travelling, own.k.dtype)
+        else:
+            block, travelling = own, encode(own, ring.wire) if hop.sends else own
+        packed: dict[Ranges, Block] = {}
+        for index, (peer, ranges) in hop.sends:
+            if ranges not in packed:
+                packed[ranges] = travelling.pack(ranges, ring.exchange.empty)
+            source, carried = hops[index].arrives
+            form = Form.of(carried, travelling.k, travelling.v, scaled=travelling.scales is not None)
+            message = MESSAGES_PER_HOP * (number * len(hops) + index)
+            under_way[index], *_ = _post(ring, [(peer, packed[ranges])], [(source, form)], message)
+        del travelling, packed
+        visit = None
+        if TOTALS.visits is not None:
+            visit = Visit(hop.owner, hop.num_pairs, now(own.k.device))
+            TOTALS.visits.append(visit)
+        yield hop, block
+        if visit:
+            visit.ended = now(own.k.device)
+        del block
+
+
+def _post(
+    ring: Ring, sends: Sequence[tuple[int, Block]], receives: Sequence[tuple[int, Form]], message: int
+) -> list[_Coming]:
+    """Start sending packed blocks and receiving others; blocks that hold nothing are no messages."""
+    transfer, arrivals = ring.exchange.post(
+        [(peer, block.buffer) for peer, block in sends if block.buffer is not None and block.ranges],
+        [(peer, form.room) for peer, form in receives if form.ranges],
+        message,
+    )
+    arrived = iter(arrivals)
+    return [_Coming(form, transfer, next(arrived) if form.ranges else None) for _, form in receives]
+
+
+def launches(
+    kernel: Kernel, tiles: tuple[Tile, ...], *packed: Ranges, passes_queries: bool = False
+) -> Iterator[Launch]:
+    """The calls that compute the tiles of a hop. The keys of one call (when queries travel, its rows) lie within one
+    range of all that is packed by ranges, so that they are neighbours there too.
+    """
+    groups: dict[tuple[int, ...], list[Tile]] = {}
+    for tile in tiles:
+        first = tile.q0 if passes_queries else tile.k0
+        places = tuple(bisect(ranges, first, key=lambda one: one[0]) for ranges in packed)
+        groups.setdefault(places, []).append(tile)
+    for group in groups.values():
+        yield from kernel.launches(tuple(group))
+
+
+def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The local queries' part of ``softmax(scale q k^T where allowed) v`` over all keys of the ring.
+
+    Shapes: q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), sinks (H,) -> out (B, H, T, E) in q's dtype, lse (B, H, T)
+    in float32, of the sinks too.
+    """
+    dtype = accumulation_dtype(q.dtype)
+    out = empty_like(q, v.shape[-1])
+    lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
+    serving = kernels.serving(ring.kernel, q, v, ring.scores)
+    q, k, v = kernels.laid_out(serving, q, k, v)
+    passes_queries = ring.schedule.passes_queries
+    for number, heads, kv_heads in ring.heads(q, k):
+        mine = q[:, heads]
+        own = Block.whole(mine, mine[..., :0]), Block.whole(k[:, kv_heads], v[:, kv_heads])
+        travelling, staying = own if passes_queries else reversed(own)
+        partial = out[:, heads], lse[:, heads].unsqueeze(-1)
+        home = PartialBlock(Block.whole(*partial))
+        returning: list[_Coming] = []  # what other ranks made of this rank's queries
+        for hop, block in visits(ring, number, travelling):
+            queries, keys = (block, staying) if passes_queries else (staying, block)
+            total, is_sent = home, passes_queries and hop.index > 0
+            if is_sent:
+                total = PartialBlock.travelling(Form.of(hop.gradient_home, *partial, dtype), ring.exchange.empty)
+            kernel = kernels.choose(serving, hop.bands, mine)
+            for launch in launches(kernel, hop.bands, block.ranges, passes_queries=passes_queries):
+                rows, _ = queries.part(launch.q0, launch.q1)
+                here, scores = keys.part(launch.k0, launch.k1), ring.scores_of(launch, hop.owner, heads)
+                if isinstance(kernel, InPlace):
+                    kernel.forward_into(rows, *here, launch, scores, *total.running(launch.q0, launch.q1))
+                else:
+                    total.add(launch.q0, launch.q1, *kernel.forward(rows, *here, launch, scores))
+                del rows, here
+            if is_sent:
+                receives = [(hop.comes_home.peer, Form.of(hop.comes_home.ranges, *partial, dtype))]
+                message = MESSAGES_PER_HOP * (number * len(ring.schedule.hops) + hop.index) + 1
+                coming = _post(ring, [(hop.owner, total.finish())], receives, message)
+                _collect(returning, home)  # of the hop before: no more than two wait
+                returning += coming
+            del block, queries, keys, total  # before the next block is waited for
+        _collect(returning, home)
+        home.finish(None if sinks is None else sinks[heads])
+    return out, lse
+
+
+def backward(
+    ring: Ring,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    kv_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of the local tokens, from the GLOBAL out and lse. Gradients add up in float32 and travel so.
+
+    A block's dk and dv follow it one hop behind; each part goes home from the last rank that adds to it. They are
+    returned in ``kv_dtype``, that of the keys when None.
+    """
+    dq, dk, dv = empty_like(q), *(empty_like(x, dtype=kv_dtype) for x in (k, v))
+    serving = kernels.serving(ring.kernel, q, v, ring.scores)
+    dout, q, k, v, out = kernels.laid_out(serving, dout, q, k, v, out)
+    unfinished: list[Callable[[], None]] = []
+    for number, heads, kv_heads in ring.heads(q, k):
+        queries = dout[:, heads], q[:, heads], out[:, heads], lse[:, heads]
+        gradients = dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]
+        keys, values = k[:, kv_heads], v[:, kv_heads]
+        unfinished.append(
+            _backward_of_heads(ring, serving, number, heads, queries, keys, values, gradients, unfinished)
+        )
+    unfinished.pop()()
+    return dq, dk, dv
+
+
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The local rows' part of the sinks' gradient: ``-sum(exp(sink - lse) sum(dout * out))``. Shape (H,)."""
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    delta = delta.masked_fill_((out == 0).all(-1), 0)  # rows without keys: padding, whose dout may be anything
+    base = lse.masked_fill(lse == -torch.inf, 0)  # a row without keys whose sink is -inf has no share to give
+    return -((sinks.to(lse.dtype)[:, None] - base).exp_() * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _backward_of_heads(
+    ring: Ring,
+    serving: tuple[str, ...],
+    number: int,
+    heads: slice,
+    queries: tuple[Tensor, Tensor, Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    unfinished: list[Callable[[], None]],
+) -> Callable[[], None]:
+    """Fill dq of some heads, and return a call that waits for what other ranks send home and fills dk and dv.
+
+    ``unfinished`` is that call of the heads before, if any; it is taken out and made when the first hop has been
+    computed, so that the sums of those heads live no longer.
+    """
+    dout, q, out, lse = queries
+    hops, dtype = ring.schedule.hops, accumulation_dtype(q.dtype)
+    dq, home = RunningSum.to_be(gradients[0], dtype), GradientBlock.at_home(*gradients[1:], dtype)
+    travelling = ring.gradient_dtype(q.dtype)
+    behind: dict[int, _Coming] = {}  # by hop, what earlier visitors of its block added up
+    returning: list[_Coming] = []  # parts of this rank's own gradient
+    for hop, block in visits(ring, number, Block.whole(k, v)):
+        total = home
+        if hop.index:
+            total = GradientBlock.travelling(Form.of(hop.gradient, k, v, dtype), ring.exchange.empty)
+        kernel = kernels.choose(serving, hop.bands, q)
+        for launch in launches(kernel, hop.bands, block.ranges, total.ranges):
+            rows, keys = slice(launch.q0, launch.q1), block.part(launch.k0, launch.k1)
+            ours = dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows]
+            scores = ring.scores_of(launch, hop.owner, heads)
+            if isinstance(kernel, InPlace):
+                sums = dq.running(launch.q0, launch.q1), *total.running(launch.k0, launch.k1)
+                kernel.backward_into(*ours, launch, scores, *sums)
+                del ours, keys, sums
+                continue
+            new_dq, new_dk, new_dv = kernel.backward(*ours, launch, scores)
+            dq.add(launch.q0, launch.q1, new_dq)
+            total.add(launch.k0, launch.k1, new_dk, new_dv)
+            del ours, keys, new_dq, new_dk, new_dv  # before the next ones are made
+        if hop.index in behind:
+            total.add_block(behind.pop(hop.index).wait())
+        sends = [
+            (peer, total.finish().pack(ranges, ring.exchange.empty).to(travelling))
+            for peer, ranges in (hop.gradient_on, Parcel(hop.owner, hop.gradient_home))
+            if ranges
+        ]
+        source, arriving = hops[hop.gradient_next].gradient_in
+        receives = [(peer, Form.of(ranges, k, v, travelling)) for peer, ranges in ((source, arriving), hop.comes_home)]
+        message = MESSAGES_PER_HOP * (number * len(hops) + hop.index) + 1
+        coming, coming_home = _post(ring, sends, receives, message)
+        if hop.gradient_next:
+            behind[hop.gradient_next] = coming
+        del total, sends
+        if hop.comes_home.ranges:
+            _collect(returning, home)  # of the hops before: no more than two wait
+        returning.append(coming_home)
+        if unfinished and hop.index == 0:
+            unfinished.pop()()
+
+    _store(dq.finish(), gradients[0])
+
+    def finish() -> None:
+        _collect(returning, home)
+        total = home.finish()
+        _store(total.k, gradients[1])
+        _store(total.v, gradients[2])
+
+    return finish
+
+
+def _collect(coming: list[_Coming], total: GradientBlock | PartialBlock) -> None:
+    """Wait for gradients or partials that other ranks send home and add them."""
+    while coming:
+        total.add_block(coming.pop(0).wait())
+
+
+def _store(total: Tensor, gradient: Tensor) -> None:
+    if total is not gradient:
+        gradient.copy_(total)

@@ -1,0 +1,157 @@
+"""Whether all ranks of a mesh make the same call with the same things: one small reduction at the beginning of each.
+
+It is the first thing that a rank sends in a forward pass, in saving and in ``parallelize``, whatever the call is and
+whatever the rank remembers, so that ranks in different calls meet there and learn of each other.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.core.errors import PeerMismatch, RingspanError
+from ringspan.torch.transport.collectives import gather
+
+# A digest travels as words whose squares can be added up over 32,768 ranks in 64 bits.
+_WORD_BITS: Final = 16
+_NUM_WORDS: Final = 3
+_REMEDIES: Final = {
+    "input_ids": "every rank of a ring needs the same batch: sampler=rs.sampler(dataset, mesh), or rs.loader(dataset, "
+    "mesh); torch's DistributedSampler must be given num_replicas={replicate} and rank=mesh['replicate']"
+    ".get_local_rank(), not the world's",
+    "num_items_in_batch": "it counts the targets of the whole batch, on all ranks",
+    "optimizer": "make it alike on every rank, and step it on every rank",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank is about to do together with the others.
+
+    Args:
+        name: what it does, as a user would say it.
+        alike: what all ranks of the mesh must have been given alike, by name.
+        alike_in_ring: what the ranks of one ring must have, which replicas have each for themselves.
+        targets: a number of this ring's local part, to be summed over all.
+        error: what this rank found wrong; all ranks then raise it.
+    """
+
+    name: str
+    alike: Mapping[str, Any] = field(default_factory=dict)
+    alike_in_ring: Mapping[str, Any] = field(default_factory=dict)
+    targets: int = 0
+    error: Exception | None = None
+
+
+@torch.compiler.disable()
+def check_call(mesh: DeviceMesh, call: Call) -> int:
+    """Make sure that all ranks make the same call alike; the sum of their targets.
+
+    Raises:
+        PeerMismatch: they do not: on every rank, naming what differs and which rank has what.
+        Exception: ``call.error`` of this rank or, where it has none, what another rank found wrong.
+    """
+    names, everywhere, in_ring = (_words(thing) for thing in (call.name, call.alike, call.alike_in_ring))
+    mine = [1, int(call.error is None), call.targets, *_with_squares(names + everywhere + in_ring)]
+    if "tp" in (mesh.mesh_dim_names or ()):  # whose ranks have the same targets
+        mine[2] = call.targets if mesh.get_local_rank("tp") == 0 else 0
+    sums = mine
+    for axis in ("tp", "ring"):
+        sums = _sum(mesh, axis, sums)
+    num_in_ring = sums[0]
+    # Of each ring one digest goes on to the other replicas: whether its ranks are alike.
+    is_ring_alike = _are_alike(num_in_ring, sums[-2 * _NUM_WORDS :])
+    sums = [*sums[: -2 * _NUM_WORDS], num_in_ring if is_ring_alike else 0]
+    ranks, fine, targets, *digests, alike_in_rings = _sum(mesh, "replicate", sums)
+    if fine != ranks or alike_in_rings != ranks or not _are_alike(ranks, digests):
+        _explain(mesh, call)
+    return targets
+
+
+def _sum(mesh: DeviceMesh, axis: str, numbers: list[int]) -> list[int]:
+    """The numbers added up over the ranks of one axis."""
+    names = mesh.mesh_dim_names or ()
+    if axis not in names or mesh.size(names.index(axis)) == 1:
+        return numbers
+    total = torch.tensor(numbers, device=mesh.device_type)
+    dist.all_reduce(total, group=mesh.get_group(axis))
+    return total.tolist()
+
+
+def _words(thing: Any) -> list[int]:
+    digest = hashlib.blake2b(repr(thing).encode(), digest_size=_NUM_WORDS * _WORD_BITS // 8).digest()
+    return [int.from_bytes(digest[i : i + 2], "big") for i in range(0, len(digest), 2)]
+
+
+def _with_squares(words: list[int]) -> list[int]:
+    return [number for word in words for number in (word, word * word)]
+
+
+def _are_alike(ranks: int, sums: list[int]) -> bool:
+    """Whether so many ranks had the same words: only then is ``n sum(w^2) = sum(w)^2`` (Cauchy and Schwarz)."""
+    return all(ranks * squares == total * total for total, squares in zip(sums[::2], sums[1::2], strict=True))
+
+
+class _Told(NamedTuple):
+    """What a rank says when not all is well."""
+
+    rank: int
+    replica: int
+    call: Call
+
+
+def _explain(mesh: DeviceMesh, call: Call) -> None:
+    """Raise what is wrong, on every rank alike."""
+    replica = mesh["replicate"].get_local_rank()
+    told = [_Told(dist.get_rank(), replica, Call(call.name, call.alike, call.alike_in_ring, 0, _portable(call.error)))]
+    for axis in mesh.mesh_dim_names or ():
+        told = [one for part in gather(told, mesh[axis].get_group()) for one in part]
+    told.sort(key=lambda one: one.rank)
+    if len({one.call.name for one in told}) > 1:
+        doing = _by_rank((one.rank, one.call.name) for one in told)
+        raise PeerMismatch(f"the ranks do different things: {doing}; make each call on every rank")
+    if failed := [one for one in told if one.call.error is not None]:
+        raise call.error or failed[0].call.error or AssertionError
+    for one in _differences(told):
+        raise one
+    rings = [[one for one in told if one.replica == replica] for replica in sorted({one.replica for one in told})]
+    for one in (error for ring in rings for error in _differences(ring, of_ring=True, replicate=len(rings))):
+        raise one
+
+
+def _differences(told: list[_Told], *, of_ring: bool = False, replicate: int = 1) -> Iterator[PeerMismatch]:
+    facts = [one.call.alike_in_ring if of_ring else one.call.alike for one in told]
+    for name in dict.fromkeys(name for each in facts for name in each):
+        values = [each.get(name) for each in facts]
+        if any(value != values[0] for value in values):
+            shown = _by_rank(zip((one.rank for one in told), values, strict=True))
+            whose = "the ranks of one ring" if of_ring else "the ranks"
+            remedies = (text for key, text in _REMEDIES.items() if key in name)
+            remedy = "".join(f"; {text.format(replicate=replicate)}" for text in remedies)
+            yield PeerMismatch(f"{whose} were given different {name}: {shown}{remedy}")
+
+
+def _by_rank(values: Iterator[tuple[int, Any]]) -> str:
+    """Each value with the ranks that have it, most of them first: thousands of ranks in one line."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in values:
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{_ranks(those)}: {value}" for value, those in ranks.items())
+
+
+def _ranks(those: list[int]) -> str:
+    shown = ", ".join(map(str, those[:8])) + (f" and {len(those) - 8} more" if len(those) > 8 else "")
+    return f"rank{'s' if len(those) > 1 else ''} {shown}"
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """The error as another rank raises it: ours as it is, others by their name."""
+    if error is None:
+        return None
+    if isinstance(error, RingspanError):
+        return type(error)(str(error))
+    return PeerMismatch(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")

@@ -1,0 +1,101 @@
+"""What can no longer change once a model's weights are split over ranks.
+
+FSDP2 holds the parameters that it found: one that comes later is neither split nor has a gradient summed over ranks,
+and one whose type changes no longer is what it was split for.
+"""
+
+from collections.abc import Callable
+from typing import Any, Never
+
+import torch
+from torch import Tensor, nn
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.layers.modules import local_part
+
+Structure = list[tuple[nn.Module, tuple[str, ...]]]
+
+
+def structure_of(model: nn.Module) -> Structure:
+    """The modules that have parameters, and their names."""
+    return [(module, tuple(module._parameters)) for module in model.modules() if module._parameters]
+
+
+def check_structure(model: Any) -> None:
+    """Raise an UnsupportedError that names a module which came, or got parameters, after the model was split."""
+    found = structure_of(model)
+    if found == model.ring_structure:
+        return
+    known = {id(module): names for module, names in model.ring_structure}
+    paths = {module: path for path, module in model.named_modules()}
+    changed = next((paths[module] for module, names in found if known.get(id(module)) != names), "a module is gone")
+    raise UnsupportedError(
+        f"the parameters of {_name(model)} changed after parallelize ({changed}), which ranks would not share; change "
+        "the model before"
+    )
+
+
+class Fixed:
+    """What a model on a ring refuses to do, by name, with what to do instead."""
+
+    ring_structure: Structure
+
+    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """What ``to``, ``half``, ``cuda`` and their like go through: nothing that changes types or devices, except
+        that a model on the meta device gets memory.
+        """
+        for probe in _one_of_each(self):
+            changed = fn(probe)
+            if changed.dtype != probe.dtype:
+                raise UnsupportedError(
+                    f"{_name(self)} is on a ring with parameters of {probe.dtype}: make them {changed.dtype} before "
+                    "parallelize, or let layers compute in it with parallelize(compute_dtype=...)"
+                )
+            if changed.device != probe.device and not probe.is_meta:
+                raise UnsupportedError(
+                    f"{_name(self)} is on a ring of {probe.device}; a mesh says where its shards are"
+                )
+        return super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Never:
+        """Not on a ring."""
+        raise UnsupportedError("resize_token_embeddings comes before parallelize")
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> Never:
+        """Not on a ring."""
+        raise UnsupportedError("add_adapter comes before parallelize, which splits adapters with all other weights")
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Never:
+        """Not on a ring."""
+        raise UnsupportedError("load_adapter comes before parallelize, which splits adapters with all other weights")
+
+    def delete_adapter(self, *args: Any, **kwargs: Any) -> Never:
+        """Not on a ring."""
+        raise UnsupportedError("delete_adapter comes before parallelize; on a ring, set_adapter and disable_adapters")
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> Never:
+        """Not on a ring."""
+        raise UnsupportedError(
+            "layers on a ring are checkpointed by parallelize(checkpoint='attention'), 'full' or 'none'; leave "
+            "gradient_checkpointing out"
+        )
+
+    gradient_checkpointing_disable = activation_checkpointing_enable = gradient_checkpointing_enable
+    activation_checkpointing_disable = gradient_checkpointing_enable
+
+
+def refuse_copy(model: Any, memo: Any) -> Never:
+    """``copy.deepcopy`` of a model on a ring."""
+    raise UnsupportedError(
+        f"{_name(model)} is on a ring and cannot be copied; build it again and parallelize that, or save_pretrained"
+    )
+
+
+def _one_of_each(model: nn.Module) -> list[Tensor]:
+    """An empty tensor for each type and device of parameters."""
+    kinds = {(p.dtype, p.device) for p in map(local_part, model.parameters())}
+    return [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
+
+
+def _name(model: Any) -> str:
+    return type(model).__name__.removeprefix("FSDP")

@@ -1,0 +1,150 @@
+"""What every forward pass begins with: what is wrong with this rank's part of a batch, and whether all ranks were given
+the same.
+
+B batch, T local tokens.
+"""
+
+import hashlib
+from collections.abc import Callable
+from inspect import BoundArguments
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ringspan.core.errors import LayoutError, UnsupportedError
+from ringspan.core.layout import Layout
+from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.fixed import check_structure
+from ringspan.torch.consistency.optimizers import optimizer_facts
+from ringspan.torch.data.batch import IGNORED, document_positions
+from ringspan.torch.layers.positions import beyond_table
+from ringspan.torch.layers.router_loss import wanted_router
+
+_DIGESTS: Final = ("input_ids", "labels", "position_ids")  # in the order of a batch's digest
+
+
+@torch.compiler.disable()
+def check_forward(
+    model: Any, bind: Callable[[], BoundArguments], check_others: Callable[[dict[str, Any]], Any]
+) -> dict[str, Any]:
+    """The arguments of a forward pass, with the targets of the whole batch and its length where they were not given.
+
+    ``bind`` gives the arguments their names, ``check_others`` raises what is wrong with those that ``forward`` does not
+    name.
+
+    Raises:
+        PeerMismatch: the ranks were given different things; on every rank.
+        RingspanError: what is wrong on some rank; on every rank alike.
+    """
+    arguments: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    try:
+        arguments = {name: value for name, value in bind().arguments.items() if name != "self"}
+        # Of those that ``forward`` names for whoever reads its signature none can be honoured either.
+        others = {name: arguments.pop(name) for name in ("labels", "attention_mask") if name in arguments}
+        others |= arguments.pop("kwargs", {})
+        check_structure(model)
+        check_others(others)
+        _check_batch(model, **arguments)
+        targets = arguments.get("shift_labels")
+        number = 0 if targets is None else int((targets != IGNORED).sum())
+        call = Call("a forward pass", _facts(model, arguments, others), _facts_of_ring(arguments), number)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        call = Call("a forward pass", error=error)
+    total = check_call(model.ring_mesh, call)
+    tokens = arguments["input_ids"].shape[1] * model.ring_mesh["ring"].size()
+    defaults = {"num_items_in_batch": total, "sequence_length": tokens}
+    given = {name: value for name, value in arguments.items() if value is not None}
+    return defaults | given | others
+
+
+def _facts(model: Any, arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """What all ranks must have alike."""
+    number = arguments.get("num_items_in_batch")
+    facts: dict[str, Any] = {
+        "mode": "training" if model.training else "evaluation",
+        "gradients": torch.is_grad_enabled(),
+        "labels": arguments.get("shift_labels") is not None,
+        "output_router_logits": wanted_router(model, arguments.get("output_router_logits")) is not None,
+        "num_items_in_batch": None if number is None else _whole_number(number),
+        "arguments": tuple(sorted((name, str(value)) for name, value in others.items() if value is not None)),
+    }
+    if torch.is_grad_enabled():
+        parameters = (parameter for module in model.modules() for parameter in module._parameters.values())
+        trained = bytes(parameter.requires_grad for parameter in parameters if parameter is not None)
+        digest = hashlib.blake2b(trained, digest_size=4).hexdigest()
+        facts["trained parameters"] = f"{sum(trained)} of {len(trained)} (digest {digest})"
+        facts |= optimizer_facts(model)
+    return facts
+
+
+def _facts_of_ring(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the ranks of one ring must have alike."""
+    batch_size, length = arguments["input_ids"].shape
+    digest, longest = arguments.get("batch_digest"), arguments.get("sequence_length")
+    digests = () if digest is None else digest.tolist()
+    return {
+        "batch size": batch_size,
+        "local length": length,
+        "documents": arguments.get("document_lengths") is not None,
+        "padding marked": arguments.get("real_tokens") is not None,
+        "length of the longest document": None if longest is None else int(longest),
+        **{name: f"digest {number % (1 << 64):016x}" for name, number in zip(_DIGESTS, digests, strict=False)},
+    }
+
+
+def _whole_number(number: Any) -> int:
+    """``num_items_in_batch`` as the whole number that it must be."""
+    if isinstance(number, Tensor) and number.numel() == 1:
+        number = number.item()
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise UnsupportedError(f"num_items_in_batch must be a whole number of at least 0, got {number!r}")
+    return number
+
+
+def _check_batch(
+    model: Any,
+    input_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    document_lengths: Tensor | None = None,
+    real_tokens: Tensor | None = None,
+    sequence_length: int | Tensor | None = None,
+    **_: Any,
+) -> None:
+    """Raise what is wrong with the part of a batch that this rank has."""
+    if input_ids is None or position_ids is None:
+        raise UnsupportedError("input_ids and position_ids are needed; make the batch with rs.shard_batch")
+    if real_tokens is not None and real_tokens.shape != input_ids.shape:
+        raise UnsupportedError(
+            f"real_tokens has shape {tuple(real_tokens.shape)}, input_ids {tuple(input_ids.shape)}; make the batch "
+            "with rs.shard_batch"
+        )
+    ring = model.ring_mesh["ring"]
+    layout = Layout(model.ring_layout, ring.size() * input_ids.shape[1], ring.size())
+    inputs, labels = model.ring_vocabularies
+    _check_positions(position_ids, layout, ring.get_local_rank(), document_lengths)
+    _check_entries("input_ids", input_ids, inputs)
+    longest = layout.length if sequence_length is None else int(sequence_length)
+    if error := beyond_table(model, model.get_submodule(model.ring_decoder), longest):
+        raise error
+    if shift_labels is not None:
+        _check_entries("labels", shift_labels.masked_fill(shift_labels == IGNORED, 0), labels)
+
+
+def _check_positions(positions: Tensor, layout: Layout, rank: int, document_lengths: Tensor | None) -> None:
+    """The batch must have been split by the layout of the model: another one would be silently wrong."""
+    expected = torch.from_numpy(layout.positions(rank))
+    if document_lengths is not None:
+        expected = document_positions(document_lengths, layout.padded_length)[:, expected]
+    if positions.shape[-1] != layout.tokens_per_rank or not bool((positions == expected.to(positions.device)).all()):
+        raise LayoutError(
+            f"position_ids are not those of the layout {layout.name}; use rs.shard_batch(batch, mesh, "
+            f"layout={layout.name!r})"
+        )
+
+
+def _check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
+    if not bool(((numbers >= 0) & (numbers < vocabulary)).all()):
+        raise UnsupportedError(f"{name} has numbers outside of the vocabulary, 0 to {vocabulary - 1}")

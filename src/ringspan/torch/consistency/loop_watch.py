@@ -1,0 +1,107 @@
+"""The watchdog of a user's own loop: a rank that ends, dies or stays away while others wait for it is named.
+
+Between two calls a loop may take as long as it likes. What waits in a call, or in a backward pass, does so as long as
+the process group allows; a little before that, all ranks learn who is missing, and end.
+"""
+
+import atexit
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.torch.consistency.watchdog import Watchdog
+from ringspan.torch.transport.agreement import timeout_seconds
+
+_OUTSIDE: Final = "outside of ringspan"
+_ANY_TIME: Final = float("inf")
+_LEAVING_SECONDS: Final = 5.0  # that a call waits for a rank whose process has ended
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Nothing is a step of known length here; a rank may be silent as long as others may wait for it."""
+
+    silence_seconds: float
+    enabled: bool = True
+    timeout_steps: float = _ANY_TIME
+    min_seconds: float = _ANY_TIME
+    patience_seconds: float = _ANY_TIME
+
+
+class LoopWatch:
+    """What this rank's main thread tells the watchdog: in which call it is, and when it has left it."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.patience_seconds = 0.8 * timeout_seconds(mesh["ring"].get_group(), torch.device(mesh.device_type))
+        settings = _Settings(silence_seconds=self.patience_seconds)
+        self._watchdog = Watchdog(settings, None, leaving_seconds=_LEAVING_SECONDS)
+        self._num_passes = 0
+        self._watchdog.__enter__()
+        atexit.register(self._leave)
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """While this rank waits for the others in a call."""
+        if name == "a forward pass":
+            self._num_passes += 1
+        self._watchdog.be(self._num_passes, name, self.patience_seconds)
+        try:
+            yield
+        except RuntimeError:  # how an exchange with a rank that is gone fails: let it be named
+            self._watchdog.await_verdict()
+            raise
+        finally:
+            self._outside()
+
+    def backward_of(self, loss: Tensor) -> None:
+        """Let the backward pass of a loss count as a call."""
+        if loss.requires_grad:
+            loss.register_hook(self._begin_backward)
+
+    def _begin_backward(self, gradient: Tensor) -> None:
+        self._watchdog.be(self._num_passes, "a backward pass", self.patience_seconds)
+        # As FSDP2 finds the end of a backward pass; autograd has no public way.
+        torch.autograd.Variable._execution_engine.queue_callback(self._outside)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _outside(self) -> None:
+        self._watchdog.be(self._num_passes, _OUTSIDE, _ANY_TIME)
+
+    def _leave(self) -> None:
+        """The process ends: by itself, or by the exception that Python has just shown."""
+        error = getattr(sys, "last_value", None)
+        self._watchdog.__exit__(type(error), error, None)
+
+
+_watch: LoopWatch | None = None
+
+
+def watch_loop(mesh: DeviceMesh) -> None:
+    """Watch the ranks of a mesh over the whole world from now on, once in a process; all ranks call it."""
+    global _watch
+    group = mesh["ring"].get_group()
+    if _watch is None and 1 < dist.get_world_size() == mesh.size() and dist.get_backend(group) != "fake":
+        _watch = LoopWatch(mesh)
+
+
+@contextmanager
+def in_call(name: str) -> Iterator[None]:
+    """While this rank is in a call that all ranks make."""
+    if _watch is None:
+        yield
+        return
+    with _watch.call(name):
+        yield
+
+
+def watch_backward(loss: Tensor) -> Tensor:
+    """The loss, whose backward pass counts as a call; before FSDP's own hooks, in which a rank may wait."""
+    if _watch is not None:
+        _watch.backward_of(loss)
+    return loss

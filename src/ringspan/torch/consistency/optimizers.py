@@ -1,0 +1,69 @@
+"""What optimizers of a user's own loop do to a model on the mesh: whether all ranks do the same is asked at the next
+forward pass.
+"""
+
+from typing import Any, Final
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.memory.sharding import gathered_parameters
+
+_hooks: Final[list[Any]] = []  # one in a process
+_models: Final[WeakSet[nn.Module]] = WeakSet()
+_owners: Final[WeakKeyDictionary[Optimizer, WeakSet[nn.Module]]] = WeakKeyDictionary()
+_steps: Final[WeakKeyDictionary[nn.Module, dict[str, Any]]] = WeakKeyDictionary()
+
+
+def watch_optimizers(model: nn.Module) -> None:
+    """Note the settings with which optimizers step parameters of this model, from now on."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_note))
+    _models.add(model)
+
+
+def optimizer_facts(model: nn.Module) -> dict[str, Any]:
+    """How often this rank has updated the model, by which optimizers, and with which settings the last time."""
+    return _steps.get(model, {})
+
+
+def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _owners:
+        _owners[optimizer] = _find_owners(optimizer)
+    for model in _owners[optimizer]:
+        facts = _steps.setdefault(model, {})
+        kind = type(optimizer).__name__
+        name = f"steps of the optimizer {kind}"
+        facts[name] = facts.get(name, 0) + 1
+        for key in optimizer.param_groups[0]:
+            if key != "params":
+                settings = tuple(_plain(group.get(key)) for group in optimizer.param_groups)
+                facts[f"optimizer setting {key} of {kind}"] = settings[0] if len(settings) == 1 else settings
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+@torch.no_grad()
+def _find_owners(optimizer: Optimizer) -> WeakSet[nn.Module]:
+    """The models on a mesh whose parameters an optimizer updates.
+
+    Raises:
+        UnsupportedError: it was given copies of the shards, which a forward pass had gathered.
+    """
+    theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    owners: WeakSet[nn.Module] = WeakSet()
+    for model in _models:
+        if any(id(parameter) in theirs for parameter in gathered_parameters(model)):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} was given weights of {type(model).__name__} between a forward pass and "
+                "its backward pass, when they were copies; make the optimizer before the forward pass, or from "
+                "model.parameters()"
+            )
+        if any(id(parameter) in theirs for parameter in model.parameters()):
+            owners.add(model)
+    return owners

@@ -1,0 +1,401 @@
+"""Who is missing: a thread in each rank tells rank 0 how far it is, and rank 0 tells all who died or stands still.
+
+Gloo and NCCL report an address, or nothing for half an hour. Here a connection that closes without a farewell names a
+dead rank at once, and a rank whose step and exchanges stand still for ten median steps is named as stalled: the silent
+ones first (stopped, or cut off), else those furthest behind. What is no step, saving say, has patience, but not with a
+rank that is not heard any more. Every rank then prints a line, dumps the stacks of its
+threads into the run's folder, and ends with a documented exit code; no thread can unblock a collective in any other
+way. A silent rank of the same machine, which could not end itself, is killed, so that a restart need not wait for it.
+
+JSON lines over TCP, on the network of the process group and as trusted as it is; a token keeps strangers apart.
+"""
+
+import faulthandler
+import json
+import math
+import os
+import secrets
+import selectors
+import signal
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch.distributed as dist
+
+from ringspan.core.errors import ConfigError, RingspanError
+from ringspan.core.messages import shortened
+from ringspan.torch.transport.exchange import TOTALS
+
+EXIT_STALLED: Final = 76
+"""Exit code of a rank that ended because another one made no progress."""
+EXIT_PEER_LOST: Final = 77
+"""Exit code of a rank that ended because another one died or failed."""
+
+_MEASURED_STEPS: Final = 3
+_VERDICT_SECONDS: Final = 2.0  # how long a failed exchange waits to hear whose fault it was
+_MAX_LINE_BYTES: Final = 1 << 16
+
+
+class Settings(Protocol):
+    """When a watchdog gives up; ``ringspan.train.config.tables.WatchdogConfig`` says what each means."""
+
+    @property
+    def enabled(self) -> bool: ...
+    @property
+    def timeout_steps(self) -> float: ...
+    @property
+    def min_seconds(self) -> float: ...
+    @property
+    def patience_seconds(self) -> float: ...
+    @property
+    def silence_seconds(self) -> float: ...
+
+
+@dataclass
+class _Place:
+    """How far a rank is, as it last said."""
+
+    count: tuple[int, int] = (0, 0)
+    """Beats of its main thread, and exchanges that it has posted: what moves when the rank does."""
+    step: int = 0
+    hop: int | None = None
+    doing: str = "starting"
+    patience_seconds: float = float("inf")
+    process: tuple[str, int] | None = None
+    """Its machine and process id."""
+    changed: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """Take in what the rank says now."""
+        self.heard = time.monotonic()
+        count = int(message["count"][0]), int(message["count"][1])
+        if count != self.count:
+            self.count, self.changed = count, self.heard
+        self.step, self.hop, self.doing = int(message["step"]), message["hop"], str(message["doing"])
+        self.patience_seconds = float(message["patience_seconds"])
+        self.process = str(message["machine"]), int(message["pid"])
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it does what may not take any time."""
+        return self.patience_seconds < float("inf")
+
+    def describe(self) -> str:
+        hop = f", hop {self.hop}" if self.hop is not None else ""
+        doing = f" ({self.doing})" if self.doing != "step" else ""
+        return f"at step {self.step}{hop}{doing}"
+
+
+@dataclass
+class _Link:
+    """A connection to another rank; ``rank`` is None until it has said who it is."""
+
+    socket: socket.socket
+    rank: int | None = None
+    received: bytes = b""
+    farewell: bool = False
+
+
+class Watchdog:
+    """Watches the other ranks from when it is entered; the main thread says how far it is with ``step`` and ``doing``.
+
+    ``end`` takes the exit code and never returns; it is a parameter for the tests.
+    """
+
+    def __init__(
+        self,
+        config: Settings,
+        folder: Path | None,
+        end: Callable[[int], Any] = os._exit,
+        *,
+        leaving_seconds: float = float("inf"),
+    ) -> None:
+        """Without a ``folder`` the stacks go to the standard error. A rank that has left is named when another one has
+        waited for ``leaving_seconds`` since.
+        """
+        self._config, self._folder, self._end, self._leaving_seconds = config, folder, end, leaving_seconds
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        # Fewer words a second from each where there are many.
+        self._interval = max(0.2, self._num_ranks / 100)
+        self._beats, self._step, self._doing = 0, 0, "starting"
+        self._patience_seconds = config.patience_seconds
+        self._seconds: deque[float] = deque(maxlen=50)
+        self._started: float | None = None
+        self._places: dict[int, _Place] = {}
+        self._left: dict[int, _Place] = {}
+        self._links: list[_Link] = []
+        self._selector = selectors.DefaultSelector()
+        self._closing = threading.Event()
+        self._farewell: dict[str, Any] = {"bye": None}
+        self._thread: threading.Thread | None = None
+        self._wake, self._woken = socket.socketpair()
+        self._machine = _machine()
+
+    def __enter__(self) -> "Watchdog":
+        """Connect to rank 0; all ranks enter together.
+
+        Raises:
+            ConfigError: on every rank, when rank 0 has no address to listen at.
+        """
+        if not self._config.enabled or self._num_ranks == 1:
+            return self
+        self._meet()
+        self._places[self._rank] = _Place()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Say farewell. A failure of this rank alone is told to the others; a refusal is one that all ranks share."""
+        if isinstance(error, RuntimeError):  # how an exchange with a lost peer fails: let its rank be named
+            self.await_verdict()
+        if error is not None and not isinstance(error, RingspanError):
+            self._farewell = {"bye": shortened(f"{type(error).__name__}: {error}")}
+        self._closing.set()
+        self._wake.send(b"x")
+        if self._thread is not None:
+            self._thread.join()
+        for link in self._links:
+            link.socket.close()
+        self._selector.close()
+        self._wake.close()
+        self._woken.close()
+
+    def step(self, step: int) -> None:
+        """The main thread begins a step."""
+        now = time.monotonic()
+        if self._started is not None:
+            self._seconds.append(now - self._started)
+        self._started, self._step, self._doing = now, step, "step"
+        self._patience_seconds = self._config.patience_seconds
+        if len(self._seconds) >= _MEASURED_STEPS:
+            median = statistics.median(self._seconds)
+            self._patience_seconds = max(self._config.min_seconds, self._config.timeout_steps * median)
+        self._beats += 1
+
+    def await_verdict(self) -> None:
+        """An exchange has failed: wait a little for the verdict that names whose fault it was and ends this process."""
+        if self._thread is not None:
+            leaving = self._leaving_seconds + 1.0
+            time.sleep(max(_VERDICT_SECONDS, leaving if math.isfinite(leaving) else 0.0))
+
+    def be(self, step: int, doing: str, patience_seconds: float) -> None:
+        """The main thread is at a step of a loop of somebody else's, and does this, for so long at most."""
+        self._step, self._doing, self._patience_seconds = step, doing, patience_seconds
+        self._beats += 1
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """The main thread does something that is no step and may take longer; it does not count as a step's time."""
+        before = self._doing, self._patience_seconds
+        self._doing, self._patience_seconds = what, self._config.patience_seconds
+        self._beats += 1
+        yield
+        self._started = None
+        self._doing, self._patience_seconds = before
+        self._beats += 1
+
+    def _meet(self) -> None:
+        """Everyone learns where rank 0 listens, and connects."""
+        answer: list[Any] = [None]
+        server = None
+        if self._rank == 0:
+            try:
+                server = _listen()
+                answer = [(*server.getsockname()[:2], secrets.token_hex(16))]
+            except OSError as error:
+                answer = [f"rank 0 cannot listen for the other ranks: {error}; set watchdog.enabled = false"]
+        dist.broadcast_object_list(answer)
+        if isinstance(answer[0], str):
+            raise ConfigError(answer[0])
+        host, port, self._token = answer[0]
+        if server is not None:
+            server.setblocking(False)
+            self._selector.register(server, selectors.EVENT_READ, "server")
+            self._server = server
+            return
+        link = _Link(socket.create_connection((host, port), timeout=30), rank=0)
+        self._send(link, {"token": self._token, "rank": self._rank})
+        self._add(link)
+        self._places[0] = _Place()
+
+    def _add(self, link: _Link) -> None:
+        link.socket.settimeout(1.0)
+        link.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._links.append(link)
+        self._selector.register(link.socket, selectors.EVENT_READ, link)
+
+    def _watch(self) -> None:
+        """The thread: hear, tell, judge, until the run is over."""
+        told = 0.0
+        while not self._closing.is_set():
+            for key, _ in self._selector.select(self._interval):
+                if key.data == "server":
+                    self._add(_Link(self._server.accept()[0]))
+                elif isinstance(key.data, _Link):
+                    self._receive(key.data)
+            now = time.monotonic()
+            if now - told >= self._interval:
+                told = now
+                self._tell()
+                self._judge(now)
+        self._tell()  # where it has come to
+        for link in self._links:
+            self._send(link, self._farewell)
+        if self._rank == 0:
+            self._server.close()
+
+    def _tell(self) -> None:
+        message = {
+            "rank": self._rank,
+            "count": (self._beats, TOTALS.num_posts),
+            "step": self._step,
+            "hop": TOTALS.hop,
+            "doing": self._doing,
+            "patience_seconds": self._patience_seconds,
+            "machine": self._machine,
+            "pid": os.getpid(),
+        }
+        self._places[self._rank].hear(message)
+        for link in self._links:
+            self._send(link, message)
+
+    def _send(self, link: _Link, message: dict[str, Any]) -> None:
+        with suppress(OSError):  # whether the other side is gone is found by receiving
+            link.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _receive(self, link: _Link) -> None:
+        try:
+            data = link.socket.recv(_MAX_LINE_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(link)
+            if link.rank is not None and not link.farewell:
+                self._lost(link.rank, "died")
+            return
+        *lines, link.received = (link.received + data).split(b"\n")
+        if len(link.received) > _MAX_LINE_BYTES:
+            self._drop(link)
+            return
+        for line in lines:
+            try:
+                self._hear(link, json.loads(line))
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError):  # not one of us
+                self._drop(link)
+                return
+
+    def _hear(self, link: _Link, message: dict[str, Any]) -> None:
+        if link.rank is None:
+            rank = int(message["rank"])
+            if message["token"] != self._token or not 0 < rank < self._num_ranks:
+                raise ValueError("a stranger")
+            link.rank = rank
+            self._places[rank] = _Place()
+        elif "bye" in message:
+            link.farewell = True
+            if message["bye"] is not None:
+                self._lost(link.rank, f"failed with {message['bye']}")
+            if (place := self._places.pop(link.rank, None)) is not None:
+                self._left[link.rank] = place
+        elif "verdict" in message:
+            self._finish(str(message["verdict"]), int(message["code"]))
+        else:
+            self._places[link.rank].hear(message)
+
+    def _drop(self, link: _Link) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(link.socket)
+        with suppress(ValueError):
+            self._links.remove(link)
+        link.socket.close()
+
+    def _lost(self, rank: int, how: str) -> None:
+        place = self._places.get(rank)
+        self._conclude(f"rank {rank} {how} {place.describe() if place else f'after step {self._step}'}", EXIT_PEER_LOST)
+
+    def _judge(self, now: float) -> None:
+        """Rank 0 judges all, the others only whether rank 0 is still heard."""
+        for rank, left in self._left.items():
+            waiting = [p for p in self._places.values() if now - p.changed > self._leaving_seconds and p.is_waiting]
+            if waiting:
+                self._conclude(
+                    f"rank {rank} ended {left.describe()}, which others wait for {waiting[0].describe()}; make each "
+                    "call on every rank",
+                    EXIT_PEER_LOST,
+                )
+                return
+        places = self._places if self._rank == 0 else {r: p for r, p in self._places.items() if r == 0}
+        silence = self._config.silence_seconds
+        stalled = [p for p in places.values() if now - p.changed > p.patience_seconds or now - p.heard > silence]
+        if not stalled:
+            return
+        seconds = max(now - place.changed for place in stalled)
+        silent = {r: p for r, p in places.items() if now - p.heard > max(1.0, 4 * self._interval)}
+        if silent:
+            missing, how = silent, "silent, stopped or cut off"
+            for place in silent.values():
+                if place.process is not None and place.process[0] == self._machine:
+                    with suppress(OSError):
+                        os.kill(place.process[1], signal.SIGKILL)
+        elif self._rank == 0:
+            first = min(place.count for place in places.values())
+            missing = {r: p for r, p in places.items() if p.count == first}
+            how = "furthest behind" if len(missing) < len(places) else "no rank is behind another"
+        else:
+            return
+        shown = ", ".join(f"rank {rank} {place.describe()}" for rank, place in sorted(missing.items())[:8])
+        self._conclude(f"no progress for {seconds:.1f} s: {shown} ({how})", EXIT_STALLED)
+
+    def _conclude(self, verdict: str, code: int) -> None:
+        for link in self._links:
+            self._send(link, {"verdict": verdict, "code": code})
+        self._finish(verdict, code)
+
+    def _finish(self, verdict: str, code: int) -> None:
+        """Say it, leave the stacks of all threads, and end this process."""
+        here = _Place()
+        here.step, here.hop, here.doing = self._step, TOTALS.hop, self._doing
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        line = f"ringspan: {verdict}; rank {self._rank} ends {here.describe()}, exit code {code}"
+        if self._folder is None:
+            print(line, file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+        else:
+            path = self._folder / f"attempt-{attempt}-rank-{self._rank}.txt"
+            line += f", stacks in {path}"
+            with suppress(OSError):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with path.open("w", encoding="utf-8") as file:
+                    file.write(line + "\n")
+                    file.flush()
+                    faulthandler.dump_traceback(file, all_threads=True)
+            print(line, file=sys.stderr, flush=True)
+        self._end(code)
+        self._closing.set()
+
+
+def _machine() -> str:
+    """A name that two processes share when one can signal the other: the machine's boot and its process numbers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return secrets.token_hex(16)  # shared with nobody
+
+
+def _listen() -> socket.socket:
+    """A socket at the address that the process group meets at, and at no other; on one machine the loopback one."""
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server((str(address[0]), 0), family=family, backlog=dist.get_world_size())

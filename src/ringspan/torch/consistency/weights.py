@@ -1,0 +1,75 @@
+"""The same weights on all ranks, before they are split: FSDP takes each shard from what its rank happens to have."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.torch.transport.collectives import gather
+from ringspan.torch.transport.digest import digest_values
+
+_log: Final = logging.getLogger(__name__)
+
+
+def describe_weights(model: nn.Module) -> dict[str, str]:
+    """What every rank must have alike, of each parameter and buffer: its shape, its dtype and whether it trains."""
+    return {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}, "
+        + ("trained" if tensor.requires_grad else "not trained")
+        for name, tensor in _tensors(model)
+    }
+
+
+@torch.no_grad()
+def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Where ranks have other values in a parameter or buffer, give all of them those of the mesh's first rank, in
+    place, and say so once. All ranks call it, with weights of the same names and shapes.
+
+    Adapters, heads and models that were drawn at random differ when ranks are seeded differently, or not at all. What
+    is on the meta device has no values yet.
+    """
+    if mesh.size() == 1 or dist.get_backend(mesh["ring"].get_group()) == "fake":
+        return
+    digests = {name: digest_values(tensor) for name, tensor in _tensors(model) if not tensor.is_meta}
+    if len(set(_gather(sum(digests.values()), mesh))) == 1:
+        return
+    everyone = _gather(digests, mesh)
+    different = [name for name, digest in digests.items() if any(one[name] != digest for one in everyone)]
+    tensors = dict(_tensors(model))
+    for name in different:
+        _broadcast(tensors[name], mesh)
+    first = int(mesh.mesh.min())
+    if dist.get_rank() == first:
+        shown = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
+        _log.warning(
+            "the ranks had different values of %s: all have those of rank %d now; call torch.manual_seed alike on "
+            "every rank before weights are drawn, to have them alike",
+            shown,
+            first,
+        )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _gather(thing: Any, mesh: DeviceMesh) -> list[Any]:
+    """The thing of every rank of a mesh."""
+    things = [thing]
+    for axis in mesh.mesh_dim_names or ():
+        things = [one for part in gather(things, mesh[axis].get_group()) for one in part]
+    return things
+
+
+def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Fill a tensor with that of the mesh's first rank, one axis after the other."""
+    message = tensor.to(mesh.device_type).contiguous()
+    for axis in mesh.mesh_dim_names or ():
+        group = mesh[axis].get_group()
+        dist.broadcast(message, src=dist.get_global_rank(group, 0), group=group)
+    tensor.copy_(message)

@@ -1,0 +1,181 @@
+"""From a whole batch to this rank's part: shift labels, add positions, pad, permute, split.
+
+B batch, S global tokens, N ranks, T tokens a rank.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.core.arguments import check_sharding
+from ringspan.core.errors import LayoutError, UnsupportedError
+from ringspan.core.layout import Layout, LayoutName
+from ringspan.torch.attention.arguments import check_plain, find_group
+from ringspan.torch.runtime.mesh import check_mesh
+from ringspan.torch.transport.digest import digest_integers
+
+IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
+
+_INTEGERS: Final = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_KEYS: Final = frozenset({"input_ids", "labels", "shift_labels", "attention_mask", "position_ids"})
+
+
+def shard(x: Tensor, layout: Layout, rank: int, dim: int, *, value: float = 0) -> Tensor:
+    """This rank's part of a whole tensor: ``pad(x, value)[positions(rank)]`` along ``dim``; differentiable.
+
+    Raises:
+        UnsupportedError: ``x`` is no plain tensor.
+        LayoutError: no layout, or no rank of it; or ``x`` does not have ``layout.length`` entries along ``dim``.
+    """
+    check_plain("x", x)
+    check_sharding(x.shape, layout, dim)
+    if x.shape[dim] != layout.length:
+        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, the layout is for {layout.length} tokens")
+    missing = layout.padded_length - layout.length
+    if missing:
+        shape = list(x.shape)
+        shape[dim] = missing
+        x = torch.cat((x, x.new_full(shape, value)), dim)
+    return x.index_select(dim, torch.from_numpy(layout.positions(rank)).to(x.device))
+
+
+def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | None, dim: int) -> Tensor:
+    """The whole tensor, in order and without padding, from every rank's part. Gathers; not differentiable.
+
+    Raises:
+        UnsupportedError: ``x`` is no plain tensor, or ``group`` no group of this rank.
+        LayoutError: no layout, or one for another number of ranks than the group has; or ``x`` does not have
+            ``layout.tokens_per_rank`` entries along ``dim``.
+    """
+    check_plain("x", x)
+    check_sharding(x.shape, layout, dim)
+    group = find_group(group)
+    if x.shape[dim] != layout.tokens_per_rank:
+        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, the layout has {layout.tokens_per_rank} a rank")
+    ranks = dist.get_world_size(group) if group is not None else 1
+    if layout.ranks not in (1, ranks):
+        raise LayoutError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
+    x = x.detach().movedim(dim, 0).contiguous()
+    parts = [torch.empty_like(x) for _ in range(layout.ranks)]
+    if layout.ranks == 1:
+        parts = [x]
+    else:
+        dist.all_gather(parts, x, group=group)
+    order = torch.from_numpy(layout.inverse[: layout.length]).to(x.device)
+    return torch.cat(parts).index_select(0, order).movedim(0, dim)
+
+
+def shard_batch(
+    batch: Mapping[str, Tensor], mesh: DeviceMesh, *, layout: LayoutName = "zigzag", device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """This rank's part of a Hugging Face batch, ready for a model that ``parallelize`` prepared.
+
+    Every rank of one ring passes the same whole batch; replicas pass different ones. Labels are shifted here, before
+    the permutation, so that each token knows its true successor; padding gets the label -100 and comes last, where no
+    real token sees it.
+
+    Args:
+        batch: ``input_ids`` (B, S) and optionally ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry
+            i is the target of token i; an ``attention_mask`` that only marks padding on the right; ``position_ids``
+            (B, S) or (S,) that count up, from 0 anew for each packed document.
+        mesh: the mesh of the model.
+        layout: the layout that the model was parallelized with.
+        device: where the result goes; where ``input_ids`` are when None.
+
+    Returns:
+        ``input_ids``, ``position_ids`` (int32) and, when there were labels, ``shift_labels``, each (B, T). For packed
+        documents also ``document_lengths`` (B, most documents), 0 behind the last one: no document will see another
+        one. ``real_tokens`` (B, T) where an ``attention_mask`` marks padding, which routers of experts do not count.
+        ``sequence_length``, that of the longest document, stays on the CPU. ``batch_digest`` (3,) is by what the
+        ranks of a ring see that they were given the same batch: digests of its tokens, targets and documents.
+
+    Raises:
+        UnsupportedError: keys, masks or positions that cannot be honoured, by name.
+    """
+    check_mesh(mesh)
+    unknown = sorted(set(batch) - _KEYS)
+    if unknown:
+        raise UnsupportedError(f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(sorted(_KEYS))}")
+    if "input_ids" not in batch:
+        raise UnsupportedError("shard_batch needs input_ids")
+    for name, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise UnsupportedError(f"{name} must be a tensor, got a {type(value).__name__}; collate the batch first")
+    tokens = batch["input_ids"]
+    if tokens.ndim != 2 or not tokens.numel() or tokens.is_floating_point():
+        raise UnsupportedError(
+            f"input_ids must be integers (batch, tokens), got {tokens.dtype} of shape {tuple(tokens.shape)}"
+        )
+    targets = _targets(batch)
+    lengths = _document_lengths(batch["position_ids"], tokens) if "position_ids" in batch else None
+    ring = mesh["ring"]
+    split = Layout(layout, tokens.shape[1], ring.size())
+    rank = ring.get_local_rank()
+    positions = torch.from_numpy(split.positions(rank)).expand(len(tokens), -1)
+    if lengths is not None:
+        positions = document_positions(lengths, split.padded_length)[:, split.positions(rank)]
+    local = {"input_ids": shard(tokens, split, rank, 1), "position_ids": positions.int()}
+    if lengths is not None:
+        local["document_lengths"] = lengths
+    if "attention_mask" in batch and not bool(batch["attention_mask"].all()):
+        local["real_tokens"] = shard(batch["attention_mask"] != 0, split, rank, 1)
+    if targets is not None:
+        local["shift_labels"] = shard(targets, split, rank, 1, value=IGNORED)
+    parts = {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
+    longest = split.length if lengths is None else int(lengths.max())
+    digest = torch.stack([digest_integers(x).to(tokens.device) for x in (tokens, targets, lengths)])
+    return parts | {"sequence_length": torch.tensor(longest), "batch_digest": digest}
+
+
+def _targets(batch: Mapping[str, Tensor]) -> Tensor | None:
+    """The target of each token, -100 where there is none. Shape (B, S)."""
+    tokens, mask = batch["input_ids"], batch.get("attention_mask")
+    for name in ("labels", "shift_labels", "attention_mask"):
+        if name in batch and batch[name].shape != tokens.shape:
+            raise UnsupportedError(f"{name} has shape {tuple(batch[name].shape)}, input_ids {tuple(tokens.shape)}")
+        if name in batch and name != "attention_mask" and batch[name].dtype not in _INTEGERS:
+            raise UnsupportedError(f"{name} must be integers, got {batch[name].dtype}; convert them with .long()")
+    if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any() or (mask[:, 0] == 0).any()):
+        raise UnsupportedError("attention_mask may only mark padding on the right; set padding_side='right'")
+    if "shift_labels" in batch:
+        targets = batch["shift_labels"].long()
+    elif "labels" in batch:
+        targets = _shift(batch["labels"].long(), IGNORED)
+    else:
+        return None
+    if mask is not None:
+        targets = targets.masked_fill(_shift(mask, 0) == 0, IGNORED)
+    return targets
+
+
+def _shift(x: Tensor, last: int) -> Tensor:
+    return torch.cat((x[:, 1:], x.new_full((len(x), 1), last)), 1)
+
+
+def document_positions(lengths: Tensor, length: int) -> Tensor:
+    """The position of each token within its document; padding behind the last one counts on. Shape (B, length)."""
+    everywhere = torch.arange(length, device=lengths.device)
+    ends = lengths.cumsum(1)
+    starts = torch.cat((torch.zeros_like(ends[:, :1]), ends), 1)
+    last = (lengths > 0).sum(1, keepdim=True) - 1
+    document = torch.searchsorted(ends, everywhere.expand(len(lengths), -1).contiguous(), right=True).minimum(last)
+    return everywhere - starts.gather(1, document)
+
+
+def _document_lengths(positions: Tensor, tokens: Tensor) -> Tensor | None:
+    """The lengths of the documents of each sequence, whose positions start from 0; None when each is one document."""
+    if positions.shape[-1] != tokens.shape[1] or positions.shape[:-1] not in ((), (1,), tokens.shape[:1]):
+        raise UnsupportedError(f"position_ids has shape {tuple(positions.shape)}, input_ids {tuple(tokens.shape)}")
+    positions = positions.expand(tokens.shape)
+    starts = positions == 0
+    goes_on = positions[:, 1:] == positions[:, :-1] + 1
+    if not bool(starts[:, 0].all()) or not bool((goes_on | starts[:, 1:]).all()):
+        raise UnsupportedError("position_ids must count up by one, from 0 at the start and for each packed document")
+    if not bool(starts[:, 1:].any()):
+        return None
+    rows = [torch.diff(torch.cat((row.nonzero()[:, 0].cpu(), torch.tensor([len(row)])))) for row in starts]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

@@ -1,0 +1,74 @@
+"""The merge rule of ``ringspan.core.softmax``, in place: the running (out, lse) of a rank's queries.
+
+B batch, H query heads, T local queries, E value head size.
+"""
+
+import torch
+from torch import Tensor
+
+from ringspan.torch.kernels.device import runs_triton
+from ringspan.torch.kernels.merge import merge_into
+from ringspan.torch.kernels.rows import Rows
+
+
+class Partial:
+    """(out, lse) of the local queries against the keys seen so far, in float32 (float64 for float64 inputs).
+
+    Accumulating in float32 over the whole ring is what keeps the error independent of the number of ranks. The sum is
+    made in ``out`` and ``lse`` themselves where these have that dtype.
+    """
+
+    def __init__(self, out: Tensor, lse: Tensor) -> None:
+        self._result, self._lse = out, lse
+        self._out = out
+        if out.dtype != lse.dtype:  # tokens before heads, as the flash kernels store what they return
+            self._out = torch.empty_like(out.transpose(1, 2), dtype=lse.dtype, memory_format=torch.contiguous_format)
+            self._out = self._out.transpose(1, 2)
+        self._rows = Rows(out.shape[2])
+
+    def merge(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
+        """Merge the partial of rows [start, stop); out 0 and lse -inf where a row saw nothing."""
+        mine, mine_lse = self._out[:, :, start:stop], self._lse[:, :, start:stop]
+        missing = self._rows.touch(start, stop)
+        if missing == stop - start:
+            mine.copy_(out)
+            mine_lse.copy_(lse)
+            return
+        if missing:
+            self._clear()
+        if runs_triton(mine):
+            from ringspan.torch.kernels import triton_merge
+
+            triton_merge.merge_into(mine, mine_lse, out, lse)
+        else:
+            merge_into(mine, mine_lse, out, lse)
+
+    def running(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The running out and lse of rows [start, stop), for a kernel that adds to them in place."""
+        for first, last in self._rows.fill(start, stop):
+            self._clear_rows(first, last)
+        return self._out[:, :, start:stop], self._lse[:, :, start:stop]
+
+    def finish(self, sinks: Tensor | None = None) -> None:
+        """Leave the result in ``out`` and ``lse``; a row that saw nothing has out 0 and lse -inf.
+
+        ``sinks`` (H,) are logits that take their share of each row's softmax and add nothing to its output: with the
+        lse of the keys alone, ``lse' = logaddexp(lse, sink)`` and ``out' = exp(lse - lse') out``.
+        """
+        self._clear()
+        if sinks is not None:
+            total = torch.logaddexp(self._lse, sinks.to(self._lse.dtype)[:, None])
+            share = (self._lse - total).exp_().masked_fill_(total == -torch.inf, 1)  # no key and no sink: out stays 0
+            self._out.mul_(share.unsqueeze(-1))
+            self._lse.copy_(total)
+        if self._out is not self._result:
+            self._result.copy_(self._out)
+
+    def _clear(self) -> None:
+        """Give rows that have seen nothing the partial of no keys."""
+        for start, stop in self._rows.fill():
+            self._clear_rows(start, stop)
+
+    def _clear_rows(self, start: int, stop: int) -> None:
+        self._out[:, :, start:stop].zero_()
+        self._lse[:, :, start:stop].fill_(-torch.inf)

@@ -1,0 +1,256 @@
+"""Modules that treat each token by itself, in blocks of tokens: what they compute in between never exists whole.
+
+B batch, T local tokens, C hidden size.
+
+Such a module can run on a block of tokens at a time and again, a block at a time, in backward: it keeps its input
+(T x C) instead of everything in between.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.numbers import check_whole
+from ringspan.torch.layers.modules import autocast_now, hidden_of, hooks_of, local_part, mix_in
+from ringspan.torch.layers.router_record import RouterRecorder
+
+# Tokens of the probe: enough for a router that fills experts to a capacity to drop some when all choose alike.
+PROBE_TOKENS = 24
+
+
+def run_in_blocks(
+    modules: list[nn.Module],
+    chunk_tokens: int,
+    option: str,
+    *,
+    from_tokens: int = 0,
+    recorder: RouterRecorder | None = None,
+) -> None:
+    """Run modules that treat each token by itself on ``chunk_tokens`` tokens at a time, forward and backward, in place.
+
+    What they did before this, they do in each block, and to fewer than ``from_tokens`` tokens all at once. ``option``
+    is what the user calls ``chunk_tokens``. ``recorder`` gets the scores of routers in them, of all tokens.
+
+    Raises:
+        ConfigError: ``chunk_tokens`` below one.
+    """
+    check_whole(option, chunk_tokens, otherwise="; 0 is for none")
+    for module in modules:
+        mix_in(
+            module,
+            Blockwise,
+            chunk_tokens=chunk_tokens,
+            chunk_option=option,
+            chunk_from_tokens=from_tokens,
+            chunk_recorder=recorder,
+        )
+
+
+def kind_of(module: nn.Module) -> Any:
+    """Equal for modules that share their code, shapes, dropout and hooks: trying one of them is enough."""
+    shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+    rates = tuple(dropout.p for dropout in module.modules() if isinstance(dropout, nn.Dropout))
+    code = tuple((type(part), id(vars(part).get("forward")), hooks_of(part)) for part in module.modules())
+    return code, shapes, rates
+
+
+@torch.no_grad()
+def mixes_tokens(module: nn.Module, size: int, *, gives: int | None = None, trains: bool = True) -> str:
+    """Try the module on tokens together, again, apart, in another order and all alike: why it cannot run in blocks, or
+    nothing.
+
+    It takes hidden states of ``size`` and gives the same, or ``gives`` numbers a token, of any type then. It is tried
+    as it trains, or as it evaluates.
+    """
+    generator = torch.Generator().manual_seed(0)
+    if next(module.parameters()).is_meta:
+        module = copy.deepcopy(module).to_empty(device="cpu")
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5)
+    like = next(module.parameters())
+    tokens = torch.randn(2, PROBE_TOKENS, size, generator=generator).to(like)
+    tokens[1] = tokens[0, 0]  # one row of equal tokens, which a router sends to the same experts
+    order = torch.randperm(PROBE_TOKENS, generator=generator).to(like.device)
+
+    def run(tokens: Tensor) -> Any:
+        return hidden_of(module(tokens.clone()))  # some write into what they are given
+
+    with _mode(module, trains):
+        try:
+            whole = run(tokens)
+        except Exception as error:  # whatever it raises: it does not take hidden states alone
+            return f"does not take hidden states alone ({type(error).__name__})"
+        wanted = tokens.shape if gives is None else (*tokens.shape[:2], gives)
+        if not isinstance(whole, Tensor) or whole.shape != wanted or (gives is None and whole.dtype != tokens.dtype):
+            return "does not give hidden states" if gives is None else f"does not give {gives} numbers a token"
+        again = run(tokens)
+        apart = torch.cat([run(tokens[:1, i : i + 1]) for i in range(PROBE_TOKENS)], 1)
+        in_order = run(tokens[:, order])
+    bound = max(1e-5, 8 * torch.finfo(like.dtype).eps) * whole.abs().max()
+    if not bool((whole - again).abs().max() <= bound):
+        return f"is random in {'training' if trains else 'evaluation'}, and would be so anew when computed again"
+    others = [whole[:1] - apart, whole[:, order] - in_order, whole[1] - whole[0, 0]]
+    if not all(bool(difference.abs().max() <= bound) for difference in others):
+        return "mixes tokens"
+    return ""
+
+
+@contextmanager
+def _mode(module: nn.Module, trains: bool) -> Iterator[None]:
+    """While this context is active the module trains, or not; its modes and the random numbers to come are as they
+    were.
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    device = next(module.parameters()).device
+    try:
+        module.train(trains)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+class Blockwise:
+    """What ``run_in_blocks`` adds to a module's class."""
+
+    chunk_tokens: int
+    chunk_option: str
+    chunk_from_tokens: int
+    chunk_recorder: RouterRecorder | None
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """(B, T, C) -> (B, T, C), a block of the B x T tokens at a time."""
+        whole: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        chunk, recorder = self.chunk_tokens, self.chunk_recorder
+        others: list[None] = []
+        if hidden_states.shape[:-1].numel() < self.chunk_from_tokens:
+            return whole(hidden_states, *args, **kwargs)
+
+        def run(tokens: Tensor) -> tuple[Tensor, ...]:
+            with nullcontext(()) if recorder is None else recorder.block() as scores:
+                result = whole(tokens)
+            others[:] = [None] * (len(result) - 1 if isinstance(result, tuple) else 0)
+            return hidden_of(result), *scores
+
+        if args or kwargs:
+            raise UnsupportedError(
+                f"{type(self).__name__} was called with more than hidden states; use {self.chunk_option}=0"
+            )
+        flat = hidden_states.reshape(1, -1, hidden_states.shape[-1])
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        num_scores = 0 if recorder is None else recorder.num_wanted(self)
+        experts = recorder.num_experts if recorder else 0
+        kept, *places = _Recomputed.apply(run, chunk, self, (num_scores, experts), flat, *parameters)
+        out, *scores = _Computed.apply(run, chunk, kept, *places)
+        if recorder is not None:
+            for each in scores:
+                recorder.add(each)
+        out = out.view(hidden_states.shape)
+        return (out, *others) if others else out
+
+
+class _Recomputed(torch.autograd.Function):
+    """Passes hidden states through, and in backward computes the blocks again for their gradients.
+
+    The computation is an operation of its own (``_Computed``) behind this one, so that what is kept is kept before it:
+    the recomputation of a checkpointed layer ends with the last tensor that it keeps, which in most models is what goes
+    into the feed-forward, and that then runs twice in all, not three times.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Any, chunk_tokens: int, module: Any, scores: tuple[int, int], hidden: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Also one place for each router's scores (T, E), through which their gradient comes back; without memory."""
+        ctx.save_for_backward(hidden)
+        ctx.run, ctx.chunk_tokens, ctx.module = run, chunk_tokens, module
+        ctx.autocast = autocast_now(hidden.device.type)
+        number, experts = scores
+        shape, dtype = (hidden.shape[1], experts), torch.promote_types(hidden.dtype, torch.float32)
+        return hidden.view_as(hidden), *(hidden.new_zeros((), dtype=dtype).expand(shape) for _ in range(number))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        [hidden], [d_out, *d_scores] = ctx.saved_tensors, gradients
+        # FSDP has put the whole parameters back in their places.
+        parameters = [p for p in ctx.module.parameters() if p.requires_grad]
+        sums: list[Tensor | None] = [None] * len(parameters)
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[4] else None
+        for rows in _blocks(hidden, ctx.chunk_tokens):
+            with torch.enable_grad(), ctx.autocast():
+                chunk = hidden[:, rows].detach().requires_grad_(d_hidden is not None)
+                out, *scores = ctx.run(chunk)
+            results, d_results = [out], [d_out[:, rows]]
+            for each, d_each in zip(scores, d_scores, strict=False):  # none of the latter when they are not wanted
+                if each.requires_grad:
+                    results.append(each)
+                    d_results.append(d_each[rows].view(each.shape))
+            wanted = [chunk, *parameters] if d_hidden is not None else parameters
+            # autocast gives its own dtype, and the results a place of another
+            d_results = [d.to(result.dtype) for d, result in zip(d_results, results, strict=True)]
+            parts: list[Tensor | None] = list(torch.autograd.grad(results, wanted, d_results, allow_unused=True))
+            del out, scores, results, d_results
+            if d_hidden is not None:
+                d_chunk = parts.pop(0)
+                d_hidden[:, rows] = 0 if d_chunk is None else d_chunk
+            accumulate(sums, parts, d_out)
+        totals = (None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True))
+        return None, None, None, None, d_hidden, *totals
+
+
+class _Computed(torch.autograd.Function):
+    """Computes the blocks and keeps nothing: its gradients go to ``_Recomputed`` as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, chunk_tokens: int, hidden: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtypes = [place.dtype for place in places]
+        out = torch.empty_like(hidden)
+        scores: list[list[Tensor]] = [[] for _ in places]
+        for rows in _blocks(hidden, chunk_tokens):
+            out[:, rows], *block = run(hidden[:, rows])
+            for parts, part in zip(scores, block, strict=False):
+                parts.append(part.flatten(0, -2))
+        return out, *(torch.cat(parts) for parts in scores)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        d_out, *d_scores = gradients
+        return None, None, d_out, *(d.to(dtype) for d, dtype in zip(d_scores, ctx.dtypes, strict=True))
+
+
+def accumulate(sums: list[Tensor | None], parts: list[Tensor | None], *others: Tensor) -> None:
+    """Add each part to its sum, which is at least float32; an expert that no token of a block chose has no part.
+
+    A first part becomes the sum, and is copied where it shares memory with another part (the gradients of ``a + b``
+    are one tensor) or with ``others``.
+    """
+    memories = [_memory(tensor) for tensor in (*parts, *others) if tensor is not None]
+    for index, part in enumerate(parts):
+        if part is None:
+            continue
+        total = sums[index]
+        if total is None:
+            if part.dtype.itemsize < 4:
+                sums[index] = part.float()
+            else:
+                sums[index] = part.clone() if memories.count(_memory(part)) > 1 else part
+        else:
+            total += part
+        parts[index] = None
+
+
+def _memory(tensor: Tensor) -> int:
+    return local_part(tensor).untyped_storage()._cdata
+
+
+def _blocks(hidden: Tensor, chunk_tokens: int) -> Iterator[slice]:
+    length = hidden.shape[1]
+    return (slice(start, min(start + chunk_tokens, length)) for start in range(0, length, chunk_tokens))

@@ -1,0 +1,111 @@
+"""The gradient of an embedding: exact sums over equal tokens, in memory that does not grow with the sequence.
+
+V vocabulary, C hidden size, T local tokens.
+
+A long sequence has the same token many thousand times. PyTorch adds up their gradients in the dtype of the weights on a
+CPU, where a sum in bfloat16 stops growing after 256 equal terms, and in T x C numbers of float32 on CUDA.
+"""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from ringspan.torch.attention.ring import accumulation_dtype
+from ringspan.torch.layers.modules import mix_in
+
+# Numbers that exist at once in the wider dtype: gradients, as many partial sums inside of CUDA's kernel, and sums.
+_NUMBERS: Final = 1 << 23
+
+
+def sum_embedding_gradients(model: PreTrainedModel) -> None:
+    """Let every embedding of the model add up its gradient as ``embedding_gradient`` does, in place; what wraps the
+    input's (an adapter) too.
+    """
+    outermost: nn.Module | None = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    for module in model.modules():
+        if module is outermost or (isinstance(module, nn.Embedding) and not own_gradient(module)):
+            mix_in(module, _Summed)
+
+
+def own_gradient(embedding: nn.Embedding) -> str:
+    """The option that gives an embedding a gradient, or weights, of its own; empty for none."""
+    if embedding.max_norm is not None:
+        return f"max_norm={embedding.max_norm}"
+    return "sparse=True" if embedding.sparse else "scale_grad_by_freq=True" if embedding.scale_grad_by_freq else ""
+
+
+def embedding_gradient(gradient: Tensor, tokens: Tensor, num_embeddings: int, padding_idx: int | None = None) -> Tensor:
+    """``zeros(V, C).index_add_(0, tokens, gradient)``, added up in float64 on a CPU and in float32 on CUDA.
+
+    Some columns at a time, so that beside the result it takes 8 M numbers, however many tokens there are.
+
+    Args:
+        gradient: of the looked-up rows (T, C).
+        tokens: which rows these were (T,).
+        num_embeddings: V.
+        padding_idx: a row that gets no gradient.
+
+    Returns:
+        (V, C), in the dtype of ``gradient``, rounded once.
+    """
+    dtype = torch.float64 if gradient.device.type == "cpu" else accumulation_dtype(gradient.dtype)
+    columns = max(1, _NUMBERS // (num_embeddings + 2 * len(tokens)))
+    total = gradient.new_empty(num_embeddings, gradient.shape[1])
+    left_out = -1 if padding_idx is None else padding_idx
+    for start in range(0, gradient.shape[1], columns):
+        part = gradient[:, start : start + columns].to(dtype)
+        total[:, start : start + columns] = torch.ops.aten.embedding_dense_backward(
+            part, tokens, num_embeddings, left_out, False
+        )
+    return total
+
+
+class _Summed(nn.Module):
+    """What ``sum_embedding_gradients`` adds to an embedding's class, which may do more than look up (Gemma scales)."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with _Lookups():
+            return super().forward(*args, **kwargs)
+
+
+class _Lookups(TorchFunctionMode):
+    """Inside of it a look-up has our gradient."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_look_up if func is functional.embedding else func)(*args, **(kwargs or {}))
+
+
+def _look_up(
+    input: Tensor,  # named as in torch, whose callers may use the name
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += len(weight)
+    return _LookUp.apply(input, weight, padding_idx)
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.num_embeddings, ctx.padding_idx = len(weight), padding_idx
+        return functional.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        [tokens] = ctx.saved_tensors
+        rows = gradients[0].flatten(0, -2)
+        return None, embedding_gradient(rows, tokens.flatten(), ctx.num_embeddings, ctx.padding_idx), None

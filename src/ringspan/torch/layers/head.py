@@ -1,0 +1,233 @@
+"""Heads: one that is its weight goes through the blockwise loss; any other is called, a block of tokens at a time.
+
+An adapter, a hook, a parametrization or a forward of its own makes a head more than its weight. Such a head is called
+for the logits of a block, and again in backward, so that all of them never exist whole and every parameter that it uses
+gets its gradient, wherever it lives.
+
+T local tokens, C hidden size, V vocabulary, n tokens of a block.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import get_device_states, set_device_states
+from transformers import PreTrainedModel
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.data.batch import IGNORED
+from ringspan.torch.data.cross_entropy import LossOptions, slices
+from ringspan.torch.layers.blockwise import accumulate, mixes_tokens
+from ringspan.torch.layers.modules import autocast_now, computes_as, forward_of, hooks_of
+
+
+def is_its_weight(head: nn.Module) -> bool:
+    """Whether a head computes ``hidden @ weight.T + bias`` and nothing else."""
+    return computes_as(head, nn.Linear)
+
+
+def input_size(head: nn.Module) -> int:
+    """C of a head: its own, or that of the linear layer inside of it.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    linear = next((part for part in head.modules() if isinstance(part, nn.Linear)), None)
+    if linear is None:
+        raise UnsupportedError(f"the head ({type(head).__name__}) has no linear layer; use one that has")
+    return linear.in_features
+
+
+@torch.no_grad()
+def output_size(head: nn.Module) -> int:
+    """V of a head."""
+    if is_its_weight(head):
+        return head.weight.shape[0]  # pyright: ignore[reportIndexIssue, reportReturnType]
+    like = next(head.parameters())
+    return head(torch.zeros(1, 1, input_size(head), dtype=like.dtype, device=like.device)).shape[-1]
+
+
+def refuse_mixing(head: nn.Module) -> None:
+    """Try out a head that is more than its weight.
+
+    Raises:
+        UnsupportedError: it mixes tokens, or is random in evaluation.
+    """
+    if is_its_weight(head):
+        return
+    reason = mixes_tokens(head, input_size(head), gives=output_size(head), trains=False)
+    if reason:
+        raise UnsupportedError(f"the head ({type(head).__name__}, its adapters and hooks) {reason}; remove what does")
+
+
+def refuse_blocks_of_vocabulary(head: nn.Module, chunk_vocabulary: int | None) -> None:
+    """Raise an UnsupportedError when a head that gives all of its logits should give some."""
+    if chunk_vocabulary is not None and not is_its_weight(head):
+        raise UnsupportedError(
+            f"loss_chunk_vocabulary={chunk_vocabulary} needs a head that is its weight alone; this one "
+            f"({type(head).__name__}) is called for all of its logits: leave it out"
+        )
+
+
+def kind_of_head(head: nn.Module) -> Any:
+    """Another one after a hook came or a forward was set, wherever in the head."""
+    return tuple((forward_of(part), hooks_of(part)) for part in head.modules())
+
+
+def called_cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor, options: LossOptions) -> Tensor:
+    """``blockwise_cross_entropy`` of ``head(hidden)``, by calling the head on ``chunk_tokens`` tokens at a time.
+
+    Hooks on the head see blocks (1, n, C), each twice where there is a backward pass: dropout draws the same both
+    times. Gradients go to ``hidden`` and to every parameter that a block's logits come from.
+
+    Args:
+        hidden: (T, C); targets (T,) int64, -100 for none.
+        head: (1, n, C) -> (1, n, V), each token by itself.
+
+    Raises:
+        UnsupportedError: ``chunk_vocabulary``, since a head gives all of its logits; or a head that uses what was
+            computed elsewhere and needs a gradient.
+    """
+    refuse_blocks_of_vocabulary(head, options.chunk_vocabulary)
+    blocks = _Blocks(head, targets, options, hidden.device)
+    if not torch.is_grad_enabled():
+        return blocks.total(hidden)
+    total, leaves = blocks.total_and_leaves(hidden)
+    return _Called.apply(total, hidden, blocks, *leaves)
+
+
+class _Blocks:
+    """The loss of a sequence as the sum over its blocks, with the autocast and the random numbers of its making."""
+
+    def __init__(self, head: nn.Module, targets: Tensor, options: LossOptions, device: torch.device) -> None:
+        self._head, self._targets, self._options, self._device = head, targets, options, device
+        self._autocast = autocast_now(device.type)
+        self._random = torch.get_rng_state(), *get_device_states(torch.empty(0, device=device))
+
+    def total(self, hidden: Tensor) -> Tensor:
+        losses = [self._loss(hidden[rows], rows) for rows in self._slices(hidden)]
+        return _sum(losses, hidden.device)
+
+    def total_and_leaves(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and every parameter that needs a gradient from it: the head's own on every rank, whatever blocks a
+        rank has, and those that hooks bring along.
+        """
+        leaves = {id(p): p for p in self._head.parameters() if p.requires_grad}
+        losses: list[Tensor] = []
+        for rows in self._slices(hidden):
+            chunk = hidden[rows].detach().requires_grad_(hidden.requires_grad)
+            now = torch.zeros((), requires_grad=True).neg().grad_fn
+            loss = self._loss(chunk, rows)
+            leaves |= {id(leaf): leaf for leaf in _leaves(loss, since=now) if leaf is not chunk}
+            losses.append(loss.detach())
+        return _sum(losses, hidden.device), list(leaves.values())
+
+    def gradients(
+        self, hidden: Tensor, leaves: Sequence[Tensor], d_total: Tensor, *, of_hidden: bool
+    ) -> list[Tensor | None]:
+        """Of hidden, where it is wanted, and of the leaves."""
+        sums: list[Tensor | None] = [None] * len(leaves)
+        d_hidden = torch.empty_like(hidden) if of_hidden else None
+        state, devices, states = self._random
+        with torch.random.fork_rng(devices, device_type=self._device.type), torch.enable_grad():
+            torch.set_rng_state(state)
+            if devices:
+                set_device_states(devices, states, device_type=self._device.type)
+            for rows in self._slices(hidden):
+                chunk = hidden[rows].detach().requires_grad_(d_hidden is not None)
+                with self._autocast():
+                    loss = self._loss(chunk, rows)
+                wanted = [chunk, *leaves] if d_hidden is not None else list(leaves)
+                parts: list[Tensor | None] = [None] * len(wanted)
+                if loss.requires_grad:
+                    parts = list(torch.autograd.grad(loss, wanted, d_total.to(loss.dtype), allow_unused=True))
+                del loss
+                if d_hidden is not None:
+                    d_chunk = parts.pop(0)
+                    d_hidden[rows] = 0 if d_chunk is None else d_chunk
+                accumulate(sums, parts)
+        # Zeros where no block used a leaf: FSDP reduces the same parameters on every rank.
+        found = (
+            torch.zeros_like(leaf) if s is None else s.to(leaf.dtype) for s, leaf in zip(sums, leaves, strict=True)
+        )
+        return [d_hidden, *found]
+
+    def _slices(self, hidden: Tensor) -> Iterator[slice]:
+        return slices(len(hidden), self._options.chunk_tokens)
+
+    def _loss(self, chunk: Tensor, rows: slice) -> Tensor:
+        return summed_cross_entropy(self._head(chunk[None])[0], self._targets[rows], self._options)
+
+
+def summed_cross_entropy(products: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+    """What ``blockwise_cross_entropy`` says it equals, of what a head computed, (n, V)."""
+    logits = products if products.dtype == torch.float64 else products.float()
+    logits = logits * options.logit_scale if options.logit_scale != 1 else logits
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    with torch.autocast(logits.device.type, enabled=False):
+        total = cross_entropy(
+            logits, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=options.label_smoothing
+        )
+        if options.z_loss:
+            total = total + options.z_loss * ((targets != IGNORED) * logits.logsumexp(-1).square()).sum()
+    return total
+
+
+class _Called(torch.autograd.Function):
+    """A loss that is known already, whose gradients are computed when they are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, hidden: Tensor, blocks: _Blocks, *leaves: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.blocks, ctx.leaves = blocks, leaves  # FSDP has the whole parameters in them again when backward comes
+        return total.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        [hidden], [d_total] = ctx.saved_tensors, gradients
+        d_hidden, *others = ctx.blocks.gradients(hidden, ctx.leaves, d_total, of_hidden=ctx.needs_input_grad[1])
+        return None, d_hidden, None, *others
+
+
+def _sum(losses: list[Tensor], device: torch.device) -> Tensor:
+    if not losses:
+        return torch.zeros((), device=device)
+    return torch.stack(losses).sum(dtype=torch.float64).to(losses[0].dtype)
+
+
+def _leaves(loss: Tensor, since: Any) -> list[Tensor]:
+    """The parameters that a value was computed from, after the operation ``since``.
+
+    Raises:
+        UnsupportedError: it comes from something that was computed before.
+    """
+    found: list[Tensor] = []
+    waiting = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen: set[Any] = set(waiting)
+    while waiting:
+        node: Any = waiting.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            found.append(node.variable)
+            continue
+        if node._sequence_nr() < since._sequence_nr():
+            raise UnsupportedError(
+                f"the head uses a tensor with a gradient that was computed before it was called ({node.name()}), which "
+                "its blocks cannot share; detach it"
+            )
+        nexts = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= nexts
+        waiting += nexts
+    return found
+
+
+def vocabularies(model: PreTrainedModel) -> tuple[int, int]:
+    """Entries of the vocabulary that the input has embeddings of, and that the head knows."""
+    given: Any = model.get_input_embeddings()
+    table = next((part for part in given.modules() if isinstance(part, nn.Embedding)), given)
+    head: Any = model.get_output_embeddings()
+    return table.weight.shape[0], output_size(head)

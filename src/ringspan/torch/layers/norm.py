@@ -1,0 +1,58 @@
+"""Norms in blocks of tokens, found in any Hugging Face model: what they compute in float32 never exists whole.
+
+Transformers writes RMS norms out in operators that compute in float32. Those keep a float32 copy of their input and
+what is normed, and make four such copies in backward, each as long as the sequence; a layer's input is one 16-bit
+tensor of that size.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import PreTrainedModel
+
+from ringspan.torch.layers.blockwise import kind_of, mixes_tokens, run_in_blocks
+
+
+def chunk_norms(model: PreTrainedModel, chunk_tokens: int) -> None:
+    """Run every norm that keeps more than its input on ``chunk_tokens`` tokens at a time, forward and backward, in
+    place.
+
+    Raises:
+        ConfigError: ``chunk_tokens`` below one.
+    """
+    run_in_blocks(find_norms(model), chunk_tokens, "norm_chunk_tokens")
+
+
+def find_norms(model: PreTrainedModel) -> list[nn.Module]:
+    """The norms that are worth running in blocks.
+
+    A norm is what has nothing but vectors of one size for parameters, takes a tensor of that size alone, gives the same
+    shape and treats each token by itself, which is tried out. PyTorch's own norms are one operator that keeps no more
+    than its input, and are left alone.
+    """
+    verdicts: dict[Any, bool] = {}
+    found: list[nn.Module] = []
+    for module in model.modules():
+        shapes = {tuple(p.shape) for p in module.parameters()}
+        if len(shapes) != 1 or len(shape := shapes.pop()) != 1 or any(True for _ in module.children()):
+            continue
+        kind = kind_of(module)
+        if kind not in verdicts:
+            takes_one = len(inspect.signature(module.forward).parameters) == 1
+            verdicts[kind] = takes_one and not mixes_tokens(module, *shape) and _keeps_more(module, *shape)
+        if verdicts[kind]:
+            found.append(module)
+    return found
+
+
+def _keeps_more(module: nn.Module, size: int) -> bool:
+    """Whether autograd saves another tensor as large as the input beside it."""
+    like = next(module.parameters())
+    kept: list[Tensor] = []
+    tokens = torch.zeros(1, 2, size, dtype=like.dtype, device=like.device, requires_grad=True)
+    with torch.enable_grad(), saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        module(tokens)
+    return any(x is not tokens and x.shape == tokens.shape for x in kept)

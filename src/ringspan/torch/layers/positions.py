@@ -1,0 +1,91 @@
+"""How long a sequence a model has positions for: learned tables end, rotary ones were trained up to some length."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.layers.decoder import text_config
+
+logger = logging.getLogger(__name__)
+
+# What transformers computes from max_position_embeddings for these changes with it: their config must stay as it is.
+_LENGTH_IN_FREQUENCIES: Final = ("dynamic", "longrope")
+
+
+def num_learned_positions(decoder: nn.Module) -> int | None:
+    """Positions of the decoder's learned table, its shortest; None where positions are rotary, or nowhere."""
+    tables = [
+        module.num_embeddings - getattr(module, "offset", 0)  # OPT leaves the first rows unused
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.Embedding) and ("pos" in (last := name.rpartition(".")[2]) or last == "wpe")
+    ]
+    return min(tables, default=None)
+
+
+def beyond_table(model: PreTrainedModel, decoder: nn.Module, length: int) -> UnsupportedError | None:
+    """The error where a sequence of ``length`` tokens has more positions than the model's learned table."""
+    limit = num_learned_positions(decoder)
+    if limit is None or length <= limit:
+        return None
+    name = type(model).__name__.removeprefix("FSDP")
+    return UnsupportedError(
+        f"{name} has learned positions for {limit} tokens, the sequence has {length}; give it at most {limit} a "
+        "sequence, or take a model with rotary positions"
+    )
+
+
+def note_length(model: Any, length: int, *, says: bool) -> None:
+    """Remember that a rotary model is trained on sequences of ``length`` tokens, for ``as_trained``; one rank ``says``
+    once that the model was not made for them.
+    """
+    config = text_config(model.config)
+    limit, rope = getattr(config, "max_position_embeddings", None), _rope_tables(config)
+    # Dynamic scaling keeps the length that the model was first trained for there, whatever its factor.
+    factors = [each.get("factor", 1.0) for each in rope if each.get("rope_type") == "dynamic"]
+    if not isinstance(limit, int) or length <= limit * max(factors, default=1.0):
+        return
+    keeps = any(
+        each.get("rope_type") in _LENGTH_IN_FREQUENCIES
+        or (each.get("rope_type") == "yarn" and each.get("factor") is None)
+        for each in rope
+    )
+    noted = getattr(model, "ring_trained_length", None)
+    if says and noted is None:
+        remedy = "scale them (ringspan train: model.rope; transformers: config.rope_parameters); " if rope[0] else ""
+        then = f"stays {limit}, since its frequencies depend on it" if keeps else "is saved as the longest of them"
+        logger.warning(
+            "sequences of %d tokens are longer than the %d positions that this model was made for; %s"
+            "its max_position_embeddings %s",
+            length,
+            limit,
+            remedy,
+            then,
+        )
+    model.ring_trained_length = limit if keeps else max(noted or 0, length)
+
+
+@contextmanager
+def as_trained(model: Any) -> Iterator[None]:
+    """Let the model's config have the length that it was trained on, while it is saved: what a model computes does not
+    depend on the moment.
+    """
+    config, length = text_config(model.config), getattr(model, "ring_trained_length", None)
+    before = getattr(config, "max_position_embeddings", None)
+    if length is not None:
+        config.max_position_embeddings = length
+    try:
+        yield
+    finally:
+        if length is not None:
+            config.max_position_embeddings = before
+
+
+def _rope_tables(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """What the config says of rotary positions, of all layers alike or of each type of them."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(each for each in rope.values() if isinstance(each, dict))]

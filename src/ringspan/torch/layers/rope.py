@@ -1,0 +1,80 @@
+"""Rotary positions on a ring: tables made a block of tokens at a time, by the frequencies of the whole sequence.
+
+B batch, T local tokens, D rotary dimensions of a head.
+
+transformers computes one table of cosines and sines for all layers, through several tables of that size in float32, and
+two kinds of scaling (dynamic, longrope) choose frequencies by the largest position that they are shown. A rank holds
+only some of the positions, so it is shown the last one of the whole sequence too.
+"""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ringspan.torch.layers.modules import mix_in
+
+# Positions whose float32 tables exist at once.
+_CHUNK_TOKENS: Final = 4096
+
+
+def chunk_rotary_tables(model: PreTrainedModel) -> None:
+    """Let every rotary embedding of the model work in blocks and know the sequence's length, in place.
+
+    A module that does not map ``(x, position_ids)`` to cosines and sines (B, T, D) is left as it is.
+    """
+    for module in model.modules():
+        if is_rotary(module):
+            mix_in(module, _Blockwise)
+
+
+def set_global_length(model: PreTrainedModel, length_tokens: int) -> None:
+    """Tell the model's rotary embeddings how long the whole sequence is, of which a rank sees a part."""
+    for module in model.modules():
+        if isinstance(module, _Blockwise):
+            module.rotary_length = length_tokens
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """Whether a module makes rotary tables as transformers' models do; tried out on three positions."""
+    names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+    if not names or isinstance(module, _Blockwise):
+        return False
+    buffer = getattr(module, names[0])
+    if buffer.is_meta:
+        return True
+    kinds = {name.removesuffix("original_inv_freq").removesuffix("inv_freq").removesuffix("_") for name in names}
+    positions = torch.arange(3, device=buffer.device).unsqueeze(0)
+    try:
+        for kind in kinds:
+            tables = module(torch.zeros(1, device=buffer.device), positions, *([kind] if kind else []))
+            if len(tables) != 2 or any(table.ndim != 3 or table.shape[:2] != (1, 3) for table in tables):
+                return False
+    except Exception:  # whatever it raises: it is called in another way
+        return False
+    return True
+
+
+class _Blockwise(nn.Module):
+    """What ``chunk_rotary_tables`` adds to a module's class."""
+
+    rotary_length: int | None = None
+
+    def forward(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B, T, D) of the positions (B, T), in x's dtype; rows that are alike share their memory."""
+        rows = len(position_ids)
+        alike = rows > 1 and bool((position_ids == position_ids[:1]).all())
+        positions = position_ids[:1] if alike else position_ids
+        length = int(positions.max()) + 1 if self.rotary_length is None else self.rotary_length
+        last = positions.new_full((len(positions), 1), length - 1)
+        tables: list[Tensor] = []
+        for start in range(0, positions.shape[1], _CHUNK_TOKENS):
+            # Padding lies behind the end, where it would pass for a longer sequence.
+            part = positions[:, start : start + _CHUNK_TOKENS].clamp_max(length - 1)
+            made = super().forward(x, torch.cat((part, last), 1), *args, **kwargs)
+            tables = tables or [table.new_empty((*positions.shape, table.shape[-1])) for table in made]
+            for table, new in zip(tables, made, strict=True):
+                table[:, start : start + part.shape[1]] = new[:, :-1]
+        cos, sin = (table.expand(rows, -1, -1) if alike else table for table in tables)
+        return cos, sin

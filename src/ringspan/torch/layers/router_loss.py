@@ -1,0 +1,155 @@
+"""The auxiliary loss of mixtures of experts (Fedus et al. 2021, "Switch Transformers", equations 4 to 6), over all
+tokens of all ranks.
+
+T local tokens, E experts, R tokens times layers of the whole batch.
+
+    loss = E * sum_e (n_e / R) (p_e / R)
+
+where n_e counts how often a token is sent to expert e and p_e adds up the router's probabilities for it, both over all
+layers and all tokens that are no padding. It is no mean of what each rank would compute of its own tokens, so n and p
+are summed over the ranks first. This is transformers' ``load_balancing_loss_func``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.layout import Layout
+from ringspan.torch.layers.decoder import decoder_of, text_config
+from ringspan.torch.layers.head import input_size, output_size
+from ringspan.torch.layers.router_record import RouterRecorder
+from ringspan.torch.transport.sums import Sum
+
+_COEFFICIENTS: Final = ("router_aux_loss_coef", "aux_loss_coef")
+
+
+class RouterLoss(NamedTuple):
+    """The auxiliary loss of a model: of how many experts, how many of them for a token, and where its factor is."""
+
+    num_experts: int
+    num_chosen: int
+    coefficient: str
+    recorder: RouterRecorder
+
+    def __call__(self, scores: Sequence[Tensor], real: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+        """Scores (T, E) of each layer, which local tokens are no padding (T,), groups of ranks with other tokens ->
+        the loss of all of them, on every rank; its gradient is that of the local tokens.
+
+        Raises:
+            UnsupportedError: no router was there to be recorded.
+        """
+        if not scores:
+            raise UnsupportedError("output_router_logits=True: no layer of this model has a router; leave it out")
+        weights = real.to(torch.float32).unsqueeze(1)
+        chosen = scores[0].new_zeros(self.num_experts, dtype=torch.float32)
+        probabilities = chosen.clone()
+        for layer in scores:
+            each = torch.softmax(layer.flatten(0, -2), dim=-1)
+            experts = each.topk(self.num_chosen, dim=-1).indices
+            counts = torch.zeros_like(chosen).scatter_add(0, experts.flatten(), weights.expand_as(experts).flatten())
+            chosen = chosen + counts  # not counted on from layer to layer: float32 does not count beyond 2^24
+            probabilities = probabilities + (each.float() * weights).sum(0)
+        rows = weights.sum().view(1) * len(scores)
+        total = Sum.apply(torch.cat((probabilities, chosen, rows)), list(groups))
+        probabilities, chosen, rows = total.split((self.num_experts, self.num_experts, 1))
+        return self.num_experts * ((chosen / rows) * (probabilities / rows)).sum()
+
+
+def find_router_loss(model: PreTrainedModel) -> RouterLoss | None:
+    """The auxiliary loss that the model's own forward pass computes; None where it has none, or another one.
+
+    It is tried out, before the model goes onto the ring: the model's own forward on made-up scores, and this one.
+    """
+    coefficient = next((name for name in _COEFFICIENTS if hasattr(model, name)), None)
+    experts, chosen = (getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok"))
+    if coefficient is None or not isinstance(experts, int) or not isinstance(chosen, int):
+        return None
+    loss = RouterLoss(experts, chosen, coefficient, RouterRecorder(experts))
+    return loss if _agrees(model, loss) else None
+
+
+def no_router_loss(name: str) -> UnsupportedError:
+    """The error of asking a model for an auxiliary loss that it has not."""
+    return UnsupportedError(
+        f"output_router_logits=True: {name} adds no load-balancing loss of its routers to its loss; leave it out"
+    )
+
+
+def wanted_router(model: Any, asked: bool | None) -> RouterLoss | None:
+    """The auxiliary loss of a model on a ring, where the caller or, with None, the config asks for it.
+
+    Raises:
+        UnsupportedError: the model has none.
+    """
+    if not (getattr(text_config(model.config), "output_router_logits", False) if asked is None else asked):
+        return None
+    if model.ring_router is None:
+        raise no_router_loss(type(model).__name__.removeprefix("FSDP"))
+    return model.ring_router
+
+
+def record_routers(model: PreTrainedModel, loss: RouterLoss) -> None:
+    """Let the recorder of a loss see the routers of a model: the modules that transformers records scores of."""
+    decoder = decoder_of(model)
+    wanted: Any = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits", [])
+    for spec in wanted if isinstance(wanted, list) else [wanted]:
+        kind, index = getattr(spec, "target_class", spec), getattr(spec, "index", 1)
+        inside = getattr(spec, "layer_name", None)
+        for path, module in decoder.named_modules():
+            if isinstance(module, kind) and (inside is None or f".{inside.strip('.')}." in f".{path}."):
+                loss.recorder.attach(module, index)
+
+
+@torch.compiler.disable()
+def real_tokens_of(model: Any, positions: Tensor, sequence_length: int, document_lengths: Tensor | None) -> Tensor:
+    """Which local tokens (B, T) of a model on a ring are no padding of its layout: those before the end of their
+    sequence, which the documents in it add up to.
+    """
+    ring = model.ring_mesh["ring"]
+    layout = Layout(model.ring_layout, ring.size() * positions.shape[1], ring.size())
+    everywhere = torch.from_numpy(layout.positions(ring.get_local_rank())).to(positions.device)
+    ends: Any = sequence_length if document_lengths is None else document_lengths.sum(1, keepdim=True)
+    return (everywhere[None] < ends).expand(positions.shape)
+
+
+@torch.no_grad()
+def _agrees(model: PreTrainedModel, loss: RouterLoss) -> bool:
+    """Whether the model's own forward adds this loss, times its factor, to that of the tokens."""
+    decoder: Any = decoder_of(model)
+    head: Any = model.get_output_embeddings()
+    size, vocabulary = input_size(head), output_size(head)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocabulary, (1, 5), generator=generator)
+    hidden, logits = torch.zeros(1, 5, size), torch.zeros(1, 5, vocabulary)
+    scores: Any = tuple(torch.randn(5, loss.num_experts, generator=generator) for _ in range(2))
+    output = MoeModelOutputWithPast(last_hidden_state=hidden, router_logits=scores)
+    call = partial(model, input_ids=tokens, labels=tokens)
+    try:
+        with _instead(decoder, lambda *args, **kwargs: output), _instead(head, lambda *args, **kwargs: logits):
+            found, plain = call(output_router_logits=True), call(output_router_logits=False)
+        ours = loss(scores, torch.ones(5, dtype=torch.bool), [])
+        expected = plain.loss + getattr(model, loss.coefficient) * ours
+        return torch.allclose(found.aux_loss, ours) and torch.allclose(found.loss, expected)
+    except Exception:  # whatever a model raises that computes it in another way
+        return False
+
+
+@contextmanager
+def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While active, a module's forward is another one."""
+    own = vars(module).get("forward")  # a hook of somebody's, say
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own

@@ -1,0 +1,160 @@
+"""Activation checkpointing: what a layer keeps for its backward pass and what it computes again."""
+
+import sys
+from functools import partial
+from typing import Any, Final, Literal, cast, get_args
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ringspan.core.choice import check_segments, num_inputs, segment_sizes
+from ringspan.core.errors import ConfigError
+from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes
+from ringspan.torch.layers.modules import mix_in
+from ringspan.torch.memory.offload import OffloadName, Store, offload_name
+from ringspan.torch.memory.segments import RING, Segments
+
+CheckpointName = Literal["none", "full", "attention"]
+CHECKPOINT_NAMES: Final[tuple[str, ...]] = get_args(CheckpointName)
+
+
+def checkpoint_name(name: str) -> CheckpointName:
+    """``name`` as the name of a policy.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    if name not in CHECKPOINT_NAMES:
+        raise ConfigError(f"unknown checkpoint policy {name!r}; choose one of {', '.join(CHECKPOINT_NAMES)}")
+    return cast(CheckpointName, name)
+
+
+def kept_bytes(
+    config: PreTrainedConfig,
+    policy: CheckpointName,
+    dtype: torch.dtype,
+    *,
+    tp: int = 1,
+    feedforward_in_chunks: bool = False,
+) -> int:
+    """Bytes that one layer keeps of one token for its backward pass.
+
+    With hidden size C and s bytes an entry; H query heads and G key/value heads of size D and intermediate size F, of
+    which each of ``tp`` ranks has its share:
+
+        full        s C                                   the layer's input
+        attention   s C + s H D + 4 H                     and the ring's result and log-sum-exp
+        none        2 (4 (C + 1) + 2 s C)                 two norms, which compute in float32
+                    + 2 s (H + G) D + 4 H                 queries, keys, values, result and log-sum-exp
+                    + 4 s F                               the gated feed-forward, unless it runs in chunks
+
+    ``none`` is that of layers in the shape of Llama's; norms on queries and keys or behind a sublayer keep more.
+    """
+    s, hidden, size = dtype.itemsize, config.hidden_size, max(head_sizes(config))
+    heads, groups = (count // tp for count in max(head_counts(config)))
+    if policy == "full":
+        return s * hidden
+    if policy == "attention":
+        return s * hidden + s * heads * size + 4 * heads
+    intermediate = (getattr(config, "intermediate_size", None) or 4 * hidden) // tp
+    between = 0 if feedforward_in_chunks else 4 * s * intermediate
+    return 2 * (4 * (hidden + 1) + 2 * s * hidden) + 2 * s * (heads + groups) * size + 4 * heads + between
+
+
+def choose_checkpoint(
+    config: PreTrainedConfig,
+    tokens: int,
+    budget_bytes: int,
+    dtype: torch.dtype,
+    *,
+    tp: int = 1,
+    feedforward_in_chunks: bool = False,
+    layers_per_checkpoint: int | None = None,
+) -> tuple[CheckpointName, int]:
+    """The policy, and its ``layers_per_checkpoint``, that computes least again and keeps at most so many bytes of
+    ``tokens`` local tokens in all layers.
+
+    In this order: ``none``; ``attention``, then with ever more layers that share an input; ``full``, in the same way.
+    A number of layers that is given stays.
+
+    Raises:
+        ConfigError: not even the last of them fits; the message says what it needs.
+    """
+    needed, sharing = 0, 1
+    layers, own_input = config.num_hidden_layers, dtype.itemsize * config.hidden_size
+    sizes = (layers_per_checkpoint,) if layers_per_checkpoint else segment_sizes(layers)
+    for policy in ("none", "attention", "full"):
+        a_layer = kept_bytes(config, policy, dtype, tp=tp, feedforward_in_chunks=feedforward_in_chunks)
+        for sharing in (1,) if policy == "none" else sizes:
+            needed = tokens * (a_layer * layers - own_input * (layers - num_inputs(layers, sharing)))
+            if needed <= budget_bytes:
+                return policy, sharing
+    raise ConfigError(
+        f"activations of {tokens:,} tokens a rank take {needed:,} bytes with checkpoint='full' and {sharing} layers a "
+        f"checkpoint, the budget is {budget_bytes:,}; use a larger ring, a larger layers_per_checkpoint where it is "
+        "given, or offload='activations'"
+    )
+
+
+def check_checkpointing(model: PreTrainedModel, policy: str, offload: str, layers_per_checkpoint: int) -> None:
+    """Raise what is wrong with the options of ``checkpoint_layers``; the model is only looked at.
+
+    Raises:
+        ConfigError: an unknown policy, a model without checkpointing, or nothing to offload or to put in segments.
+    """
+    if offload_name(offload) != "none" and checkpoint_name(policy) == "none":
+        raise ConfigError(f"offload={offload!r} moves what checkpointing keeps; use checkpoint='attention' or 'full'")
+    check_segments(checkpoint_name(policy), layers_per_checkpoint)
+    if policy != "none" and not model.supports_gradient_checkpointing:
+        raise ConfigError(f"{type(model).__name__} has no activation checkpointing; use checkpoint='none'")
+    if policy == "none" and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ConfigError(
+            "checkpoint='none', but the model's own checkpointing is on; call model.gradient_checkpointing_disable() "
+            "before, or use checkpoint='full'"
+        )
+
+
+def checkpoint_layers(
+    model: PreTrainedModel, policy: CheckpointName, offload: OffloadName = "none", layers_per_checkpoint: int = 1
+) -> None:
+    """Checkpoint every decoder layer of a Hugging Face model, by options that ``check_checkpointing`` has passed.
+
+    ``none`` keeps everything; ``full`` keeps a layer's input and computes the layer again; ``attention`` also keeps the
+    ring's result and log-sum-exp, so that the ring forward (its FLOPs and all of its communication) never runs again.
+    With ``offload="activations"`` what is kept waits in host memory (CUDA) or in memory-mapped files (CPU). Of
+    ``layers_per_checkpoint`` consecutive layers only the first keeps its input, see ``ringspan.torch.memory.segments``.
+    """
+    if policy == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if policy == "attention":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
+    decoder: Any = decoder_of(model)
+    if hasattr(decoder, "activation_checkpointing_enable"):
+        decoder.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # its name before transformers 5.2x
+        decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    if offload == "none" and layers_per_checkpoint == 1:
+        return
+    store = Store() if offload == "activations" else Store(min_bytes=sys.maxsize)
+    segments = Segments(layers_per_checkpoint, store, keeps_attention=policy == "attention")
+    layers: list[Any] = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer._gradient_checkpointing_func = partial(segments.checkpoint, layer)
+    mix_in(decoder, _InSegments, activation_segments=segments)
+
+
+class _InSegments:
+    """What segments and offloading add to a decoder's class."""
+
+    activation_segments: Segments
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.activation_segments.forward_pass():
+            return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _keep_attention(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator == RING else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,76 @@
+"""AdamW with its moments in host memory, which leaves the device to weights and activations."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from ringspan.torch.layers.modules import local_part
+
+
+class HostAdamW(torch.optim.AdamW):
+    """AdamW whose moments, and a copy of the weights to step on, are in host memory; the result is AdamW's.
+
+    A step copies the gradients there and the new weights back, a parameter at a time.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                local, state = local_part(p), self.state[p]
+                if not state:
+                    state |= {"step": torch.zeros(()), "exp_avg": _on_host(local), "exp_avg_sq": _on_host(local)}
+                weight = local.to("cpu", copy=True)
+                self._update(weight, local_part(p.grad).to("cpu"), state, group)
+                local.copy_(weight)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As AdamW's: moments are distributed like their weights."""
+        packed = super().state_dict()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for index, state in packed["state"].items():
+            packed["state"][index] = {name: _like(value, parameters[index]) for name, value in state.items()}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As AdamW's; moments go to host memory."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            for name, value in state.items():
+                state[name] = local_part(value).to("cpu")
+
+    @staticmethod
+    def _update(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        adamw(
+            [weight],
+            [gradient],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _on_host(like: Tensor) -> Tensor:
+    return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+
+def _like(value: Tensor, p: Tensor) -> Tensor:
+    if not isinstance(p, DTensor) or value.ndim == 0:
+        return value
+    local = value.to(local_part(p).device)
+    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())

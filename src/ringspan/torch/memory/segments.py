@@ -1,0 +1,192 @@
+"""Decoder layers in segments that keep one input together (Chen et al. 2016, "Training Deep Nets with Sublinear Memory
+Cost"), and the ring's results kept beside.
+
+A checkpointed layer keeps its input and is computed again from it. Of a segment's layers only the first one does; when
+backward reaches the last one, the inputs of all but the first are made again in one go, without what autograd keeps,
+and each is let go when its layer is done. ``L`` layers thus hold ``L / k + k - 1`` inputs at most instead of ``L``, for
+one more forward pass of all but every k-th layer. Where the ring's results are kept, the ring does not run in it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.layers.modules import autocast_now, hidden_of
+from ringspan.torch.memory.offload import Store
+
+RING: Final = torch.ops.ringspan.ring_attention.default
+
+
+class Segments:
+    """Checkpoints layers ``size`` by ``size``; ``store`` says where what they keep waits for backward."""
+
+    def __init__(self, size: int, store: Store, *, keeps_attention: bool) -> None:
+        self._size, self._store, self._keeps_attention = size, store, keeps_attention
+        self._segment: _Segment | None = None
+        self._last: StorageWeakRef | None = None  # what the layer before returned
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """A forward pass of the decoder: its first layer begins a segment."""
+        try:
+            with self._store.hooks():
+                yield
+        finally:
+            self._segment = self._last = None
+
+    def checkpoint(self, layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, which computes the layer of the hidden states ``args[0]``, checkpointed.
+
+        Raises:
+            UnsupportedError: the layer is not a segment's first, and its input is not what the one before it returned.
+        """
+        if not torch.is_grad_enabled():
+            return function(*args)
+        kept: list[tuple[Any, ...]] = []
+        options: dict[str, Any] = {"use_reentrant": False}
+        if self._keeps_attention:
+            options["context_fn"] = lambda: (_Keep(self._store, kept), _Replay(self._store, kept))
+        if self._size == 1:
+            return checkpoint(function, *args, **options)
+        segment = self._segment
+        begins = segment is None or len(segment.calls) == self._size
+        if not args or not (begins or StorageWeakRef(args[0].untyped_storage()) == self._last):
+            raise UnsupportedError(
+                f"layers_per_checkpoint={self._size}: a {type(layer).__name__} does not take, first, what the layer "
+                "before it returned, so that its input cannot be made again from that layer's; use "
+                "layers_per_checkpoint=1"
+            )
+        if segment is None or begins:
+            segment = self._segment = _Segment(self._store)
+        place = len(segment.calls)
+        segment.calls.append(_Call(layer, function, args[1:], _surroundings(args[0]), self._store, kept))
+        with segment.hooks(place, args[0]):
+            result = checkpoint(function, *args, **options)
+        self._last = StorageWeakRef(hidden_of(result).untyped_storage())
+        return result
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A layer's forward pass, to be run again from its input."""
+
+    layer: nn.Module
+    function: Callable[..., Any]
+    others: tuple[Any, ...]  # its arguments but the input
+    surroundings: Callable[[], Any]
+    store: Store
+    kept: list[tuple[Any, ...]]  # results of the ring
+
+    def again(self, hidden: Tensor) -> Tensor:
+        """What the layer returned for this input. What is kept stays so."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self.surroundings())
+            if self.kept:
+                stack.enter_context(_Replay(self.store, list(self.kept), again=True))
+            return hidden_of(self.function(hidden, *self.others))
+
+
+class _Segment:
+    """Layers of one forward pass, the first one's input, and in backward those of the others."""
+
+    def __init__(self, store: Store) -> None:
+        self.calls: list[_Call] = []
+        self._store = store
+        self._first: Any = None  # the first layer's input, or where it waits
+        self._made: dict[int, Tensor] = {}
+
+    def hooks(self, place: int, hidden: Tensor) -> saved_tensors_hooks:
+        """While active, autograd keeps the segment instead of the input of any but its first layer."""
+        form = hidden.shape, hidden.dtype  # not ``hidden``, which would live as long as what is kept
+        is_input = iter((True,))  # checkpointing keeps the layer's arguments, ``hidden`` first
+
+        def pack(x: Tensor) -> Any:
+            if (x.shape, x.dtype) != form or not next(is_input, False):
+                return self._store.put(x)
+            if place:
+                return partial(self._input, place)
+            self._first = self._store.put(x)
+            return self._first
+
+        def unpack(kept: Any) -> Tensor:
+            return kept() if isinstance(kept, partial) else self._store.get(kept)
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def _input(self, place: int) -> Tensor:
+        """The input of the layer there."""
+        if place not in self._made:
+            hidden = self._store.get(self._first, again=True)
+            for number, call in enumerate(self.calls[:place]):
+                coming = self.calls[number + 1].layer if number + 1 < place else None
+                with _gathered(call.layer, coming, stays=number + 1 == place):
+                    hidden = self._made[number + 1] = call.again(hidden)
+        return self._made.pop(place)
+
+
+@contextmanager
+def _gathered(layer: nn.Module, coming: nn.Module | None, *, stays: bool) -> Iterator[None]:
+    """A layer whose parameters are whole, the next one's on their way; those of one that ``stays`` backward wants."""
+    if isinstance(layer, FSDPModule):
+        layer.unshard()
+        if isinstance(coming, FSDPModule):
+            coming.unshard(async_op=True)
+    yield
+    if isinstance(layer, FSDPModule) and not stays:
+        layer.reshard()
+
+
+def _surroundings(hidden: Tensor) -> Callable[[], Any]:
+    """A context with the random numbers and the autocast of now."""
+    kind = hidden.device.type
+    cpu_state = torch.get_rng_state()
+    devices, states = get_device_states(hidden)
+    autocast = autocast_now(kind)
+
+    @contextmanager
+    def surroundings() -> Iterator[None]:
+        with torch.random.fork_rng(devices, device_type=kind), autocast():
+            torch.set_rng_state(cpu_state)
+            set_device_states(devices, states, device_type=kind)
+            yield
+
+    return surroundings
+
+
+class _Keep(TorchDispatchMode):
+    def __init__(self, store: Store, kept: list[tuple[Any, ...]]) -> None:
+        super().__init__()
+        self._store, self._kept = store, kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func == RING:
+            self._kept.append(tuple(self._store.put(x.detach()) for x in result))
+        return result
+
+
+class _Replay(TorchDispatchMode):
+    def __init__(self, store: Store, kept: list[tuple[Any, ...]], *, again: bool = False) -> None:
+        super().__init__()
+        self._store, self._kept, self._again = store, kept, again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func != RING:
+            return func(*args, **(kwargs or {}))
+        if not self._kept:
+            raise RuntimeError(
+                "layers that are offloaded or in segments can be differentiated once; compute the loss again"
+            )
+        return tuple(self._store.get(x, again=self._again) for x in self._kept.pop(0))

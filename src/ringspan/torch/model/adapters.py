@@ -1,0 +1,123 @@
+"""Models that PEFT wraps: the model inside goes on the ring, the wrapper stays around it and writes the adapter.
+
+PEFT is not imported: whoever has such a model has imported it.
+"""
+
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, Never
+
+import torch.distributed as dist
+from torch import nn
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.layers.modules import forward_of, mix_in
+from ringspan.torch.memory.sharding import settle
+from ringspan.torch.transport.collectives import gather
+
+
+def is_peft(model: Any) -> bool:
+    """Whether ``get_peft_model`` made it."""
+    return any(
+        kind.__module__.partition(".")[0] == "peft" and kind.__name__ == "PeftModel" for kind in type(model).__mro__
+    )
+
+
+def base_of(model: Any) -> Any:
+    """The model of transformers inside of a PEFT model.
+
+    Raises:
+        UnsupportedError: an adapter is no set of weights beside those of the model (prompts, prefixes), or changes more
+            than modules that treat each token by itself.
+    """
+    for name, config in model.peft_config.items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise UnsupportedError(
+                f"the adapter {name!r} ({kind}) puts tokens before the sequence, which the ring does not support; use "
+                "LoRA or IA3"
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise UnsupportedError(
+                f"the adapter {name!r} has alora_invocation_tokens, not supported yet; use plain LoRA"
+            )
+    tuner = model.base_model
+    plain = sys.modules["peft.tuners.tuners_utils"].BaseTuner
+    if forward_of(tuner) is not plain.forward:
+        raise UnsupportedError(
+            f"{type(tuner).__name__} does more than call the model (its loss, its hidden states), which the ring does "
+            "not support; use LoRA or IA3"
+        )
+    return model.get_base_model()
+
+
+def put_on_ring(model: Any) -> None:
+    """Let a PEFT model whose model is on a ring save itself, and refuse what would change its weights."""
+    mix_in(model.base_model, _Frozen)
+    mix_in(model, _RingPeft)
+
+
+def _refuse(name: str, advice: str) -> Any:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Never:
+        raise UnsupportedError(f"{name} is not for a model on a ring, whose weights are split; {advice}")
+
+    refuse.__name__, refuse.__doc__ = name, "Not on a ring."
+    return refuse
+
+
+class _Frozen:
+    """What a PEFT model on a ring refuses."""
+
+    merge_and_unload = _refuse("merge_and_unload", "save_pretrained, and merge in one process: docs/adapters.md")
+    merge_adapter = _refuse("merge_adapter", "save_pretrained, and merge in one process: docs/adapters.md")
+    unmerge_adapter = _refuse("unmerge_adapter", "do it before parallelize")
+    unload = _refuse("unload", "use disable_adapter() to go without")
+    add_adapter = _refuse("add_adapter", "do it before parallelize")
+    load_adapter = _refuse("load_adapter", "do it before parallelize")
+    delete_adapter = _refuse("delete_adapter", "do it before parallelize")
+    add_weighted_adapter = _refuse("add_weighted_adapter", "do it before parallelize")
+
+
+class _RingPeft(_Frozen):
+    """What ``parallelize`` adds to a PEFT model's class."""
+
+    def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, which an optimizer is to be given."""
+        settle(self.get_base_model())
+        return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """``PeftModel.save_pretrained`` of the whole weights: an ordinary adapter folder.
+
+        Every rank calls it; rank 0 gathers them and writes.
+
+        Raises:
+            UnsupportedError: a conversion of initialised adapters, which would load another one.
+            RuntimeError: on the other ranks, when rank 0 could not write.
+        """
+        from ringspan.torch.model.causal_lm import whole_weights
+
+        save: Any = super().save_pretrained  # pyright: ignore[reportAttributeAccessIssue]
+        given = inspect.signature(save).bind(save_directory, *args, **kwargs).arguments
+        if given.get("path_initial_model_for_weight_conversion") is not None:
+            raise UnsupportedError(
+                "path_initial_model_for_weight_conversion is not for a model on a ring; save it without, and convert "
+                "the folder in one process"
+            )
+        state = kwargs.pop("state_dict", None)
+        state = whole_weights(self) if state is None else state
+        error: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                save(save_directory, *args, state_dict=state, **kwargs)
+            except Exception as raised:  # the others wait to be told
+                error = raised
+        reason = error and f"{type(error).__name__}: {error}"
+        for axis in self.ring_mesh.mesh_dim_names:
+            reason = next(filter(None, gather(reason, self.ring_mesh[axis].get_group())), None)
+        if error is not None:
+            raise error
+        if reason:
+            raise RuntimeError(f"rank 0 could not save the adapter: {reason}")

@@ -1,0 +1,267 @@
+"""What a causal language model does once it is on a ring: local tokens to the loss of the whole batch, and its weights
+to files.
+
+B batch, S global tokens, T local tokens, V vocabulary.
+"""
+
+import inspect
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, Final, Never
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.layout import LayoutName
+from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.fixed import Fixed
+from ringspan.torch.consistency.forward import check_forward
+from ringspan.torch.consistency.loop_watch import in_call, watch_backward
+from ringspan.torch.data.cross_entropy import LossOptions, blockwise_cross_entropy
+from ringspan.torch.layers.decoder import finished_logits
+from ringspan.torch.layers.head import called_cross_entropy, is_its_weight, kind_of_head, refuse_mixing
+from ringspan.torch.layers.modules import local_part
+from ringspan.torch.layers.positions import as_trained, note_length
+from ringspan.torch.layers.rope import set_global_length
+from ringspan.torch.layers.router_loss import RouterLoss, real_tokens_of, wanted_router
+from ringspan.torch.memory.sharding import recover, renew_types, settle
+from ringspan.torch.model.config_changes import ConfigCopy, check_configs
+from ringspan.torch.model.forward_arguments import check_arguments
+from ringspan.torch.runtime.mesh import tensor_axis
+from ringspan.torch.tensor_parallel.split import splits_vocabulary
+from ringspan.torch.transport.sums import Sum, SumOfGradients
+
+
+class RingCausalLM(Fixed):
+    """What ``parallelize`` adds to a model's class: one loss for the whole batch, without whole logits."""
+
+    ring_mesh: DeviceMesh
+    ring_layout: LayoutName
+    ring_loss: LossOptions
+    ring_decoder: str
+    ring_vocabularies: tuple[int, int]
+    """Entries of the vocabulary that the input has embeddings of, and that the head knows."""
+    ring_head: Any
+    """The kind of head that was tried out last."""
+    ring_configs: tuple[ConfigCopy, ...]
+    ring_router: RouterLoss | None
+    """The auxiliary loss of a mixture of experts; None for a model without one."""
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """``forward`` with its hooks, whatever an earlier call left behind; without gradients in inference mode, in
+        which FSDP would gather weights that the steps to come could not differentiate.
+        """
+        call: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self(*args, **kwargs)
+        settle(self)
+        with in_call("a forward pass"):
+            kwargs = check_forward(self, partial(_SIGNATURE.bind, self, *args, **kwargs), partial(_check_asked, self))
+            try:
+                result = call(**kwargs)
+            except BaseException:
+                recover(self)
+                raise
+        if not torch.is_grad_enabled():  # no backward pass will do it
+            settle(self)
+        return result
+
+    def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, which an optimizer is to be given."""
+        if isinstance(self, FSDPModule):
+            settle(self)
+        return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @torch.compiler.disable(recursive=False)  # ranks talk here; what is called is compiled
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        document_lengths: Tensor | None = None,
+        sequence_length: int | Tensor | None = None,
+        batch_digest: Tensor | None = None,
+        real_tokens: Tensor | None = None,
+        output_router_logits: bool | None = None,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+        """Local tokens (B, T) and their positions -> the global loss, or local logits when there are no labels.
+
+        ``document_lengths`` (B, documents), 0 behind the last one: tokens see their own document only, and positions
+        count within it. ``sequence_length`` is that of the longest document without padding, with it when None.
+        ``output_router_logits``, of the config when None: the auxiliary loss of a mixture of experts is computed over
+        the tokens of all ranks that are no padding, and is a part of the loss. ``real_tokens`` (B, T) says which those
+        are; all but the padding of the layout when None.
+        ``labels`` and ``attention_mask`` raise in ``__call__``. They are named for those who look (transformers'
+        Trainer keeps the columns of a data set that are arguments here); ``shard_batch`` takes both.
+
+        Raises:
+            UnsupportedError: an argument of transformers' forward passes that a ring does not honour, one that none of
+                them has, or a config that was changed after ``parallelize``.
+        """
+        assert input_ids is not None and position_ids is not None, "checked by __call__"
+        assert num_items_in_batch is not None and sequence_length is not None, "filled in by __call__"
+        renew_types(self)
+        router = wanted_router(self, output_router_logits)
+        decoder = self.get_submodule(self.ring_decoder)
+        longest = int(sequence_length)
+        set_global_length(decoder, longest)
+        if self.training:
+            _note_length(self, longest)
+        packed = None if document_lengths is None else Packed(document_lengths, position_ids)
+        others: dict[str, Any] = {"ring_packed": packed} if packed else {}
+        if self.ring_router is not None:
+            others["output_router_logits"] = False  # by transformers; they are recorded here
+        with nullcontext() if router is None else router.recorder.recording() as scores:
+            # Padding counts on behind the end, where a learned table has no position any more.
+            positions = position_ids.clamp_max(longest - 1)
+            out = decoder(input_ids=input_ids, position_ids=positions, use_cache=False, **others)
+        hidden = out.last_hidden_state
+        if packed and not packed.is_seen:
+            raise UnsupportedError(
+                f"{_name(self)} does not hand its keyword arguments on to attention, so "
+                "packed documents would see each other; give it one document a sequence"
+            )
+        auxiliary = None
+        if router is not None:
+            if real_tokens is None:
+                real_tokens = real_tokens_of(self, position_ids, longest, document_lengths)
+            auxiliary = router(scores or [], real_tokens.flatten(), _groups(self))
+        if shift_labels is None:
+            logits = finished_logits(self.get_output_embeddings()(hidden), self.config)
+            return _output(auxiliary, logits=logits)
+        loss = _loss(self, hidden, shift_labels, int(num_items_in_batch))
+        if router is not None and auxiliary is not None:
+            loss = loss + getattr(self, router.coefficient) * auxiliary
+        return _output(auxiliary, loss=watch_backward(loss))
+
+    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """``PreTrainedModel.save_pretrained`` of the whole weights: an ordinary Hugging Face folder.
+
+        Every rank calls it; rank 0 gathers them and writes.
+        """
+        with in_call("saving the model"):
+            if kwargs.get("state_dict") is None:
+                kwargs["state_dict"] = whole_weights(self)
+            kwargs["is_main_process"] = dist.get_rank() == 0
+            with as_trained(self):
+                super().save_pretrained(save_directory, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            for axis in self.ring_mesh.mesh_dim_names:
+                dist.barrier(self.ring_mesh[axis].get_group())
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Never:
+        """Not there yet."""
+        raise UnsupportedError(
+            "a model on a ring does not generate yet; save it with save_pretrained and open the folder on one process"
+        )
+
+
+_SIGNATURE: Final = inspect.signature(RingCausalLM.forward)
+
+
+def whole_weights(model: PreTrainedModel) -> dict[str, Any]:
+    """All weights of a model that is split over ranks, in the memory of the host: on rank 0, and none on others."""
+    ours: Any = model
+    check_call(ours.ring_mesh, Call("saving the model"))
+    with _unadvised():
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+@contextmanager
+def _unadvised() -> Iterator[None]:
+    """Without DTensor's advice on how tensors that are split twice are gathered faster: it is done once."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class Packed:
+    """The documents of each sequence of a batch, and the local tokens' positions in them, on their way to the
+    layers.
+    """
+
+    def __init__(self, lengths: Tensor, positions: Tensor) -> None:
+        self.positions = positions
+        rows = [tuple(length for length in row if length) for row in lengths.tolist()]
+        self.rows = rows[:1] if len(set(rows)) == 1 else rows  # alike for all sequences: one attention does
+        self.is_seen = False
+
+
+@torch.compiler.disable()  # a part of a mesh is made here, which it cannot trace
+def _note_length(model: Any, length: int) -> None:
+    note_length(model, length, says=model.ring_mesh["ring"].get_local_rank() == 0)
+
+
+@torch.compiler.disable()
+def _loss(model: Any, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
+    """The sum over the targets of the whole batch, over their count."""
+    # Evaluation is plain cross-entropy, whatever training adds to it.
+    loss = model.ring_loss if model.training else replace(model.ring_loss, z_loss=0.0, label_smoothing=0.0)
+    tp, head = tensor_axis(model.ring_mesh), model.get_output_embeddings()
+    share = tp.get_group() if tp is not None and splits_vocabulary(head) else None
+    if is_its_weight(head):
+        total = blockwise_cross_entropy(
+            (hidden if share is None else SumOfGradients.apply(hidden, share)).flatten(0, 1),
+            local_part(head.weight),
+            targets.flatten(),
+            bias=None if head.bias is None else local_part(head.bias),
+            group=share,
+            **asdict(loss),
+        )
+    else:
+        _refuse_head(model, head, is_split=share is not None)
+        total = called_cross_entropy(hidden.flatten(0, 1), head, targets.flatten(), loss)
+    return Sum.apply(total / max(count, 1), _groups(model))
+
+
+def _refuse_head(model: Any, head: nn.Module, *, is_split: bool) -> None:
+    """Refuse a head that is more than its weight, may be only since the last step, where its blocks would be wrong."""
+    if is_split:
+        raise UnsupportedError(
+            f"the head ({type(head).__name__}) has hooks or adapters, and tp splits its vocabulary; use tp=1"
+        )
+    kind = kind_of_head(head)
+    if kind != model.ring_head:
+        refuse_mixing(head)
+        type(model).ring_head = kind
+
+
+def _groups(model: Any) -> list[dist.ProcessGroup]:
+    """Of the ranks that have other tokens."""
+    return [model.ring_mesh[axis].get_group() for axis in ("replicate", "ring")]
+
+
+def _output(auxiliary: Tensor | None, **values: Any) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+    if auxiliary is None:
+        return CausalLMOutputWithPast(**values)
+    return MoeCausalLMOutputWithPast(aux_loss=auxiliary, **values)
+
+
+def _name(model: Any) -> str:
+    return type(model).__name__.removeprefix("FSDP")
+
+
+def _check_asked(model: Any, arguments: dict[str, Any]) -> None:
+    """Raise what a caller, or the config meanwhile, asks for and a model on a ring does not do."""
+    check_arguments(_name(model), arguments)
+    check_configs(model.ring_configs)

@@ -1,0 +1,97 @@
+"""What a model's weights must be to be split over ranks, or why not."""
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.layers.embedding import own_gradient
+
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_QUANTISED: Final = ("torch.ao.nn", "bitsandbytes", "torchao")  # where modules with packed weights come from
+
+
+def refuse_weights(model: PreTrainedModel) -> None:
+    """Raise an UnsupportedError that names weights which FSDP2 cannot shard, or which a step changes by what one rank
+    sees.
+    """
+    name = type(model).__name__
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+        raise UnsupportedError(f"{name} is quantised, which is not supported yet; load it without quantization_config")
+    for path, module in model.named_modules():
+        _refuse_module(name, path, module)
+    for path, parameter in model.named_parameters():
+        if isinstance(parameter.data, DTensor):
+            raise UnsupportedError(f"{name} was sharded before ({path} is a DTensor); give the model as it was")
+        if type(parameter.data) not in (Tensor, FakeTensor) or parameter.dtype not in _DTYPES:
+            given = parameter.dtype if parameter.dtype not in _DTYPES else f"a {type(parameter.data).__name__}"
+            raise UnsupportedError(f"{name}: {path} is {given}, not supported yet; use float32, bfloat16 or float16")
+    _refuse_shared_memory(name, model)
+    for part in shards_of(model):
+        _refuse_mixed_types(name, part)
+
+
+def shards_of(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """The parameters that are gathered together: those of each decoder layer, and the rest."""
+    rest = dict(model.named_parameters())
+    for path, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            found = (f"{path}.{name}" for name, _ in module.named_parameters())
+            yield {name: rest.pop(name) for name in found if name in rest}
+    yield rest
+
+
+def _refuse_module(name: str, path: str, module: nn.Module) -> None:
+    if isinstance(module, FSDPModule):
+        raise UnsupportedError(f"{name} was sharded before (fully_shard of {path or 'it'}); give the model as it was")
+    if type(module).__module__.startswith(_QUANTISED):
+        raise UnsupportedError(f"{name} is quantised ({path} is a {type(module).__name__}), which is not supported yet")
+    if getattr(module, "merged_adapters", None):
+        raise UnsupportedError(
+            f"{name} has merged adapters ({path}), which could not be unmerged again; use merge_and_unload() or "
+            "unmerge_adapter() before parallelize"
+        )
+    option = own_gradient(module) if isinstance(module, nn.Embedding) else ""
+    if option:
+        raise UnsupportedError(
+            f"{name}: {path} has {option}, which depends on all tokens of a step, and a rank has some; leave it out"
+        )
+
+
+def _refuse_shared_memory(name: str, model: nn.Module) -> None:
+    """Refuse two parameters over the same memory, which would part; one parameter in two places stays one."""
+    ranges: dict[int, list[tuple[int, int, str]]] = {}
+    for path, parameter in model.named_parameters():
+        sizes = zip(parameter.shape, parameter.stride(), strict=True)
+        first = int(parameter.storage_offset())
+        last = first + (sum((size - 1) * stride for size, stride in sizes) if parameter.numel() else -1)
+        here = ranges.setdefault(parameter.untyped_storage()._cdata, [])
+        for start, end, other in here:
+            if start <= last and first <= end:
+                raise UnsupportedError(
+                    f"{name}: {other} and {path} are two parameters over the same memory, which would part when they "
+                    "are split; tie them as one nn.Parameter (PEFT: without ensure_weight_tying on a LoRA embedding)"
+                )
+        here.append((first, last, path))
+
+
+def _refuse_mixed_types(name: str, parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse trainable parameters of two types that FSDP2 would reduce together."""
+    types = {parameter.dtype: path for path, parameter in parameters.items() if parameter.requires_grad}
+    if len(types) > 1:
+        raise UnsupportedError(
+            f"{name} trains {_listed(types.items())}: those of one layer, and those outside of layers, must be of one "
+            "type. Load it in float32 and use parallelize(compute_dtype=torch.bfloat16); or, with PEFT, "
+            "get_peft_model(..., autocast_adapter_dtype=False)"
+        )
+
+
+def _listed(types: Iterable[tuple[torch.dtype, str]]) -> str:
+    return " and ".join(f"{path} in {str(dtype).removeprefix('torch.')}" for dtype, path in types)

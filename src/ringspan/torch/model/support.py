@@ -1,0 +1,141 @@
+"""Which Hugging Face models the ring can run exactly: what their configs say, and what is refused by name."""
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.route import Route, member_heads
+from ringspan.torch.attention.comm_dtype import check_wire
+from ringspan.torch.layers.decoder import decoder_of, finished_logits, head_counts, text_config
+from ringspan.torch.layers.head import input_size, refuse_mixing
+from ringspan.torch.layers.rope import is_rotary
+from ringspan.torch.model.attention_support import refuse_attention
+from ringspan.torch.model.splittable import refuse_weights
+
+# Config fields that change attention or logits in a way that the ring does not compute yet.
+_UNSUPPORTED_FIELDS: Final = (
+    "attention_dropout",
+    "attn_pdrop",
+    "output_attentions",
+    "output_hidden_states",
+)
+# RoPE types whose frequencies depend on the largest position of the sequence.
+_LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise an UnsupportedError that names what this model asks for and the ring does not compute exactly."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(
+            f"{name} is no PreTrainedModel of transformers; give the model inside of it (model.module), "
+            "and compile afterwards"
+        )
+    refuse_config(model.config)
+    if "forward" in vars(model):
+        raise UnsupportedError(f"{name} has a forward that was set on it, which would not be called; del model.forward")
+    refuse_weights(model)
+    decoder = decoder_of(model)
+    if model.get_output_embeddings() is None or decoder is model:
+        raise UnsupportedError(f"{name} is not a causal language model with a head; use an AutoModelForCausalLM")
+    refuse_attention(name, decoder)
+    for path, module in decoder.named_modules():
+        if isinstance(module, nn.Conv1d):
+            raise UnsupportedError(f"{name} mixes tokens outside of attention ({path} is a convolution)")
+    for rope in _rope_types(decoder.config):
+        if rope in _LENGTH_DEPENDENT_ROPE and not any(is_rotary(module) for module in decoder.modules()):
+            raise UnsupportedError(
+                f"{name}: rope_type={rope!r} chooses frequencies by the length of the sequence, which its rotary "
+                "embedding cannot be told; use default, linear, llama3 or yarn"
+            )
+    _check_head(model)
+
+
+def refuse_config(config: PreTrainedConfig) -> None:
+    """Raise an UnsupportedError that names the config field which asks for more than causal attention."""
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise UnsupportedError(f"{kind} is an encoder-decoder model; only decoder-only causal models are supported")
+    config = text_config(config)
+    for heads, kv_heads in set(head_counts(config)):
+        if heads % kv_heads:
+            raise UnsupportedError(
+                f"{kind}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
+            )
+    known = {"full_attention", "sliding_attention", "chunked_attention"}
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
+    if others:
+        raise UnsupportedError(f"{kind}: layer_types with {', '.join(others)} are not supported yet")
+    for field in _UNSUPPORTED_FIELDS:
+        value = getattr(config, field, None)
+        if value:
+            raise UnsupportedError(f"{kind}: {field}={value} is not supported yet; set it to None or 0")
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedError(f"{kind}: bidirectional attention is not supported yet")
+
+
+def refuse_route(config: PreTrainedConfig, ranks: int, route: str, wire: str, tp: int = 1) -> None:
+    """Raise an UnsupportedError when a route or wire does not exist, or does not fit the ring and the heads that each
+    of ``tp`` ranks has.
+    """
+    check_wire(wire, "exact")
+    if route == "auto":
+        return
+    way = Route.parse(route, ranks)
+    for heads, kv_heads in set(head_counts(config)):
+        member_heads(heads // tp, kv_heads // tp, way.ulysses)
+    way.check_wire(wire)
+
+
+def _rope_types(config: PreTrainedConfig) -> list[str]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return [str(each.get("rope_type", "default")) for each in (rope, *nested)]
+
+
+def _check_head(model: PreTrainedModel) -> None:
+    """Refuse a model that does more with its hidden states than apply its head, scale and cap.
+
+    Runs the model's own forward with one made-up hidden state for what its decoder returns, and compares.
+    """
+    head: Any = model.get_output_embeddings()
+    refuse_mixing(head)
+    like = next(head.parameters())
+    if like.is_meta:
+        return
+    hidden = torch.randn(1, 1, input_size(head), generator=torch.Generator().manual_seed(0)).to(like)
+    kind, decoder = type(model).__name__, decoder_of(model)
+    own = vars(decoder).get("forward")  # a hook of somebody's, say
+    decoder.forward = lambda *args, **kwargs: _Outputs(last_hidden_state=hidden)
+    try:
+        with torch.no_grad():
+            tokens = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
+            logits = model(input_ids=tokens).logits
+            expected = finished_logits(head(hidden), model.config)
+    except Exception as error:  # whatever a model raises that has other plans for its hidden states
+        raise UnsupportedError(
+            f"{kind} makes its logits of more than its decoder's last hidden states, which a ring does not support yet"
+        ) from error
+    finally:
+        del decoder.forward
+        if own is not None:
+            decoder.forward = own
+    # Once more or less rounded: a factor may come before the head, or as a division.
+    rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
+    if logits.shape != expected.shape or not bool(((logits - expected).abs() <= rounding).all()):
+        raise UnsupportedError(
+            f"{kind} has more between its decoder and its logits than its head, its scale and a soft cap, which a ring "
+            "does not support yet"
+        )
+
+
+class _Outputs(MoeModelOutputWithPast):
+    """What a decoder returns: hidden states, and nothing under any other name."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)

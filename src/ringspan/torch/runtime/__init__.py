@@ -1,0 +1,1 @@
+"""Processes and meshes of ranks."""

@@ -1,0 +1,247 @@
+"""Ranks on one machine: start N processes through torch elastic and give back what each returned."""
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ringspan.core import errors
+from ringspan.core.errors import ConfigError, RingspanError
+from ringspan.torch.runtime.forks import ABORT_AFTER_SECONDS, STOP_SIGNALS, serve_forks, settle, start_resource_tracker
+
+_STOP: Final = "stop"
+MOST_RANKS: Final = 1024  # more processes than this on one machine is a slip of the keyboard
+_POLL_SECONDS: Final = 0.1  # how often elastic looks at the ranks
+_LOGGERS: Final = "torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"  # of how ranks ended
+
+# Freed tensors go back to the system at once, in huge pages, which are nearly as quick to get as old memory. By itself
+# glibc keeps all of up to 32 MB, between small things that stay, for tensors that will not fit. It reads this at start.
+_THRIFT: Final = {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={1 << 20}:glibc.malloc.hugetlb=1"}
+
+
+def launch(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    threads: int | None = None,
+    max_restarts: int = 0,
+    forward_signals: bool = False,
+    is_thrifty: bool = False,
+) -> list[Any]:
+    """Run ``function(*args)`` on ``num_ranks`` local processes that form the default process group; results by rank.
+
+    The ranks meet through a file and talk over the loopback interface. Each uses ``threads`` CPU threads, an equal
+    share of the cores when None. CUDA ranks get a device each. When a rank dies, all are started again, up to
+    ``max_restarts`` times; what a rank refused is not tried again. With ``forward_signals`` a stop signal goes on to
+    the ranks, who end by themselves, and a second SIGINT kills them; otherwise the first one ends them. Ranks that are
+    thrifty give the memory of large tensors back as soon as these are freed, on Linux with glibc, unless the
+    environment has GLIBC_TUNABLES already.
+
+    On Linux without CUDA the others are forks of one process, which lives as long as this one and has imported what
+    the first launch's function needs, in the environment of that launch: a rank starts in a tenth of a second.
+
+    Raises:
+        ConfigError: fewer than one rank, more than ``MOST_RANKS``, or more than CUDA devices when there are any.
+        RingspanError: what a rank refused, with its message.
+        RuntimeError: a rank failed in another way.
+        KeyboardInterrupt: the launcher was told to stop; the ranks are gone.
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"{num_ranks} ranks: at least 1 is needed")
+    if num_ranks > MOST_RANKS:
+        raise ConfigError(f"{num_ranks} ranks: at most {MOST_RANKS:,} are started on one machine")
+    if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
+        raise ConfigError(f"{num_ranks} ranks need as many CUDA devices; this machine has {torch.cuda.device_count()}")
+    # A new attempt must not read the addresses of the one before; torch's shared store would hand them out.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
+    start_resource_tracker()
+    # A fork has its server's allocator, which was set up when that started.
+    are_forks = not is_thrifty and serve_forks(function.__module__)
+    with tempfile.TemporaryDirectory(prefix="ringspan-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(Path(folder, "rendezvous")),
+            rdzv_configs={"store_type": "file"},
+            start_method="forkserver" if are_forks else "spawn",
+            max_restarts=max_restarts,
+            # Torch's own answer to a signal is to end the ranks after 30 s; SIGQUIT keeps that meaning.
+            signals_to_handle="SIGQUIT" if forward_signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            monitor_interval=_POLL_SECONDS,
+            local_addr="localhost",
+        )
+        try:
+            with (
+                _without_refusals(Path(folder)),
+                _forwarding(Path(folder)) if forward_signals else nullcontext(),
+                _environment(_THRIFT) if is_thrifty else nullcontext(),
+            ):
+                results = elastic_launch(config, _work)(function, folder, threads, args)
+        except SignalException as signalled:
+            raise KeyboardInterrupt from signalled
+        except ChildFailedError as failure:
+            if Path(folder, _STOP).exists():  # told to stop before the ranks could answer it
+                raise KeyboardInterrupt from None
+            raise _refusal(Path(folder)) or RuntimeError(_summary(Path(folder), failure)) from None
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None:
+    """Join the default process group: the one torchrun describes, or that of ``launch`` when a folder is given.
+
+    ``timeout`` is how long torchrun's ranks wait for each other, torch's own default when None.
+    """
+    device = local_device()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if folder is None:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder}/ranks-{attempt}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(minutes=10),
+    )
+
+
+def local_device() -> torch.device:
+    """This rank's device: its CUDA device, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set what is not set, for processes that are started meanwhile."""
+    missing = variables.keys() - os.environ.keys()
+    os.environ.update({name: variables[name] for name in missing})
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
+
+
+@contextmanager
+def _forwarding(folder: Path) -> Iterator[None]:
+    """Pass stop signals on to the ranks, and end them at a second SIGINT. Ranks that start later find the note and end
+    at once.
+
+    When the ranks have ended, more signals could only take this process its exit code.
+    """
+    interrupted: list[float] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        (folder / _STOP).touch()
+        if number == signal.SIGINT:
+            interrupted.append(time.monotonic())
+            if interrupted[-1] - interrupted[0] >= ABORT_AFTER_SECONDS:
+                number = signal.SIGKILL  # all at once: none is left to report the loss of another
+        for process in multiprocessing.active_children():
+            if process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    previous = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        was_told = (folder / _STOP).exists()
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_IGN if was_told else handler)
+
+
+@contextmanager
+def _without_refusals(folder: Path) -> Iterator[None]:
+    """Let torch log how a rank failed, with its traceback, but not what it refused, nor that it ended when all were
+    told to stop: that is for the caller to say.
+    """
+
+    def is_failure(record: logging.LogRecord) -> bool:
+        return _refusal(folder) is None and not (folder / _STOP).exists()
+
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(is_failure)
+    try:
+        yield
+    finally:
+        for name in _LOGGERS:
+            logging.getLogger(name).removeFilter(is_failure)
+
+
+def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[Any, ...]) -> Any:
+    if Path(folder, _STOP).exists():
+        sys.exit(130)
+    if refused := _refusal(Path(folder)):  # in the attempt before this one: it would be refused again
+        raise refused
+    # Without a traceback a rank, for the launcher says it once; not by a handler, which runs after what it interrupts.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    settle()
+    torch.set_num_threads(threads)
+    try:
+        join(folder)
+        return function(*args)
+    except RingspanError as error:
+        rank = os.environ["RANK"]
+        Path(folder, f"refusal-{rank}.json").write_text(json.dumps([type(error).__name__, str(error)]))
+        raise
+    except Exception as error:
+        # Before the group is torn down, which makes the other ranks fail too; elastic may then hear of them only.
+        attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), int(os.environ["RANK"])
+        record = [time.monotonic(), rank, f"{type(error).__name__}: {error}"]
+        Path(folder, f"failure-{attempt}-{rank}.json").write_text(json.dumps(record))
+        time.sleep(2 * _POLL_SECONDS)  # if this is because another rank was killed, let that be seen first
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _refusal(folder: Path) -> RingspanError | None:
+    """What the lowest refusing rank said."""
+    for path in sorted(folder.glob("refusal-*.json")):
+        name, message = json.loads(path.read_text())
+        return getattr(errors, name, RingspanError)(message)
+    return None
+
+
+def _summary(folder: Path, failure: ChildFailedError) -> str:
+    """The rank that failed first in the last attempt, and why; what elastic knows of one that could not say."""
+    for rank, one in sorted(failure.failures.items()):
+        if one.exitcode < 0 and one.exitcode != -signal.SIGTERM:  # SIGTERM is how elastic ends the others
+            return f"rank {rank} failed: killed by {signal.Signals(-one.exitcode).name}"
+    attempts = sorted((path.name.split("-")[1] for path in folder.glob("failure-*.json")), key=int)
+    if attempts:
+        last = folder.glob(f"failure-{attempts[-1]}-*.json")
+        _, rank, reason = min(json.loads(path.read_text()) for path in last)
+        return f"rank {rank} failed: {reason.splitlines()[0]}"
+    rank, first = failure.get_first_failure()
+    reason = first.message if isinstance(first.message, str) else first.message.get("message", "")
+    return f"rank {rank} failed (exit code {first.exitcode}): {reason.splitlines()[0] if reason else 'no message'}"

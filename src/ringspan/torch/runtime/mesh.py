@@ -1,0 +1,75 @@
+"""The device mesh: replicas of a ring of tensor-parallel groups, ``world size = replicate x ring x tp``."""
+
+import os
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ringspan.core.errors import ConfigError
+from ringspan.torch.runtime.launch import join, local_device
+
+AXES: Final = "replicate", "ring", "tp"
+
+
+def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> DeviceMesh:
+    """A mesh with the axes ``replicate`` and ``ring``, and ``tp`` where that is above 1; ranks that are neighbours on
+    the last axis are neighbours.
+
+    Joins the process group that torchrun describes when none exists, or makes one of a single process.
+    Replicas take different examples; the ranks of a ring share one; those of ``tp`` share tokens and split heads,
+    feed-forward and vocabulary. ``ring=None`` takes all ranks that the other two leave.
+
+    Raises:
+        ConfigError: the numbers do not multiply to the world size.
+    """
+    if not dist.is_initialized():
+        if "RANK" in os.environ:
+            join()
+        else:
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    return make_mesh(local_device().type, *split_world(dist.get_world_size(), ring, replicate, tp), tp)
+
+
+def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMesh:
+    """The mesh over all ranks of the default process group; its axis ``tp`` only where that is above 1."""
+    if tp == 1:
+        return init_device_mesh(device_type, (replicate, ring), mesh_dim_names=AXES[:2])
+    mesh = init_device_mesh(device_type, (replicate, ring, tp), mesh_dim_names=AXES)
+    mesh[AXES[1:]]._flatten()  # a norm over both axes is then one sum; DTensor warns of one an axis
+    return mesh
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise a ConfigError that says what a mesh is, when this is none or has other axes than ``init_mesh`` makes."""
+    advice = "use mesh = rs.init_mesh(ring=...)"
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise ConfigError(f"mesh={mesh!r} is no DeviceMesh; {advice}")
+    names = mesh.mesh_dim_names
+    if names not in (AXES, AXES[:2]):
+        raise ConfigError(
+            f"the mesh has the axes {', '.join(names or ()) or 'without names'}, not replicate, ring; {advice}"
+        )
+
+
+def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The axis ``tp`` of a mesh; None when it has none, or one of a single rank."""
+    tp = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else None
+    return tp if tp is not None and tp.size() > 1 else None
+
+
+def split_world(world_size: int, ring: int | None, replicate: int, tp: int = 1) -> tuple[int, int]:
+    """(replicate, ring) with product ``world_size / tp``.
+
+    Raises:
+        ConfigError: there is no such pair; the message names the numbers.
+    """
+    others = replicate * tp
+    if min(replicate, tp) < 1 or world_size % others or (ring is not None and others * ring != world_size):
+        shown = f"replicate {replicate} x ring {'?' if ring is None else ring}" + (f" x tp {tp}" if tp != 1 else "")
+        raise ConfigError(
+            f"{shown} must equal the world size {world_size}; "
+            f"rings that divide it: {', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)}"
+        )
+    return replicate, world_size // others

@@ -1,0 +1,1 @@
+"""Heads, feed-forwards and vocabulary split over a further axis."""

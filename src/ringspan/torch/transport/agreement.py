@@ -1,0 +1,136 @@
+"""What the ranks of a group agree on before anything moves, and what each group has to talk through."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, Never, TypeGuard
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ringspan.core.errors import PeerMismatch, UnsupportedError
+from ringspan.torch.transport.collectives import gather
+from ringspan.torch.transport.queue import Mail
+
+_KNOWN_FACTS: Final = 4096  # sets of facts remembered for a group; packed batches bring new ones with every step
+
+
+@dataclass
+class _Group:
+    """What this rank knows of a group: the facts agreed on so far and those of now, and its mail."""
+
+    known: OrderedDict[tuple[Any, ...], None] = field(default_factory=OrderedDict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    mail: Mail | None = None
+    is_passing: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Answer(NamedTuple):
+    """What a rank says when the ranks compare."""
+
+    facts: dict[str, Any]
+    complaint: str | None
+    sent: Sequence[int]
+    """How many messages it has sent to each rank."""
+
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()
+
+
+def mail_of(group: dist.ProcessGroup) -> Mail | None:
+    """What carries messages between ranks of a group on one host, once they have agreed on something."""
+    return _groups[group].mail if group in _groups else None
+
+
+def shared_bytes() -> int:
+    """Memory that this process keeps for messages which its peers on the host read where they lie."""
+    return sum(group.mail.memory.reserved_bytes for group in _groups.values() if group.mail)
+
+
+def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
+    """Make sure that all ranks of a group were given the same facts, before any payload moves.
+
+    Talks to the others only when these facts are new to this group, so the steady state costs nothing. Where ranks
+    share memory, one that finds its peer asking, or doing something else, joins in (``complain``).
+
+    Raises:
+        PeerMismatch: on every rank alike, naming what differs and which rank was given what.
+    """
+    if not _talks(group):
+        return
+    here = _groups.setdefault(group, _Group())
+    here.facts = facts
+    key = tuple(facts.items())
+    if key in here.known:
+        return
+    _compare(group, here)
+    if here.mail is None and dist.get_backend(group) == "gloo":
+        here.mail = Mail(group, timeout_seconds(group, torch.device("cpu")))
+    here.known[key] = None
+    if len(here.known) > _KNOWN_FACTS:  # on all ranks alike, since they agree on the order
+        here.known.popitem(last=False)
+
+
+@contextmanager
+def one_at_a_time(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """A pass of this thread over a group; another thread's would take its messages, which look alike.
+
+    Raises:
+        UnsupportedError: another thread is in a pass over the group.
+    """
+    if not _talks(group):
+        yield
+        return
+    lock = _groups.setdefault(group, _Group()).is_passing
+    if not lock.acquire(blocking=False):
+        raise UnsupportedError(
+            "two threads compute attention over one process group at once; give each thread a group of its own "
+            "(dist.new_group)"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _talks(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
+    """Whether there are others, and not made-up ones."""
+    return group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
+
+
+def complain(group: dist.ProcessGroup, complaint: str) -> Never:
+    """What a rank waits for will never come: find out, with all others, who does what.
+
+    Raises:
+        PeerMismatch: on every rank alike, naming what differs, or what was complained of.
+    """
+    _compare(group, _groups[group], complaint)
+    raise AssertionError("a complaint is never without a mismatch")
+
+
+def _compare(group: dist.ProcessGroup, here: _Group, complaint: str | None = None) -> None:
+    if here.mail is None:
+        answers = gather(_Answer(here.facts, complaint, ()), group)
+    else:
+        with here.mail.asking() as sent:
+            answers: list[_Answer] = gather(_Answer(here.facts, complaint, sent), group)
+        here.mail.forget([answer.sent[dist.get_rank(group)] for answer in answers])
+    for name in dict.fromkeys(name for answer in answers for name in answer.facts):
+        values = [answer.facts.get(name) for answer in answers]
+        if any(value != values[0] for value in values):
+            raise PeerMismatch(f"the ranks of this ring were given different {name}: {_by_rank(values)}")
+    if any(answer.complaint for answer in answers):
+        complaints = _by_rank([answer.complaint or "nothing unusual" for answer in answers])
+        raise PeerMismatch(f"the ranks of this ring are out of step: {complaints}")
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+
+
+def timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How long the group waits for anything; torch has no public name for it."""
+    return group._get_backend(device).options._timeout.total_seconds()  # pyright: ignore

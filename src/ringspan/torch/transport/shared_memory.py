@@ -1,0 +1,247 @@
+"""Memory that the ranks of one host share: a message is made there by its sender and read there by its reader.
+
+Over gloo a block goes through a socket, into the kernel and out of it again, by a thread that takes its time from the
+computation.
+"""
+
+import ctypes
+import mmap
+import os
+import platform
+import secrets
+import weakref
+from bisect import insort
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringspan.torch.transport.collectives import gather
+
+MAX_RANKS: Final = 64  # of a group that shares memory: a byte each in the line of a slot
+
+_LINE: Final = 64  # bytes before a message: a mark for each rank, in a cache line of their own
+_NO_MARKS: Final = bytes(_LINE)
+_PAGE: Final = mmap.PAGESIZE
+_WORD: Final = 8  # bytes
+_IDLE_CALLS = 256  # a slot that so many allocations passed by gives its memory back when another is needed
+
+
+@dataclass
+class _Slot:
+    """A line of marks and room for a message behind it. Rank r has mark r set as long as it uses the message."""
+
+    start: int
+    stop: int
+    used: int = 0  # the number of the allocation that used it last
+
+    @property
+    def message(self) -> int:
+        return self.start + _LINE
+
+
+class SharedMemory:
+    """What this rank of a group writes for its peers on the host, and theirs for it.
+
+    Each rank has one anonymous file, empty and as large as the machine's memory: a token by which its peers know it,
+    some words, and slots, whose pages come with messages. A slot is free again as soon as no rank has a tensor on its
+    message, so a steady state allocates nothing. Nothing is left behind when processes end, in whatever way.
+
+    ``peers`` are the processes of the other ranks that can read this rank, and it them, by rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_words: int) -> None:
+        """Find out, together with all ranks of the group, who can read whom."""
+        token = secrets.token_bytes(_LINE)
+        self._rank, self._slots, self._calls = dist.get_rank(group), list[_Slot](), 0
+        self._words = slice(_LINE // _WORD, _LINE // _WORD + num_words)
+        self._first_slot = -(-self._words.stop * _WORD // _PAGE) * _PAGE
+        descriptor = _anonymous_file(dist.get_world_size(group))
+        self._outbox, card = _outbox(descriptor, token)
+        # A rank that may share nothing says so: its peers then talk to it through sockets, as it does to them.
+        cards = gather(card, group)
+        readable = {
+            rank: memory
+            for rank, theirs in enumerate(cards)
+            if rank != self._rank and card is not None and (memory := _open(theirs, namespace=card[0])) is not None
+        }
+        readers = [rank for rank, theirs in enumerate(gather(set(readable), group)) if self._rank in theirs]
+        self._inboxes = {rank: readable[rank] for rank in readers if rank in readable}
+        self.peers: dict[int, int] = {rank: cards[rank][1] for rank in self._inboxes}
+        if descriptor is not None:
+            os.close(descriptor)  # everybody has mapped it
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of memory behind this rank's slots."""
+        return sum(slot.stop - slot.start for slot in self._slots)
+
+    def words(self, rank: int) -> "memoryview[int]":
+        """The words of this rank or a peer, zeros at first. Each is read and written at once, in the order of calls."""
+        memory = self._outbox if rank == self._rank else self._inboxes[rank]
+        assert memory is not None, "only who can share has words"
+        return memory.words[self._words]
+
+    def allocate(self, size: int) -> Tensor | None:
+        """Bytes for a message of this rank, taken as long as a tensor lies on them; None when nobody could read it."""
+        if not size or not self.peers or self._outbox is None:
+            return None
+        slot = self._free_slot(size)
+        return self._outbox.view(slot.start, slot.message, size, self._rank)
+
+    def place(self, message: Tensor, reader: int) -> int:
+        """The slot of a message, from now on taken for a reader too; a message from elsewhere is copied into one."""
+        assert self._outbox is not None, "nobody reads what nobody could map"
+        slot = self._slot_of(message)
+        if slot is None:
+            slot = self._free_slot(message.nbytes)
+            copy = self._outbox.view(slot.start, slot.message, message.nbytes, self._rank)
+            copy.copy_(message.view(-1).view(torch.uint8))
+        self._outbox.mark(slot.start, reader, True)
+        return slot.start
+
+    def view(self, sender: int, slot: int, size: int) -> Tensor:
+        """The bytes of a peer's message, which it keeps as long as a tensor lies on them."""
+        return self._inboxes[sender].view(slot, slot + _LINE, size, self._rank)
+
+    def release(self, sender: int, slot: int) -> None:
+        """Leave a peer's message unread."""
+        self._inboxes[sender].mark(slot, self._rank, False)
+
+    def _slot_of(self, message: Tensor) -> _Slot | None:
+        """The slot that a message of this rank lies in."""
+        assert self._outbox is not None
+        at = message.data_ptr() - self._outbox.address
+        return next((slot for slot in self._slots if slot.message == at), None)
+
+    def _free_slot(self, size: int) -> _Slot:
+        """The smallest free slot that fits and is not much too large; a new one if there is none."""
+        assert self._outbox is not None
+        self._calls += 1
+        fitting = [slot for slot in self._slots if size <= slot.stop - slot.message <= 2 * size and self._is_free(slot)]
+        if fitting:
+            slot = min(fitting, key=lambda slot: slot.stop - slot.start)
+        else:
+            for idle in [slot for slot in self._slots if self._calls - slot.used > _IDLE_CALLS and self._is_free(slot)]:
+                self._outbox.discard(idle.start, idle.stop)
+                self._slots.remove(idle)
+            slot = self._new_slot(-(-(size + _LINE) // _PAGE) * _PAGE)
+        slot.used = self._calls
+        return slot
+
+    def _is_free(self, slot: _Slot) -> bool:
+        assert self._outbox is not None
+        return not self._outbox.is_marked(slot.start)
+
+    def _new_slot(self, size: int) -> _Slot:
+        """A slot in the first gap between the others."""
+        assert self._outbox is not None
+        start = self._first_slot
+        for slot in self._slots:
+            if slot.start - start >= size:
+                break
+            start = slot.stop
+        if start + size > self._outbox.size:
+            raise MemoryError(f"{start + size} bytes of messages are under way, more than this machine's memory")
+        slot = _Slot(start, start + size)
+        insort(self._slots, slot, key=lambda slot: slot.start)
+        return slot
+
+
+class _Memory:
+    """A mapped file, as bytes and as words."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.size = os.fstat(descriptor).st_size
+        self._map = mmap.mmap(descriptor, self.size)
+        self.words = memoryview(self._map).cast("Q")
+        self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._map))
+
+    def view(self, mark: int, start: int, size: int, rank: int) -> Tensor:
+        """Some bytes; the rank's mark in the line at ``mark`` is set until no tensor lies on them."""
+        self.mark(mark, rank, True)
+        exporter = (ctypes.c_ubyte * size).from_buffer(self._map, start)
+        weakref.finalize(exporter, self.mark, mark, rank, False).atexit = False
+        return torch.frombuffer(exporter, dtype=torch.uint8)
+
+    def write(self, start: int, data: bytes) -> None:
+        self._map[start : start + len(data)] = data
+
+    def read(self, start: int, size: int) -> bytes:
+        return self._map[start : start + size]
+
+    def mark(self, start: int, rank: int, is_used: bool) -> None:
+        self._map[start + rank] = is_used
+
+    def is_marked(self, start: int) -> bool:
+        return self.read(start, _LINE) != _NO_MARKS
+
+    def discard(self, start: int, stop: int) -> None:
+        """Give the pages back; they read as zeros."""
+        self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+
+def _anonymous_file(ranks: int) -> int | None:
+    """A descriptor of an empty file in memory; None where ranks cannot share one, or the system does not allow it.
+
+    x86 alone: its cores see each other's stores in order, so that a message is complete when the word after it has
+    come, and read when its mark is gone.
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64" or ranks > MAX_RANKS:
+        return None
+    import resource  # Unix has it
+
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return None  # maps as large as the machine's memory, one per rank, would use that limit up
+    try:
+        descriptor = os.memfd_create("ringspan")
+    except (AttributeError, OSError):  # an old C library; a sandbox, or no more descriptors
+        return None
+    try:
+        os.ftruncate(descriptor, os.sysconf("SC_PHYS_PAGES") * _PAGE)
+    except OSError:  # a limit on the size of files (ulimit -f) holds for this one too
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+_Card = tuple[str, int, int, bytes]  # network namespace, process, descriptor and token
+
+
+def _outbox(descriptor: int | None, token: bytes) -> "tuple[_Memory | None, _Card | None]":
+    """This rank's memory, and by what its peers find it; neither where it has none or may not map it."""
+    if descriptor is None:
+        return None, None
+    try:
+        # Ranks in network namespaces of their own are hosts of their own: a link between them is meant to be used.
+        namespace, memory = os.readlink("/proc/self/ns/net"), _Memory(descriptor)
+    except OSError:
+        return None, None
+    memory.write(0, token)
+    return memory, (namespace, os.getpid(), descriptor, token)
+
+
+def _open(card: _Card | None, namespace: str) -> _Memory | None:
+    """A peer's memory; None when it has none, or is on another host."""
+    if card is None or card[0] != namespace:
+        return None
+    _, process, number, token = card
+    # Another host has other processes, or hides them from each other; whatever has that number here has no token.
+    with suppress(OSError, ValueError), _descriptor(Path("/proc", str(process), "fd", str(number))) as descriptor:
+        memory = _Memory(descriptor)
+        return memory if memory.read(0, _LINE) == token else None
+    return None
+
+
+@contextmanager
+def _descriptor(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

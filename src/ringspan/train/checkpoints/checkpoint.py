@@ -1,0 +1,342 @@
+"""The only writer of checkpoints: each rank's shards as safetensors, a manifest with their digests, and one commit.
+
+A save writes into ``step_N.tmp-*``, syncs every file, gathers a vote of all ranks, renames the folder to ``step_N`` and
+moves ``latest`` last. Whenever it is cut short, what was there before is still there, whole. A load reads slices, so it
+does not matter how many ranks wrote them, or on which mesh.
+"""
+
+import hashlib
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ringspan.core.errors import CheckpointError
+from ringspan.torch.transport.collectives import gather
+from ringspan.train.checkpoints.disk import sync_folder, write_synced
+from ringspan.train.checkpoints.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    Piece,
+    TensorEntry,
+    origin_of,
+    read_manifest,
+    verify,
+)
+from ringspan.train.checkpoints.shards import Chunk, dtype_name, read_tensors, write_shard, written_by_me
+
+_LATEST: Final = "latest"
+_HEADROOM_BYTES: Final = 1 << 20  # headers, the manifest, and folders
+
+
+@dataclass(kw_only=True)
+class Found:
+    """The newest valid checkpoint, and what was passed over on the way to it, with the reasons."""
+
+    folder: Path | None = None
+    manifest: Manifest | None = None
+    skipped: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class _Snapshot:
+    """The values of one step, copied to the CPU."""
+
+    step: int
+    chunks: dict[str, Chunk]
+    whole: dict[str, tuple[str, tuple[int, ...]]]
+    mesh: dict[str, int]
+    layout: str
+    state: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.data.nbytes for chunk in self.chunks.values())
+
+
+class Checkpoints:
+    """The checkpoints of one run, in ``folder``; every rank makes one and calls its methods together.
+
+    A save runs in a thread, with a process group of its own, on a copy of the values: one copy of this rank's shards in
+    CPU memory for as long as it takes. At most one is under way.
+    """
+
+    def __init__(self, folder: Path, *, run_id: str, keep: int = 2, asynchronous: bool = True) -> None:
+        self.folder, self.run_id = folder, run_id
+        self._keep, self._asynchronous = keep, asynchronous
+        # Its own group: a save talks while the training step does. Gloo: it talks about what is on the CPU.
+        self._group: Any = dist.new_group(backend="gloo")
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        self.newest_step: int | None = None
+        """The last step that was committed or loaded here."""
+        self._together(f"{folder}: cannot be prepared", self._clean)
+
+    def save(
+        self,
+        step: int,
+        shared: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        state: dict[str, Any],
+        *,
+        mesh: Mapping[str, int],
+        layout: str,
+    ) -> CheckpointError | None:
+        """Save the values that the tensors have now; returns what went wrong with the save before this one, if any did.
+
+        A step that is saved already stays as it is.
+
+        Args:
+            step: its number; an existing checkpoint of that step gives way only when this one is complete.
+            shared: tensors of the whole job by name: DTensors, or plain tensors that are the same on every rank.
+            own: plain tensors that belong to this rank alone.
+            state: JSON values, the same on every rank.
+            mesh: sizes of the mesh, for the reader.
+            layout: layout of the sequences, for the reader.
+        """
+        earlier = self.wait()
+        if step == self.newest_step:
+            return earlier
+        snapshot = self._snapshot(step, shared, own, state, dict(mesh), layout)
+        self._thread = threading.Thread(target=self._save, args=(snapshot,), name=f"save step {step}", daemon=True)
+        self._thread.start()
+        return earlier if self._asynchronous else self.wait() or earlier
+
+    def wait(self) -> CheckpointError | None:
+        """Wait for the save under way; what went wrong with it, if anything. Each failure is returned once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        return error
+
+    def poll(self) -> CheckpointError | None:
+        """Like ``wait``, but None while the save is still under way."""
+        return None if self._thread is not None and self._thread.is_alive() else self.wait()
+
+    def find(self) -> Found:
+        """The newest checkpoint whose manifest and shards are all what was written. The ranks share the reading."""
+        candidates = self._together(f"{self.folder}: cannot be read", self._candidates)[0]
+        found = Found()
+        for name in candidates:
+            try:
+                found.folder, found.manifest = self.folder / name, self.check(self.folder / name)
+                self.newest_step = found.manifest.step
+                return found
+            except CheckpointError as error:
+                found.folder = None
+                found.skipped.append(str(error))
+        return found
+
+    def check(self, folder: Path) -> Manifest:
+        """The manifest of one checkpoint, after all of it was verified.
+
+        Raises:
+            CheckpointError: on every rank alike, naming the file and what is wrong with it.
+        """
+
+        def work() -> str:
+            nonlocal manifest
+            manifest = read_manifest(folder)
+            if manifest.run_id != self.run_id:
+                raise CheckpointError(f"{folder / MANIFEST}: is of run {manifest.run_id}, expected {self.run_id}")
+            for name in sorted(manifest.files)[self._rank :: self._num_ranks]:
+                verify(folder, manifest, name)
+            return hashlib.sha256(manifest.dump().encode()).hexdigest()
+
+        manifest: Manifest | None = None
+        if len(set(self._together("", work))) > 1:
+            raise CheckpointError(f"{folder / MANIFEST}: the ranks read different manifests; is the folder shared?")
+        assert manifest is not None, "read by work"
+        return manifest
+
+    def load(
+        self, folder: Path, manifest: Manifest, shared: Mapping[str, Tensor], own: Mapping[str, Tensor] | None
+    ) -> None:
+        """Fill tensors in place from a checkpoint that was checked, whatever mesh it was saved on.
+
+        ``own`` may be given when as many ranks load as saved.
+
+        Raises:
+            CheckpointError: on every rank alike: a tensor is missing, or has another shape or dtype.
+        """
+        mine = {_own_name(self._rank, name): tensor for name, tensor in (own or {}).items()}
+        self._together("", lambda: read_tensors(folder, manifest, {**shared, **mine}))
+
+    def close(self) -> CheckpointError | None:
+        """Wait for the save under way and give the process group back."""
+        error = self.wait()
+        dist.destroy_process_group(self._group)
+        return error
+
+    def _snapshot(
+        self,
+        step: int,
+        shared: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        state: dict[str, Any],
+        mesh: dict[str, int],
+        layout: str,
+    ) -> _Snapshot:
+        chunks = {name: chunk.on_cpu() for name, tensor in shared.items() for chunk in written_by_me(tensor)}
+        whole = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in shared.items()}
+        for name, tensor in own.items():
+            mine = _own_name(self._rank, name)
+            chunks[mine] = Chunk((0,) * tensor.ndim, tensor).on_cpu()
+            whole[mine] = dtype_name(tensor), tuple(tensor.shape)
+        return _Snapshot(step=step, chunks=chunks, whole=whole, mesh=mesh, layout=layout, state=state)
+
+    def _save(self, snapshot: _Snapshot) -> None:
+        complete = self.folder / f"step_{snapshot.step:08d}"
+        scratch = self.folder / f"{complete.name}.tmp-{self.run_id}"
+        try:
+            sizes = self._together("", lambda: snapshot.num_bytes)
+            self._together("no checkpoint", lambda: self._make_room(scratch, sum(sizes)))
+            try:
+                parts = self._together(f"step {snapshot.step} not saved", lambda: _write_shard(scratch, self, snapshot))
+                self._together(
+                    f"step {snapshot.step} not saved", lambda: self._commit(scratch, complete, snapshot, parts)
+                )
+            except BaseException:
+                if self._rank == 0:
+                    shutil.rmtree(scratch, ignore_errors=True)
+                raise
+            self.newest_step = snapshot.step
+        except CheckpointError as error:
+            self._error = error
+        except RuntimeError as error:  # a peer is gone; the training step finds the same
+            self._error = CheckpointError(f"step {snapshot.step} not saved: {error}")
+
+    def _make_room(self, scratch: Path, num_bytes: int) -> None:
+        if self._rank != 0:
+            return
+        free = shutil.disk_usage(self.folder).free
+        needed = num_bytes + _HEADROOM_BYTES
+        if free < needed:
+            raise CheckpointError(f"{self.folder}: {needed} bytes are needed, {free} are free; make room")
+        if scratch.exists():
+            shutil.rmtree(scratch)
+        scratch.mkdir()
+
+    def _commit(self, scratch: Path, complete: Path, snapshot: _Snapshot, parts: Sequence["_Part"]) -> None:
+        if self._rank != 0:
+            return
+        whole = {name: entry for part in parts for name, entry in part.whole.items()}
+        pieces: dict[str, list[Piece]] = {name: [] for name in whole}
+        for part in parts:
+            for name, piece in part.pieces.items():
+                pieces[name].append(piece)
+        manifest = Manifest(
+            run_id=self.run_id,
+            step=snapshot.step,
+            num_ranks=self._num_ranks,
+            mesh=snapshot.mesh,
+            layout=snapshot.layout,
+            state=snapshot.state,
+            files={part.file: part.entry for part in parts if part.entry},
+            tensors={
+                name: TensorEntry(dtype=dtype, shape=shape, pieces=tuple(pieces[name]))
+                for name, (dtype, shape) in whole.items()
+            },
+        )
+        write_synced(scratch / MANIFEST, manifest.dump())
+        sync_folder(scratch)
+        if complete.exists():  # refused when the run was resumed; the step was computed anew
+            complete.rename(self.folder / f"{complete.name}.tmp-replaced")
+        scratch.rename(complete)
+        sync_folder(self.folder)
+        write_synced(self.folder / _LATEST, complete.name + "\n")
+        sync_folder(self.folder)
+        old = [path for path in self._steps() if path.name <= complete.name]
+        for path in old[: -self._keep]:
+            _remove(path)
+        shutil.rmtree(self.folder / f"{complete.name}.tmp-replaced", ignore_errors=True)
+
+    def _clean(self) -> None:
+        """Remove what saves that were cut short left behind."""
+        if self._rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.glob("*.tmp-*"):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+    def _steps(self) -> list[Path]:
+        """Folders of finished saves, the oldest first."""
+        return sorted(path for path in self.folder.glob("step_*") if path.name.removeprefix("step_").isdecimal())
+
+    def _candidates(self) -> list[str]:
+        return [path.name for path in reversed(self._steps())] if self._rank == 0 else []
+
+    def _together(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        """Run ``work`` on every rank and give each what all returned; if it failed on any rank, fail on all.
+
+        This is the vote: no rank decides alone, so none is left waiting for one that has given up.
+        """
+        problem, result = None, None
+        try:
+            result = work()
+        except (CheckpointError, OSError, SafetensorError, ValueError, MemoryError) as error:
+            known = isinstance(error, CheckpointError)
+            problem = str(error) if known else f"{type(error).__name__}: {error}"
+        votes = gather((problem, result), self._group)
+        problems = {rank: problem for rank, (problem, _) in enumerate(votes) if problem is not None}
+        if problems:
+            rank, first = next(iter(problems.items()))
+            more = f" (and {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
+            raise CheckpointError(f"{what}: rank {rank}: {first}{more}" if what else f"{first}{more}")
+        return [result for _, result in votes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What one rank wrote."""
+
+    file: str
+    entry: FileEntry | None
+    pieces: dict[str, Piece]
+    whole: dict[str, tuple[str, tuple[int, ...]]]
+
+
+def _write_shard(folder: Path, checkpoints: Checkpoints, snapshot: _Snapshot) -> _Part:
+    rank = checkpoints._rank
+    name = f"rank_{rank:05d}.safetensors"
+    # Rank 0 speaks for what all share; the others for what is theirs alone.
+    own = _own_name(rank, "")
+    whole = {n: facts for n, facts in snapshot.whole.items() if rank == 0 or n.startswith(own)}
+    if not snapshot.chunks:
+        return _Part(file=name, entry=None, pieces={}, whole=whole)
+    path = folder / name
+    try:
+        entry = write_shard(path, snapshot.chunks, origin_of(checkpoints.run_id, snapshot.step))
+    except (OSError, SafetensorError) as error:
+        free = shutil.disk_usage(folder).free
+        raise CheckpointError(
+            f"{path}: {error}; {snapshot.num_bytes} bytes are needed here, {free} are free"
+        ) from error
+    pieces = {
+        tensor: Piece(file=name, offset=chunk.offset, shape=tuple(chunk.data.shape))
+        for tensor, chunk in snapshot.chunks.items()
+    }
+    return _Part(file=name, entry=entry, pieces=pieces, whole=whole)
+
+
+def _own_name(rank: int, name: str) -> str:
+    return f"rank {rank}/{name}"
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint; cut short, what is left is no checkpoint."""
+    doomed = folder.with_name(f"{folder.name}.tmp-old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)

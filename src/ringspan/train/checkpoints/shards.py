@@ -1,0 +1,138 @@
+"""A checkpoint's tensors as files: what a rank holds of each, written as a shard, read back by slices on any mesh."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ringspan.core.errors import CheckpointError
+from ringspan.train.checkpoints.disk import sync_file, sync_folder
+from ringspan.train.checkpoints.manifest import FileEntry, Manifest, Piece, file_digest
+
+_Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What this rank holds of a tensor."""
+
+    offset: tuple[int, ...]
+    data: Tensor
+
+    def on_cpu(self) -> "Chunk":
+        """A copy in CPU memory, also of what is there already."""
+        copy = torch.empty(self.data.shape, dtype=self.data.dtype, device="cpu")
+        return Chunk(self.offset, copy.copy_(self.data))
+
+
+def held_here(tensor: Tensor) -> Iterator[Chunk]:
+    """What this rank holds of a tensor, at its place in the whole; nothing where it holds an empty part."""
+    if not isinstance(tensor, DTensor):
+        yield Chunk((0,) * tensor.ndim, tensor.detach())
+        return
+    # The places that torch.distributed.checkpoint plans with, for every kind of sharding.
+    places: Any = tensor.__create_chunk_list__()
+    assert len(places) == 1, "a DTensor has one local shard"
+    local = tensor.to_local().detach()
+    if local.numel():
+        assert tuple(local.shape) == tuple(places[0].sizes), "the shard is where the mesh says"
+        yield Chunk(tuple(places[0].offsets), local)
+
+
+def written_by_me(tensor: Tensor) -> Iterator[Chunk]:
+    """What this rank writes of a tensor: of replicas, only the first does."""
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate is not None, "the rank is in the mesh"
+        first = all(place == 0 for place, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
+    else:
+        first = dist.get_rank() == 0
+    if first:
+        yield from held_here(tensor)
+
+
+def write_shard(path: Path, chunks: Mapping[str, Chunk], origin: dict[str, str]) -> FileEntry:
+    """Write what a rank holds of each tensor into a safetensors file; it is on the disk when this returns.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+    """
+    save_file({name: chunk.data for name, chunk in chunks.items()}, path, metadata=origin)
+    sync_file(path)
+    entry = FileEntry(bytes=path.stat().st_size, sha256=file_digest(path))
+    sync_folder(path.parent)
+    return entry
+
+
+def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Fill this rank's part of each tensor with the slices of the checkpoint's pieces that it meets.
+
+    Raises:
+        CheckpointError: a tensor is missing, or has another shape or dtype.
+    """
+    with ExitStack() as stack, torch.no_grad():
+        files: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            entry = manifest.tensors.get(name)
+            if entry is None:
+                raise CheckpointError(f"{folder}: has no {name}; is it of another model?")
+            wanted = dtype_name(tensor), tuple(tensor.shape)
+            if (entry.dtype, entry.shape) != wanted:
+                raise CheckpointError(
+                    f"{folder}: {name} is {entry.dtype} {list(entry.shape)}, expected {wanted[0]} {list(wanted[1])}"
+                )
+            for chunk in held_here(tensor):
+                for piece in entry.pieces:
+                    meeting = _meeting(chunk, piece)
+                    if meeting is None:
+                        continue
+                    if piece.file not in files:
+                        files[piece.file] = stack.enter_context(_open_shard(folder / piece.file))
+                    here, there = meeting
+                    shard, path = files[piece.file], folder / piece.file
+                    chunk.data[here].copy_(_read_slice(shard, path, name, piece, there, tensor.dtype))
+
+
+def _meeting(chunk: Chunk, piece: Piece) -> tuple[_Slices, _Slices] | None:
+    """Where a chunk and a piece of one tensor overlap, in the indices of each; None where they do not."""
+    here, there = [], []
+    for first, size, start, length in zip(chunk.offset, chunk.data.shape, piece.offset, piece.shape, strict=True):
+        low, high = max(first, start), min(first + size, start + length)
+        if low >= high:
+            return None
+        here.append(slice(low - first, high - first))
+        there.append(slice(low - start, high - start))
+    return tuple(here), tuple(there)
+
+
+def _open_shard(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: is not a shard: {' '.join(str(error).split())}") from error
+
+
+def _read_slice(shard: Any, path: Path, name: str, piece: Piece, part: _Slices, dtype: torch.dtype) -> Tensor:
+    try:
+        stored = shard.get_slice(name)
+        if tuple(stored.get_shape()) != piece.shape:
+            raise CheckpointError(f"{path}: {name} has shape {stored.get_shape()}, expected {list(piece.shape)}")
+        values = stored[part] if part else shard.get_tensor(name)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {name}: {' '.join(str(error).split())}") from error
+    if values.dtype != dtype:
+        raise CheckpointError(f"{path}: {name} is {values.dtype}, expected {dtype}")
+    return values
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """As torch calls it: float32."""
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,510 @@
+"""The configuration of a training run: a TOML file and `key=value` overrides -> frozen, checked models.
+
+Every key, its unit and its default are documented where it is declared. Relative paths in the file (data.paths, and
+model.path, model.tokenizer and model.config where they are local) are taken from the current directory, not from the
+file's own folder.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from datetime import date, time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.messages import one_line
+from ringspan.core.route import Route
+from ringspan.train.config.problems import explain, shown
+
+DocumentsName = Literal["pack", "separate", "cut"]
+
+# A byte-level BPE has one token for each byte and <|endoftext|>.
+MIN_VOCAB_SIZE = 257
+
+
+class _Table(BaseModel):
+    """A TOML table: no unknown key, no conversion between types ("5" is not 5), no change after loading."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelConfig(_Table):
+    """[model]: which model, and where its weights and its tokenizer come from."""
+
+    path: str | None = Field(default=None, examples=["Qwen/Qwen3-0.6B"])
+    """Local folder or Hub id of the model; needed where init is "pretrained"."""
+    init: Literal["pretrained", "scratch"] = "pretrained"
+    """"pretrained" loads the weights of path; "scratch" draws new ones for the architecture in config, and is the
+    default where config is given and path is not."""
+    config: str | dict[str, Any] | None = Field(
+        default=None, examples=[{"model_type": "llama", "vocab_size": 2048, "hidden_size": 128}]
+    )
+    """For init = "scratch": a table of Hugging Face config values with model_type, or the path of a config.json."""
+    tokenizer: str | None = Field(default=None, examples=["train"])
+    """Local folder or Hub id of the tokenizer; default: path. "train" trains a byte-level BPE on the data."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What layers compute in, and what the finished model is saved in: "float32" or "bfloat16"."""
+    parameter_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What parameters, gradients and AdamW's moments are kept in. "bfloat16" takes half the memory, and loses updates
+    that are smaller than a 256th of a weight: use it where float32 does not fit. Gradients are summed over ranks in
+    float32 either way."""
+    trust_remote_code: bool = False
+    """Run the Python files that come with the model and its tokenizer; without it nothing of them is run."""
+    rope: dict[str, Any] | None = Field(default=None, examples=[{"type": "yarn", "factor": 4.0}])
+    """Scaling of rotary positions: a table with type "linear", "dynamic", "yarn", "llama3" or "longrope", factor, and
+    what else transformers takes for that type; default: the model's own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scratch_where_only_that_fits(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "init" not in values and values.get("config") is not None:
+            return values if values.get("path") is not None else values | {"init": "scratch"}
+        return values
+
+    @field_validator("dtype", "parameter_dtype", mode="before")
+    @classmethod
+    def _refuse_float16(cls, value: object, info: ValidationInfo) -> object:
+        if value in ("float16", "fp16", "half"):
+            raise ConfigError(
+                f'model.{info.field_name} = "{value}": float16 overflows without loss scaling, which ringspan does not '
+                'do; use "bfloat16" or "float32"'
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> "ModelConfig":
+        if self.init == "pretrained":
+            if self.path is None:
+                raise ConfigError('model.path: missing; init = "pretrained" needs a local folder or a Hub id')
+            if self.config is not None:
+                raise ConfigError('model.config: only for init = "scratch"; remove it, or set model.init = "scratch"')
+            if self.tokenizer == "train":
+                raise ConfigError(
+                    'model.tokenizer = "train": a pretrained model needs the tokenizer it was trained with; '
+                    'remove the key, or set model.init = "scratch"'
+                )
+        else:
+            if self.config is None:
+                raise ConfigError(
+                    'model.config: missing; init = "scratch" needs a table such as { model_type = "llama", '
+                    "hidden_size = 64 } or the path of a config.json"
+                )
+            if self.tokenizer_source is None:
+                raise ConfigError(
+                    'model.tokenizer: missing; give a local folder or a Hub id, or "train" to train one on the data'
+                )
+        return self
+
+    @property
+    def tokenizer_source(self) -> str | None:
+        """Where the tokenizer comes from: a folder, a Hub id or "train". Never None in a loaded configuration."""
+        return self.tokenizer or self.path
+
+    def config_values(self) -> dict[str, Any]:
+        """The Hugging Face config values of a model from scratch, read from the file where config is a path.
+
+        Raises:
+            ConfigError: the file is missing or no JSON object, model_type is missing, or vocab_size is too small for
+                the tokenizer that is to be trained.
+        """
+        values = self.config
+        if isinstance(values, str):
+            values = _read_json(values)
+        if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+            raise ConfigError(
+                f'model.config = {shown(self.config)}: has no model_type; add one, such as model_type = "llama"'
+            )
+        size = values.get("vocab_size", MIN_VOCAB_SIZE)
+        if self.tokenizer == "train" and (not isinstance(size, int) or size < MIN_VOCAB_SIZE):
+            raise ConfigError(
+                f"model.config.vocab_size = {size}: a trained byte-level tokenizer needs at least {MIN_VOCAB_SIZE} "
+                "tokens; raise it"
+            )
+        return dict(values)
+
+
+class DataConfig(_Table):
+    """[data]: which text, and how it becomes sequences of one length."""
+
+    paths: tuple[str, ...] = Field(strict=False, min_length=1, examples=[["data"]])
+    """Files, folders (searched recursively, hidden entries left out) and "hub:<dataset id>[:<configuration>]"."""
+    text_field: str = "text"
+    """The field with the text in .json, .jsonl and .parquet files and in Hub datasets."""
+    hub_split: str = "train"
+    """Split of the Hub datasets; slices such as "train[:1%]" work."""
+    extensions: tuple[str, ...] = Field(
+        default=(".txt", ".md", ".rst", ".py", ".jsonl", ".json", ".parquet"), strict=False, min_length=1
+    )
+    """Endings of the files that are read in a folder. A file that paths names itself is always read."""
+    sequence_length_tokens: int = Field(ge=2, examples=[32768])
+    """Tokens of one training sequence, over the whole ring."""
+    documents: DocumentsName = "pack"
+    """"pack" joins documents, each closed by the end-of-text token, into one stream of full sequences; "separate" does
+    too, but lets no document of a sequence see another one, counts positions anew in each, and gives its last token no
+    target; "cut" cuts each document on its own and pads its last sequence."""
+    eval_fraction: float = Field(default=0.02, ge=0, lt=1)
+    """Share of the documents, or of the text where these are few, held out for evaluation; 0: none. Where it is not
+    set and the text is too short for a sequence of either kind, nothing is held out."""
+    on_change: Literal["refuse", "continue"] = "refuse"
+    """What a run that is resumed does when its text is not what it was: "refuse", or "continue" on the new text, which
+    paths, text_field, hub_split and extensions may then name; the tokenizer stays that of the run."""
+
+    @field_validator("paths", mode="before")
+    @classmethod
+    def _one_path(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("extensions")
+    @classmethod
+    def _with_dots(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for extension in value:
+            if not extension.startswith("."):
+                raise ConfigError(f'data.extensions = "{extension}": has no dot; write ".{extension}"')
+        return value
+
+
+class MeshConfig(_Table):
+    """[mesh]: how the processes are arranged; ring times replicate times tp is their number."""
+
+    ring: int | None = Field(default=None, ge=1, examples=[8])
+    """Parts that a sequence is split into; default: all processes divided by replicate and tp."""
+    replicate: int = Field(default=1, ge=1)
+    """Rings that work on different sequences."""
+    tp: int = Field(default=1, ge=1)
+    """Processes that share a part and split heads, feed-forward and vocabulary (tensor parallelism)."""
+
+
+class AttentionConfig(_Table):
+    """[attention]: how the ring computes attention."""
+
+    layout: LayoutName = "zigzag"
+    """Which positions each process holds. "zigzag" and "striped" balance causal work; "contiguous" does not."""
+    route: str = "ring"
+    """How keys and values get to the other processes: "ring", "bidirectional", "double-ring:8" (nodes of eight),
+    "all-gather", "pass-q" (queries travel instead), "ulysses", "ulysses:4" (groups of four, a ring between them) or
+    "auto"."""
+    wire: Literal["exact", "bfloat16", "float8", "int8"] = "exact"
+    """How they travel; anything but "exact" adds the error that docs/routes.md states."""
+    kernel: Literal["auto", "cudnn", "flash", "flash2", "flash3", "flash4", "triton", "cpu", "reference"] = "auto"
+    """What computes attention on each device, see docs/kernels.md; "auto": the fastest that serves."""
+
+
+class MemoryConfig(_Table):
+    """[memory]: what is kept for the backward pass."""
+
+    checkpoint: Literal["none", "full", "attention", "auto"] = "attention"
+    """Activation checkpointing: "none" keeps all, "full" recomputes each layer, "attention" all of it but its
+    attention, "auto" as little as activation_bytes allows."""
+    activation_bytes: int | None = Field(default=None, ge=1, examples=[20_000_000_000])
+    """Bytes of activations that a rank may keep, for checkpoint = "auto", which is the default where they are set."""
+    layers_per_checkpoint: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Consecutive layers of which only the first keeps its input; those of the others are made again in one more
+    forward pass. The root of the number of layers keeps least, see docs/memory.md. "auto": 1, or with
+    checkpoint = "auto" as few as activation_bytes allows."""
+    loss_chunk_tokens: int = Field(default=1024, ge=1)
+    """Tokens for which logits exist at one time."""
+    loss_chunk_vocabulary: int | None = Field(default=None, ge=1, examples=[16384])
+    """Entries of the vocabulary for which they do; default: all. With fewer, logits are computed twice."""
+    feedforward_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Tokens that a feed-forward works on at one time, again in the backward pass; 0: all at once. "auto": 4096 where
+    that costs next to nothing, see docs/memory.md."""
+    norm_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """The same of norms, which otherwise keep float32 copies; "auto": 4096 where layers are
+    checkpointed and a rank has 16384 tokens or more."""
+    offload: Literal["none", "activations"] = "none"
+    """"activations" moves what checkpointing keeps to host memory, from the CPU to memory-mapped files."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_where_a_budget_is_set(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "checkpoint" not in values and values.get("activation_bytes") is not None:
+            return values | {"checkpoint": "auto"}
+        return values
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> "MemoryConfig":
+        if (self.checkpoint == "auto") != (self.activation_bytes is not None):
+            raise ConfigError(
+                f'memory.checkpoint = "{self.checkpoint}": "auto" and memory.activation_bytes go together; '
+                "set both or neither"
+            )
+        if self.checkpoint == "none" and self.layers_per_checkpoint not in ("auto", 1):
+            raise ConfigError(
+                f"memory.layers_per_checkpoint = {self.layers_per_checkpoint}: layers share the input that "
+                'checkpointing keeps; set memory.checkpoint = "attention"'
+            )
+        if self.checkpoint == "none" and self.offload != "none":
+            raise ConfigError(
+                f'memory.offload = "{self.offload}": moves what checkpointing keeps; set memory.checkpoint = '
+                '"attention"'
+            )
+        return self
+
+
+class OptimizerConfig(_Table):
+    """[optimizer]: AdamW with linear warm-up and cosine decay, and the size of a batch."""
+
+    learning_rate: float = Field(default=3e-4, gt=0)
+    """Highest learning rate, reached after the warm-up."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    """Decay of the first and the second moment, each in [0, 1)."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    warmup_steps: int = Field(default=10, ge=0)
+    """Steps over which the learning rate rises from 0; where it is not set, at most all steps."""
+    min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate of the last step, as a share of the highest."""
+    clip_grad_norm: float = Field(default=1.0, ge=0)
+    """Largest norm of the whole gradient; 0: no limit."""
+    batch_size: int = Field(default=1, ge=1)
+    """Sequences per replica and micro-step."""
+    accumulation_steps: int = Field(default=1, ge=1)
+    """Micro-steps per optimizer step."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Factor on the squared log-sum-exp of the logits, which keeps them near 0."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of each target that is spread over the vocabulary."""
+    state: Literal["float32", "8bit"] = "float32"
+    """Moments of AdamW; "8bit" needs torchao."""
+    on_host: bool = False
+    """Keep the moments in host memory and step there."""
+
+    @model_validator(mode="after")
+    def _check_state(self) -> "OptimizerConfig":
+        if self.on_host and self.state != "float32":
+            raise ConfigError(
+                f'optimizer.state = "{self.state}": cannot be on the host; set optimizer.on_host = false, or '
+                'optimizer.state = "float32"'
+            )
+        return self
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_below_one(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ConfigError(f"optimizer.betas = {list(value)}: each should be in [0, 1); the default is [0.9, 0.95]")
+        return value
+
+
+class EvaluationConfig(_Table):
+    """[evaluation]: the loss on the text that data.eval_fraction holds out."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0: only after the last step."""
+    num_sequences: int = Field(default=8, ge=1)
+    """Sequences per evaluation, at most."""
+
+
+class CheckpointsConfig(_Table):
+    """[checkpoints]: what a run goes on from after it was stopped, by whatever."""
+
+    every_steps: int = Field(default=100, ge=0)
+    """Steps between checkpoints, and one after the last step; 0: only when a signal stops the run, or when the finished
+    model cannot be written."""
+    keep: int = Field(default=2, ge=1)
+    """Checkpoints that are kept, the newest ones."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy of this rank's shards in CPU memory; false: training waits."""
+
+
+class GuardConfig(_Table):
+    """[guard]: what happens to a step whose loss or gradient is out of the ordinary."""
+
+    non_finite: Literal["skip", "stop"] = "skip"
+    """A NaN or Inf anywhere: "skip" the step on all ranks, or "stop" the run; never applied."""
+    max_skipped_steps: int = Field(default=3, ge=0)
+    """Steps in a row that may be skipped before the run stops."""
+    spike: Literal["off", "report", "skip", "rewind"] = "report"
+    """A loss or gradient norm far above the last ones: "report" it, "skip" the step, or "rewind" to the newest
+    checkpoint and go on with the data after the spike."""
+    spike_zscore: float = Field(default=8.0, gt=0)
+    """Standard deviations above the mean, of logarithms, from which a step is a spike."""
+    spike_window_steps: int = Field(default=100, ge=20)
+    """Steps that the deviation is of; the mean is that of the last 20."""
+    max_rewinds: int = Field(default=3, ge=0)
+    """Rewinds of a run; after that, spikes are only reported."""
+
+
+class WatchdogConfig(_Table):
+    """[watchdog]: when ranks that wait for one that is gone give up."""
+
+    enabled: bool = True
+    """Watch the other ranks over a connection to rank 0."""
+    timeout_steps: float = Field(default=10.0, gt=1)
+    """Time without progress after which a rank counts as stalled, in median steps."""
+    min_seconds: float = Field(default=30.0, gt=0)
+    """The least that this time is."""
+    patience_seconds: float = Field(default=1800.0, gt=0)
+    """The same for what is no ordinary step: the first three, evaluation, saving."""
+    silence_seconds: float = Field(default=60.0, gt=0)
+    """Time after which a rank of which nothing is heard, stopped or cut off, is stalled whatever it was doing."""
+
+
+class TrainConfig(_Table):
+    """A training run. Made by `load_config` or `parse_config`; built directly, pydantic's ValidationError is raised."""
+
+    run: str = Field(default="runs/finetune", min_length=1)
+    """Folder for metrics and checkpoints."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of new weights and of the order of the data."""
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps of the whole run."""
+    profile: bool = False
+    """Draw what the first three steps hold and do, in the folder profile of the run; the first two are slower."""
+    model: ModelConfig
+    """Which model, and where its weights and its tokenizer come from."""
+    data: DataConfig
+    """Which text, and how it becomes sequences."""
+    mesh: MeshConfig = MeshConfig()
+    """How the processes are arranged."""
+    attention: AttentionConfig = AttentionConfig()
+    """How the ring computes attention."""
+    memory: MemoryConfig = MemoryConfig()
+    """What is kept for the backward pass."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW, its schedule, and the size of a batch."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """The loss on held-out text."""
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+    """What a run goes on from."""
+    guard: GuardConfig = GuardConfig()
+    """What happens to a step that is out of the ordinary."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """When ranks that wait for one that is gone give up."""
+
+    @model_validator(mode="after")
+    def _check_across_tables(self) -> "TrainConfig":
+        if self.optimizer.warmup_steps > self.steps:
+            if "warmup_steps" in self.optimizer.model_fields_set:
+                raise ConfigError(
+                    f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: is more than steps = {self.steps}; "
+                    f"set it to at most {self.steps}"
+                )
+            shorter = self.optimizer.model_copy(update={"warmup_steps": self.steps})
+            object.__setattr__(self, "optimizer", shorter)  # frozen from here on
+        if self.profile and self.steps < 3:
+            raise ConfigError(f"profile = true: takes three steps, and steps = {self.steps}; raise it")
+        if self.evaluation.every_steps and not self.data.eval_fraction:
+            raise ConfigError(
+                f"evaluation.every_steps = {self.evaluation.every_steps}: data.eval_fraction = 0 holds out no text to "
+                "evaluate on; raise it, or set evaluation.every_steps = 0"
+            )
+        return self
+
+    def resolve_mesh(self, world_size: int) -> tuple[int, int]:
+        """The mesh (replicate, ring) for this number of processes; the sequence is known to fill the ring.
+
+        Raises:
+            ConfigError: ring times replicate times tp is not world_size, the sequence has fewer tokens than the layout
+                has chunks (two a rank for zigzag, one for the others), or the route does not exist for such a ring or
+                such a wire.
+        """
+        replicate, tp = self.mesh.replicate, self.mesh.tp
+        what, others = f"mesh.replicate = {replicate}", replicate * tp
+        if tp > 1:
+            what += f" times mesh.tp = {tp}"
+        if self.mesh.ring is None and world_size % others:
+            divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            raise ConfigError(f"{what}: does not divide the {world_size} processes; use one of {divisors}")
+        ring = world_size // others if self.mesh.ring is None else self.mesh.ring
+        if ring * others != world_size:
+            raise ConfigError(
+                f"mesh.ring = {ring}: times {what} needs {ring * others} processes, but there "
+                f"are {world_size}; start {ring * others}, or change the mesh"
+            )
+        length = self.data.sequence_length_tokens
+        needed = Layout(self.attention.layout, length, ring).granularity
+        if length < needed:
+            raise ConfigError(
+                f"data.sequence_length_tokens = {length}: a {self.attention.layout} ring of {ring} needs at least "
+                f"{needed}; lengthen the sequence or shrink the ring"
+            )
+        if self.attention.route != "auto":
+            try:
+                Route.parse(self.attention.route, ring).check_wire(self.attention.wire)
+            except UnsupportedError as error:
+                raise ConfigError(f"attention.route: {error}") from None
+        return replicate, ring
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a TOML file and apply overrides such as ``optimizer.learning_rate=1e-4``, the last one winning.
+
+    The value of an override is parsed as TOML; what is not TOML is taken as a string, so ``model.dtype=bfloat16`` needs
+    no quotes.
+
+    Raises:
+        ConfigError: one line that names the key, its value and the remedy.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not valid TOML: {one_line(error)}; strings need quotes") from error
+    for override in overrides:
+        _apply_override(values, override)
+    config = parse_config(values)
+    if config.model.init == "scratch":
+        config.model.config_values()
+    return config
+
+
+def parse_config(values: Mapping[str, Any]) -> TrainConfig:
+    """Check the nested values of a configuration; reads no file.
+
+    Raises:
+        ConfigError: one line that names the key, its value and the remedy.
+    """
+    try:
+        return TrainConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError(explain(error, TrainConfig)) from error
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    *tables, name = (part.strip() for part in key.split("."))
+    if not equals or not name or not all(tables):
+        raise ConfigError(
+            f"{shown(override)}: is not an override; write key=value, such as optimizer.learning_rate=1e-4"
+        )
+    table = values
+    for part in tables:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{shown(override)}: {part} = {shown(table)} is not a table, so it has no key {name}")
+    table[name] = _override_value(text)
+
+
+def _override_value(text: str) -> object:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+    # More than one key: the text held a line break and went on as TOML. No key is a date, but run=2026-01-31 is a name.
+    if parsed.keys() != {"value"} or isinstance(parsed["value"], date | time):
+        return text.strip()
+    return parsed["value"]
+
+
+def _read_json(path: str) -> Any:
+    try:
+        return json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"model.config = {json.dumps(path)}: cannot be read ({error.strerror}); give a table or the path of a "
+            "config.json"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"model.config = {json.dumps(path)}: is not valid JSON: {one_line(error)}; repair it"
+        ) from error

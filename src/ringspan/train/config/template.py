@@ -1,0 +1,77 @@
+"""A configuration to begin with: every key, its default and its comment, from where the configuration declares them."""
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from ringspan.train.config.tables import TrainConfig
+
+_WIDTH: Final = 100
+_BEGUN: Final = "model.path"  # has no default, and is needed by a model that is not drawn anew
+_HEAD: Final = """\
+A training run of ringspan: set model.path and data.paths, then `ringspan train {name} --nproc 8`.
+
+Lines such as "#steps = 100" hold what a key is when it is left out; remove the # to set it. Any key can be set from the
+command line too: `ringspan train {name} steps=20 optimizer.learning_rate=1e-4`. Relative paths are taken from the
+current directory."""
+
+
+def config_template(name: str) -> str:
+    """The text of a TOML file called ``name``, which ``load_config`` takes as it is."""
+    fields = TrainConfig.model_fields
+    tables: dict[str, Any] = {key: field.annotation for key, field in fields.items() if _is_table(field)}
+    lines = [*_comment(_HEAD.format(name=name)), ""]
+    for key, field in fields.items():
+        if key not in tables:
+            lines += _key(key, field, key)
+    for key, table in tables.items():
+        assert table.__doc__, "each table says what it is"
+        lines += ["", *_comment(_sentence(table.__doc__.partition(": ")[2])), f"[{key}]"]
+        for inner, field in table.model_fields.items():
+            lines += _key(inner, field, f"{key}.{inner}")
+    return "\n".join(lines) + "\n"
+
+
+def _is_table(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+
+
+def _key(key: str, field: FieldInfo, path: str) -> Iterator[str]:
+    """The comment of a key and its line: its default behind a #, or an example of what must be set."""
+    yield from _comment(" ".join((field.description or "").split()))
+    default: Any = field.default
+    if default is PydanticUndefined or path == _BEGUN:
+        yield f"{key} = {_toml(_example(field, path))}"
+    elif default is None:
+        yield f"#{key} = {_toml(_example(field, path))}  # not set; this is an example"
+    else:
+        yield f"#{key} = {_toml(default)}"
+
+
+def _example(field: FieldInfo, path: str) -> Any:
+    assert field.examples, f"{path} has no default, so it needs an example"
+    return field.examples[0]
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:].strip()
+
+
+def _comment(text: str) -> Iterator[str]:
+    for paragraph in text.split("\n\n"):
+        yield from (f"# {line}" for line in textwrap.wrap(paragraph, _WIDTH, break_on_hyphens=False))
+        if not text.endswith(paragraph):
+            yield "#"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)

@@ -1,0 +1,290 @@
+"""Files, folders and Hub data sets -> documents: a row of text each, memory-mapped; unusable ones are counted."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+from datasets import Dataset, Features, Value, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetGenerationError
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.messages import one_line
+from ringspan.plan.hub import from_hub
+from ringspan.train.config.paths import refuse_missing
+from ringspan.train.config.tables import DataConfig
+
+logger = logging.getLogger(__name__)
+# Part of each cache key: raise it when the same files would give other documents.
+_CACHE_VERSION = 1
+_BATCH_BYTES = 8 << 20
+# Offsets of Arrow strings are 32-bit.
+_MAX_TEXT_BYTES = (1 << 31) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentScan:
+    """The documents that were found, and how many were not usable."""
+
+    documents: Dataset
+    """One column, "text"; one row a document."""
+    num_undecodable: int
+    """Files and .jsonl lines that are not UTF-8, and rows whose text is null."""
+    num_empty: int
+    """Files and rows with nothing but white space."""
+    files: dict[str, tuple[int, int]]
+    """Local files, and the size and time of change of each."""
+
+
+def load_documents(config: DataConfig) -> Dataset:
+    """The usable documents of `config.paths`: memory-mapped rows with the one column "text". See `scan_documents`."""
+    return scan_documents(config).documents
+
+
+def scan_documents(config: DataConfig) -> DocumentScan:
+    """Find and read the documents: local ones in the order of `config.paths` and of their names, then those of the Hub.
+
+    A .json or .jsonl object and a .parquet row are a document each, any other file is one document. A file that is
+    reached twice is read once. Files that are not UTF-8, null texts and empty texts are skipped and counted.
+
+    Raises:
+        ConfigError: a path does not exist, no file or no text is found, the text field is missing or no string, a file
+            is malformed, or a Hub dataset cannot be loaded. One line each.
+    """
+    local = [path for path in config.paths if not path.startswith("hub:")]
+    files = _find_files(local, config.extensions) if local else []
+    parts = [_load_files(files, config.text_field)] if local else []
+    parts += [_load_hub(path, config) for path in config.paths if path.startswith("hub:")]
+    found = concatenate_datasets(parts)
+    documents = found.filter(_has_text, input_columns="text", batched=True, batch_size=rows_per_batch(found))
+    num_undecodable = column_of(found, "text").null_count
+    num_empty = len(found) - len(documents) - num_undecodable
+    if num_undecodable or num_empty:
+        logger.warning(
+            "skipped %d of %d documents: %d not UTF-8 or null, %d empty",
+            num_undecodable + num_empty,
+            len(found),
+            num_undecodable,
+            num_empty,
+        )
+    if not len(documents):
+        raise ConfigError(
+            f"data.paths = {_listed(config.paths)}: no text in {len(found)} documents ({num_undecodable} not UTF-8 or "
+            f"null, {num_empty} empty); add files with text"
+        )
+    stamps = {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
+    return DocumentScan(documents=documents, num_undecodable=num_undecodable, num_empty=num_empty, files=stamps)
+
+
+def _find_files(paths: Sequence[str], extensions: tuple[str, ...]) -> list[Path]:
+    endings = tuple(extension.lower() for extension in extensions)
+    files: dict[Path, Path] = {}  # by resolved path, so that a file reached twice is one document
+    for name in paths:
+        try:
+            found = _files_at(Path(name).expanduser(), name, endings)
+        except OSError as error:
+            raise ConfigError(f'data.paths = "{name}": cannot be read: {one_line(error)}; correct it') from error
+        for file in found:
+            if file.stat().st_size > _MAX_TEXT_BYTES and file.suffix.lower() not in (".jsonl", ".parquet"):
+                raise ConfigError(f'data.paths = "{file}": is larger than 2 GiB; split it, or make it a .jsonl file')
+            files.setdefault(file.resolve(), file)
+    return list(files.values())
+
+
+def _files_at(path: Path, name: str, endings: tuple[str, ...]) -> list[Path]:
+    """The file that a name stands for, or those in a folder."""
+    if path.is_dir():
+        found = [file for file in _walk(path) if file.name.lower().endswith(endings)]
+        files = [file for file in found if file.is_file()]
+        if len(files) < len(found):
+            logger.warning("%s: left out %d links to nothing, pipes and the like", name, len(found) - len(files))
+        if not files:
+            raise ConfigError(
+                f'data.paths = "{name}": no file in it ends in {_listed(endings)}; correct it or data.extensions'
+            )
+        return files
+    refuse_missing([name])
+    if not path.is_file():
+        raise ConfigError(f'data.paths = "{name}": is no file that can be read twice; write what it gives into one')
+    return [path]
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Every file below a folder, sorted; hidden entries (.git, .venv) left out, linked folders not followed."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    files = []
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted(files, key=Path.as_posix)
+
+
+def _load_files(files: Sequence[Path], text_field: str) -> Dataset:
+    # A changed file has another size or time, hence another cache key. A tuple: datasets splits lists into shards.
+    stamps = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    try:
+        return Dataset.from_generator(
+            _read_files,
+            features=Features({"text": Value("string")}),
+            gen_kwargs={"stamps": stamps, "text_field": text_field, "version": _CACHE_VERSION},
+            writer_batch_size=64,  # rows held in memory, each up to a whole file
+        )
+    except DatasetGenerationError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, ConfigError):
+            cause = cause.__cause__
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise ConfigError(f"data.paths: reading failed: {one_line(cause)}; repair or remove the file") from error
+
+
+def _read_files(stamps: Sequence[tuple[str, int, int]], text_field: str, version: int) -> Iterator[dict[str, Any]]:
+    for name, _, _ in stamps:
+        path = Path(name)
+        read = _READERS.get(path.suffix.lower(), _read_text)
+        try:
+            num_rows = 0
+            for text in read(path, text_field):
+                num_rows += 1
+                yield {"text": text}
+            if not num_rows:
+                yield {"text": ""}  # so that a file without rows is counted as empty
+        except ConfigError:
+            raise
+        except (OSError, pa.ArrowException, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f'data.paths = "{path}": cannot be read: {one_line(error)}; repair or remove it'
+            ) from error
+
+
+def _read_text(path: Path, text_field: str) -> Iterator[str | None]:
+    yield _decoded(path.read_bytes())
+
+
+def _read_jsonl(path: Path, text_field: str) -> Iterator[str | None]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            text = _decoded(line)
+            if text is None:
+                yield None
+            elif text.strip():
+                yield _field_of(_parsed(text, f"{path}:{number}"), text_field, f"{path}:{number}")
+
+
+def _read_json(path: Path, text_field: str) -> Iterator[str | None]:
+    """A list of objects, or one object; unlike .jsonl, read as a whole."""
+    text = _decoded(path.read_bytes())
+    if text is None or not text.strip():
+        yield text
+        return
+    rows = _parsed(text, str(path))
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
+        yield _field_of(row, text_field, f"{path}[{number}]")
+
+
+def _read_parquet(path: Path, text_field: str) -> Iterator[str | None]:
+    with pyarrow.parquet.ParquetFile(path) as file:
+        columns = file.schema_arrow.names
+        if text_field not in columns:
+            raise _no_field(str(path), text_field, columns)
+        kind = file.schema_arrow.field(text_field).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise ConfigError(
+                f'data.text_field = "{text_field}": is {kind}, not a string, in {path}; name another field'
+            )
+        for batch in file.iter_batches(batch_size=64, columns=[text_field]):
+            yield from batch.column(0).to_pylist()
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[str | None]]] = {
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+def _decoded(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8-sig")  # a byte order mark is no text
+    except UnicodeDecodeError:
+        return None
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f'data.paths = "{place}": is not valid JSON: {one_line(error)}; repair or remove it'
+        ) from error
+
+
+def _field_of(row: Any, text_field: str, place: str) -> str | None:
+    if not isinstance(row, dict) or text_field not in row:
+        raise _no_field(place, text_field, list(row) if isinstance(row, dict) else [])
+    text = row[text_field]
+    if text is not None and not isinstance(text, str):
+        raise ConfigError(
+            f'data.text_field = "{text_field}": is {type(text).__name__}, not a string, in {place}; name another field'
+        )
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
+        return None
+    return text
+
+
+def _no_field(place: str, text_field: str, fields: Sequence[str]) -> ConfigError:
+    known = f"its fields are {_listed(fields)}" if fields else "it has no fields"
+    return ConfigError(f'data.text_field = "{text_field}": is missing in {place}; {known}')
+
+
+def _load_hub(path: str, config: DataConfig) -> Dataset:
+    name, _, configuration = path.removeprefix("hub:").partition(":")
+    try:
+        with from_hub(f'data.paths = "{path}"', name):
+            dataset = load_dataset(name, configuration or None, split=config.hub_split)
+    except ConfigError:
+        raise
+    except Exception as error:  # no common base: network, permission, missing split, malformed files
+        raise ConfigError(f'data.paths = "{path}": cannot be loaded: {one_line(error)}; check its name') from error
+    field = config.text_field
+    if field not in dataset.column_names:
+        raise _no_field(path, field, dataset.column_names)
+    if dataset.features[field] not in (Value("string"), Value("large_string")):
+        raise ConfigError(
+            f'data.text_field = "{field}": is {dataset.features[field]}, not a string, in {path}; name another field'
+        )
+    dataset = dataset.select_columns([field])
+    if field != "text":
+        dataset = dataset.rename_column(field, "text")
+    # A cast writes all rows anew, so only where concatenation needs it.
+    return dataset if dataset.features["text"] == Value("string") else dataset.cast_column("text", Value("string"))
+
+
+def _has_text(texts: Sequence[str | None]) -> list[bool]:
+    return [text is not None and not text.isspace() and text != "" for text in texts]
+
+
+def rows_per_batch(documents: Dataset) -> int:
+    """Rows of about 8 MiB of text: thousands of short ones at a time, books one by one."""
+    return max(1, min(1000, _BATCH_BYTES * len(documents.data) // max(1, documents.data.nbytes)))
+
+
+def column_of(dataset: Dataset, name: str) -> pa.ChunkedArray:
+    """A column as it lies in the memory-mapped file."""
+    table: Any = dataset.with_format("arrow")[:]
+    return table.column(name)
+
+
+def _listed(items: Sequence[str], limit: int = 8) -> str:
+    more = f", ... ({len(items)} in all)" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

@@ -1,0 +1,64 @@
+"""Which kernel serves what, against the rule of choice itself, and the table that says so."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringspan.core.tile import Tile
+from ringspan.measure.bench.kernels import CASES, fill, kernel_report, serving
+from ringspan.torch import kernels
+from ringspan.torch.kernels.score_mod import Scores
+
+PAGE = (Path(__file__).parents[3] / "docs" / "masks.md").read_text(encoding="utf-8")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_the_table_of_the_page_is_what_the_kernels_say():
+    assert all(f"| {title} |" in PAGE for title in CASES)
+    assert fill(PAGE) == PAGE
+    assert fill(PAGE.replace("| causal | reference |", "| causal | cpu |")) == PAGE
+
+
+def test_shares_are_of_all_pairs():
+    for case in CASES.values():
+        served = serving(case, CPU)
+        assert not served or sum(served.values()) == pytest.approx(1)
+
+
+def test_a_kernel_that_refuses_a_tile_loses_its_share(monkeypatch):
+    monkeypatch.setattr(kernels, "multiplies_16_bits", lambda: True)
+    assert serving(CASES["causal"], CPU) == {"cpu": 1.0}
+    choose, full = kernels.choose, ("cpu", "reference")
+
+    def only_full(_, tiles, q):
+        return choose(full[not all(t.is_full for t in tiles) :], tiles, q)
+
+    monkeypatch.setattr(kernels, "choose", only_full)
+    shares = serving(CASES["causal"], CPU)
+    assert set(shares) == {"cpu", "reference"} and 0.5 < shares["cpu"] < 0.9
+
+
+def test_what_does_not_run_here_says_why(monkeypatch):
+    monkeypatch.setattr(kernels, "multiplies_16_bits", lambda: True)
+    report = kernel_report([CPU])
+    assert report["cpu"]["available"] and report["cpu"]["why_not"] is None
+    assert report["flash"] == {
+        "available": False, "serves": {}, "why_not": "it needs a CUDA device, and this machine has none",
+    }  # fmt: skip
+    assert set(report["reference"]["serves"]) == {
+        "short documents, float32", "causal, soft cap (Gemma 2)", "causal, ALiBi",
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    report = kernel_report([CUDA])
+    assert re.match("it needs compute capability 8.0, this device has 7.5", report["flash"]["why_not"])
+    assert report["reference"]["serves"]["causal"] == 1.0
+    report = kernel_report([CPU, CUDA])
+    assert "7.5" in report["flash"]["why_not"], "that the CPU cannot run it is no reason where there is a GPU"
+
+
+def test_no_kernel_is_chosen_where_it_does_not_run():
+    q = torch.empty(1, 1, 8, 16, device="meta")
+    names = kernels.serving("auto", q, q, Scores(1.0))
+    assert kernels.choose(names, (Tile.full(0, 8, 0, 8),), q).name == "reference"

@@ -1,0 +1,117 @@
+"""The overlap law over a rate-limited link, in small; and that nothing of it stays behind.
+
+Making the link takes root, so elsewhere these are skipped, and say so.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks import overlap
+from benchmarks.namespaces import LINK
+
+pytestmark = pytest.mark.alone
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def link() -> None:
+    reason = overlap.why_not()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.mark.usefixtures("link")
+def test_a_transfer_shows_on_a_slow_link_and_hides_behind_enough_work():
+    # Far from the crossing on either side, a factor 10 and 8, since a test machine does other things meanwhile.
+    slow, busy = overlap.measure(
+        [
+            overlap.Sweep(gigabits=0.1, tokens=(256,), repeats=5),
+            overlap.Sweep(gigabits=1, heads=8, head_dim=64, tokens=(2048,), repeats=5),
+        ]
+    )
+    for sweep, tokens in ((slow, 256), (busy, 2048)):
+        (row,) = sweep["rows"]
+        block_bytes = 2 * tokens * sweep["head_dim"] * 4
+        assert block_bytes / row["transfer_seconds"] < 1.3e9 / 8 * sweep["gigabits"], "the link is limited"
+    assert slow["rows"][0]["exposed_share"] > 0.5
+    assert busy["rows"][0]["exposed_share"] < 0.1
+
+
+def test_the_published_crossings_are_where_the_law_puts_them():
+    (row,) = json.loads(overlap.RESULT.read_text())
+    sweeps = row["result"]["sweeps"]
+    assert len({sweep["gigabits"] for sweep in sweeps}) >= 3
+    for sweep in sweeps:
+        assert 1 / 1.5 < sweep["crossing_over_predicted"] < 1.5
+        shares = [(found["tokens"], found["exposed_share"]) for found in sweep["rows"]]
+        assert sweep["crossing_tokens"] == pytest.approx(overlap.crossed(shares))
+
+
+@pytest.mark.usefixtures("link")
+@pytest.mark.parametrize("signalled", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_stays_behind_when_it_is_ended(tmp_path: Path, signalled: signal.Signals):
+    options = "--gigabits", "0.001", "--output", str(tmp_path / "overlap.json")
+    command = [sys.executable, "-m", "benchmarks.overlap", *options]
+    # Shells start what runs in the background with SIGINT ignored, and so would be all that this suite starts.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=ROOT, preexec_fn=heed)
+    try:
+        namespaces = _wait_until(lambda: _joined(process.pid))
+        assert len(set(namespaces.values())) == 2, "each rank has a namespace of its own"
+        process.send_signal(signalled)
+        process.wait(10)
+    finally:
+        process.kill()
+        process.wait()
+    assert not (tmp_path / "overlap.json").exists()
+    _wait_until(lambda: not any(_namespace(pid) == namespace for pid, namespace in namespaces.items()))
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([(512, 0.9), (1024, 0.3), (2048, 0.0)], 1024 * 2 ** (2 / 3) / 0.9),
+        ([(512, 0.3), (1024, 0.0), (2048, 0.3), (4096, 0.0)], 2048 * 2 ** (2 / 3) / 0.9),
+        ([(512, 0.9), (1024, 0.3)], None),
+        ([(512, 0.0), (1024, 0.0)], None),
+    ],
+)
+def test_the_crossing_is_where_the_share_stays_small(shares: list[tuple[int, float]], expected: float | None):
+    found = overlap.crossed(shares)
+    assert found == (expected if expected is None else pytest.approx(expected))
+
+
+def _joined(pid: int) -> dict[int, str] | None:
+    """The network namespaces of the two ranks, once they are joined."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with suppress(OSError):  # the programs that make the link come and go
+            process = Path(f"/proc/{child}")
+            if b"--rank" in (process / "cmdline").read_bytes() and f"{LINK}:" in (process / "net/dev").read_text():
+                found[int(child)] = _namespace(int(child))
+    return found if len(found) == 2 else None
+
+
+def _namespace(pid: int) -> str | None:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+
+
+def _wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "not within 30 s"
+        time.sleep(0.05)
+    return found

@@ -1,0 +1,222 @@
+"""The trace against real steps on real ranks, counted by the C library; the formula against the trace."""
+
+import ctypes
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Shard
+
+from ringspan.core import choice
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.measure.trace import tracker
+from ringspan.measure.trace.dry_run import fake_mesh, hugging_face_config, summary, thinned, trace
+from ringspan.plan.cost import step_cost
+from ringspan.plan.hardware import DEVICES
+from ringspan.plan.memory import CATEGORIES, training_memory
+from ringspan.plan.setting import CHECKPOINTS, Setting
+from ringspan.plan.shapes import MODELS, from_config
+from ringspan.torch.memory.checkpointing import CHECKPOINT_NAMES
+from tests.plan.heap import measured_peaks
+from tests.torch import models
+
+SIZES = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 501, "max_position_embeddings": 8192}
+HAS_MALLINFO = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallinfo2")
+
+MEASURED = [
+    ("llama", {"length": 1400, "ring": 1, "checkpoint": "attention", "dtype": "float32"}),
+    ("llama", {"length": 900, "ring": 1, "checkpoint": "none", "dtype": "bfloat16"}),
+    ("qwen3", {"length": 1300, "ring": 1, "checkpoint": "full", "dtype": "bfloat16", "parameter_dtype": "bfloat16"}),
+    ("llama", {"length": 2500, "ring": 2, "checkpoint": "attention", "dtype": "float32"}),
+    (
+        "qwen3",
+        {"length": 2302, "ring": 2, "checkpoint": "full", "layers_per_checkpoint": 2, "dtype": "float32"}
+        | {"layout": "striped"},
+    ),
+    ("llama-tied", {"length": 1500, "ring": 2, "checkpoint": "none", "dtype": "bfloat16", "batch": 2}),
+    ("llama", {"length": 4004, "ring": 4, "checkpoint": "attention", "dtype": "float32"}),
+    ("qwen2", {"length": 2404, "ring": 4, "checkpoint": "none", "dtype": "float32", "layout": "contiguous"}),
+]
+
+
+@pytest.mark.skipif(not HAS_MALLINFO, reason="asks glibc's malloc")
+@pytest.mark.parametrize(("kind", "options"), MEASURED)
+def test_the_traced_peak_is_within_3_percent_of_a_real_run(pool, kind, options):
+    config = models.config(kind, **SIZES)
+    setting = Setting(**options, loss_chunk_tokens=256, on_gpu=False)
+    rank = setting.ring - 1
+    heap_bytes, tracked_bytes = pool.run(measured_peaks, setting.ring, config, setting)[rank]
+    traced = trace(config, setting, rank)
+    assert traced.peak.total_bytes == pytest.approx(tracked_bytes, rel=0.001)
+    assert traced.peak.total_bytes == pytest.approx(heap_bytes, rel=0.03)
+
+
+WIDE = {"hidden_size": 512, "intermediate_size": 1400, "vocab_size": 2000, "max_position_embeddings": 1 << 20}
+# Where attention's backward pass is the highest moment; more ranks than key/value heads; many layers that keep.
+THIN = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
+SHARED = {"intermediate_size": 256}
+DEEP = {"num_hidden_layers": 6}
+ROUTES = ["ring", "bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses:2", "ulysses"]
+DTYPES = [
+    {"dtype": "float32"},
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "parameter_dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "options"),
+    [
+        ("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "attention"}),
+        ("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "full", "dtype": "float32"}),
+        ("llama", {}, {"length": 16_384, "ring": 3, "checkpoint": "none"}),
+        ("llama", {"vocab_size": 64_000}, {"length": 4096, "ring": 2, "checkpoint": "attention"}),
+        ("llama", {"num_key_value_heads": 4}, {"length": 8192, "ring": 1, "checkpoint": "attention", "batch": 2}),
+        ("qwen3", {"head_dim": 64}, {"length": 16_384, "ring": 2, "replicate": 2, "checkpoint": "full"}),
+        ("qwen2", {}, {"length": 65_536, "ring": 8, "checkpoint": "attention", "parameter_dtype": "bfloat16"}),
+        (
+            "llama",
+            {"intermediate_size": 256},
+            {"length": 1024, "ring": 4, "checkpoint": "full", "layout": "contiguous"},
+        ),
+        ("llama", SHARED, {"length": 16_384, "ring": 4, "checkpoint": "full", "route": "ulysses"}),
+        ("llama", {}, {"length": 16_384, "ring": 2, "feedforward_chunk_tokens": 1024}),
+        ("llama", DEEP, {"length": 16_384, "ring": 2, "offload": "activations"}),
+        ("llama", DEEP, {"length": 16_384, "ring": 2, "offload": "activations", "layers_per_checkpoint": 2}),
+        (
+            "qwen3",
+            DEEP,
+            {"length": 8192, "checkpoint": "full", "offload": "activations", "feedforward_chunk_tokens": 512},
+        ),
+        ("llama", {}, {"length": 16_384, "ring": 2, "tp": 2, "checkpoint": "full", "dtype": "float32"}),
+        ("qwen3", {"head_dim": 64}, {"length": 16_384, "ring": 2, "tp": 2, "feedforward_chunk_tokens": 1024}),
+        ("llama", {}, {"length": 16_384, "ring": 2, "tp": 2, "route": "ulysses"}),
+        *(("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4} | types) for types in DTYPES),
+        ("llama-tied", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "dtype": "float32"}),
+        ("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "optimizer_on_host": True}),
+    ],
+)
+def test_the_formula_is_within_10_percent_of_the_trace(kind, changes, options):
+    config = models.config(kind, **WIDE | changes)
+    traced = trace(config, Setting(**options), 0).peak
+    formula = training_memory(from_config(config.to_dict(), kind), Setting(**options))
+    assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.10)
+
+
+@pytest.mark.parametrize("route", [*ROUTES, "ulysses:4+all-gather"])
+def test_what_the_loop_holds_is_counted_to_a_percent(route):
+    """Where nothing else comes near it."""
+    setting = Setting(length=32_768, ring=8, checkpoint="full", route=route, norm_chunk_tokens=1024)
+    config = models.config("llama", **WIDE | THIN)
+    traced = trace(config, setting, 0).peak
+    formula = training_memory(from_config(config.to_dict(), "llama"), setting)
+    assert formula.moment == "attention backward"
+    assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.002)
+
+
+@pytest.mark.parametrize(("checkpoint", "layers"), [("attention", 3), ("full", 4)])
+def test_what_segments_of_layers_keep_is_counted_to_a_percent(checkpoint, layers):
+    setting = Setting(length=32_768, ring=2, checkpoint=checkpoint)
+    segments = replace(setting, layers_per_checkpoint=layers)
+    config = models.config("llama", **WIDE | {"num_hidden_layers": 8})
+    shape = from_config(config.to_dict(), "llama")
+    formula, traced = training_memory(shape, segments).peak_bytes, trace(config, segments, 0).peak.total_bytes
+    assert formula < training_memory(shape, setting).peak_bytes
+    assert formula == pytest.approx(traced, rel=0.002)
+
+
+@pytest.mark.parametrize("route", ["ring", "bidirectional", "double-ring:2", "ulysses:2+ring"])
+def test_what_the_loop_holds_of_one_group_of_heads_after_the_other(monkeypatch, route):
+    setting = Setting(length=32_768, ring=8, checkpoint="full", route=route, norm_chunk_tokens=1024)
+    config = models.config("llama", **WIDE | THIN)
+    shape = from_config(config.to_dict(), "llama")
+    at_once = training_memory(shape, setting).peak_bytes
+    monkeypatch.setattr(choice, "WORTH_A_CALL", 0)
+    monkeypatch.setattr(choice, "MOST_HEAD_GROUPS", 2)  # with more, feed-forwards hold more than attention
+    formula, traced = training_memory(shape, setting), trace(config, setting, 0).peak
+    assert (formula.moment, formula.peak_bytes < at_once) == ("attention backward", True)
+    assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.002)
+
+
+def test_the_formula_of_the_fine_tuning_story_is_that_of_the_trace_where_the_embedding_decides():
+    """Llama 3.1 8B at 8K on a ring of four with attention kept, of which two of its layers do."""
+    shape = replace(MODELS["llama-3.1-8b"], layers=2)
+    setting = Setting(length=8192, ring=4, parameter_dtype="bfloat16")
+    traced = trace(hugging_face_config(shape, setting.length), setting).peak
+    formula = training_memory(shape, setting)
+    assert formula.moment == "embedding reduction"
+    assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("vocabulary", [501, 502])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_the_sums_of_tensor_parallelism_are_those_that_the_step_asks_for(monkeypatch, checkpoint, vocabulary):
+    """A sum over two ranks brings each as many bytes as it has. A vocabulary that is not split needs none."""
+    setting = Setting(length=256, ring=2, tp=2, checkpoint=checkpoint)
+    config = models.config("llama", **SIZES | {"vocab_size": vocabulary})
+    summed, sum_up = [], dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        # Hidden states of the step that is kept, not what the loss adds up of each token.
+        if tensor.ndim == 3 and tensor.shape[1] == setting.tokens:
+            summed.append(tensor.nbytes)
+        return sum_up(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", counted)
+    trace(config, setting)
+    device = DEVICES["h100-80gb"]
+    cost = step_cost(from_config(config.to_dict(), "llama"), setting, device, 1)
+    assert cost.tensor_bytes == sum(summed)
+
+
+def test_what_dtensor_makes_to_foresee_shapes_is_not_counted():
+    with fake_mesh(Setting(length=256, ring=2), 0, "cpu") as mesh, FakeTensorMode():
+        x = DTensor.from_local(torch.empty(101, 7), mesh["ring"], [Shard(0)])
+        with tracker.MemoryTracker(is_fake=True) as counted:
+            held = torch._foreach_mul([x], 2.0), x * 3
+    assert len(held) == 2 and counted.peak.total_bytes == 2 * x.to_local().nbytes
+
+
+def test_a_trace_without_the_inside_of_the_ring_would_miss_its_buffers(monkeypatch):
+    config = models.config("llama", **WIDE | {"intermediate_size": 256})
+    setting = Setting(length=32_768, ring=4, checkpoint="full")
+    inside = trace(config, setting).peak.total_bytes
+    monkeypatch.setattr(tracker, "_LOOPS", {})
+    assert trace(config, setting).peak.total_bytes < 0.9 * inside
+
+
+def test_the_timeline_has_all_phases_and_names_what_is_held():
+    setting = Setting(length=4096, ring=4)
+    traced = trace(models.config("llama", **SIZES), setting, 3)
+    assert traced.rank == 3
+    assert [m.phase for m in thinned(traced.moments, 50)] == sorted(
+        (m.phase for m in thinned(traced.moments, 50)), key=["forward", "backward", "optimizer"].index
+    )
+    shown = summary(traced, budget_bytes=traced.peak.total_bytes - 1)
+    assert shown["fits"] is False and tuple(shown["bytes"]) == CATEGORIES == tracker.CATEGORIES
+    assert sum(shown["bytes"].values()) == shown["peak_bytes"]
+    assert max(sum(point["bytes"].values()) for point in shown["timeline"]) == shown["peak_bytes"]
+    parameters = models.build("llama", **SIZES).num_parameters()
+    assert shown["bytes"]["parameters"] == pytest.approx(4 * parameters / 4, rel=0.01)
+    assert shown["bytes"]["optimizer"] == pytest.approx(8 * parameters / 4, rel=0.01)
+
+
+def test_what_cannot_be_traced_is_refused():
+    with pytest.raises(ConfigError, match="there are 4 ranks, 0 to 3"):
+        trace(models.config("llama"), Setting(length=64, ring=4), 4)
+    with pytest.raises(UnsupportedError, match="gpt2"):
+        hugging_face_config(MODELS["gpt2"], 1024)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b"])
+def test_the_config_of_a_shape_has_that_shape(name):
+    config = hugging_face_config(MODELS[name], 4096)
+    assert from_config(config.to_dict(), name).parameters == MODELS[name].parameters
+
+
+def test_every_policy_of_the_planner_exists():
+    assert set(CHECKPOINTS) <= set(CHECKPOINT_NAMES)

@@ -1,0 +1,185 @@
+"""Profiles of real steps: consistent with what else is known of them, drawn to scale, and alive in a browser."""
+
+import json
+import shutil
+import subprocess
+import tempfile
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.core.layout import Layout
+from ringspan.core.mask import causal
+from ringspan.core.schedule import plan
+from ringspan.measure.trace.dry_run import prepare, trace
+from ringspan.measure.trace.profile import PHASES, Profiler, RankProfile, gathered
+from ringspan.measure.trace.tracker import CATEGORIES
+from ringspan.plan.setting import Setting
+from ringspan.report.profile_page import memory_figure, page, timeline_figure, write_report
+from ringspan.torch.transport.exchange import TOTALS
+from tests.torch import models
+
+SIZES = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 301, "max_position_embeddings": 4096}
+SETTING = Setting(length=390, ring=3, dtype="float32", on_gpu=False, loss_chunk_tokens=64)
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def profiled(mesh: DeviceMesh) -> tuple[RankProfile | None, int, float]:
+    """The profile, how many hooks it left, and what the rank waited in the third step as the ring's totals know it."""
+    torch.manual_seed(0)
+    model, optimizer, batch = prepare(models.build("llama", **SIZES), mesh, SETTING)
+
+    def num_hooks() -> int:
+        kept = model._forward_pre_hooks, model._forward_hooks, model.base_model._forward_hooks
+        return sum(map(len, (*kept, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)))
+
+    hooks, waited = num_hooks(), 0.0
+    profiler = Profiler(model, optimizer, mesh["ring"].get_local_rank())
+    for step in range(4):
+        before = TOTALS.exposed_seconds
+        with profiler.step():
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 2:
+            waited = TOTALS.exposed_seconds - before
+    assert TOTALS.passages is None and TOTALS.visits is None
+    return profiler.result, num_hooks() - hooks, waited
+
+
+@pytest.fixture(scope="module")
+def results(pool):
+    return pool.run(profiled, 3)
+
+
+@pytest.fixture(scope="module")
+def profiles(results):
+    return [profile for profile, _, _ in results]
+
+
+def test_hops_and_exchanges_are_those_of_the_schedule(profiles):
+    layout = Layout("zigzag", SETTING.length, 3)
+    passes = 2 * 2  # forward and backward of two layers; attention is not computed again
+    for profile in profiles:
+        schedule = plan(layout, causal(), profile.rank)
+        pairs = sum(visit["num_pairs"] for visit in profile.visits)
+        groups = len(profile.visits) // (passes * len(schedule.hops))
+        assert pairs == passes * groups * schedule.num_pairs
+        assert [visit["owner"] for visit in profile.visits[:3]] == [hop.owner for hop in schedule.hops]
+        config = models.config("llama", **SIZES)
+        numbers = 2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+        blocks = [each for each in profile.passages if not each["is_gradient"]]
+        assert sum(each["sent_bytes"] for each in blocks) == passes * schedule.sent_tokens * numbers * 4
+
+
+def test_times_are_in_order_and_within_the_step(results):
+    for profile, hooks, waited in results:
+        assert [name for name, _ in profile.phases] == list(PHASES) == [name for name, _ in profile.memory_phases]
+        starts = [start for _, start in profile.phases]
+        assert starts == sorted(starts) and starts[0] >= 0 and starts[-1] < profile.step_seconds
+        for each in profile.passages:
+            assert 0 <= each["posted"] <= each["waited"] <= each["arrived"] <= profile.step_seconds
+        for visit in profile.visits:
+            assert 0 <= visit["started"] <= visit["ended"] <= profile.step_seconds
+        backward, optimizer = starts[2], starts[3]
+        gradients = [each for each in profile.passages if each["is_gradient"]]
+        assert gradients and all(backward < each["posted"] < optimizer for each in gradients)
+        assert profile.exposed_seconds == pytest.approx(waited, rel=0.2, abs=2e-3)
+        assert hooks == 0
+
+
+def test_the_memory_is_that_of_the_trace(profiles):
+    for profile in profiles:
+        traced = trace(models.config("llama", **SIZES), SETTING, profile.rank).peak
+        assert profile.peak_bytes == pytest.approx(traced.total_bytes, rel=0.002)
+        moments = [sum(at) for at in zip(*(profile.memory[name] for name in CATEGORIES), strict=True)]
+        assert max(moments) == profile.peak_bytes
+        phase = profile.memory["phase"][moments.index(profile.peak_bytes)]
+        assert phase == {"forward": "loss"}.get(traced.phase, traced.phase)
+        assert profile.memory["seconds"] == sorted(profile.memory["seconds"])
+
+
+def test_pictures_are_to_scale(profiles):
+    memory = memory_figure(profiles).to_dict()
+    assert [each["name"] for each in memory["data"]] == list(CATEGORIES) * 3
+    assert list(memory["data"][3]["y"]) == pytest.approx([b / 1e6 for b in profiles[0].memory["activations"]], abs=1e-3)
+    assert [each["visible"] for each in memory["data"]] == [True] * 6 + [False] * 12
+    timeline = {each["name"]: each for each in timeline_figure(profiles).to_dict()["data"]}
+    waits = timeline["waits"]
+    assert set(waits["y"]) == {0, 2, 4} and waits["marker"]["color"] == "#D00000"
+    assert sum(waits["x"]) == pytest.approx(1e3 * sum(profile.exposed_seconds for profile in profiles))
+    assert len(timeline["computes a hop"]["x"]) == sum(len(profile.visits) for profile in profiles)
+    assert set(timeline["keys and values"]["y"]) == {1, 3, 5}
+
+
+def test_the_files_are_written(profiles, tmp_path):
+    paths = write_report(profiles, tmp_path / "new", "a <b> & c")
+    assert [path.name for path in paths] == ["report.html", "memory.png", "timeline.png", "profile.json"]
+    text = paths[0].read_text(encoding="utf-8")
+    assert "a &lt;b&gt; &amp; c" in text and len(text) < 5_000_000
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[1:3])
+    read = json.loads(paths[3].read_text(encoding="utf-8"))
+    assert [each["rank"] for each in read] == [0, 1, 2] and read[0]["passages"] == profiles[0].passages
+
+
+def test_many_ranks_stay_below_five_megabytes(profiles):
+    assert len(page(profiles * 20, "sixty ranks")) < 5_000_000
+
+
+# What a user would do, done in the page; what came of it is left in the document.
+ACTIONS = """<script>
+const seen = {errors: []};
+window.addEventListener("error", event => seen.errors.push(String(event.message)));
+window.addEventListener("unhandledrejection", event => seen.errors.push(String(event.reason)));
+const complain = console.error;
+console.error = (...words) => { seen.errors.push(words.join(" ")); complain(...words); };
+const pause = milliseconds => new Promise(done => setTimeout(done, milliseconds));
+(async () => {
+  while (document.body?.dataset.drawn !== "yes") await pause(50);
+  const memory = document.getElementById("memory"), timeline = document.getElementById("timeline");
+  seen.areas = memory.querySelectorAll(".scatterlayer .trace").length;
+  seen.bars = timeline.querySelectorAll(".barlayer .point").length;
+  Plotly.Fx.hover(timeline, [{curveNumber: 3, pointNumber: 0}]);
+  await pause(300);
+  seen.hover = timeline.querySelector(".hoverlayer")?.textContent ?? "";
+  const entry = memory.querySelector(".legendtoggle");
+  for (const kind of ["mousedown", "mouseup"]) entry.dispatchEvent(new MouseEvent(kind, {bubbles: true, view: window}));
+  await pause(1000);
+  seen.hidden = memory.data.filter(trace => trace.visible === "legendonly").length;
+  const buttons = memory.layout.updatemenus[0].buttons;
+  await Plotly.update(memory, ...buttons[1].args);
+  seen.ranks = memory.data.map(trace => trace.visible);
+  const out = document.createElement("pre");
+  out.id = "seen";
+  out.textContent = JSON.stringify(seen);
+  document.body.append(out);
+})();
+</script></head>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: the report is not drawn")
+def test_the_report_works_in_a_browser(profiles, tmp_path):
+    report = tmp_path / "report.html"
+    report.write_text(page(profiles, "a profile").replace("</head>", ACTIONS, 1), encoding="utf-8")
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += " --disable-component-update --disable-sync --virtual-time-budget=30000 --window-size=1280,1400 --dump-dom"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(BROWSER), *flags.split(), f"--user-data-dir={folder}", report.as_uri()]
+        page_text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    seen = json.loads(page_text.split('<pre id="seen">')[1].split("</pre>")[0].replace("&amp;", "&"))
+    assert seen["errors"] == []
+    assert seen["areas"] == len(CATEGORIES)
+    assert seen["bars"] == sum(len(p.visits) + 2 * len(p.passages) for p in profiles)
+    assert "waits, hop" in seen["hover"]
+    assert seen["hidden"] == 1
+    assert seen["ranks"] == [False] * 6 + [True] * 6 + [False] * 6
+
+
+def gathered_from(mesh: DeviceMesh) -> int:
+    model, optimizer, _ = prepare(models.build("llama", **SIZES), mesh, SETTING)
+    return len(gathered(Profiler(model, optimizer, 0)))
+
+
+def test_all_ranks_get_all_profiles(pool):
+    assert pool.run(gathered_from, 4) == [4] * 4

@@ -1,0 +1,396 @@
+"""The report is valid, self-contained and complete; its pictures show the pairs that the schedule computes."""
+
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringspan.core.errors import LayoutError
+from ringspan.core.layout import Layout
+from ringspan.core.mask import Mask, causal, documents, full, prefix_lm, sliding_window
+from ringspan.core.ranges import size
+from ringspan.core.schedule import plan
+from ringspan.report.charts import loss_picture, memory_picture
+from ringspan.report.demo_page import MAX_ROWS, write_report
+from ringspan.report.ring_pictures import ring_picture, travel_picture
+from ringspan.report.svg import RANK_COLOURS
+
+SVG = "{http://www.w3.org/2000/svg}"
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+HOSTILE = "</td></table><script>alert('x')</script><img src=\"https://example.org/a.png\" onerror=x> & \x00 \ud800"
+
+MASKS = [causal(), full(), sliding_window(7), prefix_lm(9), documents([11, 20, 6])]
+LAYOUTS = [
+    Layout("contiguous", 41, 4),
+    Layout("zigzag", 48, 3),
+    Layout("zigzag", 41, 2),
+    Layout("zigzag", 37, 1),
+    Layout("striped", 41, 3),
+]
+
+
+def result() -> dict[str, Any]:
+    names = [f"model.layers.{index}.self_attn.q_proj.weight" for index in range(12)]
+    return {
+        "command": "ringspan demo --ranks 2",
+        "machine": {
+            "processor": "Some Processor 9000",
+            "cores": 13,
+            "device": "cpu",
+            "cuda": None,
+            "torch": "2.99.1",
+            "python": "3.11.77",
+            "ringspan": "0.1.55",
+        },
+        "model": {
+            "type": "llama",
+            "parameters": 4_739_328,
+            "layers": 5,
+            "hidden_size": 257,
+            "heads": 4,
+            "kv_heads": 2,
+            "vocabulary": 4097,
+        },
+        "data": {"documents": 812, "tokens": 4_123_456, "description": "source of something"},
+        "ranks": 2,
+        "sequence_length_tokens": 8192,
+        "layout": "zigzag",
+        "dtype": "float32",
+        "metrics": [
+            {
+                "step": step,
+                "loss": 8.25 - step / 10,
+                "grad_norm": 1.125,
+                "lr": 3e-4,
+                "tokens_per_second": 2000.0 + step,
+                "mfu": 0.421,
+                "peak_bytes": 912_345_678,
+                "seconds": 4.03,
+            }
+            for step in range(1, 25)
+        ],
+        "evaluation": [{"step": 24, "eval_loss": 5.8125}],
+        "proof": {
+            "loss_one_process": 8.3456789,
+            "loss_ring": 8.3456791,
+            "loss_relative_difference": 2.4e-8,
+            "ranks": 2,
+            "length": 8192,
+            "gradients": [
+                {"name": name, "norm": 0.125 + index, "relative_difference": (index + 1) * 1.1e-8}
+                for index, name in enumerate(names)
+            ],
+        },
+        "memory": [
+            {"ring": ring, "tokens_per_rank": 8192 // ring, "activation_bytes": 423_456_789 // ring + 10**6 * ring}
+            for ring in (1, 2, 4)
+        ],
+        "seconds": {"data": 10.5, "train": 120.5, "proof": 20.5, "memory": 24.5},
+    }
+
+
+class Page(HTMLParser):
+    """Checks that tags balance, and collects the text, the attributes and the names of the tags."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.texts: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.texts)
+
+
+def written(result: dict[str, Any], folder: Path) -> str:
+    path = folder / "new" / "report.html"
+    write_report(result, path)
+    assert [file.name for file in path.parent.iterdir()] == ["report.html"]
+    return path.read_text(encoding="utf-8")
+
+
+def test_the_page_is_balanced_and_says_everything_that_was_measured(tmp_path: Path):
+    page = Page(written(result(), tmp_path))
+    assert page.tags.count("h1") == 1 and page.tags.count("svg") == 5
+    expected = [
+        "trained for 24 steps on sequences of 8,192 tokens, each split over 2 processes",
+        "loss went from 8.150 to 5.850",
+        "4.7 million parameters",
+        "no gradient by more than 1.3e-07",
+        "activations take 109.9 MB a rank on a ring of 4, 424.5 MB on one",
+        *("8.3456789", "8.3456791", "2.4e-08", "worst gradient: model.layers.11.self_attn.q_proj.weight"),
+        *(
+            "train 5.850",
+            "eval 5.812",
+            "5.8125",
+            "2,012",
+            "42.1%",
+            "912.3 MB",
+            "912,345,678",
+            "3.00e-04",
+            "4.03",
+            "1.125",
+        ),
+        *("424.5 MB", "213.7 MB", "109.9 MB", "ideal 212.2 MB", "ideal 106.1 MB", "2,048 tokens a rank"),
+        *("Some Processor 9000", "13", "2.99.1", "3.11.77", "0.1.55", "llama", "4,739,328", "257", "4,097"),
+        *("812", "4,123,456", "source of something", "float32", "zigzag", "10.5", "120.5", "20.5", "24.5", "176.0"),
+        *("ringspan demo --ranks 2", "zigzag layout, causal mask, 2 ranks", "contiguous layout, causal mask, 2 ranks"),
+    ]
+    assert [value for value in expected if value not in page.text] == []
+    for row in result()["proof"]["gradients"]:
+        assert row["name"] in page.text
+        assert f"{row['norm']:.3e}" in page.text and f"{row['relative_difference']:.1e}" in page.text
+    assert "not measured" not in page.text.lower()
+
+
+def test_the_page_needs_nothing_from_outside_and_is_accessible(tmp_path: Path):
+    source = written(result(), tmp_path)
+    page = Page(source)
+    assert "https://" not in source
+    assert source.count("http://") == source.count('xmlns="http://www.w3.org/2000/svg"')
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not {"src", "href", "srcset"} & {name for name, _ in page.attributes}
+    assert "url(" not in source and "@import" not in source
+    labels = [value for name, value in page.attributes if name == "aria-label"]
+    assert page.attributes.count(("role", "img")) == page.tags.count("svg")
+    assert any("rank 0 50.0 %, rank 1 50.0 %" in label for label in labels)
+    assert any("rank 0 25.0 %, rank 1 75.0 %" in label for label in labels)
+    assert "prefers-color-scheme: dark" in source and ("lang", "en") in page.attributes
+
+
+def hostile(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: hostile(inner) for key, inner in value.items()} | {HOSTILE: HOSTILE}
+    if isinstance(value, list):
+        return [hostile(inner) for inner in value]
+    return HOSTILE if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_hostile_text_stays_text(tmp_path: Path, all_of_it: bool):
+    made = hostile(result()) if all_of_it else result()
+    made["proof"]["gradients"][3]["name"] = HOSTILE
+    made["layout"] = HOSTILE if all_of_it else "zigzag"
+    page = Page(written(made, tmp_path))
+    assert not {"script", "img"} & set(page.tags)
+    assert "onerror" not in {name for name, _ in page.attributes}
+    assert "<script>alert('x')</script>" in page.text and "\x00" not in page.text
+
+
+PARTS = [*result(), None]
+
+
+@pytest.mark.parametrize("missing", PARTS)
+@pytest.mark.parametrize("left", ["nothing", "empty", None])
+def test_missing_and_empty_parts_are_said_to_be_missing(tmp_path: Path, missing: str | None, left: str | None):
+    made = result()
+    for name in [missing] if missing else list(made):
+        if left == "nothing":
+            del made[name]
+        else:
+            made[name] = type(made[name])() if left == "empty" else None
+    page = Page(written(made, tmp_path))
+    said = page.text.lower().count("not measured")
+    if missing is None:
+        assert "Nothing was measured." in page.text and said >= 7 and page.tags.count("svg") == 0
+    elif missing in {"machine", "model", "data", "proof", "memory", "layout", "ranks", "sequence_length_tokens"}:
+        assert said >= 1
+
+
+def test_numbers_that_are_none_or_not_numbers(tmp_path: Path):
+    made = result()
+    made["metrics"][5] |= {"loss": math.nan, "mfu": None}
+    made["metrics"][6] = {"step": 7}
+    made["evaluation"] = [{"step": 24, "eval_loss": math.inf}]
+    made["proof"] |= {"loss_ring": math.nan}
+    made["proof"]["gradients"][2]["relative_difference"] = math.nan
+    made["proof"]["gradients"][4]["relative_difference"] = None
+    made["memory"][1]["activation_bytes"] = None
+    page = Page(written(made, tmp_path))
+    assert "some gradients are not numbers" in page.text
+    assert "worst gradient: model.layers.2.self_attn.q_proj.weight" in page.text
+    assert not any(
+        re.search(r"\bnan\b", value) for name, value in page.attributes if name in {"points", "d", "cx", "cy"}
+    )
+
+
+def test_a_long_run_of_a_large_model_stays_small(tmp_path: Path):
+    made = result()
+    made["metrics"] = [made["metrics"][0] | {"step": step, "loss": 5 + 1 / (1 + step)} for step in range(20_000)]
+    made["evaluation"] = [{"step": step, "eval_loss": 6.0} for step in range(0, 20_000, 5)]
+    made["proof"]["gradients"] = [
+        {"name": f"model.{'long.' * 200}{index}", "norm": 1.0, "relative_difference": 1e-7} for index in range(5_000)
+    ]
+    made["command"] = "ringspan " + "x" * 1_000_000
+    made |= {"ranks": 512, "sequence_length_tokens": 1 << 23, "layout": "striped"}
+    source = written(made, tmp_path)
+    assert len(source.encode()) < 500_000
+    page = Page(source)
+    assert f"The first {MAX_ROWS} of 5,000." in page.text
+    assert "Drawn for 8 ranks, run on 512." in page.text
+
+
+def test_a_failed_write_leaves_the_old_report_and_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "report.html"
+    path.write_text("old")
+
+    def full_disk(self: Path, data: str, encoding: str) -> int:
+        self.touch()
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        write_report(result(), path)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def polygons(picture: str) -> dict[tuple[int, int], list[np.ndarray]]:
+    """Corners (key, query) of everything drawn for a (rank, hop), in positions."""
+    found: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
+    for path in ElementTree.fromstring(picture).iter(f"{SVG}path"):
+        if "tile" in path.attrib["class"].split():
+            rank, hop = int(path.attrib["data-rank"]), int(path.attrib["data-hop"])
+            assert path.attrib["fill"] == RANK_COLOURS[rank]
+            for subpath in re.findall(r"M([^MZ]*)Z", path.attrib["d"]):
+                found[rank, hop].append(np.array([corner.split() for corner in subpath.split("L")], dtype=float))
+    return found
+
+
+def covered(corners: np.ndarray, length: int) -> np.ndarray:
+    """Which cells (query, key) have their middle inside of the polygon: even-odd crossings of a ray to the right."""
+    x, y = np.meshgrid(np.arange(length) + 0.5, np.arange(length) + 0.5)
+    inside = np.zeros((length, length), dtype=bool)
+    for (x0, y0), (x1, y1) in pairwise([*corners, corners[0]]):
+        if y0 != y1:
+            inside ^= ((y0 > y) != (y1 > y)) & (x < x0 + (y - y0) / (y1 - y0) * (x1 - x0))
+    return inside
+
+
+def area(corners: np.ndarray) -> float:
+    x, y = corners.T
+    return abs(float(x @ np.roll(y, -1) - y @ np.roll(x, -1))) / 2
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.ranks}")
+def test_each_allowed_pair_is_drawn_once_in_the_colour_of_its_rank_and_at_its_hop(layout: Layout, mask: Mask):
+    length = layout.length
+    times = np.zeros((length, length), dtype=int)
+    drawn = np.full((length, length, 2), -1)
+    for (rank, hop), shapes in polygons(ring_picture(layout, mask)).items():
+        for shape in shapes:
+            inside = covered(shape, length)
+            times += inside
+            drawn[inside] = rank, hop
+    allowed = mask.dense(np.arange(length), np.arange(length))
+    np.testing.assert_array_equal(times, allowed)
+    owner = np.empty(layout.padded_length, dtype=int)
+    for rank in range(layout.ranks):
+        owner[layout.positions(rank)] = rank
+    hop_of = {(rank, h.owner): h.index for rank in range(layout.ranks) for h in plan(layout, mask, rank).hops}
+    for query, key in np.argwhere(allowed):
+        rank = owner[query]
+        assert drawn[query, key].tolist() == [rank, hop_of[rank, owner[key]]]
+
+
+@pytest.mark.parametrize("layout", [Layout("zigzag", 8192, 4), Layout("contiguous", 6000, 3)], ids=str)
+@pytest.mark.parametrize("mask", [causal(), full(), sliding_window(900)], ids=str)
+def test_drawn_areas_are_the_work_of_the_ranks(layout: Layout, mask: Mask):
+    shapes = polygons(ring_picture(layout, mask))
+    for rank in range(layout.ranks):
+        mine = [shape for (drawn_by, _), drawn in shapes.items() if drawn_by == rank for shape in drawn]
+        # A straight edge misses at most half a cell at each of its two ends.
+        assert sum(map(area, mine)) == pytest.approx(plan(layout, mask, rank).num_pairs, abs=len(mine))
+
+
+def test_the_picture_states_the_work_and_its_axes():
+    words = "".join(ElementTree.fromstring(ring_picture(Layout("contiguous", 8192, 2), causal())).itertext())
+    for word in ("25.0 %", "75.0 %", "query position", "key position", "rank 0", "rank 1", "8,192"):
+        assert word in words
+
+
+def test_later_hops_are_fainter():
+    picture = ElementTree.fromstring(ring_picture(Layout("zigzag", 4096, 4), full()))
+    opacity = {
+        int(path.attrib["data-hop"]): float(path.attrib["fill-opacity"])
+        for path in picture.iter(f"{SVG}path")
+        if path.attrib.get("data-rank") == "1"
+    }
+    assert [hop for hop, _ in sorted(opacity.items(), key=lambda item: -item[1])] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("layout", [Layout("striped", 4096, 2), Layout("zigzag", 4096, 9)], ids=str)
+def test_what_could_not_be_seen_is_refused(layout: Layout):
+    with pytest.raises(LayoutError, match="draw at most"):
+        ring_picture(layout, causal())
+
+
+@pytest.mark.parametrize("mask", [causal(), full(), sliding_window(1500), documents([3000, 3000, 2192])], ids=str)
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
+def test_the_travel_picture_fills_what_arrives(name: Any, mask: Mask):
+    layout = Layout(name, 8192, 4)
+    picture = ElementTree.fromstring(travel_picture(layout, mask))
+    bars: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    for bar in picture.iter(f"{SVG}rect"):
+        if bar.attrib.get("class") == "carried":
+            bars[int(bar.attrib["data-rank"]), int(bar.attrib["data-hop"])].append(bar)
+    whole = sum(float(bar.attrib["width"]) for bar in bars[0, 0])
+    for rank in range(layout.ranks):
+        for hop in plan(layout, mask, rank).hops:
+            here = bars[rank, hop.index]
+            expected = size(hop.arrives.ranges) / layout.tokens_per_rank if hop.index else 1.0
+            assert sum(float(bar.attrib["width"]) for bar in here) / whole == pytest.approx(expected, abs=1e-3)
+            assert {bar.attrib["fill"] for bar in here} <= {RANK_COLOURS[hop.owner]}
+    words = "".join(picture.itertext())
+    assert f"{sum(plan(layout, mask, rank).sent_tokens for rank in range(4)):,} tokens sent" in words
+
+
+def test_the_loss_picture_puts_each_point_in_its_place():
+    rows = [{"step": step, "loss": loss} for step, loss in ((1, 8.0), (2, 6.0), (3, math.nan), (5, 4.0))]
+    picture = ElementTree.fromstring(loss_picture(rows, [{"step": 5, "eval_loss": 5.0}]))
+    line = next(element for element in picture.iter(f"{SVG}polyline") if element.attrib["points"])
+    points = np.array([point.split(",") for point in line.attrib["points"].split()], dtype=float)
+    assert points.shape == (3, 2)
+    assert np.diff(points[:, 0]).tolist() == pytest.approx([81.0, 243.0], abs=0.2)
+    assert points[1, 1] - points[0, 1] == pytest.approx(points[2, 1] - points[1, 1], abs=0.2)
+    assert points[2, 1] > points[1, 1] > points[0, 1], "a lower loss is drawn lower"
+    words = "".join(picture.itertext())
+    assert "train 4.000" in words and "eval 5.000" in words and "step" in words
+    assert loss_picture([{"step": 1}], []) == "" and loss_picture([], []) == ""
+
+
+def test_the_memory_picture_is_to_scale_and_marks_the_ideal():
+    rows = [{"ring": 1, "activation_bytes": 400e6}, {"ring": 2, "activation_bytes": 220e6, "tokens_per_rank": 64}]
+    picture = ElementTree.fromstring(memory_picture(rows))
+    bars = [bar for bar in picture.iter(f"{SVG}rect") if bar.attrib["class"] == "bar"]
+    widths = [float(bar.attrib["width"]) for bar in bars]
+    assert widths[1] / widths[0] == pytest.approx(0.55, abs=1e-3)
+    ideal = next(line for line in picture.iter(f"{SVG}line") if "ideal" in line.attrib["class"])
+    assert float(ideal.attrib["x1"]) - float(bars[1].attrib["x"]) == pytest.approx(widths[0] / 2, abs=0.02)
+    assert "ideal" not in "".join(ElementTree.fromstring(memory_picture(rows[1:])).itertext())
+    assert memory_picture([]) == ""

@@ -1,0 +1,412 @@
+"""What a caller may pass to attention, sharding and the loss: each kind of thing is right, or refused by one line."""
+
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor, Replicate
+
+import ringspan as rs
+from ringspan.core.numbers import integer
+from ringspan.torch.transport.agreement import one_at_a_time
+from tests.torch.attention.test_op import PLAIN, tensors
+from tests.torch.models import relative
+from tests.torch.views import VECTORS, VIEWS
+
+
+def operator(*tensors):
+    """out and lse, by the operator itself."""
+    return torch.ops.ringspan.ring_attention(*tensors, *PLAIN)
+
+
+def as_given(view, grads=True):
+    """q, k, v and dout as leaves, or not, that lie as a view does; and the same numbers in float64, contiguous."""
+    seen = [view(x) for x in tensors(8)]
+    plain = [x.double().clone(memory_format=torch.contiguous_format).requires_grad_(grads) for x in seen]
+    return [x.detach().requires_grad_(grads) for x in seen], plain
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_operator_reads_every_view_and_traces_as_it_computes(view):
+    (q, k, v, dout), exact = as_given(VIEWS[view])
+    torch.library.opcheck(torch.ops.ringspan.ring_attention.default, (q, k, v, *PLAIN))
+    out, _ = operator(q, k, v)
+    expected = torch.nn.functional.scaled_dot_product_attention(*exact[:3], is_causal=True, enable_gqa=True)
+    assert relative(out, expected) < 3e-6
+    ours, theirs = (
+        torch.autograd.grad(x, inputs, d, retain_graph=True)
+        for x, inputs, d in ((out, (q, k, v), dout.detach()), (expected, exact[:3], exact[3].detach()))
+    )
+    whole = torch.cat([x.detach().flatten() for x in theirs]).norm()  # some views let a gradient cancel to nothing
+    assert max(float((a - b).norm() / whole) for a, b in zip(ours, theirs, strict=True)) < 3e-6
+
+
+def test_it_compiles_with_views():
+    compiled = torch.compile(lambda q, k, v: rs.ring_attention(q, k, v), fullgraph=True, backend="aot_eager")
+    for view in ("tokens last", "fused, numbers interleaved", "expanded tokens"):
+        (q, k, v, dout), _ = as_given(VIEWS[view])
+        found = []
+        for attend in (compiled, rs.ring_attention):
+            out = attend(q, k, v)
+            found.append((out, *torch.autograd.grad(out, (q, k, v), dout.detach())))
+        assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("vector", VECTORS)
+def test_slopes_and_sinks_may_be_views(vector):
+    q, k, v, _ = tensors(8)
+    slopes, sinks = (VECTORS[vector](torch.tensor([0.1, 0.2, 0.3, 0.4])).detach() for _ in range(2))
+    found = []
+    for a, b in ((slopes, sinks), (slopes.clone(), sinks.clone(memory_format=torch.contiguous_format))):
+        b.requires_grad_()
+        out = rs.ring_attention(q, k, v, slopes=a, sinks=b)
+        found.append((out, *torch.autograd.grad(out.sin().sum(), b)))
+    assert max(map(relative, *found)) < 1e-6
+
+
+def test_a_view_of_which_torch_negates_the_numbers_later():
+    pair = torch.randn(2, 4, 8, 16, dtype=torch.complex64).conj()
+    assert pair.imag.is_neg()
+    _, k, v, _ = tensors(8)
+    assert torch.equal(rs.ring_attention(pair.imag, k, v), rs.ring_attention(pair.imag.resolve_neg(), k, v))
+
+
+@pytest.mark.parametrize("attend", [rs.ring_attention, lambda *x: operator(*x)[0]], ids=["public", "operator"])
+def test_forward_mode_is_refused_and_not_zero(attend):
+    q, k, v, dout = tensors(8)
+    with forward_ad.dual_level(), pytest.raises(rs.UnsupportedError, match="forward-mode derivative"):
+        attend(q, forward_ad.make_dual(k, torch.ones_like(k)), v)
+    out = attend(q.requires_grad_(), k, v)
+    with forward_ad.dual_level(), pytest.raises(rs.UnsupportedError, match="forward-mode derivative"):
+        torch.autograd.grad(out, q, forward_ad.make_dual(dout, dout))
+
+
+@pytest.mark.parametrize("kind", ["jvp", "jacfwd", "grad", "vjp", "jacrev", "hessian"])
+@pytest.mark.parametrize("function", ["attention", "loss"])
+def test_transformations_of_torch_func_are_refused(kind, function):
+    q, k, v, _ = tensors(8)
+    transform, message = getattr(torch.func, kind), "forward-mode" if kind in ("jvp", "jacfwd") else "torch.func"
+
+    def attention(x):
+        return rs.ring_attention(x, k, v).sin().sum()
+
+    def loss(x):
+        return rs.blockwise_cross_entropy(x.flatten(0, 2), torch.ones(9, 16), torch.zeros(64).long())
+
+    called = attention if function == "attention" else loss
+    with pytest.raises(rs.UnsupportedError, match=message):
+        if kind == "jvp":
+            transform(called, (q,), (q,))
+        elif kind == "vjp":
+            transform(called, q)
+        else:
+            transform(called)(q)
+
+
+def test_compiled_forward_mode_is_refused():
+    q, k, v, _ = tensors(8)
+
+    def tangent(q):
+        return torch.func.jvp(lambda x: rs.ring_attention(x, k, v), (q,), (q,))
+
+    compiled = torch.compile(tangent, backend="eager")
+    with pytest.raises(ValueError, match="forward-mode derivative"):
+        compiled(q)
+
+
+def test_a_second_derivative_is_refused_and_the_first_is_not():
+    q, k, v, dout = tensors(8)
+    q.requires_grad_()
+    (expected,) = torch.autograd.grad(rs.ring_attention(q, k, v), q, dout)
+    (once,) = torch.autograd.grad(rs.ring_attention(q, k, v), q, dout, create_graph=True)
+    assert torch.equal(once, expected)
+    with pytest.raises(rs.UnsupportedError, match="ring_attention is differentiated once"):
+        once.sum().backward()
+    with pytest.raises(rs.UnsupportedError, match="blockwise_cross_entropy is differentiated once"):
+        # Its gradient would be a constant, so that a penalty on it would have none.
+        total = rs.blockwise_cross_entropy(q.flatten(0, 2), torch.ones(9, 16), torch.zeros(64).long())
+        torch.autograd.grad(total, q, create_graph=True)
+
+
+def test_vmap_computes_each_slice():
+    q, k, v, _ = tensors(8)
+    several = torch.stack((q, q.flip(2))).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it goes through them one by one
+        out = torch.vmap(lambda x: rs.ring_attention(x, k, v))(several)
+    alone = torch.stack([rs.ring_attention(x, k, v) for x in several])
+    assert torch.equal(out, alone)
+    assert torch.equal(*(torch.autograd.grad(x.sin().sum(), several)[0] for x in (out, alone)))
+
+
+def test_inference_mode_and_the_meta_device():
+    q, k, v, _ = tensors(8)
+    with torch.inference_mode():
+        inside = rs.ring_attention(q.clone(), k, v)
+    assert torch.equal(inside, rs.ring_attention(q, k, v))
+    assert rs.ring_attention(*(x.to("meta") for x in (q, k, v))).shape == q.shape
+
+
+def test_threads_of_one_process_may_each_compute_their_own():
+    q, k, v, dout = tensors(32)
+    expected = rs.ring_attention(q, k, v)
+    found = []
+
+    def work():
+        mine = q.clone().requires_grad_()
+        for _ in range(5):
+            out = rs.ring_attention(mine, k, v)
+            out.backward(dout)
+            found.append(torch.equal(out, expected))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [True] * 15
+
+
+def while_another_thread_attends(mesh):
+    group = mesh["ring"].get_group()
+    q, k, v, _ = tensors(8)
+    entered, leave = threading.Event(), threading.Event()
+
+    def attend():
+        with one_at_a_time(group):
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=attend)
+    thread.start()
+    entered.wait(60)
+    try:
+        with pytest.raises(rs.UnsupportedError, match="two threads compute attention over one process group"):
+            rs.ring_attention(q, k, v, group=group)
+    finally:
+        leave.set()
+        thread.join(60)
+    return rs.ring_attention(q, k, v, group=group).shape == q.shape
+
+
+def test_two_threads_over_one_group_are_refused(pool):
+    assert pool.run(while_another_thread_attends, 2) == [True] * 2
+
+
+def groups(mesh, what):
+    """As long as this rank is in it, a mesh of one dimension is its group."""
+    q, k, v, _ = tensors(8)
+    ring = mesh["ring"]
+    if what == "mesh":
+        layout = rs.Layout("zigzag", 16, ring.size())
+        out = [rs.ring_attention(q, k, v, group=group) for group in (ring, ring.get_group())]
+        whole = [rs.unshard(out[0], layout, group, 2) for group in (ring, ring.get_group())]
+        return torch.equal(*out) and torch.equal(*whole)
+    group = {"two": mesh, "int": 2, "name": ring.get_group().group_name}.get(what)
+    if what == "without me":
+        group = dist.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(rs.UnsupportedError) as error:
+        rs.ring_attention(q, k, v, group=group)
+    with pytest.raises(rs.UnsupportedError):
+        rs.unshard(q, rs.Layout("zigzag", 16, 2), group, 2)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("two", "group is a mesh of 2 dimensions ('replicate', 'ring'); pass one of them, as in mesh[\"ring\"]"),
+        ("int", "group must be a process group, a mesh of one dimension or None, got 2 (int)"),
+        ("name", "group must be a process group, a mesh of one dimension or None, got '"),
+        ("without me", "this rank is not in the group"),
+    ],
+)
+def test_what_is_no_group_of_this_rank_is_refused(pool, what, message):
+    assert all(message in text for text in pool.run(groups, 2, what))
+
+
+def test_a_mesh_of_one_dimension_is_its_group(pool):
+    assert pool.run(groups, 2, "mesh") == [True] * 2
+
+
+def distributed_tensors(mesh):
+    q, k, v, _ = tensors(8)
+    whole = DTensor.from_local(k, mesh["ring"], [Replicate()])
+    with pytest.raises(rs.UnsupportedError, match=r"k is a DTensor; pass this rank's part, k\.to_local\(\)"):
+        rs.ring_attention(q, whole, v, group=mesh["ring"].get_group())
+    with pytest.raises(rs.UnsupportedError, match="x is a DTensor"):
+        rs.shard(whole, rs.Layout("zigzag", 8, 2), 0, 2)
+
+
+def test_distributed_tensors_are_refused(pool):
+    pool.run(distributed_tensors, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mask": rs.causal}, rs.MaskError, r"mask is the function causal .* call it, as in mask=rs\.causal\(\)"),
+        ({"mask": torch.ones(8, 8)}, rs.MaskError, r"got a Tensor of shape \(8, 8\); a matrix of pairs cannot be"),
+        ({"mask": np.ones((8, 8), bool)}, rs.MaskError, r"got a ndarray of shape \(8, 8\)"),
+        ({"mask": True}, rs.MaskError, "mask must be a mask, its text or None, got True"),
+        (
+            {"mask": rs.Mask(rs.causal().regions * 2)},
+            rs.MaskError,
+            "two regions of the mask overlap: causal and",
+        ),
+        ({"layout": 3}, rs.LayoutError, "layout must be a name or a Layout, got 3"),
+        ({"layout": None}, rs.LayoutError, "layout must be a name or a Layout, got None"),
+        ({"layout": rs.Layout("zigzag", 8, 1, 2)}, rs.LayoutError, "2 members"),
+        ({"key_layout": "zigzag"}, rs.LayoutError, "key_layout must be a Layout or None, got 'zigzag'"),
+        (
+            {"key_layout": rs.Layout("striped", 8, 1)},
+            rs.LayoutError,
+            "the keys' layout is striped, that of",
+        ),
+        ({"group": 3}, rs.UnsupportedError, "group must be a process group"),
+        ({"scale": "1"}, rs.UnsupportedError, "scale must be a plain number, got '1'"),
+        ({"scale": True}, rs.UnsupportedError, "scale must be a plain number, got True"),
+        ({"scale": torch.tensor(0.5)}, rs.UnsupportedError, "scale must be a plain number, got tensor"),
+        ({"softcap": "1"}, rs.UnsupportedError, "softcap must be a plain number"),
+        ({"softcap": False}, rs.UnsupportedError, "softcap must be a plain number"),
+        ({"softcap": float("nan")}, rs.UnsupportedError, "softcap must be finite"),
+        ({"route": None}, rs.UnsupportedError, "route must be text, got None"),
+        ({"wire": None}, rs.UnsupportedError, "unknown wire None"),
+        ({"kernel": None}, rs.UnsupportedError, "unknown kernel None"),
+        ({"sinks": [1.0] * 4}, rs.UnsupportedError, r"sinks must be a torch\.Tensor"),
+        ({"sinks": torch.ones(4).int()}, rs.UnsupportedError, "in floating point, got torch.int32"),
+        ({"slopes": torch.ones(4).long()}, rs.UnsupportedError, "in floating point, got torch.int64"),
+        ({"sinks": torch.ones(4, device="meta")}, rs.UnsupportedError, "on meta"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_arguments_of_another_kind_are_refused(options, error, message):
+    q, k, v, _ = tensors(8)
+    with pytest.raises(error, match=message):
+        rs.ring_attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (lambda q: q.numpy(), r"q must be a torch\.Tensor, got a ndarray of shape"),
+        (lambda q: None, r"q must be a torch\.Tensor, got None"),
+        (lambda q: q.to_sparse(), "q is a sparse_coo tensor; pass a dense one"),
+        (lambda q: torch.nested.nested_tensor(list(q), layout=torch.jagged), "q is a nested tensor"),
+        (lambda q: q.bfloat16(), "make them alike"),
+        (lambda q: q.to("meta"), "make them alike"),
+        (lambda q: q[:0], "q is empty"),
+    ],
+)
+def test_what_is_no_plain_tensor_is_refused(kind, message):
+    q, k, v, _ = tensors(8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        given = kind(q)
+    with pytest.raises(rs.UnsupportedError, match=message):
+        rs.ring_attention(given, k, v)
+
+
+@pytest.mark.parametrize("number", [4, np.int64(4), np.float32(4), 4.0, torch.tensor(4), np.array(4)], ids=repr)
+def test_whole_numbers_of_every_kind_count(number):
+    assert integer(number, "n", rs.MaskError) == 4
+    assert rs.sliding_window(number) == rs.sliding_window(4)
+    layout = rs.Layout("zigzag", number, np.int32(2))
+    assert layout == rs.Layout("zigzag", 4, 2) and type(layout.length) is type(layout.ranks) is int
+
+
+@pytest.mark.parametrize(
+    "number", [True, np.bool_(True), torch.tensor(True), 4.5, "4", None, [4], torch.tensor(4.0), float("inf")], ids=repr
+)
+def test_what_is_no_whole_number_does_not(number):
+    with pytest.raises(rs.MaskError, match="n must be an integer, got"):
+        integer(number, "n", rs.MaskError)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x, layout: rs.shard(x, "zigzag", 0, 2), rs.LayoutError, "layout must be a Layout, got 'zigzag'"),
+        (lambda x, layout: rs.shard(x.numpy(), layout, 0, 2), rs.UnsupportedError, r"x must be a torch\.Tensor"),
+        (lambda x, layout: rs.shard(x, layout, 0, 7), rs.LayoutError, "dimension 7 is none of a tensor of shape"),
+        (lambda x, layout: rs.shard(x, layout, 2, 2), rs.LayoutError, "rank 2 is not in a layout of 2 ranks"),
+        (lambda x, layout: rs.shard(x, layout, 0.5, 2), rs.LayoutError, r"rank must be an integer, got 0\.5"),
+        (lambda x, layout: rs.unshard(x, "zigzag", None, 2), rs.LayoutError, "layout must be a Layout, got 'zigzag'"),
+        (lambda x, layout: rs.unshard(x[:, :, :4], layout, None, 2), rs.LayoutError, "for 2 ranks, the group has 1"),
+        (lambda x, layout: rs.unshard(x, layout, 3, 2), rs.UnsupportedError, "group must be a process group"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call(tensors(8)[0], rs.Layout("zigzag", 8, 2))
+
+
+def test_views_are_sharded_like_any_tensor():
+    layout = rs.Layout("zigzag", 7, 2)
+    for view in VIEWS.values():
+        x = view(torch.randn(2, 4, 7, 6))
+        plain = x.clone(memory_format=torch.contiguous_format)
+        assert all(torch.equal(rs.shard(x, layout, rank, 2), rs.shard(plain, layout, rank, 2)) for rank in range(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": torch.arange(7)}, r"hidden \(5, 4\), weight \(9, 4\), targets \(7,\)"),
+        ({"targets": torch.arange(3)}, r"targets \(3,\)"),
+        ({"targets": torch.arange(5.0)}, "targets must be int64 or int32, got torch.float32"),
+        ({"targets": torch.ones(5, dtype=torch.bool)}, "targets must be int64 or int32, got torch.bool"),
+        ({"targets": [1, 2, 3, 4, 5]}, r"targets must be a torch\.Tensor"),
+        ({"weight": torch.ones(9, 3)}, r"weight \(9, 3\)"),
+        ({"weight": torch.ones(9, 4).bfloat16()}, "weight is torch.bfloat16, hidden is torch.float32"),
+        ({"weight": torch.ones(9, 4, device="meta")}, "weight is on meta"),
+        ({"hidden": torch.ones(1, 5, 4)}, r"hidden \(1, 5, 4\)"),
+        ({"hidden": torch.ones(5, 4).int()}, "in floating point"),
+        ({"bias": torch.ones(3)}, r"bias \(3,\)"),
+        ({"group": 3}, "group must be a process group"),
+    ],
+    ids=str,
+)
+def test_what_is_no_problem_of_a_loss_is_refused(change, message):
+    whole = {"hidden": torch.ones(5, 4), "weight": torch.ones(9, 4), "targets": torch.arange(5)} | change
+    with pytest.raises(rs.UnsupportedError, match=message):
+        rs.blockwise_cross_entropy(**whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_tokens": 2.5}, r"loss_chunk_tokens must be a whole number of at least 1, got 2\.5"),
+        ({"chunk_tokens": True}, "loss_chunk_tokens must be a whole number of at least 1, got True"),
+        ({"chunk_vocabulary": "8"}, "loss_chunk_vocabulary must be a whole number of at least 1, got '8'"),
+        ({"z_loss": "1"}, "z_loss must be a number at least 0, got '1'"),
+        ({"z_loss": float("inf")}, "z_loss must be a number at least 0, got inf"),
+        ({"logit_scale": torch.tensor(2.0)}, "logit_scale must be a number above 0"),
+    ],
+)
+def test_options_of_a_loss_of_another_kind_are_refused(options, message):
+    with pytest.raises(rs.ConfigError, match=message):
+        rs.blockwise_cross_entropy(torch.ones(5, 4), torch.ones(9, 4), torch.arange(5), **options)
+
+
+def test_a_loss_reads_every_view():
+    for view in VIEWS.values():
+        hidden, weight = (view(torch.randn(1, 1, n, 6))[0, 0].detach().requires_grad_() for n in (5, 9))
+        targets = torch.tensor([1, 0, 8, 0, -100, 0, 3, 0, 4, 0])[::2]
+        total = rs.blockwise_cross_entropy(hidden, weight, targets, chunk_tokens=2, chunk_vocabulary=4)
+        logits = hidden.double() @ weight.double().T
+        expected = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        ours, theirs = (torch.autograd.grad(x, (hidden, weight)) for x in (total, expected))
+        whole = torch.cat([x.flatten() for x in theirs]).norm()
+        assert relative(total, expected) < 1e-6
+        assert max(float((a - b).norm() / whole) for a, b in zip(ours, theirs, strict=True)) < 1e-6
+
+
+def test_what_completion_offers():
+    assert set(rs.__all__) <= set(dir(rs))
+    assert {"parallelize", "ring_attention", "shard_batch", "init_mesh", "__version__"} <= set(dir(rs))
+    assert all(getattr(rs, name) is not None for name in rs.__all__)

@@ -1,0 +1,333 @@
+"""The public operator on real process groups, and the transformations that it must survive."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import ringspan as rs
+from ringspan.torch.transport.exchange import TOTALS
+from tests.torch.models import relative
+
+
+def tensors(length, *, heads=4, groups=2, size=16, batch=2, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randn(batch, n, length, size, generator=generator).to(dtype) for n in (heads, groups, groups, heads)]
+
+
+def attend_on_ring(mesh, name, length, mask, route="ring"):
+    """out, dq, dk and dv of the whole sequence, gathered from real ranks through the public function."""
+    group = mesh["ring"].get_group()
+    layout = rs.Layout(name, length, dist.get_world_size(group))
+    *inputs, dout = (rs.shard(x, layout, dist.get_rank(group), 2) for x in tensors(length))
+    local = [x.requires_grad_() for x in inputs]
+    out = rs.ring_attention(*local, mask=mask, layout=layout, group=group, route=route)
+    gradients = torch.autograd.grad(out, local, dout)
+    return [rs.unshard(x, layout, group, 2) for x in (out, *gradients)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_real_ranks_agree_with_sdpa(pool, ranks, layout):
+    *inputs, dout = tensors(45)
+    inputs = [x.double().requires_grad_() for x in inputs]
+    expected = scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    expected = [expected, *torch.autograd.grad(expected, inputs, dout.double())]
+    for result in pool.run(attend_on_ring, ranks, layout, 45, "causal"):
+        assert max(map(relative, result, expected)) < 3e-6
+
+
+def test_real_ranks_run_a_window(pool):
+    whole = pool.run(attend_on_ring, 4, "contiguous", 61, "window:7")[3]
+    alone = pool.run(attend_on_ring, 1, "contiguous", 61, "window:7")[0]
+    assert max(map(relative, whole, alone)) < 3e-6
+
+
+@pytest.mark.parametrize("route", ["bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses", "ulysses:2"])
+def test_real_ranks_take_every_route(pool, route):
+    whole = pool.run(attend_on_ring, 4, "zigzag", 61, "causal", route)[2]
+    alone = pool.run(attend_on_ring, 1, "zigzag", 61, "causal")[0]
+    assert max(map(relative, whole, alone)) < 3e-6
+
+
+def few_queries(mesh, name, queries, keys, route):
+    """out, dq, dk and dv of a few queries against many keys, and the bytes that forward sent."""
+    group = mesh["ring"].get_group()
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    ours, theirs = rs.Layout(name, queries, ranks), rs.Layout(name, keys, ranks)
+    (q, _, _, dout), (_, k, v, _) = tensors(queries), tensors(keys)
+    local = [rs.shard(q, ours, rank, 2), *(rs.shard(x, theirs, rank, 2) for x in (k, v))]
+    local = [x.requires_grad_() for x in local]
+    before = TOTALS.sent_bytes
+    out = rs.ring_attention(*local, mask=rs.full(), layout=ours, key_layout=theirs, group=group, route=route)
+    sent = TOTALS.sent_bytes - before
+    gradients = torch.autograd.grad(out, local, rs.shard(dout, ours, rank, 2))
+    splits = ours, ours, theirs, theirs
+    return [rs.unshard(x, split, group, 2) for x, split in zip((out, *gradients), splits, strict=True)], sent
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_few_queries_travel_to_many_keys_of_their_own_accord(pool, layout):
+    (q, _, _, dout), (_, k, v, _) = tensors(13), tensors(157)
+    inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = scaled_dot_product_attention(*inputs, enable_gqa=True)
+    expected = [expected, *torch.autograd.grad(expected, inputs, dout.double())]
+    sent = {}
+    for route in ("pass-q", "auto", "ring"):
+        results = pool.run(few_queries, 4, layout, 13, 157, route)
+        sent[route] = sum(sent_bytes for _, sent_bytes in results)
+        for result, _ in results:
+            assert max(map(relative, result, expected)) < 3e-6
+    assert sent["auto"] == sent["pass-q"] < sent["ring"] / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_casts_what_it_casts_for_sdpa(dtype):
+    q, k, v, _ = (x.requires_grad_() for x in tensors(12, dtype=dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        values = v if dtype == torch.float64 else v.bfloat16()  # as a projection leaves them, and not the rotation
+        out = rs.ring_attention(q, k, values)
+        expected = scaled_dot_product_attention(q, k, values, is_causal=True, enable_gqa=True)
+    assert out.dtype == expected.dtype == (dtype if dtype == torch.float64 else torch.bfloat16)
+    assert relative(out, expected) < 5e-3
+    assert all(x.dtype == dtype for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("scores", [{}, {"softcap": 5.0}, {"slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}], ids=str)
+def test_autocast_leaves_the_sums_of_the_kernels_alone(scores):
+    """In its region a product of float32 scores would be one of bfloat16, in backward too when it is called there."""
+    q, k, v, dout = (x.bfloat16().requires_grad_() for x in tensors(12))
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = rs.ring_attention(q, k, v, **scores)
+            found.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def unequal(mesh, what):
+    group = mesh["ring"].get_group()
+    rank = dist.get_rank(group)
+    length = 8 + 4 * rank if what == "queries" else 8
+    dtype = torch.bfloat16 if what == "dtype" and rank == 1 else torch.float32
+    q, k, v, _ = tensors(length, dtype=dtype)
+    mask = "full" if what == "mask" and rank == 1 else "causal"
+    layout = "striped" if what == "layout" and rank == 1 else "zigzag"
+    route = "all-gather" if what == "route" and rank == 1 else "ring"
+    wire = "int8" if what == "wire" and rank == 1 else "exact"
+    softcap = 3.0 if what == "scores" and rank == 1 else None
+    sinks = torch.zeros(4) if what == "sinks" and rank == 1 else None
+    options = {"mask": mask, "layout": layout, "route": route, "wire": wire, "softcap": softcap, "sinks": sinks}
+    rs.ring_attention(q, k, v, group=group, **options)
+
+
+@pytest.mark.parametrize("what", ["queries", "dtype", "mask", "layout", "route", "wire", "scores", "sinks"])
+def test_unequal_arguments_are_refused_on_every_rank_before_anything_moves(pool, what):
+    for outcome in pool.outcomes(unequal, 3, what):
+        assert isinstance(outcome, rs.PeerMismatch)
+        assert what in str(outcome) and "rank 1" in str(outcome)
+    # nothing is left in the air: the same ranks go on working
+    assert len(pool.run(attend_on_ring, 3, "zigzag", 12, "causal")) == 3
+
+
+def changes_its_mind(mesh, what):
+    """All ranks repeat what they have agreed on, but rank 1 does something else; the error, and in how many seconds."""
+    group = mesh["ring"].get_group()
+    rank = dist.get_rank(group)
+
+    def attend(mask="causal", tokens=8, grad=True):
+        q, k, v, dout = (x.requires_grad_() for x in tensors(tokens))
+        with torch.set_grad_enabled(grad):
+            out = rs.ring_attention(q, k, v, mask=mask, group=group)
+        if grad:
+            out.backward(dout)
+
+    attend()
+    attend(mask="full")
+    with pytest.raises(rs.PeerMismatch) as error:
+        started = time.perf_counter()
+        if rank != 1:
+            attend()
+        elif what == "a new shape":
+            attend(tokens=12)
+        elif what == "a mask that is known":
+            attend(mask="full")
+        else:  # a forward pass where the others are in the backward pass
+            attend(grad=False)
+            attend(grad=False)
+    seconds = time.perf_counter() - started
+    attend()
+    return str(error.value), seconds
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("a new shape", "queries"),
+        ("a mask that is known", "different mask: rank 0: causal, rank 1: full"),
+        ("another pass", "out of step: rank 0: "),
+    ],
+)
+def test_a_rank_that_leaves_the_others_is_named_on_every_rank(pool, ranks, what, message):
+    texts, seconds = zip(*pool.run(changes_its_mind, ranks, what), strict=True)
+    assert message in texts[0] and set(texts) == {texts[0]}
+    assert max(seconds) < 0.5
+
+
+def two_groups(mesh):
+    """A ring over all ranks and rings over halves, interleaved in one process."""
+    everyone, halves = mesh["ring"].get_group(), mesh["replicate"].get_group()
+    q, k, v, _ = tensors(8)
+    first = [rs.ring_attention(q, k, v, group=group) for group in (everyone, halves, everyone, halves)]
+    return bool(torch.equal(first[0], first[2]) and torch.equal(first[1], first[3]))
+
+
+def test_several_rings_in_one_process_do_not_mix(pool):
+    assert pool.run(two_groups, 4, replicate=2) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": (2, 4, 8)}, "q must be"),
+        ({"q": (2, 3, 8, 16)}, "2 key/value heads do not divide 3"),
+        ({"k": (2, 2, 8, 12)}, "shapes do not fit"),
+        ({"v": (1, 2, 8, 16)}, "shapes do not fit"),
+        ({"q": (2, 4, 0, 16), "k": (2, 2, 0, 16), "v": (2, 2, 0, 16)}, "empty"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(change, message):
+    shapes = {"q": (2, 4, 8, 16), "k": (2, 2, 8, 16), "v": (2, 2, 8, 16)} | change
+    with pytest.raises(rs.UnsupportedError, match=message):
+        rs.ring_attention(*(torch.zeros(shape) for shape in shapes.values()))
+
+
+def test_other_bad_arguments_are_refused_by_name():
+    q, k, v, _ = tensors(8)
+    with pytest.raises(rs.UnsupportedError, match="float16 on CPU"):
+        rs.ring_attention(q.half(), k.half(), v.half())
+    with pytest.raises(rs.UnsupportedError, match="int32"):
+        rs.ring_attention(q.int(), k.int(), v.int())
+    with pytest.raises(rs.UnsupportedError, match="make them alike"):
+        rs.ring_attention(q, k.double(), v)
+    with pytest.raises(rs.LayoutError, match="unknown layout 'spiral'"):
+        rs.ring_attention(q, k, v, layout="spiral")
+    with pytest.raises(rs.LayoutError, match="for 2 ranks, the ring has 1"):
+        rs.ring_attention(q, k, v, layout=rs.Layout("zigzag", 16, 2))
+    with pytest.raises(rs.LayoutError, match="8 local tokens"):
+        rs.ring_attention(q, k, v, layout=rs.Layout("zigzag", 9, 1))
+    with pytest.raises(rs.UnsupportedError, match="unknown route 'teleport'"):
+        rs.ring_attention(q, k, v, route="teleport")
+    with pytest.raises(rs.UnsupportedError, match="wire 'int8' is for keys and values, which stay where they are"):
+        rs.ring_attention(q, k, v, route="pass-q", wire="int8")
+    with pytest.raises(rs.UnsupportedError, match="unknown wire 'morse'"):
+        rs.ring_attention(q, k, v, wire="morse")
+    with pytest.raises(rs.UnsupportedError, match="gradient_wire 'int8'"):
+        rs.ring_attention(q, k, v, gradient_wire="int8")
+    with pytest.raises(rs.UnsupportedError, match="scale must be finite"):
+        rs.ring_attention(q, k, v, scale=float("nan"))
+    with pytest.raises(
+        rs.UnsupportedError, match=r"kernel 'cpu' cannot serve: it needs a scale above 0, this is -1\.0"
+    ):
+        rs.ring_attention(q, k, v, scale=-1.0, kernel="cpu")
+    with pytest.raises(rs.UnsupportedError, match="softcap must be positive and finite"):
+        rs.ring_attention(q, k, v, softcap=-1.0)
+    with pytest.raises(rs.UnsupportedError, match="sinks must be one number for each of the 4 query heads"):
+        rs.ring_attention(q, k, v, sinks=torch.zeros(2))
+    with pytest.raises(rs.UnsupportedError, match="slopes are constants"):
+        rs.ring_attention(q, k, v, slopes=torch.ones(4, requires_grad=True))
+    with pytest.raises(rs.MaskError, match="unknown mask"):
+        rs.ring_attention(q, k, v, mask="casual")
+
+
+def test_an_odd_local_length_for_zigzag_says_what_to_do():
+    q, k, v, _ = tensors(7)
+    with pytest.raises(rs.LayoutError, match="even number of local tokens"):
+        rs.ring_attention(q, k, v)
+
+
+# The operator's arguments behind q, k and v, for eight tokens of one rank.
+PLAIN = (None, None, 0.25, 0.0, rs.causal().spec, "zigzag", 8, 8, "ring", "exact", "exact", "auto", "")
+
+
+def test_the_operator_passes_torchs_own_checks():
+    q, k, v, _ = (x.requires_grad_() for x in tensors(8))
+    torch.library.opcheck(torch.ops.ringspan.ring_attention, (q, k, v, *PLAIN))
+
+
+def test_a_gradient_through_the_log_sum_exp_is_refused_and_not_dropped():
+    q, k, v, _ = (x.requires_grad_() for x in tensors(8))
+    out, lse = torch.ops.ringspan.ring_attention(q, k, v, *PLAIN)
+    assert out.requires_grad and not lse.requires_grad
+
+
+def test_it_runs_under_fake_tensors_without_a_peer():
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, heads, 1 << 20, 64, requires_grad=True) for heads in (8, 2, 2))
+        layout = rs.Layout("zigzag", 1 << 20, 1)
+        out = rs.ring_attention(q, k, v, layout=layout)
+        out.sum().backward()
+    assert out.shape == q.shape and k.grad.shape == k.shape
+
+
+def test_it_compiles_with_its_gradient():
+    q, k, v, dout = (x.requires_grad_() for x in tensors(16))
+    compiled = torch.compile(lambda q, k, v: rs.ring_attention(q * 2, k, v) + 1, fullgraph=True, backend="aot_eager")
+    out = compiled(q, k, v)
+    expected = rs.ring_attention(q * 2, k, v) + 1
+    assert torch.equal(out, expected)
+    ours, theirs = (torch.autograd.grad(x, (q, k, v), dout.detach()) for x in (out, expected))
+    assert max(map(relative, ours, theirs)) < 1e-6
+
+
+def test_checkpointing_can_keep_its_result(monkeypatch):
+    """With the policy that saves the operator, the ring forward runs once; without it, twice."""
+    from ringspan.torch.attention import op as attention
+
+    calls = []
+    forward = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda *a, **o: calls.append(1) or forward(*a, **o))
+
+    def keep(ctx, operator, *args, **kwargs):
+        if operator == torch.ops.ringspan.ring_attention.default:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def gradients(**options):
+        calls.clear()
+        q, k, v, _ = (x.requires_grad_() for x in tensors(16))
+        out = checkpoint(
+            lambda q, k, v: rs.ring_attention(q.sin(), k, v).cos(), q, k, v, use_reentrant=False, **options
+        )
+        return torch.autograd.grad(out.sum(), (q, k, v)), len(calls)
+
+    kept, runs = gradients(context_fn=partial(create_selective_checkpoint_contexts, keep))
+    again, runs_without = gradients()
+    assert (runs, runs_without) == (1, 2)
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def trace_as_rank_of_eight():
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    q, k, v, dout = (x.requires_grad_() for x in tensors(16))
+    out = rs.ring_attention(q, k, v, layout="zigzag")
+    gradients = torch.autograd.grad(out, (q, k, v), dout.detach())
+    print([tuple(x.shape) for x in (out, *gradients)])
+
+
+def test_it_runs_on_the_fake_backend():
+    """Real tensors and kernels, nobody to talk to: what a rehearsal of one rank of eight does."""
+    import subprocess
+    import sys
+
+    code = "from tests.torch.attention.test_op import trace_as_rank_of_eight as f; f()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == str([(2, 4, 16, 16), (2, 4, 16, 16), (2, 2, 16, 16), (2, 2, 16, 16)])

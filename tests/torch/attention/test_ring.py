@@ -1,0 +1,426 @@
+"""The ring loop against the float64 oracle: every mask, layout, number of ranks, grouping and dtype."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.core import choice, reference
+from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.core.route import Route, member_heads
+from ringspan.core.schedule import plan
+from ringspan.torch.attention import ring
+from ringspan.torch.attention.op import _Options, assemble
+from tests.core.strategies import masks
+from tests.fuzz import examples
+from tests.torch.views import VECTORS, VIEWS, numbers_for
+from tests.torch.virtual import on_ranks
+
+FLOAT32_LIMIT = 3e-6  # the design's Numbers: float32, relative, for out, dq, dk and dv alike
+
+
+@pytest.fixture(autouse=True)
+def groups_of_heads(monkeypatch):
+    """As many as there are key/value heads, though the tiles are small: one thread, as a rank on a machine has."""
+    monkeypatch.setattr(choice, "WORTH_A_CALL_ON_CPU", 0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def relative(x: np.ndarray, expected: np.ndarray, terms: np.ndarray) -> float:
+    """||x - expected|| / ||expected||; where a gradient nearly cancels, against a tenth of the terms that cancelled.
+
+    Rounding is proportional to the terms: the dq of a row with one key is the difference of two equal numbers.
+    """
+    error = np.linalg.norm(x - expected) / max(np.linalg.norm(expected), np.linalg.norm(terms) / 10)
+    return float("inf") if np.isnan(error) else float(error)  # NaN is below every limit where it is not the first
+
+
+def cancelling_terms(dout, q, k, v, allowed, scale, softcap=0.0, bias=None, sinks=None):
+    """Sums of the absolute values of what out, dq, dk, dv and, with sinks, dsinks are sums of.
+
+    Of a score's gradient these are two sums of products. In a row of one key they are equal, and may both happen to be
+    small: half of what such sums usually are counts there, for their rounding is as usual and nothing else is left.
+    """
+    out, lse = reference.attention(q, k, v, allowed, scale, softcap=softcap, bias=bias, sinks=sinks)
+    heads = q.shape[1] // k.shape[1]
+    k_heads, v_heads = np.repeat(k, heads, 1), np.repeat(v, heads, 1)
+    base = np.where(np.isneginf(lse), 0.0, lse)[..., None]
+    scores = scale * (q @ k_heads.swapaxes(-1, -2))
+    scores = (softcap * np.tanh(scores / softcap) if softcap else scores) + (0.0 if bias is None else bias)
+    p = np.exp(np.where(allowed, scores, -np.inf) - base)
+    values = v_heads.swapaxes(-1, -2)
+    two_sums = np.abs(dout @ values) + np.abs((dout * out).sum(-1, keepdims=True))
+    usual = np.sqrt(dout**2 @ values**2) + np.sqrt(((dout * out) ** 2).sum(-1, keepdims=True))
+    has_one_key = allowed.sum(-1, keepdims=True) == 1
+    ds = scale * p * np.where(has_one_key, np.maximum(two_sums, usual / 2), two_sums)
+    summed = [(ds.swapaxes(-1, -2) @ np.abs(q)), (p.swapaxes(-1, -2) @ np.abs(dout))]
+    summed = [x.reshape(*k.shape[:2], heads, *x.shape[2:]).sum(2) for x in summed]
+    if sinks is not None:
+        summed.append((np.exp(sinks[:, None, None] - base) * np.abs(dout * out)).sum((0, 2, 3)))
+    return [out, ds @ np.abs(k_heads), *summed]
+
+
+class Problem:
+    """Random tensors for one sequence, its dense truth, and what a virtual ring makes of it."""
+
+    def __init__(
+        self,
+        length,
+        mask,
+        *,
+        batch=1,
+        heads=2,
+        groups=2,
+        size=16,
+        value_size=None,
+        dtype=torch.float32,
+        keys=None,
+        scale=None,
+        softcap=0.0,
+        has_slopes=False,
+        has_sinks=False,
+        is_uneven=False,
+        views=("contiguous",) * 4,
+        vectors=("contiguous",) * 2,
+        device="cpu",
+    ):
+        """``views`` are how q, k, v and dout lie in memory, ``vectors`` how slopes and sinks do."""
+        self.length, self.mask, self.keys = length, mask, keys or length
+        self.scale = size**-0.5 if scale is None else scale
+        self.dtype, self.is_cross, self.softcap = dtype, keys is not None, softcap
+        generator = torch.Generator().manual_seed(length * 7 + heads)
+        value_size = value_size or size
+        shapes = (
+            (batch, heads, length, size),
+            (batch, groups, self.keys, size),
+            (batch, groups, self.keys, value_size),
+            (batch, heads, length, value_size),
+        )
+        self.views = [VIEWS[name] for name in views]
+        self.q, self.k, self.v, self.dout = (
+            numbers_for(view, torch.randn(s, generator=generator).to(dtype))
+            for view, s in zip(self.views, shapes, strict=True)
+        )
+        if is_uneven:  # the last sequence has much larger values
+            self.v[-1] *= 50
+        self.slopes = torch.rand(heads, generator=generator) / 4 if has_slopes else None
+        self.sinks = torch.randn(heads, generator=generator).to(dtype) if has_sinks else None
+        if has_sinks and heads > 1:
+            self.sinks[-1] = -torch.inf  # takes nothing, and leaves rows without keys empty
+        self.slopes, self.sinks = (
+            None if x is None else VECTORS[name](x) for name, x in zip(vectors, (self.slopes, self.sinks), strict=True)
+        )
+        q, k, v, dout = (x.double().numpy() for x in (self.q, self.k, self.v, self.dout))
+        query_positions, key_positions = np.arange(length), np.arange(self.keys)
+        allowed = mask.dense(query_positions, key_positions)
+        distance = np.abs(query_positions[:, None] - key_positions)
+        extra = {
+            "softcap": softcap,
+            "bias": None if self.slopes is None else -self.slopes.double().numpy()[:, None, None] * distance,
+            "sinks": None if self.sinks is None else self.sinks.double().numpy(),
+        }
+        self.out, self.lse = reference.attention(q, k, v, allowed, self.scale, **extra)
+        self.gradients = reference.backward(dout, q, k, v, allowed, self.scale, **extra)
+        self.terms = cancelling_terms(dout, q, k, v, allowed, self.scale, **extra)
+        if has_sinks:
+            self.dsinks = reference.sink_gradient(dout, self.out, self.lse, extra["sinks"])
+        for name in ("q", "k", "v", "dout", "slopes", "sinks"):
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else tensor.to(device))
+
+    def on_ring(self, name, ranks, route="ring", wire="exact", gradient_wire="exact", kernel="auto"):
+        """out, lse, dq, dk, dv in order, and the exchanges of forward and backward."""
+        layout = rs.Layout(name, self.length, ranks)
+        keys = rs.Layout(name, self.keys, ranks) if self.is_cross else layout
+        lengths = name, self.length, self.keys
+        options = _Options(self.scale, self.softcap, self.mask.spec, *lengths, route, wire, gradient_wire, kernel, "")
+
+        def local(rank):
+            wholes = (self.q, layout), (self.k, keys), (self.v, keys), (self.dout, layout)
+            shards = (rs.shard(x, split, rank, 2, value=torch.nan) for x, split in wholes)
+            return [view(x) for view, x in zip(self.views, shards, strict=True)]
+
+        def forward(rank, exchange):
+            q, k, v, _ = local(rank)
+            mine, ulysses = assemble(rank, ranks, exchange, q, k, self.slopes, options, is_backward=False)
+            return (ulysses.forward if ulysses else ring.forward)(mine, q, k, v, self.sinks)
+
+        partials, sent = on_ranks(ranks, forward)
+
+        def backward(rank, exchange):
+            q, k, v, dout = local(rank)
+            mine, ulysses = assemble(rank, ranks, exchange, q, k, self.slopes, options, is_backward=True)
+            gradients = (ulysses.backward if ulysses else ring.backward)(mine, dout, q, k, v, *partials[rank])
+            dsinks = None if self.sinks is None else ring.sink_gradient(dout, *partials[rank], self.sinks)
+            return *gradients, dsinks
+
+        gradients, sent_back = on_ranks(ranks, backward)
+        whole = [gathered([p[i] for p in partials], layout) for i in range(2)]
+        whole += [gathered([g[i] for g in gradients], layout if i == 0 else keys) for i in range(3)]
+        if self.sinks is not None:
+            whole.append(sum(g[3].double().cpu().numpy() for g in gradients))
+        return whole, sent, sent_back
+
+    def errors(self, name, ranks, route="ring", **wires):
+        """Relative errors of out, dq, dk, dv and dsinks; lse is compared exactly where it is -inf."""
+        (out, lse, *gradients), _, _ = self.on_ring(name, ranks, route, **wires)
+        assert np.array_equal(np.isneginf(lse), np.isneginf(self.lse))
+        seen = ~np.isneginf(lse)
+        np.testing.assert_allclose(
+            lse[seen], self.lse[seen], rtol=0, atol=1e-5 if self.dtype == torch.float32 and not wires else 2e-1
+        )
+        expected = self.out, *self.gradients, *(() if self.sinks is None else (self.dsinks,))
+        return list(map(relative, (out, *gradients), expected, self.terms))
+
+
+def gathered(parts: list[Tensor], layout: rs.Layout) -> np.ndarray:
+    order = torch.from_numpy(layout.inverse[: layout.length])
+    return torch.cat(parts, 2).cpu().index_select(2, order).double().numpy()
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("mask", [rs.causal(), rs.full()], ids=str)
+@pytest.mark.parametrize(("batch", "heads", "groups", "size"), [(1, 8, 2, 64), (2, 2, 2, 80), (1, 2, 1, 128)])
+def test_out_and_gradients_are_those_of_dense_attention(layout, ranks, mask, batch, heads, groups, size):
+    problem = Problem(131, mask, batch=batch, heads=heads, groups=groups, size=size)
+    assert max(problem.errors(layout, ranks)) < FLOAT32_LIMIT
+
+
+ROUTES = [
+    "ring",
+    "bidirectional",
+    "double-ring:2",
+    "all-gather",
+    "pass-q",
+    "ulysses",
+    "ulysses:2",
+    "ulysses:2+all-gather",
+    "ulysses:2+pass-q",
+]
+
+
+def fits(route, ranks, heads, groups):
+    """Whether a route has that many ranks and heads."""
+    try:
+        member_heads(heads, groups, Route.parse(route, ranks).ulysses)
+    except rs.UnsupportedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("mask", "worth"), [(rs.causal(), 1200), (rs.documents([40, *[2] * 12]), 1000)], ids=["causal", "documents"]
+)
+def test_ranks_with_different_work_take_the_same_groups_of_heads(mask, worth, monkeypatch):
+    """Their messages are numbered by group. The first rank has one tile, the last one larger or many small ones."""
+    monkeypatch.setattr(choice, "WORTH_A_CALL_ON_CPU", worth)
+    assert max(Problem(64, mask, heads=4, groups=4).errors("contiguous", 2)) < FLOAT32_LIMIT
+
+
+# First a window, which has tiles of every kind, and everything that scores can have: most bugs show there. Then one row
+# of one key, whose dout . v is 45 times less than its terms.
+_EXAMPLE = {"length": 61, "layout": "zigzag", "ranks": 3, "route": "ring", "grouping": (4, 2), "batch": 2}
+_ONE = {"length": 44, "layout": "contiguous", "ranks": 1, "route": "ring", "grouping": (1, 1), "batch": 1}
+_LIES = {"views": ("contiguous",) * 4, "vectors": ("contiguous",) * 2}
+_PLAIN = {"scale": None, "softcap": 0.0, "has_slopes": False, "has_sinks": False} | _LIES
+_ALL = {"scale": -0.4, "softcap": 2.0, "has_slopes": True, "has_sinks": True} | _LIES
+_MANY_VIEWS = {"views": ("tokens last", "expanded tokens", "fused, numbers interleaved", "expanded scalar")}
+views = st.tuples(*[st.just("contiguous") | st.sampled_from(list(VIEWS))] * 4)
+vectors = st.tuples(*[st.sampled_from(list(VECTORS))] * 2)
+
+
+@example(mask=rs.sliding_window(17), sizes=(8, 8), **_EXAMPLE, **_PLAIN)
+@example(mask=rs.causal(), sizes=(12, 8), **_EXAMPLE, **_ALL)
+@example(mask=rs.documents([1]), sizes=(12, 8), **_ONE, **_PLAIN)
+@example(mask=rs.causal(), sizes=(8, 8), **_EXAMPLE, **_PLAIN | {"scale": -0.4})
+@example(mask=rs.sliding_window(17), sizes=(8, 8), **_EXAMPLE, **_PLAIN | _MANY_VIEWS)
+@given(
+    length=st.integers(1, 70),
+    mask=masks,
+    layout=st.sampled_from(LAYOUT_NAMES),
+    ranks=st.sampled_from([1, 2, 3, 4, 5, 6, 8]),
+    route=st.sampled_from(ROUTES),
+    grouping=st.sampled_from([(1, 1), (4, 2), (3, 1), (8, 2)]),
+    sizes=st.sampled_from([(8, 8), (12, 8), (5, 7)]),
+    batch=st.integers(1, 2),
+    scale=st.sampled_from([None, None, -0.4]),
+    softcap=st.sampled_from([0.0, 0.0, 2.0]),
+    has_slopes=st.booleans(),
+    has_sinks=st.booleans(),
+    views=views,
+    vectors=vectors,
+)
+@examples(200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+def test_any_mask_on_any_layout(
+    length, mask, layout, ranks, route, grouping, sizes, batch, scale, softcap, has_slopes, has_sinks, views, vectors
+):
+    heads, groups = grouping
+    assume(fits(route, ranks, heads, groups))
+    problem = Problem(
+        length,
+        mask,
+        batch=batch,
+        heads=heads,
+        groups=groups,
+        size=sizes[0],
+        value_size=sizes[1],
+        scale=scale,
+        softcap=softcap,
+        has_slopes=has_slopes,
+        has_sinks=has_sinks,
+        views=views,
+        vectors=vectors,
+    )
+    assert max(problem.errors(layout, ranks, route)) < FLOAT32_LIMIT
+
+
+@pytest.mark.parametrize("kernel", ["auto", "cpu", "reference"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_kernel_computes_every_view(view, kernel):
+    """A window has tiles of every kind; the value heads are smaller, so that they are filled up."""
+    problem = Problem(40, rs.sliding_window(9), batch=2, heads=4, groups=2, size=8, value_size=5, views=[view] * 4)
+    for ranks in (1, 2):
+        assert max(problem.errors("contiguous", ranks, kernel=kernel)) < FLOAT32_LIMIT
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+@pytest.mark.parametrize(("ranks", "route"), [(4, "ulysses"), (8, "ulysses:4"), (8, "ulysses")])
+def test_members_share_key_value_heads_when_these_are_few(layout, ranks, route):
+    assert max(Problem(75, rs.causal(), heads=8, groups=2).errors(layout, ranks, route)) < FLOAT32_LIMIT
+
+
+@given(
+    length=st.integers(1, 40),
+    keys=st.integers(1, 40),
+    mask=masks,
+    layout=st.sampled_from(LAYOUT_NAMES),
+    ranks=st.integers(1, 4),
+    route=st.sampled_from(["ring", "pass-q"]),
+    has_slopes=st.booleans(),
+)
+@examples(50, suppress_health_check=[HealthCheck.too_slow])
+def test_cross_attention(length, keys, mask, layout, ranks, route, has_slopes):
+    problem = Problem(length, mask, keys=keys, heads=4, has_slopes=has_slopes)
+    assert max(problem.errors(layout, ranks, route)) < FLOAT32_LIMIT
+
+
+@pytest.mark.parametrize("route", ["ring", "pass-q"])
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_the_error_does_not_grow_with_the_number_of_ranks(layout, route):
+    problem = Problem(256, rs.causal(), heads=2, groups=1, size=32)
+    for ranks in (1, 2, 4, 8, 16):
+        assert max(problem.errors(layout, ranks, route)) < FLOAT32_LIMIT
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_bfloat16_is_as_good_as_on_one_device(layout, kernel):
+    problem = Problem(256, rs.causal(), heads=4, groups=2, size=64, dtype=torch.bfloat16)
+    inputs = [x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    alone = [out, *torch.autograd.grad(out, inputs, problem.dout)]
+    expected = (problem.out, *problem.gradients)
+    limits = [
+        1.4 * relative(x.detach().double().numpy(), *e) for x, *e in zip(alone, expected, problem.terms, strict=True)
+    ]
+    for ranks in (2, 4, 8, 16):
+        for error, limit in zip(problem.errors(layout, ranks, kernel=kernel), limits, strict=True):
+            assert error < limit
+
+
+def test_float64_stays_float64():
+    assert max(Problem(60, rs.causal(), dtype=torch.float64).errors("zigzag", 3)) < 1e-7
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_a_row_without_keys_and_with_a_sink_of_minus_infinity_gives_zeros(kernel):
+    problem = Problem(12, rs.documents([3]), has_sinks=True)
+    assert problem.sinks[-1] == -torch.inf
+    (out, *_), _, _ = problem.on_ring("contiguous", 2, kernel=kernel)
+    assert (out[:, :, 3:] == 0).all()
+    assert max(problem.errors("contiguous", 2, kernel=kernel)) < FLOAT32_LIMIT
+
+
+def test_a_rank_whose_queries_see_nothing_gives_zeros():
+    mask = rs.documents([3])  # positions from 3 on see nothing and are seen by nobody
+    (out, lse, *gradients), _, _ = Problem(12, mask).on_ring("contiguous", 4)
+    assert (out[:, :, 3:] == 0).all() and np.isneginf(lse[:, :, 3:]).all()
+    assert all((g[:, :, 3:] == 0).all() and np.isfinite(g).all() for g in gradients)
+
+
+def test_queries_that_nobody_answers_between_others_that_several_answer():
+    """Two visitors send home partials with the same rows empty: merging these leaves them empty."""
+    mask = rs.Mask.parse("regions:0,2,8,24,,;6,8,8,24,,")  # queries 2 to 5 of rank 0 see nothing
+    problem = Problem(32, mask)
+    (out, *_), _, _ = problem.on_ring("contiguous", 4, "pass-q")
+    assert (out[:, :, 2:6] == 0).all()
+    assert max(problem.errors("contiguous", 4, "pass-q")) < FLOAT32_LIMIT
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+@pytest.mark.parametrize("mask", [rs.causal(), rs.full(), rs.sliding_window(9)], ids=str)
+@pytest.mark.parametrize("route", ["ring", "bidirectional", "double-ring:2", "all-gather"])
+def test_exactly_the_scheduled_messages_are_sent(layout, mask, route):
+    ranks, groups = 4, 2  # two key/value heads make two groups of heads
+    _, sent, sent_back = Problem(64, mask, groups=groups).on_ring(layout, ranks, route)
+    for rank in range(ranks):
+        schedule = plan(rs.Layout(layout, 64, ranks), mask, rank, None, route)
+        keys_values = sum(bool(parcel.ranges) for hop in schedule.hops for _, parcel in hop.sends)
+        returned = sum(bool(hop.gradient_on.ranges) + bool(hop.gradient_home) for hop in schedule.hops)
+        assert sent[rank].num_sends == keys_values * groups <= len(schedule.hops[1:]) * groups
+        assert sent_back[rank].num_sends == (keys_values + returned) * groups
+        bytes_per_token = 2 * 2 * 16 * 4  # k and v, two heads of 16 float32
+        assert sent[rank].sent_bytes == schedule.sent_tokens * bytes_per_token
+        assert sent_back[rank].sent_bytes == (schedule.sent_tokens + schedule.sent_gradient_tokens) * bytes_per_token
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+@pytest.mark.parametrize("mask", [rs.causal(), rs.full(), rs.sliding_window(9)], ids=str)
+def test_queries_travel_in_their_own_messages_and_partials_straight_home(layout, mask):
+    ranks, heads, groups, length, keys = 4, 4, 2, 24, 64
+    sizes = rs.Layout(layout, length, ranks), mask
+    problem = Problem(length, mask, heads=heads, groups=groups, value_size=8, keys=keys)
+    _, sent, sent_back = problem.on_ring(layout, ranks, "pass-q")
+    for rank in range(ranks):
+        schedule, back = (plan(*sizes, rank, rs.Layout(layout, keys, ranks), route) for route in ("pass-q", "ring"))
+        queries = sum(bool(parcel.ranges) for hop in schedule.hops for _, parcel in hop.sends)
+        partials = sum(bool(hop.gradient_home) for hop in schedule.hops)
+        assert sent[rank].num_sends == (queries + partials) * groups <= 2 * (ranks - 1) * groups
+        assert not any(hop.gradient_on.ranges for hop in schedule.hops)
+        home = [(hop.index, hop.owner) for hop in schedule.hops if hop.gradient_home]
+        numbered = [(message // 2, peer) for message, peer in sent[rank].sends if message % 2]
+        assert numbered == [(number * ranks + index, owner) for number in range(groups) for index, owner in home]
+        token, partial = heads * 16 * 4, heads * (8 + 1) * 4
+        assert sent[rank].sent_bytes == schedule.sent_tokens * token + schedule.sent_gradient_tokens * partial
+        gradients = (back.sent_tokens + back.sent_gradient_tokens) * groups * (16 + 8) * 4
+        assert sent_back[rank].sent_bytes == gradients
+
+
+@pytest.mark.parametrize(("wire", "limit"), [("bfloat16", 3e-3), ("int8", 1.2e-2), ("float8", 5e-2)])
+def test_a_coded_wire_costs_the_same_error_on_any_number_of_ranks(wire, limit):
+    problem = Problem(256, rs.causal(), batch=2, heads=4, groups=2, size=32, is_uneven=True)
+    errors = [max(problem.errors("zigzag", ranks, wire=wire)) for ranks in (2, 4, 8)]
+    assert limit / 10 < min(errors) and max(errors) < limit
+    exact, coded = (problem.on_ring("zigzag", 4, wire=w)[1][0].sent_bytes for w in ("exact", wire))
+    assert coded < exact * (0.51 if wire == "bfloat16" else 0.27)
+
+
+def test_gradients_may_travel_in_bfloat16():
+    problem = Problem(256, rs.causal(), heads=4, groups=2, size=32)
+    out, dq, dk, dv = problem.errors("zigzag", 4, gradient_wire="bfloat16")
+    assert max(out, dq) < FLOAT32_LIMIT < min(dk, dv) and max(dk, dv) < 3e-3
+
+
+@pytest.mark.parametrize("route", ["bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses:2", "ulysses"])
+def test_bfloat16_is_as_good_on_every_route(route):
+    problem = Problem(256, rs.causal(), heads=4, groups=2, size=64, dtype=torch.bfloat16)
+    limits = problem.errors("zigzag", 1)
+    for error, limit in zip(problem.errors("zigzag", 4, route), limits, strict=True):
+        assert error < 1.4 * limit

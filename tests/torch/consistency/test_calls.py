@@ -1,0 +1,323 @@
+"""Ranks that were given different things: whatever differs, each of them says so, names it, and goes on afterwards."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, DistributedSampler
+
+import ringspan as rs
+from ringspan.torch.consistency.calls import _are_alike, _with_squares, _words
+from ringspan.torch.transport.digest import digest_integers, digest_values
+from tests.torch.models import build, tokens
+
+ROWS = tokens(8, 16)
+
+
+def is_odd(mesh: DeviceMesh) -> bool:
+    """Whether this is the rank that was given something else: the last one."""
+    return mesh.get_rank() == int(mesh.mesh.max())
+
+
+def batch(mesh: DeviceMesh, **changes: Any) -> dict[str, Any]:
+    whole = {"input_ids": ROWS[:1], "labels": ROWS[:1]}
+    return rs.shard_batch(whole | (changes if is_odd(mesh) else {}), mesh)
+
+
+def step(mesh: DeviceMesh, what: str) -> None:
+    """A step in which the last rank does or has something else."""
+    torch.manual_seed(0)
+    model = rs.parallelize(build("llama"), mesh)
+    odd = is_odd(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(**batch(mesh)).loss.backward()  # all is known by now, and well
+    match what:
+        case "tokens":
+            model(**batch(mesh, input_ids=ROWS[1:2]))
+        case "one token":
+            other = ROWS[:1].clone()
+            other[0, 3] += 1
+            model(**batch(mesh, input_ids=other))
+        case "labels":
+            model(**batch(mesh, labels=ROWS[:1].masked_fill(ROWS[:1] < 9, -100)))
+        case "documents":
+            model(**batch(mesh, position_ids=torch.arange(8).repeat(2)))
+        case "padded length":
+            model(**batch(mesh, input_ids=ROWS[:1, :15], labels=ROWS[:1, :15]))
+        case "length":
+            model(**batch(mesh, input_ids=ROWS[:1, :8], labels=ROWS[:1, :8]))
+        case "batch size":
+            model(**batch(mesh, input_ids=ROWS[:2], labels=ROWS[:2]))
+        case "no labels":
+            part = batch(mesh)
+            if odd:
+                del part["shift_labels"]
+            model(**part)
+        case "num_items_in_batch":
+            model(**batch(mesh), num_items_in_batch=14 if odd else 15)
+        case "mode":
+            model.train(not odd)(**batch(mesh))
+        case "gradients":
+            with torch.set_grad_enabled(not odd):
+                model(**batch(mesh))
+        case "trained parameters":
+            model.lm_head.weight.requires_grad_(not odd)
+            model(**batch(mesh))
+        case "learning rate":
+            optimizer.param_groups[0]["lr"] = 0.2 if odd else 0.1
+            optimizer.step()
+            model(**batch(mesh))
+        case "optimizer steps":
+            if not odd:
+                optimizer.step()
+            model(**batch(mesh))
+        case "an unknown argument":
+            model(**batch(mesh), **({"use_cache": True} if odd else {}))
+        case "an argument that is missing":
+            model(**({} if odd else batch(mesh)))
+        case "an exception":
+            model(**batch(mesh), **({"num_items_in_batch": Surprise()} if odd else {}))
+        case "saving":
+            if odd:
+                model.save_pretrained("nowhere")
+            else:
+                model(**batch(mesh))
+
+
+class Surprise:
+    """Raises what nobody expects."""
+
+    def __eq__(self, other: object) -> bool:
+        raise OSError("out of paper")
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        raise OSError("out of paper")
+
+
+CASES = {
+    "tokens": "different input_ids",
+    "one token": "different input_ids",
+    "labels": "different labels",
+    "documents": "different documents",
+    "padded length": "different length of the longest document: ",
+    "length": "different local length: ",
+    "batch size": "different batch size: ",
+    "no labels": "different labels: ",
+    "num_items_in_batch": "different num_items_in_batch: ",
+    "mode": "different mode: ",
+    "gradients": "different gradients: ",
+    "trained parameters": "different trained parameters: ",
+    "learning rate": "different optimizer setting lr of SGD: ",
+    "optimizer steps": "different steps of the optimizer SGD: ",
+    "an unknown argument": "use_cache=True",
+    "an argument that is missing": "rs.shard_batch",
+    "an exception": "out of paper",
+    "saving": "the ranks do different things: ",
+}
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (3, 1, 1), (4, 2, 1), (4, 1, 2)], ids=str)
+@pytest.mark.parametrize("what", CASES)
+def test_what_differs_between_ranks_is_named_on_every_rank(pool, what, shape):
+    ranks, replicate, tp = shape
+    outcomes = pool.outcomes(step, ranks, what, replicate=replicate, tp=tp)
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome, Exception), outcome
+        assert CASES[what] in str(outcome)
+        if "different" in CASES[what]:
+            assert isinstance(outcome, rs.PeerMismatch)
+            assert f"rank {ranks - 1}: " in str(outcome), rank
+    messages = {str(outcome).split("out of paper")[0][-20:] for outcome in outcomes[:-1]}
+    assert len(messages) == 1
+
+
+def sampled_by_the_world(mesh: DeviceMesh, replicas: int | None) -> None:
+    """What torch's sampler does by default: another example for each rank of a ring."""
+    model = rs.parallelize(build("llama"), mesh)
+    ranks = {} if replicas is None else {"num_replicas": replicas, "rank": mesh["replicate"].get_local_rank()}
+    if replicas is None:
+        ranks = {"num_replicas": mesh.size(), "rank": mesh.get_rank()}
+    [ids, *_] = DataLoader(ROWS, sampler=DistributedSampler(range(8), shuffle=False, **ranks))
+    model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh))
+
+
+def test_a_sampler_of_the_world_is_named_with_what_to_give_it(pool):
+    for outcome in pool.outcomes(sampled_by_the_world, 4, None, replicate=2):
+        assert isinstance(outcome, rs.PeerMismatch)
+        assert "rs.sampler(dataset, mesh)" in str(outcome) and "num_replicas=2" in str(outcome)
+    assert pool.run(sampled_by_the_world, 4, 2, replicate=2) == [None] * 4
+
+
+def replicas_of_other_lengths(mesh: DeviceMesh) -> float:
+    """Each replica pads to its own longest example."""
+    model = rs.parallelize(build("llama"), mesh)
+    replica = mesh["replicate"].get_local_rank()
+    ids = ROWS[replica : replica + 1, : 16 - 5 * replica]
+    loss = model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def test_replicas_may_have_other_lengths(pool):
+    model = build("llama")
+    sums = [
+        torch.nn.functional.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="sum")
+        for ids in (ROWS[0], ROWS[1, :11])
+    ]
+    expected = float(sum(sums).detach()) / (15 + 10)
+    assert pool.run(replicas_of_other_lengths, 4, replicate=2) == [pytest.approx(expected, rel=1e-6)] * 4
+
+
+def refused_by_one(mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    rs.parallelize(build("llama"), mesh, **(options if is_odd(mesh) else {}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "striped"}, "different layout: rank"),
+        ({"checkpoint": "full"}, "different checkpoint: rank"),
+        ({"loss_chunk_tokens": 7}, "different loss_chunk_tokens: rank"),
+        ({"checkpoint": "some"}, "unknown checkpoint policy 'some'"),
+        ({"route": "teleport"}, "unknown route 'teleport'"),
+        ({"compute_dtype": torch.bfloat16}, "different compute_dtype: rank"),
+    ],
+    ids=str,
+)
+def test_options_that_differ_are_named_on_every_rank(pool, options, message):
+    for outcome in pool.outcomes(refused_by_one, 3, options):
+        assert isinstance(outcome, rs.RingspanError) and message in str(outcome)
+
+
+def frozen_on_one(mesh: DeviceMesh) -> None:
+    model = build("llama")
+    model.model.norm.weight.requires_grad_(not is_odd(mesh))
+    rs.parallelize(model, mesh)
+
+
+def test_a_parameter_that_one_rank_does_not_train_is_named(pool):
+    for outcome in pool.outcomes(frozen_on_one, 3):
+        assert isinstance(outcome, rs.PeerMismatch) and "model.norm.weight" in str(outcome)
+
+
+def drawn_by_each_rank(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """The weights of a model of which each rank has drawn its own, or all but one tensor."""
+    model = build("llama", seed=mesh.get_rank())
+    if mesh["replicate"].size() > 1:
+        model = build("llama", seed=0)
+        torch.nn.init.normal_(model.lm_head.weight, std=1 + mesh.get_rank())
+    model = rs.parallelize(model, mesh)
+    return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("ranks", "replicate"), [(3, 1), (4, 2), (4, 4)])
+def test_weights_that_ranks_have_drawn_differently_become_those_of_the_first(pool, ranks, replicate, capfd):
+    results = pool.run(drawn_by_each_rank, ranks, replicate=replicate)
+    if replicate == 1:
+        expected = dict(build("llama", seed=0).named_parameters())
+        assert all(torch.equal(results[0][name], expected[name]) for name in expected)
+    for result in results[1:]:
+        assert all(torch.equal(result[name], results[0][name]) for name in results[0])
+
+
+def save_nothing(mesh: DeviceMesh, folder: Path) -> None:
+    rs.parallelize(build("llama"), mesh).save_pretrained(folder)
+
+
+def test_a_mismatch_leaves_nothing_in_the_air(pool, tmp_path):
+    for _ in pool.outcomes(step, 3, "saving"):
+        pass
+    assert len(pool.run(save_nothing, 3, tmp_path)) == 3
+
+
+def sampled(mesh: DeviceMesh, shuffle: bool, workers: int) -> list[list[list[int]]]:
+    """What a rank is given in two epochs."""
+    loader = rs.loader(list(range(11)), mesh, batch_size=2, shuffle=shuffle, seed=5, num_workers=workers)
+    return [[batch.tolist() for batch in loader] for _ in range(2)]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_gives_rings_equal_and_replicas_different_examples(pool, shuffle):
+    ranks = pool.run(sampled, 4, shuffle, 0, replicate=2)
+    assert ranks[0] == ranks[1] and ranks[2] == ranks[3]
+    for epoch in range(2):
+        seen = [number for rank in (0, 2) for batch in ranks[rank][epoch] for number in batch]
+        assert sorted(set(seen)) == list(range(11)) and len(seen) == 12  # one more than there are: it comes out even
+    assert (ranks[0][0] != ranks[0][1]) == shuffle
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(7))
+
+
+def streamed(mesh: DeviceMesh) -> list[list[int]]:
+    return [batch.tolist() for batch in rs.loader(Stream(), mesh, batch_size=2)]
+
+
+def test_a_loader_deals_a_stream_to_the_replicas(pool):
+    ranks = pool.run(streamed, 4, replicate=2)
+    assert ranks[0] == ranks[1] == [[0, 2], [4]] and ranks[2] == ranks[3] == [[1, 3], [5]]
+
+
+class Replica:
+    """Stands in for the mesh of a rank of one of two replicas."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __getitem__(self, axis: str) -> "Replica":
+        return self
+
+    def size(self) -> int:
+        return 2
+
+    def get_local_rank(self) -> int:
+        return self.number
+
+
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(())
+
+
+def test_what_workers_draw_is_alike_on_a_ring():
+    meshes: list[Any] = [Replica(number) for number in (0, 0, 1)]
+    loaders = [rs.loader(Noisy(), mesh, num_workers=1, seed=3) for mesh in meshes]
+    first, second, other = ([float(x) for x in loader] for loader in loaders)
+    assert first == second != other
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=9))
+def test_sums_tell_whether_all_words_are_alike(facts):
+    sums = [sum(column) for column in zip(*(_with_squares(_words(fact)) for fact in facts), strict=True)]
+    assert _are_alike(len(facts), sums) == (len(set(facts)) == 1)
+
+
+@given(st.integers(1, 40), st.integers(0, 39), st.integers(1, 1000), st.randoms())
+def test_a_digest_sees_every_entry_its_place_and_the_shape(length, place, change, random):
+    x = torch.tensor([random.randrange(100_000) for _ in range(length)])
+    changed = x.clone()
+    changed[place % length] += change
+    assert digest_integers(x) == digest_integers(x.clone()) != digest_integers(changed)
+    swapped = x.flip(0)
+    assert bool(digest_integers(x) == digest_integers(swapped)) == torch.equal(x, swapped)
+    assert digest_integers(x) != digest_integers(x[None])
+    assert digest_integers(x) != digest_integers(torch.cat((x, torch.zeros(1, dtype=x.dtype))))
+    assert (digest_values(x) == digest_values(changed)) is False
+
+
+def test_the_rank_of_a_call_in_another_group_is_its_own_in_the_world(pool):
+    for outcome in pool.outcomes(step, 4, "tokens", replicate=2):
+        assert "rank 2: digest" in str(outcome) and "rank 3: digest" in str(outcome) and "rank 0" not in str(outcome)
+    assert not dist.is_initialized()

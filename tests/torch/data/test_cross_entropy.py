@@ -1,0 +1,199 @@
+"""The blockwise loss against PyTorch's cross-entropy of whole logits in float64, and against the arithmetic of its
+memory.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import ringspan as rs
+from ringspan.measure.trace.peak import allocated_bytes
+from ringspan.torch.data import cross_entropy as loss_module
+from ringspan.torch.data.cross_entropy import LossOptions, loss_bytes
+from tests.torch.models import relative
+
+
+def whole(hidden, weight, bias, targets, *, logit_scale=1.0, softcap=None, z_loss=0.0, label_smoothing=0.0):
+    logits = logit_scale * (hidden @ weight.T + (0 if bias is None else bias))
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    squares = logits.logsumexp(-1)[targets != -100].square().sum()
+    plain = cross_entropy(logits, targets, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing)
+    return plain + z_loss * squares
+
+
+def example(dtype, tokens=45, size=16, vocabulary=101, ignored="some", with_bias=True):
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, size, generator=generator).to(dtype) for n in (tokens, vocabulary))
+    bias = torch.randn(vocabulary, generator=generator).to(dtype) if with_bias else None
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    targets[{"some": slice(0, 20), "all": slice(None), "none": slice(0, 0)}[ignored]] = -100
+    return [None if x is None else x.requires_grad_() for x in (hidden, weight, bias)], targets
+
+
+def check(dtype, bound, chunks, extras, **shape: Any):
+    inputs, targets = example(dtype, **shape)
+    exact = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
+    ours = rs.blockwise_cross_entropy(*inputs[:2], targets, bias=inputs[2], **chunks, **extras)
+    truth = whole(*exact, targets, **extras)
+    assert ours.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert relative(ours, truth) < bound or ours == truth == 0
+    given, wanted = ([x for x in xs if x is not None] for xs in (inputs, exact))
+    pairs = zip(torch.autograd.grad(ours * 0.3, given), torch.autograd.grad(truth * 0.3, wanted), strict=True)
+    for (x, expected), source in zip(pairs, given, strict=True):
+        assert x.dtype == source.dtype and x.shape == source.shape
+        assert relative(x, expected) < bound or not (expected.any() or x.any())
+
+
+CHUNKS = [(1, None), (7, 1), (7, 13), (64, 101), (1000, 50), (1000, 5000)]
+EXTRAS = [
+    {},
+    {"softcap": 3.0},
+    {"z_loss": 0.01, "label_smoothing": 0.1},
+    {"softcap": 2.0, "z_loss": 0.1, "label_smoothing": 0.3},
+    {"logit_scale": 0.3},
+    {"logit_scale": 1.7, "softcap": 2.0, "z_loss": 0.1, "label_smoothing": 0.3},
+]
+
+
+@pytest.mark.parametrize(("chunk_tokens", "chunk_vocabulary"), CHUNKS)
+@pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: "-".join(extras) or "plain")
+def test_loss_and_gradients_are_those_of_whole_logits(chunk_tokens, chunk_vocabulary, extras):
+    chunks = {"chunk_tokens": chunk_tokens, "chunk_vocabulary": chunk_vocabulary}
+    check(torch.float64, 1e-13, chunks, extras)
+    check(torch.float32, 1e-6, chunks, extras)
+
+
+@pytest.mark.parametrize("ignored", ["some", "all", "none"])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk_vocabulary", [None, 30])
+def test_tokens_without_targets_and_heads_without_biases(ignored, with_bias, chunk_vocabulary):
+    chunks = {"chunk_tokens": 7, "chunk_vocabulary": chunk_vocabulary}
+    extras = {"z_loss": 0.01, "label_smoothing": 0.1}
+    check(torch.float32, 1e-6, chunks, extras, ignored=ignored, with_bias=with_bias)
+
+
+@pytest.mark.parametrize("chunk_vocabulary", [None, 30])
+def test_bfloat16_is_close_to_the_truth(chunk_vocabulary):
+    check(torch.bfloat16, 1e-2, {"chunk_tokens": 16, "chunk_vocabulary": chunk_vocabulary}, {}, vocabulary=128)
+
+
+def test_large_logits_do_not_overflow():
+    hidden = torch.full((3, 4), 100.0, requires_grad=True)
+    weight = torch.eye(4).mul(200).requires_grad_()
+    for chunk_vocabulary in (None, 1):
+        ours = rs.blockwise_cross_entropy(hidden, weight, torch.arange(3), chunk_vocabulary=chunk_vocabulary)
+        assert relative(ours, whole(hidden, weight, None, torch.arange(3))) < 1e-6
+        assert torch.autograd.grad(ours, hidden)[0].isfinite().all()
+
+
+def test_the_gradient_of_the_head_adds_up_in_float32():
+    """320 equal parts of a bfloat16 gradient: in bfloat16 their sum would stop growing at 256 of them."""
+    hidden, weight = torch.ones(320, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
+    rs.blockwise_cross_entropy(hidden, weight, torch.zeros(320).long(), chunk_tokens=1).backward()
+    assert weight.grad is not None and weight.grad.flatten().tolist() == [-160.0, 160.0]
+
+
+def test_the_inputs_survive_and_gradients_are_only_computed_when_wanted():
+    hidden, weight = torch.randn(8, 4), torch.randn(9, 4, requires_grad=True)
+    kept = hidden.clone(), weight.clone()
+    targets = torch.zeros(8, dtype=torch.int64)
+    rs.blockwise_cross_entropy(hidden, weight, targets).backward()
+    assert torch.equal(hidden, kept[0]) and torch.equal(weight, kept[1])
+    assert hidden.grad is None and weight.grad is not None
+    wide = torch.zeros(2000, 4, requires_grad=True)
+    with torch.no_grad():
+        held = allocated_bytes(lambda: rs.blockwise_cross_entropy(hidden, wide, targets, chunk_tokens=1))
+    assert held < wide.nbytes / 2, "no gradient of the weight without a backward pass"
+
+
+def test_a_second_backward_pass_is_refused():
+    hidden = torch.randn(8, 4, requires_grad=True)
+    loss = rs.blockwise_cross_entropy(hidden, torch.randn(9, 4), torch.zeros(8).long())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(("chunk_tokens", "chunk_vocabulary"), [(512, None), (512, 8192), (1024, 5000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_memory_is_that_of_one_block_at_any_length(chunk_tokens, chunk_vocabulary, dtype, softcap):
+    vocabulary, size = 16384, 48
+    options = LossOptions(chunk_tokens=chunk_tokens, chunk_vocabulary=chunk_vocabulary, softcap=softcap)
+    expected = loss_bytes(options, vocabulary, size, dtype)
+    beside = []
+    for tokens in (1024, 2000):
+        (hidden, weight, _), targets = example(dtype, tokens, size, vocabulary, "none", with_bias=False)
+        held = allocated_bytes(
+            lambda hidden=hidden, weight=weight, targets=targets: rs.blockwise_cross_entropy(
+                hidden,
+                weight,
+                targets,
+                chunk_tokens=chunk_tokens,
+                chunk_vocabulary=chunk_vocabulary,
+                softcap=softcap,
+            ).backward()
+        )
+        beside.append(held - hidden.nbytes)
+        # Where the processor has no instructions for bfloat16, a product holds its result in float32 too.
+        rows, columns = hidden[:chunk_tokens].detach(), weight[:chunk_vocabulary].detach().T
+        packed = allocated_bytes(lambda rows=rows, columns=columns: rows @ columns) - (rows @ columns).nbytes
+        assert 0.97 * expected < beside[-1] < 1.03 * expected + packed
+    assert abs(beside[1] - beside[0]) < 0.01 * expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_tokens": 0}, "loss_chunk_tokens"),
+        ({"chunk_vocabulary": 0}, "loss_chunk_vocabulary"),
+        ({"z_loss": -1.0}, "z_loss"),
+        ({"label_smoothing": 1.0}, "label_smoothing"),
+        ({"softcap": 0.0}, "softcap"),
+        ({"logit_scale": 0.0}, "logit_scale"),
+        ({"impl": "magic"}, "magic"),
+        ({"impl": "liger"}, "runs on CUDA, not on cpu"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(rs.ConfigError, match=message):
+        rs.blockwise_cross_entropy(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1).long(), **options)
+
+
+@pytest.mark.parametrize("target", [-1, 9, -101])
+def test_targets_outside_of_the_vocabulary_are_refused(target):
+    with pytest.raises(rs.UnsupportedError, match=str(target)):
+        rs.blockwise_cross_entropy(torch.zeros(2, 4), torch.zeros(9, 4), torch.tensor([0, target]))
+
+
+def test_ligers_kernel_is_chosen_on_cuda_where_it_sums_in_float32(monkeypatch):
+    """The choice alone: what stands for the package here never computes."""
+
+    def fused(hidden, weight, target, bias=None, accum_dtype=None): ...
+
+    def older(hidden, weight, target, bias=None): ...
+
+    package, transformers = ModuleType("liger_kernel"), ModuleType("liger_kernel.transformers")
+    functional: Any = ModuleType("liger_kernel.transformers.functional")
+    transformers.functional = functional  # type: ignore[attr-defined]
+    for module in (package, transformers, functional):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(loss_module.importlib.util, "find_spec", lambda name: package)
+    on_cuda, on_cpu = torch.empty(1, device="meta"), torch.empty(1)
+    monkeypatch.setattr(loss_module, "_is_cuda", lambda x: x is on_cuda)
+    functional.liger_fused_linear_cross_entropy = fused
+    assert loss_module._choose_liger("auto", on_cuda) is fused
+    assert loss_module._choose_liger("auto", on_cpu) is None
+    assert loss_module._choose_liger("blockwise", on_cuda) is None
+    assert loss_module._choose_liger("auto", on_cuda, logit_scale=0.5) is None
+    with pytest.raises(rs.ConfigError, match=r"logit_scale=0\.5"):
+        loss_module._choose_liger("liger", on_cuda, logit_scale=0.5)
+    functional.liger_fused_linear_cross_entropy = older
+    assert loss_module._choose_liger("auto", on_cuda) is None
+    with pytest.raises(rs.ConfigError, match="pip install"):
+        loss_module._choose_liger("liger", on_cuda)

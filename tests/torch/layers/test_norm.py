@@ -1,0 +1,108 @@
+"""Norms in blocks: which they are, the same loss and gradients, and what they keep."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringspan as rs
+from ringspan.core.arguments import FREE_CHUNK_TOKENS
+from ringspan.torch.layers.blockwise import Blockwise, run_in_blocks
+from ringspan.torch.layers.norm import chunk_norms, find_norms
+from tests.torch.models import build, kept_bytes, relative, tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("llama", 5),  # two in each of two layers, and the last one
+        ("qwen3", 9),  # and two on heads
+        ("gemma3_text", 13),
+        ("opt", 0),  # PyTorch's own
+    ],
+)
+def test_any_model_has_the_same_loss_and_gradients_with_its_norms_in_chunks(kind, number):
+    ids = tokens(2, 19)
+    results = []
+    for chunk in (0, 5):
+        model = build(kind).train()
+        assert len(find_norms(model)) == number
+        if chunk:
+            chunk_norms(model, chunk)
+            assert sum(isinstance(module, Blockwise) for module in model.modules()) == number
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    (loss, gradients), (chunked, others) = results
+    assert relative(chunked, loss) < 1e-6
+    for name, expected in gradients.items():
+        assert relative(others[name], expected) < 1e-6, name
+
+
+def test_it_keeps_its_16_bit_input_alone():
+    model = build("llama").to(torch.bfloat16)
+    [norm, *_] = find_norms(model)
+    hidden = torch.randn(1, 30, 64).bfloat16().requires_grad_()
+    assert kept_bytes(norm, hidden) > 3 * hidden.nbytes  # in float32, and normed
+    chunk_norms(model, 7)
+    assert kept_bytes(norm, hidden) == hidden.nbytes
+
+
+class Gated(nn.Module):
+    """A norm that may be given more than hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
+        hidden = hidden if gate is None else hidden * gate
+        return self.weight * hidden * hidden.pow(2).mean(-1, keepdim=True).rsqrt()
+
+
+class OverTokens(Gated):
+    """Not a norm of each token."""
+
+    def forward(self, hidden: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.weight * hidden * hidden.pow(2).mean((1, 2), keepdim=True).rsqrt()
+
+
+@pytest.mark.parametrize("norm", [Gated(), OverTokens(), nn.LayerNorm(64)], ids=lambda norm: type(norm).__name__)
+def test_what_blocks_would_break_or_not_help_is_left_alone(norm):
+    model: Any = nn.ModuleList([norm])
+    assert find_norms(model) == []
+
+
+def test_no_tokens_at_a_time_are_refused():
+    with pytest.raises(rs.ConfigError, match="norm_chunk_tokens must be a whole number of at least 1, got -1"):
+        chunk_norms(build("llama"), -1)
+
+
+def on_a_ring(mesh: DeviceMesh) -> list[set[int]]:
+    found = []
+    for options in (
+        {},
+        {"checkpoint": "none"},
+        {"norm_chunk_tokens": 0},
+        {"checkpoint": "none", "norm_chunk_tokens": 7},
+    ):
+        model = rs.parallelize(build("llama"), mesh, **options)
+        blocks: list[Any] = [module for module in model.modules() if isinstance(module, Blockwise)]
+        found.append({m.chunk_tokens for m in blocks if m.chunk_option == "norm_chunk_tokens"})
+    return found
+
+
+def test_the_default_cuts_norms_where_layers_are_checkpointed(pool):
+    assert pool.run(on_a_ring, 1) == [[{FREE_CHUNK_TOKENS}, set(), set(), {7}]]
+
+
+def test_few_tokens_are_normed_all_at_once_where_it_is_not_worth_it():
+    model = build("llama").to(torch.bfloat16)
+    [norm, *_] = find_norms(model)
+    few, many = (torch.randn(1, n, 64).bfloat16().requires_grad_() for n in (9, 10))
+    whole = kept_bytes(norm, few)
+    run_in_blocks([norm], 5, "norm_chunk_tokens", from_tokens=10)
+    assert kept_bytes(norm, few) == whole > few.nbytes
+    assert kept_bytes(norm, many) == many.nbytes

@@ -1,0 +1,240 @@
+"""Models whose heads are split over ``tp`` and whose sequence is split over the ring, against one process."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import ringspan as rs
+from ringspan.torch.tensor_parallel.split import refuse_split
+from ringspan.train.export import save_model
+from tests.torch.data.test_cross_entropy import EXTRAS, example, whole
+from tests.torch.models import build, relative, tokens
+from tests.torch.test_parallelize import one_step, ring_step
+
+EVEN = {"vocab_size": 98, "intermediate_size": 90}  # 49 and 45 rows a rank: uneven over the ring
+BIASED = EVEN | {"attention_bias": True, "mlp_bias": True}
+
+SEGMENTS = {"checkpoint": "full", "layers_per_checkpoint": 2}
+CASES = [
+    # kind, ranks, tp, replicate, layout, length, batch, accumulate, options
+    ("llama", 4, 2, 1, "zigzag", 37, 2, 1, {"changes": EVEN}),
+    ("qwen3", 4, 2, 1, "zigzag", 37, 2, 1, {"changes": EVEN}),
+    ("llama", 4, 2, 1, "striped", 23, 1, 3, {"changes": BIASED, "labels": "few"} | SEGMENTS),
+    ("qwen3", 4, 2, 1, "contiguous", 37, 1, 2, {"changes": EVEN, "checkpoint": "none", "loss_chunk_tokens": 5}),
+    ("qwen3", 4, 2, 1, "zigzag", 37, 1, 1, {}),  # a vocabulary of 97: every rank has the whole head
+    ("llama-tied", 4, 2, 1, "zigzag", 31, 1, 1, {"changes": EVEN | {"pad_token_id": 60}, "loss_chunk_vocabulary": 20}),
+    ("llama-tied", 4, 2, 1, "zigzag", 31, 1, 1, {}),
+    ("llama", 4, 2, 1, "zigzag", 37, 1, 1, {"changes": EVEN, "route": "ulysses", "documents": [[5, 20, 1, 11]]}),
+    ("llama", 4, 2, 1, "zigzag", 37, 2, 1, {"changes": EVEN, "feedforward_chunk_tokens": 7}),
+    ("llama", 4, 2, 2, "zigzag", 37, 1, 2, {"changes": EVEN}),
+    ("llama", 2, 2, 1, "zigzag", 37, 2, 1, {"changes": EVEN, "offload": "activations"}),
+    ("llama", 4, 4, 1, "zigzag", 37, 1, 1, {"changes": {"vocab_size": 96, "num_key_value_heads": 4}}),
+    ("gemma3_text", 4, 2, 1, "zigzag", 45, 1, 1, {"changes": EVEN}),
+    ("gemma2", 4, 2, 1, "zigzag", 45, 1, 1, {"changes": EVEN}),
+    ("mistral-window", 4, 2, 1, "zigzag", 45, 1, 1, {"changes": EVEN}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "tp", "replicate", "layout", "length", "batch", "accumulate", "options"), CASES
+)
+def test_a_split_model_on_the_ring_equals_itself_on_one_process(
+    pool, kind, ranks, tp, replicate, layout, length, batch, accumulate, options
+):
+    truth = options.get("labels", "all"), options.get("documents"), options.get("changes", {})
+    expected = one_step(kind, length, batch * replicate * accumulate, *truth)
+    case = kind, layout, length, batch, accumulate, options
+    for result in pool.run(ring_step, ranks, *case, replicate=replicate, tp=tp):
+        assert relative(result["loss"], expected["loss"]) < 1e-6
+        assert relative(result["logits"], expected["logits"][result["rows"]]) < 1e-5
+        assert result["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in expected["gradients"].items():
+            assert relative(result["gradients"][name], gradient) < 1e-5, name
+
+
+def clipped_norm(mesh: DeviceMesh, limit: float) -> Any:
+    model = rs.parallelize(build("qwen3", **EVEN), mesh)
+    ids = tokens(2, 37)
+    model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss.backward()
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), limit)
+    held = {name: p.to_local().numel() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return norm.full_tensor(), gradients, held
+
+
+def test_the_norm_counts_each_parameter_once_and_each_rank_holds_its_share(pool):
+    model = build("qwen3", **EVEN)
+    ids = tokens(2, 37)
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert expected > 0.2
+    results = pool.run(clipped_norm, 4, 0.1, tp=2)
+    for norm, gradients, _ in results:
+        assert relative(norm, expected) < 1e-6
+        for name, parameter in model.named_parameters():
+            assert relative(gradients[name], parameter.grad) < 1e-5, name
+    for name, parameter in model.named_parameters():
+        copies = 1 if "proj" in name or "lm_head" in name or "embed" in name else 2
+        assert sum(held[name] for *_, held in results) == copies * parameter.numel(), name
+
+
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    """What DTensor warns of meanwhile."""
+    records: list[str] = []
+    logger, handler = logging.getLogger("torch.distributed.tensor._redistribute"), logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+
+
+def warnings_of_clipping(mesh: DeviceMesh) -> list[str]:
+    with warnings() as records:
+        for _ in range(2):  # models on one mesh
+            clipped_norm(mesh, 0.1)
+    return [record for record in records if "all_reduce" in record]  # and none of the gathering for this test
+
+
+def warnings_of_saving(mesh: DeviceMesh, folder: Path) -> list[str]:
+    with warnings() as records:
+        save_model(rs.parallelize(build("qwen3", **EVEN), mesh), Mock(), folder, torch.float32)
+    return records
+
+
+def test_a_model_is_saved_without_advice_and_a_norm_is_one_sum_over_both_axes(pool, tmp_path):
+    assert pool.run(warnings_of_saving, 4, tmp_path / "model", tp=2) == [[]] * 4
+    assert pool.run(warnings_of_clipping, 4, tp=2) == [[]] * 4
+
+
+def shared_loss(mesh: DeviceMesh, chunk_tokens: int, chunk_vocabulary: int | None, extras: Any, dtype: Any) -> Any:
+    group, rank = mesh["tp"].get_group(), mesh["tp"].get_local_rank()
+    inputs, targets = example(dtype, vocabulary=100)
+    hidden, *others = (x.detach() for x in inputs)
+    weight, bias = (x.chunk(mesh["tp"].size())[rank].clone().requires_grad_() for x in others)
+    chunks = {"chunk_tokens": chunk_tokens, "chunk_vocabulary": chunk_vocabulary}
+    hidden.requires_grad_()
+    loss = rs.blockwise_cross_entropy(hidden, weight, targets, bias=bias, group=group, **chunks, **extras)
+    d_hidden, *others = torch.autograd.grad(loss * 0.3, [hidden, weight, bias])
+    dist.all_reduce(d_hidden, group=group)
+    gathered = []
+    for x in others:
+        parts = [torch.empty_like(x) for _ in range(mesh["tp"].size())]
+        dist.all_gather(parts, x, group=group)
+        gathered.append(torch.cat(parts))
+    return loss.detach(), [d_hidden, *gathered]
+
+
+@pytest.mark.parametrize(("chunk_tokens", "chunk_vocabulary"), [(1, None), (7, 1), (7, 13), (64, 25), (1000, 5000)])
+@pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: "-".join(extras) or "plain")
+def test_ranks_that_share_the_vocabulary_get_the_whole_loss(pool, chunk_tokens, chunk_vocabulary, extras):
+    inputs, targets = example(torch.float64, vocabulary=100)
+    truth = whole(*inputs, targets, **extras)
+    wanted = torch.autograd.grad(truth * 0.3, inputs)
+    for loss, gradients in pool.run(shared_loss, 4, chunk_tokens, chunk_vocabulary, extras, torch.float64, tp=4):
+        assert relative(loss, truth) < 1e-13
+        for gradient, expected in zip(gradients, wanted, strict=True):
+            assert relative(gradient, expected) < 1e-13
+
+
+def bfloat16_step(mesh: DeviceMesh) -> Any:
+    model = rs.parallelize(build("llama", **EVEN), mesh, compute_dtype=torch.bfloat16)
+    ids = tokens(1, 64)
+    loss = model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_computing_in_bfloat16_keeps_float32_weights_and_gradients(pool):
+    expected = one_step("llama", 64, 1, changes=EVEN)
+    for loss, gradients in pool.run(bfloat16_step, 4, tp=2):
+        assert relative(loss, expected["loss"]) < 5e-3
+        for name, gradient in gradients.items():
+            assert gradient.dtype == torch.float32
+            assert relative(gradient, expected["gradients"][name]) < 5e-2, name
+
+
+def summed(mesh: DeviceMesh) -> int:
+    """How often a layer's backward pass sums over ``tp``; what FSDP does goes over the ring."""
+    model = rs.parallelize(build("qwen3", **EVEN, num_hidden_layers=1), mesh, checkpoint="none")
+    ids, calls, reduce = tokens(1, 8), [], dist.all_reduce
+    loss = model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
+    dist.all_reduce = lambda tensor, *a, **k: calls.append(tuple(tensor.shape)) or reduce(tensor, *a, **k)
+    try:
+        loss.backward()
+    finally:
+        dist.all_reduce = reduce
+    return len(calls)
+
+
+def test_projections_of_one_input_sum_its_gradient_once(pool):
+    # the head's, the feed-forward's and attention's inputs, and the norms of queries and of keys
+    assert pool.run(summed, 2, tp=2) == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "changes", "message"),
+    [
+        ("llama", 3, {}, "tp=3 does not divide num_attention_heads=4"),
+        ("llama", 4, {}, "tp=4 does not divide num_key_value_heads=2"),
+        ("llama", 2, {"intermediate_size": 95}, "tp=2 does not divide the 95 features of model.layers.0.mlp.gate_proj"),
+        ("gpt_oss", 2, {}, "no tensor-parallel plan for the layers of GptOssForCausalLM"),
+        ("deepseek_v3", 2, {"num_key_value_heads": 4}, "asks for 'moe_tp_experts'"),
+        ("llama4_text", 2, {}, "asks for 'moe_tp_experts'"),
+        ("gemma3n_text", 2, {}, "model.layers.0.altup reads the weights of a projection itself"),
+        ("phi3", 2, {"pad_token_id": 0}, "asks for 'rowwise_split_input' .model.layers.0.self_attn.o_proj"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(kind, tp, changes, message):
+    model = build(kind, **changes)
+    with pytest.raises(rs.UnsupportedError, match=message):
+        refuse_split(model, tp)
+
+
+def test_plans_with_gaps_and_dropout_are_refused():
+    for style in ("sequence_parallel", "colwise_gather_output"):
+        model = build("llama")
+        model.tp_plan = {**model.tp_plan, "model.layers.*.self_attn.o_proj": style}
+        with pytest.raises(rs.UnsupportedError, match=rf"'{style}' \(model\.layers\.0\.self_attn\.o_proj\)"):
+            refuse_split(model, 2)
+    model = build("llama")
+    model.model.layers[1].self_attn.register_parameter("sinks", nn.Parameter(torch.zeros(4)))
+    with pytest.raises(rs.UnsupportedError, match=r"model\.layers\.1\.self_attn but says nothing of its sinks"):
+        refuse_split(model, 2)
+    model = build("llama")
+    model.model.layers[1].mlp.dropout = nn.Dropout(0.1)
+    with pytest.raises(rs.UnsupportedError, match=r"dropout 0\.1"):
+        refuse_split(model, 2)
+
+
+def heads_that_do_not_split(mesh: DeviceMesh) -> None:
+    rs.parallelize(build("llama", num_key_value_heads=1), mesh)
+
+
+def test_a_mesh_that_heads_do_not_fit_is_refused_on_every_rank(pool):
+    for outcome in pool.outcomes(heads_that_do_not_split, 4, tp=2):
+        assert isinstance(outcome, rs.UnsupportedError) and "num_key_value_heads=1" in str(outcome)
+
+
+def unequal_lengths(mesh: DeviceMesh) -> None:
+    model = rs.parallelize(build("llama", **EVEN), mesh)
+    for lengths in ((16, 16), (24, 24), (16, 24)):  # the last: both known to the ranks, but not the same
+        ids = tokens(1, lengths[mesh["tp"].get_local_rank()])
+        model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh))
+
+
+def test_ranks_that_share_tokens_but_were_given_others_are_refused(pool):
+    for outcome in pool.outcomes(unequal_lengths, 4, tp=2):
+        assert isinstance(outcome, rs.PeerMismatch) and "length" in str(outcome)

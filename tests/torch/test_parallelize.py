@@ -1,0 +1,421 @@
+"""Hugging Face models on the ring against themselves on one process: logits, loss and every gradient."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ringspan as rs
+from ringspan.torch.model.support import refuse_config, refuse_unsupported
+from tests.torch.models import build, relative, tokens
+
+
+def whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def whole_gradients(model: Any) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+
+
+def labelled(batch: int, length: int, labels: str) -> tuple[Tensor, Tensor]:
+    ids = tokens(batch, length)
+    targets = ids.clone()
+    if labels == "few":  # only the first tokens count: the last ranks of a contiguous layout have no target at all
+        targets[:, 5:] = -100
+    return ids, targets
+
+
+def ring_step(mesh: DeviceMesh, kind: str, layout: str, length: int, batch: int, accumulate: int, options: Any) -> Any:
+    labels, documents = options.pop("labels", "all"), options.pop("documents", None)
+    changes = options.pop("changes", {})
+    replicate = mesh["replicate"].size()
+    model = rs.parallelize(build(kind, **changes), mesh, layout=layout, **options)
+    ids, targets = labelled(batch * replicate * accumulate, length, labels)
+    count = int((targets[:, 1:] != -100).sum())
+    rows = torch.arange(len(ids)).view(accumulate, replicate, batch)[:, mesh["replicate"].get_local_rank()]
+    split = rs.Layout(layout, length, mesh["ring"].size())
+    loss = torch.zeros(())
+    for step in range(accumulate):
+        whole_batch = {"input_ids": ids[rows[step]], "labels": targets[rows[step]]}
+        if documents:
+            whole_batch["position_ids"] = restarting(documents)[rows[step]]
+        part = rs.shard_batch(whole_batch, mesh, layout=layout)
+        if accumulate > 1:
+            part["num_items_in_batch"] = count
+        loss_step = model(**part, labels=None, attention_mask=None).loss
+        loss_step.backward()
+        loss = loss + loss_step.detach()
+    gradients = whole_gradients(model)
+    with torch.no_grad():
+        inputs = {name: part[name] for name in ("input_ids", "position_ids", "document_lengths") if name in part}
+        logits = rs.unshard(model(**inputs).logits, split, mesh["ring"].get_group(), 1)
+    return {"loss": loss, "logits": logits, "gradients": gradients, "rows": rows[-1]}
+
+
+def restarting(documents: list[list[int]]) -> Tensor:
+    """Position ids that start from 0 for each document."""
+    return torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in documents])
+
+
+def one_step(
+    kind: str, length: int, batch: int, labels: str = "all", documents: Any = None, changes: Any = None
+) -> Any:
+    model = build(kind, **changes or {})
+    ids, targets = labelled(batch, length, labels)
+    if documents:  # each alone: not every model of transformers tells its masks of packed positions
+        parts = [row.split(lengths) for row, lengths in zip(ids, documents, strict=True)]
+        logits = torch.stack([torch.cat([model(input_ids=part[None]).logits[0] for part in row]) for row in parts])
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+    else:
+        out = model(input_ids=ids, labels=targets)
+        logits, loss = out.logits, out.loss
+    loss.backward()
+    return {
+        "loss": loss.detach(),
+        "logits": logits.detach(),
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+    }
+
+
+CASES = [
+    # kind, ranks, replicate, layout, length, batch, accumulate, options
+    ("llama", 1, 1, "zigzag", 37, 2, 1, {}),
+    ("llama", 2, 1, "zigzag", 37, 2, 1, {}),
+    ("llama", 3, 1, "zigzag", 50, 1, 1, {"checkpoint": "none"}),
+    ("llama", 4, 1, "zigzag", 41, 1, 1, {"checkpoint": "full", "loss_chunk_tokens": 5}),
+    ("llama", 4, 2, "zigzag", 37, 1, 2, {}),
+    ("llama", 2, 2, "striped", 23, 1, 1, {"labels": "few"}),
+    ("llama", 4, 1, "contiguous", 9, 2, 1, {"labels": "few"}),
+    ("llama", 3, 1, "striped", 43, 2, 3, {}),
+    ("llama", 4, 1, "zigzag", 3, 1, 1, {}),  # two ranks hold nothing but padding
+    ("llama-tied", 3, 1, "zigzag", 31, 1, 1, {}),
+    ("qwen3", 3, 1, "zigzag", 37, 1, 1, {}),
+    ("mistral", 2, 1, "striped", 37, 1, 1, {}),
+    ("mistral-window", 3, 1, "zigzag", 53, 1, 1, {}),
+    ("mistral-window", 4, 1, "contiguous", 61, 1, 1, {"checkpoint": "full"}),
+    ("qwen3-window", 2, 1, "zigzag", 37, 1, 1, {}),
+    ("gemma3_text", 3, 1, "zigzag", 45, 1, 1, {}),
+    ("gemma2", 3, 1, "striped", 33, 1, 1, {}),
+    ("gpt_oss", 3, 1, "zigzag", 41, 2, 1, {}),
+    ("llama4_text", 3, 1, "zigzag", 47, 1, 1, {}),
+    ("deepseek_v3", 2, 1, "zigzag", 37, 1, 1, {}),
+    ("granite", 2, 1, "striped", 37, 1, 1, {"loss_chunk_tokens": 5, "loss_chunk_vocabulary": 31}),
+    ("cohere", 3, 1, "zigzag", 41, 1, 1, {}),
+    ("gpt2", 2, 1, "zigzag", 37, 2, 1, {}),
+    ("gemma3", 2, 1, "zigzag", 37, 1, 1, {"layers_per_checkpoint": 2}),
+    ("gemma4_text", 3, 1, "zigzag", 41, 1, 1, {}),
+    ("gemma4_text", 2, 1, "striped", 37, 1, 1, {"checkpoint": "full", "documents": [[17, 20]]}),
+    ("llama", 3, 1, "zigzag", 37, 1, 1, {"documents": [[5, 20, 1, 11]]}),
+    ("llama", 2, 2, "striped", 30, 2, 1, {"documents": [[9, 21], [30], [3, 3, 24], [3, 3, 24]]}),
+    ("mistral-window", 4, 1, "contiguous", 40, 2, 1, {"documents": [[25, 15], [25, 15]]}),
+    ("gpt_oss", 2, 1, "zigzag", 37, 1, 1, {"documents": [[17, 20]]}),
+    ("llama4_text", 4, 1, "zigzag", 39, 1, 1, {"documents": [[19, 20]]}),
+    ("llama", 4, 1, "zigzag", 37, 1, 1, {"route": "all-gather"}),
+    ("gpt_oss", 4, 1, "zigzag", 41, 1, 1, {"route": "ulysses:2"}),
+    ("gpt_oss", 3, 1, "zigzag", 41, 1, 1, {"route": "pass-q"}),
+    ("llama", 4, 1, "striped", 37, 1, 1, {"route": "ulysses", "documents": [[16, 21]]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "replicate", "layout", "length", "batch", "accumulate", "options"), CASES)
+def test_a_model_on_the_ring_equals_itself_on_one_process(
+    pool, kind, ranks, replicate, layout, length, batch, accumulate, options
+):
+    truth = options.get("labels", "all"), options.get("documents")
+    expected = one_step(kind, length, batch * replicate * accumulate, *truth)
+    for result in pool.run(ring_step, ranks, kind, layout, length, batch, accumulate, options, replicate=replicate):
+        assert relative(result["loss"], expected["loss"]) < 1e-6
+        assert relative(result["logits"], expected["logits"][result["rows"]]) < 1e-5
+        assert result["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in expected["gradients"].items():
+            if gradient is None:  # of what sees images, when there are none
+                assert result["gradients"][name] is None
+            else:
+                assert relative(result["gradients"][name], gradient) < 1e-5, name
+
+
+def test_packed_documents_change_the_result():
+    """What the packed cases are compared with does keep documents apart."""
+    apart, together = one_step("llama", 37, 1, "all", [[5, 20, 1, 11]]), one_step("llama", 37, 1)
+    assert relative(apart["loss"], together["loss"]) > 1e-4
+
+
+class Forgetful(torch.nn.Module):
+    """A decoder that hands no keyword arguments on."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
+        return self.decoder(input_ids=input_ids, position_ids=position_ids)
+
+
+def packed_into_a_forgetful_model(mesh: DeviceMesh) -> None:
+    model = rs.parallelize(build("llama"), mesh)
+    model.model = Forgetful(model.model)
+    ids = tokens(1, 16)
+    model(**rs.shard_batch({"input_ids": ids, "position_ids": restarting([[7, 9]])}, mesh))
+
+
+def test_documents_that_do_not_reach_attention_are_refused(pool):
+    for outcome in pool.outcomes(packed_into_a_forgetful_model, 2):
+        assert isinstance(outcome, rs.UnsupportedError) and "would see each other" in str(outcome)
+
+
+def bfloat16_step(mesh: DeviceMesh) -> Any:
+    model = rs.parallelize(build("llama"), mesh, compute_dtype=torch.bfloat16)
+    ids = tokens(1, 64)
+    loss = model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
+    loss.backward()
+    gradients = whole_gradients(model)
+    return {"loss": loss.detach(), "gradients": gradients}
+
+
+def test_computing_in_bfloat16_keeps_float32_weights_and_gradients(pool):
+    expected = one_step("llama", 64, 1)
+    for result in pool.run(bfloat16_step, 2):
+        assert relative(result["loss"], expected["loss"]) < 5e-3
+        for name, gradient in result["gradients"].items():
+            assert gradient.dtype == torch.float32
+            assert relative(gradient, expected["gradients"][name]) < 5e-2, name
+
+
+def autocast_step(mesh: DeviceMesh, inside: bool, options: dict[str, Any]) -> Any:
+    model = rs.parallelize(build("llama"), mesh, **options)
+    ids = tokens(1, 64)
+    batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch).loss
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    return loss.detach(), whole_gradients(model)
+
+
+CHUNKS: dict[str, Any] = {"feedforward_chunk_tokens": 5, "norm_chunk_tokens": 7, "loss_chunk_tokens": 9}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize(
+    "options", [{"checkpoint": "none"}, CHUNKS | {"layers_per_checkpoint": 2}], ids=["plain", "all"]
+)
+def test_autocast_computes_in_bfloat16_and_loses_no_gradient(pool, inside, options):
+    """``q`` and ``k`` come out of the rotation in float32 there, ``v`` in bfloat16."""
+    expected = one_step("llama", 64, 1)
+    for loss, gradients in pool.run(autocast_step, 2, inside, options):
+        assert 1e-7 < relative(loss, expected["loss"]) < 5e-3
+        for name, gradient in gradients.items():
+            assert gradient is not None and gradient.dtype == torch.float32, name
+            assert relative(gradient, expected["gradients"][name]) < 5e-2, name
+
+
+def unequal_lengths(mesh: DeviceMesh) -> None:
+    model = rs.parallelize(build("llama"), mesh)
+    for lengths in ((16, 16), (24, 24), (16, 24)):  # the last: both known to the ring, but not the same
+        ids = tokens(1, lengths[mesh["ring"].get_local_rank() % 2])
+        model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh))
+
+
+def test_ranks_given_different_lengths_are_refused_on_every_rank(pool):
+    for outcome in pool.outcomes(unequal_lengths, 4):
+        assert isinstance(outcome, rs.PeerMismatch)
+        assert "length" in str(outcome)
+
+
+def misuse(mesh: DeviceMesh, how: str) -> None:
+    model = rs.parallelize(build("llama"), mesh, layout="striped")
+    ids = tokens(1, 16)
+    whole_batch = {"input_ids": ids, "labels": ids}
+    match how:
+        case "other layout":
+            model(**rs.shard_batch(whole_batch, mesh, layout="zigzag"))
+        case "whole batch":
+            model(**whole_batch)
+        case "no positions":
+            model(input_ids=ids)
+        case "images":
+            model(**rs.shard_batch(whole_batch, mesh, layout="striped"), pixel_values=torch.zeros(1, 3, 8, 8))
+        case "twice":
+            rs.parallelize(model, mesh)
+        case "generate":
+            model.generate(ids, max_new_tokens=2)
+        case name:
+            model(**rs.shard_batch(whole_batch, mesh, layout="striped"), **{name: name != "return_dict"})
+
+
+def spoiled_on_one_rank(mesh: DeviceMesh, name: str, value: int) -> None:
+    model = rs.parallelize(build("llama"), mesh)
+    ids = tokens(2, 16)
+    part = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
+    if (mesh["replicate"].get_local_rank(), mesh["ring"].get_local_rank()) == (0, 1):
+        part[name][1, 3] = value
+    model(**part)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("other layout", rs.LayoutError, "layout='striped'"),
+        ("whole batch", rs.UnsupportedError, "rs.shard_batch"),
+        ("no positions", rs.UnsupportedError, "rs.shard_batch"),
+        ("images", rs.UnsupportedError, "pixel_values"),
+        ("use_cache", rs.UnsupportedError, "use_cache=True"),
+        ("output_hidden_states", rs.UnsupportedError, "output_hidden_states=True"),
+        ("return_dict", rs.UnsupportedError, "return_dict=False"),
+        ("twice", rs.UnsupportedError, "LlamaForCausalLM is on a ring already"),
+        ("generate", rs.UnsupportedError, "save_pretrained"),
+    ],
+)
+def test_what_a_model_on_the_ring_does_not_do_is_refused(pool, how, error, message):
+    for outcome in pool.outcomes(misuse, 2, how):
+        assert isinstance(outcome, error) and message in str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("position_ids", 9, rs.LayoutError, "layout='zigzag'"),
+        ("input_ids", 97, rs.UnsupportedError, "input_ids has numbers outside of the vocabulary, 0 to 96"),
+        ("input_ids", -100, rs.UnsupportedError, "input_ids"),
+        ("shift_labels", 97, rs.UnsupportedError, "labels has numbers"),
+    ],
+)
+def test_a_batch_that_is_wrong_on_one_rank_is_refused_on_every_rank(pool, name, value, error, message):
+    for outcome in pool.outcomes(spoiled_on_one_rank, 4, name, value, replicate=2):
+        assert isinstance(outcome, error) and message in str(outcome)
+
+
+def train_only(model: Any, part: str) -> Any:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part in name)
+    return model
+
+
+def frozen_step(mesh: DeviceMesh, part: str, options: dict[str, Any]) -> Any:
+    model = rs.parallelize(train_only(build("llama"), part), mesh, **options)
+    ids = tokens(1, 37)
+    model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss.backward()
+    return whole_gradients(model)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"checkpoint": "none", "feedforward_chunk_tokens": 5}], ids=["usual", "chunks"]
+)
+@pytest.mark.parametrize("part", ["layers.1", "v_proj", "q_proj", "norm", "lm_head"])
+def test_frozen_weights_get_no_gradient_and_the_others_theirs(pool, part, options):
+    model = train_only(build("llama"), part)
+    ids = tokens(1, 37)
+    model(input_ids=ids, labels=ids).loss.backward()
+    for gradients in pool.run(frozen_step, 3, part, options):
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None:
+                assert gradients[name] is None, name
+            else:
+                assert relative(gradients[name], parameter.grad) < 1e-5, name
+
+
+def late_weights_step(mesh: DeviceMesh, kind: str, kernel: str) -> Any:
+    """A step of a model that is split before it has weights; rank 0 gives them to the others."""
+    plain = build(kind)
+    with torch.device("meta"):
+        model: Any = type(plain)(plain.config)
+    model = rs.parallelize(model, mesh, kernel=kernel, feedforward_chunk_tokens=0)
+    model.to_empty(device="cpu")
+    weights = plain.state_dict() if mesh.get_rank() == 0 else {}
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for buffer, given in zip(model.buffers(), plain.buffers(), strict=True):  # those of rotary positions
+        buffer.copy_(given)
+    ids = tokens(1, 37)
+    loss = model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
+    loss.backward()
+    return loss.detach(), whole_gradients(model)
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("llama-tied", 2)])
+@pytest.mark.parametrize("kernel", ["auto", "cpu"])
+def test_a_model_may_get_its_weights_after_it_is_split(pool, kind, tp, kernel):
+    expected = one_step(kind, 37, 1)
+    for loss, gradients in pool.run(late_weights_step, 4, kind, kernel, tp=tp):  # all of the world is given weights
+        assert relative(loss, expected["loss"]) < 1e-5
+        for name, gradient in gradients.items():
+            assert relative(gradient, expected["gradients"][name]) < 1e-5, name
+
+
+def compiled_step(mesh: DeviceMesh, options: dict[str, Any]) -> Any:
+    model = rs.parallelize(build("llama"), mesh, **options)
+    ids = tokens(1, 37)
+    loss = torch.compile(model, backend="eager")(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
+    loss.backward()
+    graphs = counters["stats"]["unique_graphs"]
+    torch.compiler.reset()
+    return loss.detach(), whole_gradients(model), graphs
+
+
+@pytest.mark.parametrize("options", [{"checkpoint": "none"}, {}], ids=["plain", "checkpointed"])
+def test_a_compiled_model_computes_the_same(pool, options):
+    expected = one_step("llama", 37, 1)
+    for loss, gradients, graphs in pool.run(compiled_step, 2, options):
+        assert graphs > 2, "something is compiled"
+        assert relative(loss, expected["loss"]) < 1e-5
+        for name, gradient in gradients.items():
+            assert relative(gradient, expected["gradients"][name]) < 1e-5, name
+
+
+def saved(mesh: DeviceMesh, folder: Path, kind: str) -> None:
+    rs.parallelize(build(kind), mesh).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied"])
+def test_a_model_on_the_ring_saves_itself_whole(pool, tmp_path, kind):
+    pool.run(saved, 3, tmp_path, kind)
+    loaded, expected = AutoModelForCausalLM.from_pretrained(tmp_path), build(kind)
+    assert type(loaded) is type(expected) and loaded.config.use_cache
+    for (name, weight), (_, whole_weight) in zip(loaded.named_parameters(), expected.named_parameters(), strict=True):
+        assert torch.equal(weight, whole_weight), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("mistral", {"layer_types": ["full_attention", "compressed_sparse_attention"]}, "compressed_sparse_attention"),
+        ("bert", {"is_decoder": True}, "BertLMHeadModel has more between its decoder and its logits than its head"),
+        (
+            "electra",
+            {"is_decoder": True},
+            "ElectraForCausalLM makes its logits of more than its decoder's last",
+        ),
+        ("t5", {}, "t5 is an encoder-decoder model"),
+        ("falcon", {}, "FalconForCausalLM computes attention in its own code, not through transformers' Attention"),
+        ("bart", {"is_decoder": True}, "BartForCausalLM numbers its tokens itself"),
+        ("llama", {"output_hidden_states": True}, "output_hidden_states=True"),
+    ],
+)
+def test_models_that_would_not_be_exact_are_refused_by_name(kind, changes, message):
+    model = build(kind, **changes)
+    before = dict(model.named_modules())
+    with pytest.raises(rs.UnsupportedError, match=message):
+        refuse_unsupported(model)
+    assert dict(model.named_modules()) == before
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.Sequential], ids=["compiled", "wrapped"])
+def test_a_wrapped_model_is_refused_with_what_to_give_instead(wrap):
+    with pytest.raises(rs.UnsupportedError, match="give the model inside of it"):
+        refuse_unsupported(wrap(build("llama")))
+
+
+def test_a_config_without_attention_is_refused_by_name():
+    with pytest.raises(rs.UnsupportedError, match="mamba has no attention heads"):
+        refuse_config(AutoConfig.for_model("mamba"))

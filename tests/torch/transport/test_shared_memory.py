@@ -1,0 +1,357 @@
+"""Messages through memory that ranks of one host share."""
+
+import errno
+import os
+import resource
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringspan.core.errors import PeerMismatch
+from ringspan.torch.transport import queue as mail
+from ringspan.torch.transport import shared_memory as shared
+from ringspan.torch.transport.agreement import agree, mail_of, shared_bytes
+from ringspan.torch.transport.exchange import Exchange, Room
+from ringspan.torch.transport.queue import Mail, OutOfStepError
+
+pytestmark = pytest.mark.alone
+
+CPU = torch.device("cpu")
+
+
+def pattern(sender, size, number):
+    return torch.arange(size, dtype=torch.float32) + 1000 * sender + number
+
+
+def opened(mesh, name):
+    """The group of a ring that has agreed on something, which is when ranks look for each other's memory."""
+    group = mesh["ring"].get_group()
+    agree(group, {"test": name})
+    return group, dist.get_rank(group), dist.get_world_size(group)
+
+
+def reserved_bytes(group):
+    """Of this group alone; earlier tests have used it too."""
+    return mail_of(group).memory.reserved_bytes
+
+
+def pass_around(mesh, sizes, rounds):
+    group, rank, ranks = opened(mesh, "pass around")
+    reserved = [reserved_bytes(group)]
+    for number in range(rounds):
+        exchange = Exchange(group, "pass around")
+        for index, size in enumerate(sizes):
+            room = Room((size,), torch.float32, CPU)
+            message = exchange.empty(room).copy_(pattern(rank, size, number))
+            transfer, (arrival,) = exchange.post([((rank + 1) % ranks, message)], [((rank - 1) % ranks, room)], index)
+            del message
+            transfer.wait()
+            assert torch.equal(arrival.read(), pattern((rank - 1) % ranks, size, number))
+        dist.barrier(group)
+        reserved.append(reserved_bytes(group))
+        assert shared_bytes() >= reserved[-1]
+    return reserved
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_messages_of_all_sizes_arrive_and_memory_is_used_again(pool, ranks):
+    sizes = (1, 127, 128, 5000, 40_000, 5001)
+    for reserved in pool.run(pass_around, ranks, sizes, 20):
+        assert reserved[1] > 4 * 40_000, "the large ones went through shared memory"
+        assert reserved[-1] - reserved[0] <= 2 * sum(4 * size + 4096 for size in sizes), (
+            "at most one waits for a slower reader"
+        )
+
+
+def keep(mesh):
+    group, rank, _ = opened(mesh, "keep")
+    exchange, room, peer = Exchange(group, "keep"), Room((3000,), torch.float32, CPU), 1 - rank
+    kept = []
+    for number in range(3):  # each from memory of its own, copied when it is sent
+        transfer, (arrival,) = exchange.post([(peer, pattern(rank, 3000, number))], [(peer, room)], number)
+        transfer.wait()
+        kept.append(arrival.read())
+    assert all(torch.equal(message, pattern(peer, 3000, number)) for number, message in enumerate(kept))
+    addresses = [message.data_ptr() for message in kept]
+    part = kept[1].view(torch.int32)[7:]
+    del kept, transfer, arrival
+    dist.barrier(group)
+    transfer, (arrival,) = exchange.post([(peer, pattern(rank, 3000, 9))], [(peer, room)], 9)
+    transfer.wait()
+    again = arrival.read().data_ptr()
+    assert torch.equal(part.view(torch.float32), pattern(peer, 3000, 1)[7:]), "a part keeps the whole"
+    return addresses.index(again)
+
+
+def test_a_message_stays_as_long_as_a_tensor_lies_on_it(pool):
+    assert all(place in (0, 2) for place in pool.run(keep, 2))
+
+
+def two_readers(mesh):
+    group, rank, _ = opened(mesh, "two readers")
+    exchange, room = Exchange(group, "two readers"), Room((3000,), torch.float32, CPU)
+    if rank == 0:
+        places = []
+        for number in range(3):
+            message = exchange.empty(room).copy_(pattern(0, 3000, number))
+            places.append(message.data_ptr())
+            exchange.post([(1, message), (2, message)], [], number)[0].wait()
+            del message
+            dist.barrier(group)  # rank 1 has read all, rank 2 still holds the first
+        return places
+    kept = []
+    for number in range(3):
+        if rank == 3:
+            dist.barrier(group)
+            continue
+        transfer, (arrival,) = exchange.post([], [(0, room)], number)
+        transfer.wait()
+        message = arrival.read()
+        assert torch.equal(message, pattern(0, 3000, number))
+        if rank == 2 and number == 0:
+            kept.append(message)
+        del message, arrival
+        dist.barrier(group)
+    return [torch.equal(message, pattern(0, 3000, 0)) for message in kept]
+
+
+def test_memory_is_free_when_the_last_reader_is_done(pool):
+    (first, second, third), _, kept, _ = pool.run(two_readers, 4)
+    assert first != second == third
+    assert kept == [True]
+
+
+class Group:
+    """A process group of threads, as far as shared memory asks for one."""
+
+    def __init__(self, rank, barrier, given):
+        self.rank, self.barrier, self.given = rank, barrier, given
+
+    def all_gather(self, thing):
+        self.given[self.rank] = thing
+        self.barrier.wait(10)
+        things = list(self.given)
+        self.barrier.wait(10)
+        return things
+
+
+@pytest.fixture
+def ranks_in_threads(monkeypatch):
+    """Makes the shared memory of three ranks."""
+    monkeypatch.setattr(shared, "gather", lambda thing, group: group.all_gather(thing))
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+
+    def make(seconds=10.0):
+        barrier, given = threading.Barrier(3), [None] * 3
+        with ThreadPoolExecutor(3) as threads:
+            ranks = list(threads.map(partial(Mail, seconds=seconds), [Group(r, barrier, given) for r in range(3)]))
+        if not ranks[0].carries(1):
+            pytest.skip("no shared memory on this machine")
+        return ranks
+
+    return make
+
+
+def test_a_message_that_does_not_come_ends_with_the_rank_that_owes_it(ranks_in_threads):
+    reader, _, writer = ranks_in_threads(seconds=0.1)
+    expected = reader.expect(2, 5, 8)
+    with pytest.raises(RuntimeError, match="rank 2 of this ring has sent nothing for 0 s"):
+        reader.receive(expected)
+    process = subprocess.Popen(["sleep", "60"])
+    reader._pulses[2] = mail._Pulse(process.pid)
+    assert reader._pulses[2].beats
+    process.kill()
+    started = time.perf_counter()
+    with pytest.raises(RuntimeError, match="rank 2 of this ring has ended"):
+        reader.receive(expected)
+    assert time.perf_counter() - started < 0.5
+    process.wait()
+    writer.send(torch.arange(8, dtype=torch.uint8), 0, tag=5)
+    assert reader.receive(expected).tolist() == list(range(8)), "what it sent before it ended has come"
+
+
+def test_a_full_mailbox_waits_for_its_reader(ranks_in_threads):
+    writer, reader, _ = ranks_in_threads()
+    message, count = torch.zeros(4, dtype=torch.uint8), mail._LETTERS + 3
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(lambda: [writer.send(message, 1, tag) for tag in range(count)])
+        time.sleep(0.3)
+        assert not sending.done()
+        for tag in range(count):
+            reader.receive(reader.expect(0, tag, 4))
+        sending.result(10)
+    with pytest.raises(OutOfStepError, match="another pass"):
+        writer.send(message, 1, tag=1)
+        reader.receive(reader.expect(0, 2, 4))
+
+
+def test_a_slot_is_free_when_nobody_has_a_tensor_on_its_message(ranks_in_threads):
+    writer, *readers = ranks_in_threads()
+
+    def start():
+        """Where the next message would be."""
+        return writer.memory.allocate(1 << 16).data_ptr()
+
+    message = writer.memory.allocate(1 << 16).fill_(7)
+    first = message.data_ptr()
+    for rank in (1, 2):
+        writer.send(message, rank, tag=5)
+    assert start() != first, "the writer has it"
+    del message
+    assert start() != first, "nobody has read it"
+    read = readers[0].receive(readers[0].expect(0, 5, 1 << 16))
+    part = read.view(torch.int16)[100:]
+    del read
+    readers[1].receive(readers[1].expect(0, 5, 1 << 16))
+    assert start() != first, "rank 1 still has a part of it"
+    assert part.eq(0x0707).all()
+    del part
+    assert start() == first
+
+
+def another_size(mesh):
+    group, rank, _ = opened(mesh, "another size")
+    for _ in range(2):  # what nobody received is forgotten
+        transfer, _ = Exchange(group, "another size").post(
+            [(1 - rank, torch.zeros(3000 + rank))], [(1 - rank, Room((3000 + rank,), torch.float32, CPU))], 0
+        )
+        with pytest.raises(PeerMismatch, match="rank 0: rank 1 sent 12004 bytes where 12000 were expected, rank 1: "):
+            transfer.wait()
+
+
+def test_a_message_of_another_size_is_refused(pool):
+    pool.run(another_size, 2)
+    pool.run(pass_around, 2, (5000,), 2)
+
+
+def many_sizes(mesh):
+    shared._IDLE_CALLS = 8
+    group, rank, _ = opened(mesh, "many sizes")
+    exchange, before = Exchange(group, "many sizes"), reserved_bytes(group)
+    most = 0
+    for number in range(60):
+        room = Room((1000 * (1 + number % 30) ** 2,), torch.float32, CPU)
+        transfer, (arrival,) = exchange.post(
+            [(1 - rank, torch.full(room.shape, float(number)))], [(1 - rank, room)], number
+        )
+        transfer.wait()
+        assert arrival.read().eq(number).all()
+        del transfer
+        dist.barrier(group)
+        most = max(most, reserved_bytes(group))
+    shared._IDLE_CALLS = 256
+    return most - before
+
+
+def test_memory_that_is_no_longer_used_is_given_back(pool):
+    newest = sum(4000 * number**2 + 8192 for number in range(21, 31))  # those that were used last, of thirty
+    assert all(most <= newest for most in pool.run(many_sizes, 2))
+
+
+def test_only_a_peer_on_this_host_is_opened():
+    here, token = os.readlink("/proc/self/ns/net"), b"t" * 64
+    descriptor = shared._anonymous_file(2)
+    if descriptor is None:
+        pytest.skip("no shared memory on this machine")
+    memory = shared._Memory(descriptor)
+    memory.write(0, token)
+    card = here, os.getpid(), descriptor, token
+    opened = shared._open(card, here)
+    assert opened is not None and opened.read(0, 64) == token
+    assert shared._open(None, here) is None, "it has no memory"
+    assert shared._open(card, "net:[1]") is None, "it is in another network"
+    assert shared._open((*card[:3], b"u" * 64), here) is None, "another host's process has this number"
+    assert shared._open((here, os.getpid(), 9999, token), here) is None, "no such file"
+    with open(os.devnull) as file:
+        assert shared._open((here, os.getpid(), file.fileno(), token), here) is None, "not a file in memory"
+    os.close(descriptor)
+
+
+def test_too_many_ranks_or_another_machine_share_nothing(monkeypatch):
+    assert shared._anonymous_file(shared.MAX_RANKS + 1) is None
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert shared._anonymous_file(2) is None
+
+
+def alone(mesh):
+    group, rank, _ = opened(mesh, "alone")
+    monkey = shared._anonymous_file
+    shared._anonymous_file = (lambda ranks: None) if rank == 1 else monkey
+    try:
+        box = Mail(group, 10.0)
+    finally:
+        shared._anonymous_file = monkey
+    return box.carries(1 - rank), box.memory.allocate(1 << 20)
+
+
+def limited(mesh, limit, size):
+    """A ring whose last rank may use so much of something, and a message around it."""
+    group, rank, ranks = opened(mesh, f"limited {limit}")
+    before = resource.getrlimit(limit)
+    if rank == ranks - 1:
+        resource.setrlimit(limit, (size, before[1]))
+    try:
+        box = Mail(group, 10.0)
+    finally:
+        resource.setrlimit(limit, before)
+    return [box.carries(other) for other in range(ranks) if other != rank], box.memory.allocate(64) is not None
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_FSIZE, resource.RLIMIT_AS], ids=["ulimit -f", "ulimit -v"])
+def test_a_rank_with_a_limit_talks_through_sockets_and_all_know(pool, limit):
+    size = 1 << 20 if limit == resource.RLIMIT_FSIZE else 1 << 40
+    *others, last = pool.run(limited, 4, limit, size)
+    assert last == ([False] * 3, False)
+    for carried, allocates in others:
+        assert allocates and carried == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("memfd_create", None),
+        ("memfd_create", OSError(errno.ENOSYS, "not implemented")),
+        ("memfd_create", OSError(errno.EMFILE, "too many open files")),
+        ("ftruncate", OSError(errno.EFBIG, "file too large")),
+        ("readlink", OSError(errno.ENOENT, "no /proc")),
+    ],
+)
+def test_what_the_system_refuses_is_no_error(monkeypatch, ranks_in_threads, name, replacement):
+    def refuse(*args):
+        raise replacement
+
+    open_files = len(os.listdir("/proc/self/fd"))
+    if replacement is None:
+        monkeypatch.delattr(os, name)
+    else:
+        monkeypatch.setattr(os, name, refuse)
+    barrier, given = threading.Barrier(3), [None] * 3
+    with ThreadPoolExecutor(3) as threads:
+        ranks = list(threads.map(partial(Mail, seconds=10.0), [Group(r, barrier, given) for r in range(3)]))
+    monkeypatch.undo()
+    assert not any(rank.carries(other) for rank in ranks for other in range(3))
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_memory_that_cannot_be_mapped_is_no_error(monkeypatch, ranks_in_threads):
+    def refuse(descriptor, size):
+        raise OSError(errno.ENOMEM, "cannot allocate memory")
+
+    open_files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(shared.mmap, "mmap", refuse)
+    barrier, given = threading.Barrier(3), [None] * 3
+    with ThreadPoolExecutor(3) as threads:
+        ranks = list(threads.map(partial(Mail, seconds=10.0), [Group(r, barrier, given) for r in range(3)]))
+    assert not any(rank.carries(other) for rank in ranks for other in range(3))
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_both_sides_know_when_one_cannot_share(pool):
+    assert pool.run(alone, 2) == [(False, None)] * 2
