@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -128,6 +129,16 @@ def test_a_traceback_is_logged_of_a_failure_and_nothing_of_what_is_refused(caplo
     logged = [record for record in caplog.records if record.name in _LOGGERS]
     assert any(record.exc_info for record in logged) is bool(logged) is traceback
     assert not any(logging.getLogger(name).filters for name in _LOGGERS)
+
+
+def test_ranks_that_could_not_meet_are_refused():
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(rs.ConfigError, match="ulimit -f allows files of 1024 bytes"):
+            launch(rank_times, 2, 5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_no_ranks_are_refused():

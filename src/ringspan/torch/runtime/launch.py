@@ -4,6 +4,7 @@ import json
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from ringspan.core import errors
 from ringspan.core.errors import ConfigError, RingspanError
 from ringspan.torch.runtime.forks import ABORT_AFTER_SECONDS, STOP_SIGNALS, serve_forks, settle, start_resource_tracker
 
+_RENDEZVOUS_BYTES: Final = 1 << 20
 _STOP: Final = "stop"
 MOST_RANKS: Final = 1024  # more processes than this on one machine is a slip of the keyboard
 _POLL_SECONDS: Final = 0.1  # how often elastic looks at the ranks
@@ -69,6 +71,12 @@ def launch(
         raise ConfigError(f"{num_ranks} ranks: at most {MOST_RANKS:,} are started on one machine")
     if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
         raise ConfigError(f"{num_ranks} ranks need as many CUDA devices; this machine has {torch.cuda.device_count()}")
+    if 0 <= (largest := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) < _RENDEZVOUS_BYTES:
+        # Where it does not fit, torch's store asks again without end.
+        raise ConfigError(
+            f"ulimit -f allows files of {largest} bytes, and ranks meet through one of up to {_RENDEZVOUS_BYTES:,}; "
+            "raise it"
+        )
     # A new attempt must not read the addresses of the one before; torch's shared store would hand them out.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
