@@ -53,7 +53,7 @@ def test_each_argument_of_a_forward_pass_is_honoured_fixed_or_refused():
 
 def test_no_argument_has_two_treatments_and_those_honoured_are_parameters():
     assert not HONOURED & (FIXED.keys() | REFUSED.keys()) and not FIXED.keys() & REFUSED.keys()
-    # transformers' Trainer keeps the columns of a data set that are parameters: these two come to be refused, not dropped.
+    # The columns of a data set that transformers' Trainer keeps are parameters: these two are refused, not dropped.
     columns = {"labels", "attention_mask"}
     assert parameters(RingCausalLM.forward) - HONOURED == columns <= REFUSED.keys()
     assert parameters(RingCausalLM.forward) >= HONOURED
