@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import ringspan
+
 SOURCE = Path(__file__).parents[1] / "src"
 PACKAGE = "ringspan"
 # The public surface: __init__.py, __main__.py and whatever else lies directly in the package's folder.
@@ -208,7 +210,10 @@ def test_the_checker_accepts_what_the_design_allows(tmp_path: Path):
 
 LOADED = """
 import sys
+before = {name.split(".")[0] for name in sys.modules}
 import ringspan
+outside = {name.split(".")[0] for name in sys.modules if not name.startswith("_")} - sys.stdlib_module_names
+print(*sorted(outside - before))
 import ringspan.torch.runtime.forks, ringspan.train.config.tables
 # That is all that a launcher needs before its ranks get ready.
 print(ringspan.__file__, *{"torch", "jax", "transformers"} & set(sys.modules), sep="\\n")
@@ -223,4 +228,19 @@ def test_importing_ringspan_loads_no_framework():
         text=True,
         check=True,
     )
-    assert run.stdout.splitlines() == [str(SOURCE / PACKAGE / "__init__.py")]
+    outside, file, *frameworks = run.stdout.splitlines()
+    assert outside == PACKAGE, "import ringspan loads more than the standard library"
+    assert [file, *frameworks] == [str(SOURCE / PACKAGE / "__init__.py")]
+
+
+def test_every_public_name_is_found_where_the_table_says():
+    source = ast.parse((SOURCE / PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    (guarded,) = (node for node in source.body if isinstance(node, ast.If) and is_type_checking(node.test))
+    for_checkers = {name for statement in guarded.body for _, name in imports(statement, (PACKAGE,))}
+    # Read from the module, so that the table, the imports of type checkers and __all__ cannot part.
+    assert for_checkers == {f"{module}.{name}" for name, module in ringspan._MODULES.items()}
+    assert ringspan.__all__ == sorted(ringspan._MODULES)
+    assert {*ringspan.__all__, "__version__"} <= set(dir(ringspan))
+    assert all(getattr(ringspan, name).__module__ == module for name, module in ringspan._MODULES.items())
+    with pytest.raises(AttributeError, match="has no attribute 'ring'"):
+        ringspan.ring  # noqa: B018

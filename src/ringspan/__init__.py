@@ -1,23 +1,22 @@
 """Exact attention over sequences that no single device can hold: Ring Attention for PyTorch, Hugging Face and JAX.
 
-Importing ringspan imports neither torch nor jax; a name that needs one loads it when it is first used.
+Importing ringspan imports nothing but the standard library; a name loads what it needs when it is first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ringspan.core.errors import (
-    ConfigError,
-    LayoutError,
-    MaskError,
-    PeerMismatch,
-    RingspanError,
-    UnsupportedError,
-)
-from ringspan.core.layout import Layout, Span
-from ringspan.core.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
-
 if TYPE_CHECKING:
+    from ringspan.core.errors import (
+        ConfigError,
+        LayoutError,
+        MaskError,
+        PeerMismatch,
+        RingspanError,
+        UnsupportedError,
+    )
+    from ringspan.core.layout import Layout, Span
+    from ringspan.core.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
     from ringspan.torch.attention.op import ring_attention
     from ringspan.torch.data.batch import shard, shard_batch, unshard
     from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
@@ -27,22 +26,38 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_LAZY = {
+# Where each public name is defined. Type checkers read the imports above; a test compares the two and __all__.
+_MODULES = {
+    "ConfigError": "ringspan.core.errors",
+    "Layout": "ringspan.core.layout",
+    "LayoutError": "ringspan.core.errors",
+    "Mask": "ringspan.core.mask",
+    "MaskError": "ringspan.core.errors",
+    "PeerMismatch": "ringspan.core.errors",
+    "RingspanError": "ringspan.core.errors",
+    "Span": "ringspan.core.layout",
+    "UnsupportedError": "ringspan.core.errors",
     "blockwise_cross_entropy": "ringspan.torch.data.cross_entropy",
+    "causal": "ringspan.core.mask",
+    "chunked": "ringspan.core.mask",
+    "documents": "ringspan.core.mask",
+    "full": "ringspan.core.mask",
     "init_mesh": "ringspan.torch.runtime.mesh",
     "loader": "ringspan.torch.data.loader",
     "parallelize": "ringspan.torch.parallelize",
+    "prefix_lm": "ringspan.core.mask",
     "ring_attention": "ringspan.torch.attention.op",
     "sampler": "ringspan.torch.data.loader",
     "shard": "ringspan.torch.data.batch",
     "shard_batch": "ringspan.torch.data.batch",
+    "sliding_window": "ringspan.core.mask",
     "unshard": "ringspan.torch.data.batch",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
 
 
