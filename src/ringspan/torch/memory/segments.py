@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.attention import op  # noqa: F401 - it registers the operator named below
 from ringspan.torch.layers.modules import autocast_now, hidden_of
 from ringspan.torch.memory.offload import Store
 
