@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "ringspan needs Python 3.11 or newer, '$(PYTHON)' is not: try 'make $(MAKECMDGOALS) PYTHON=python3.11'" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install torch==2.13.0 -c constraints.txt
-	$(BIN)/python -m pip install -e '.[dev,jax]' -c constraints.txt
+	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
 	@touch $@
 
 demo: $(STAMP) ## show exact ring attention at work on this machine

@@ -27,9 +27,12 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Train a 5M-parameter Llama on Python's own source over a ring, prove it equal to one process, measure memory."""
+    from ringspan.core.extras import require
     from ringspan.torch.runtime.forks import serve_forks
 
-    serve_forks("ringspan.train.loop")  # it gets ready while the next imports take their time
+    require("ringspan demo", "datasets")
+    # It gets ready while the next imports take their time.
+    serve_forks("ringspan.train.loop", "torch.utils.tensorboard")
 
     from rich.console import Console
 

@@ -74,12 +74,14 @@ def command(
     Analytic and without a framework, in under a second; with --trace the real step is traced as one of its ranks.
     """
     from ringspan.core.errors import ConfigError
+    from ringspan.core.extras import require
     from ringspan.plan.reasons import about_decoding
 
     if picture:
         if not trace:
             raise ConfigError(f"--picture {picture} draws what a trace finds; add --trace")
         check_picture(picture, ".png", ".svg", ".pdf")
+        require(f"--picture {picture}", "matplotlib")
     if rank is not None and not trace:
         raise ConfigError(f"--rank {rank} is the rank that a trace plays; add --trace")
     answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route)

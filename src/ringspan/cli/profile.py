@@ -43,6 +43,10 @@ def command(
 
     A memory timeline by category and a hop timeline with computing, transfers and waits, interactive in one HTML file.
     """
+    from ringspan.core.extras import require
+
+    require("ringspan profile", "matplotlib", "plotly")
+
     from ringspan.cli.console import console
     from ringspan.core.choice import check_segments
     from ringspan.core.errors import ConfigError

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import datasets
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,6 +16,8 @@ from ringspan.train.metrics import StepMetrics
 
 def quiet() -> None:
     """Silence what every rank would say: progress bars and warnings of the libraries."""
+    import datasets
+
     logging.getLogger("ringspan").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     transformers.utils.logging.set_verbosity_error()
@@ -30,6 +31,8 @@ def watched(steps: int) -> Iterator[Observer]:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if not console.is_terminal:
+        import datasets
+
         datasets.disable_progress_bars()
         yield Observer(_started(console), _line(steps), _evaluated(console), _noticed(console))
         return

@@ -69,6 +69,7 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
     from ringspan.core.errors import ConfigError
     from ringspan.torch.runtime.forks import serve_forks
 
+    settings.require_extras()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         for option, given in (("--nproc", nproc), ("--max-restarts", max_restarts or None)):
             if given is not None:
@@ -83,7 +84,8 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
     settings.resolve_mesh(nproc)  # refuse here what every rank would
     thrift = settings.memory.offload != "none"  # who offloads would rather wait for memory than run out of it
     if not thrift:
-        serve_forks("ringspan.train.loop")  # it gets ready while the next imports take their time
+        # It gets ready while the next imports take their time.
+        serve_forks("ringspan.train.loop", "torch.utils.tensorboard")
 
     from ringspan.torch.runtime.launch import launch
     from ringspan.train.config.paths import refuse_missing

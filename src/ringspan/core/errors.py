@@ -21,6 +21,10 @@ class UnsupportedError(RingspanError):
     """A model, dtype, device or option asks for something that ringspan does not do (yet)."""
 
 
+class MissingExtraError(RingspanError, ImportError):
+    """A package that comes with an extra of ringspan is not installed."""
+
+
 class PeerMismatch(RingspanError):
     """The ranks of one ring were given different things; raised on every rank before any payload moves."""
 

@@ -9,14 +9,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import plotly.graph_objects as go
-from matplotlib.figure import Figure
-from plotly.offline import get_plotlyjs
-
+from ringspan.core.extras import require
 from ringspan.measure.trace.profile import RankProfile
 from ringspan.measure.trace.tracker import CATEGORIES
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 # Stacked from the bottom in the order of CATEGORIES; safe for the colour-blind (Okabe and Ito's palette).
 COLOURS: Final = {
@@ -32,7 +32,12 @@ _LANE: Final = 0.8
 
 
 def write_report(profiles: list[RankProfile], folder: Path, title: str) -> list[Path]:
-    """Write ``report.html``, ``memory.png``, ``timeline.png`` and ``profile.json`` into a folder; their paths."""
+    """Write ``report.html``, ``memory.png``, ``timeline.png`` and ``profile.json`` into a folder; their paths.
+
+    Raises:
+        MissingExtraError: there is no plotly or no matplotlib.
+    """
+    require("a profile's report", "matplotlib", "plotly")
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in ("report.html", "memory.png", "timeline.png", "profile.json")]
     paths[0].write_text(page(profiles, title), encoding="utf-8")
@@ -74,6 +79,8 @@ draw();
 
 def page(profiles: list[RankProfile], title: str) -> str:
     """The interactive report; under 5 MB for a few hundred ranks."""
+    from plotly.offline import get_plotlyjs
+
     figures = {"memory": memory_figure(profiles), "timeline": timeline_figure(profiles)}
     together = ",".join(f'"{name}":{figure.to_json()}' for name, figure in figures.items())
     return _PAGE.format(
@@ -95,8 +102,10 @@ def _table(profiles: list[RankProfile]) -> str:
     return f"<table>{heads}{rows}</table>"
 
 
-def memory_figure(profiles: list[RankProfile]) -> go.Figure:
+def memory_figure(profiles: list[RankProfile]) -> "go.Figure":
     """Stacked areas of one rank at a time, chosen from a menu."""
+    import plotly.graph_objects as go
+
     figure = go.Figure()
     for number, profile in enumerate(profiles):
         times = [1e3 * moment for moment in profile.memory["seconds"]]
@@ -155,8 +164,10 @@ def _marks(phases: list[tuple[str, float]]) -> dict[str, Any]:
     return {"shapes": lines, "annotations": words}
 
 
-def timeline_figure(profiles: list[RankProfile]) -> go.Figure:
+def timeline_figure(profiles: list[RankProfile]) -> "go.Figure":
     """Two lanes a rank: hops computed, with waits in red over them, and blocks under way."""
+    import plotly.graph_objects as go
+
     figure = go.Figure()
     for kind, colour, bars in _lanes(profiles):
         figure.add_bar(
@@ -207,6 +218,8 @@ def _lanes(profiles: list[RankProfile]) -> Iterator[tuple[str, str, list[Bar]]]:
 
 def memory_png(profiles: list[RankProfile], path: Path) -> None:
     """A panel of stacked areas for each of at most four ranks."""
+    from matplotlib.figure import Figure
+
     shown = profiles[:4]
     figure = Figure(figsize=(10, 2.6 * len(shown) + 0.6), layout="constrained")
     panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
@@ -227,6 +240,8 @@ def trace_picture(timeline: Sequence[Mapping[str, Any]], budget_bytes: int, titl
 
     ``timeline`` as in ``dryrun.summary``; the format is that of the path's name.
     """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 4), layout="constrained")
     panel = figure.subplots()
     first = timeline[0]["operator"]
@@ -247,6 +262,8 @@ def trace_picture(timeline: Sequence[Mapping[str, Any]], budget_bytes: int, titl
 
 def timeline_png(profiles: list[RankProfile], path: Path) -> None:
     """The two lanes of at most eight ranks."""
+    from matplotlib.figure import Figure
+
     shown = profiles[:8]
     figure = Figure(figsize=(12, 1.0 * len(shown) + 1.6), layout="constrained")
     panel = figure.subplots()

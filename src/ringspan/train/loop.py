@@ -57,6 +57,7 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
         Diverged: a loss or gradient that is not finite; no rank has applied it.
         CheckpointError: no checkpoint of the run is valid, or the last one could not be written.
     """
+    config.require_extras()
     observer = observer or Observer()
     run = Path(config.run)
     with RunLock(run) as lock:
@@ -104,6 +105,7 @@ class _Run:
         self._writer = MetricsWriter(self._folder, self._step) if dist.get_rank() == 0 else None
         if self._writer:
             self._observer.started(self._job.facts)
+            self._notice(self._writer.notice)
         stopped = False
         try:
             while self._step < self._config.steps and not stopped:
@@ -161,7 +163,7 @@ class _Run:
         with self._watchdog.doing("drawing the profile"):
             profiles = gathered(profiler)
             if dist.get_rank() == 0:
-                from ringspan.report.profile_page import write_report  # plotly takes a second
+                from ringspan.report.profile_page import write_report
 
                 mesh = " x ".join(f"{axis} {self._job.mesh[axis].size()}" for axis in ("replicate", "ring"))
                 title = f"{self._config.run}: {self._config.data.sequence_length_tokens:,} tokens, {mesh}"

@@ -1,4 +1,4 @@
-"""What a run reports: a line a step in metrics.jsonl and TensorBoard, and what the machine could do at most."""
+"""What a run reports: a line a step in metrics.jsonl, and in TensorBoard, and what the machine could do at most."""
 
 import json
 import math
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
+from ringspan.core.extras import installed, remedy
 from ringspan.torch.transport.clock import synchronize
 
 _MOST_PRODUCTS: Final = 6
@@ -38,13 +38,22 @@ class StepMetrics:
 
 class MetricsWriter:
     """Appends to ``metrics.jsonl`` in the run's folder, flushed a line at a time, and to TensorBoard event files beside
-    it.
+    it where TensorBoard is installed.
     """
+
+    notice: str | None = None
+    """What is not written, and how to have it."""
 
     def __init__(self, run: Path, after_step: int = 0) -> None:
         """Go on after a step: lines of later ones, which a run that ended without saving left, are dropped."""
         self._path = run / "metrics.jsonl"
-        self._board = SummaryWriter(str(run / "tensorboard"), purge_step=after_step + 1 if after_step else None)
+        self._board = None
+        if installed("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter  # takes as long as all else that is imported here
+
+            self._board = SummaryWriter(str(run / "tensorboard"), purge_step=after_step + 1 if after_step else None)
+        else:
+            self.notice = f"metrics.jsonl is written, TensorBoard files are not: they need {remedy('tensorboard')}"
         self._open(after_step)
 
     def _open(self, after_step: int) -> None:
@@ -67,7 +76,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
-        self._board.close()
+        if self._board:
+            self._board.close()
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         # A step that was not finite is null: NaN is not JSON.
@@ -75,7 +85,7 @@ class MetricsWriter:
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         for name, value in values.items():
-            if name != "step" and value is not None:
+            if self._board and name != "step" and value is not None:
                 self._board.add_scalar(name, value, step)
 
 

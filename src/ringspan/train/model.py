@@ -3,10 +3,9 @@
 import logging
 import math
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from datasets import Dataset
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -22,6 +21,9 @@ from ringspan.torch.tensor_parallel.split import refuse_heads
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.documents import load_documents
 from ringspan.train.data.sequences import train_tokenizer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ def scale_rope(model_config: PreTrainedConfig, rope: dict[str, Any]) -> None:
 def load_tokenizer(
     config: TrainConfig,
     model_config: PreTrainedConfig,
-    documents: Dataset | None = None,
+    documents: "Dataset | None" = None,
     kept: Path | None = None,
 ) -> Tokenizer:
     """The run's tokenizer: the one that it has ``kept``, else from its source, or trained on its documents when the

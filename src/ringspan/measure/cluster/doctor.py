@@ -1,6 +1,5 @@
 """What a machine or a cluster has, how fast it is, and what keeps it from training."""
 
-import importlib.util
 import os
 import re
 import time
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core import reference
+from ringspan.core.extras import installed
 from ringspan.core.layout import Layout
 from ringspan.core.mask import causal
 from ringspan.core.schedule import plan
@@ -44,6 +44,10 @@ from ringspan.train.metrics import measure_flops
 _LEAST: Final = {"torch": (2, 11), "transformers": (5,)}
 # Packages that something here uses when they are there: what for, and how to get them.
 _OPTIONAL: Final = {
+    "datasets": ("training from a TOML file, and the demo", "pip install 'ringspan[train]'"),
+    "tensorboard": ("TensorBoard files of a training run", "pip install 'ringspan[train]'"),
+    "matplotlib": ("profiles, and pictures of plans", "pip install 'ringspan[report]'"),
+    "plotly": ("profiles", "pip install 'ringspan[report]'"),
     "jax": ("the JAX back end", "pip install 'ringspan[jax]'"),
     "liger_kernel": ("the fused loss on CUDA", "pip install liger-kernel"),
     "torchao": ("AdamW with moments in 8 bits", "pip install torchao"),
@@ -143,7 +147,7 @@ def report(examined: dict[str, Any] | None, failures: Iterable[Problem] = ()) ->
         "missing": [
             {"name": name, "needed_for": purpose, "remedy": remedy}
             for name, (purpose, remedy) in _OPTIONAL.items()
-            if importlib.util.find_spec(name) is None
+            if not installed(name)
         ],
         "machine": describe_machine(),
         "kernels": kernel_report(kinds),

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.extras import require
 from ringspan.core.layout import Layout, LayoutName
 from ringspan.core.messages import one_line
 from ringspan.core.route import Route
@@ -398,6 +399,16 @@ class TrainConfig(_Table):
                 "evaluate on; raise it, or set evaluation.every_steps = 0"
             )
         return self
+
+    def require_extras(self) -> None:
+        """Refuse a run that needs what is not installed here.
+
+        Raises:
+            MissingExtraError: one of the packages that read text is missing, or that draw a profile where one is asked.
+        """
+        require("training", "datasets")
+        if self.profile:
+            require("profile = true", "matplotlib", "plotly")
 
     def resolve_mesh(self, world_size: int) -> tuple[int, int]:
         """The mesh (replicate, ring) for this number of processes; the sequence is known to fill the ring.

@@ -1,0 +1,37 @@
+"""What ``pip install ringspan`` leaves out: packages that come with an extra, and the line that names the extra."""
+
+from importlib.util import find_spec
+from typing import Final
+
+from ringspan.core.errors import MissingExtraError
+
+EXTRAS: Final = {
+    "datasets": "train",
+    "tensorboard": "train",
+    "matplotlib": "report",
+    "plotly": "report",
+}
+"""Packages that are imported where they are used, and the extra of ringspan that brings each."""
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported; a folder of that name in the working directory is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def remedy(package: str) -> str:
+    """The extra that brings a package, and the command that installs it."""
+    extra = EXTRAS[package]
+    return f"the extra ringspan[{extra}]: pip install 'ringspan[{extra}]'"
+
+
+def require(what: str, *packages: str) -> None:
+    """Refuse what cannot be done without these packages.
+
+    Raises:
+        MissingExtraError: one of them is not installed.
+    """
+    for package in packages:
+        if not installed(package):
+            raise MissingExtraError(f"{what} needs {remedy(package)}")
