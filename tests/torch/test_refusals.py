@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import ringspan as rs
 from tests.torch.models import build, tokens
@@ -38,7 +39,7 @@ BAD: list[dict[str, Any]] = [
 
 def loss_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(input_ids=IDS, labels=IDS).loss
+        return model(input_ids=IDS, labels=IDS, use_cache=False).loss
 
 
 def refused_then_corrected(mesh: DeviceMesh) -> list[tuple[str, Any]]:
@@ -98,3 +99,68 @@ def another_of_the_same_config(mesh: DeviceMesh) -> tuple[float, float]:
 def test_a_config_makes_ordinary_models_after_one_of_them_is_on_the_ring(pool):
     for before, after in pool.run(another_of_the_same_config, 2):
         assert before == after
+
+
+class Scaled(LlamaForCausalLM):
+    """A model whose loss is not that of its class in transformers."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        if out.loss is not None:
+            out.loss = 3 * out.loss
+        return out
+
+
+def change(model: Any, how: str) -> Any:
+    """A model that computes, or trains, something that a ring would drop."""
+    match how:
+        case "a forward of its own":
+            model = Scaled(model.config)
+        case "a loss of its own":
+            model.loss_function = lambda logits, labels, **_: logits.float().sum()
+        case "a gradient hook":
+            model.lm_head.weight.register_hook(lambda gradient: 0 * gradient)
+        case "a weight of two layers":
+            first, second = model.model.layers
+            second.self_attn.q_proj.weight = first.self_attn.q_proj.weight
+        case "another weight":
+            model.lm_head.weight = torch.nn.Parameter(torch.zeros(97, 64))
+    return model
+
+
+def changed(mesh: DeviceMesh, how: str, when: str) -> None:
+    batch = rs.shard_batch({"input_ids": IDS, "labels": IDS}, mesh)
+    if when == "before":
+        rs.parallelize(change(build("llama"), how), mesh)
+    else:
+        model = rs.parallelize(build("llama"), mesh)
+        model(**batch)
+        change(model, how)(**batch)
+
+
+@pytest.mark.parametrize(
+    ("how", "when", "message"),
+    [
+        ("a forward of its own", "before", "has a loss of its own"),
+        ("a loss of its own", "before", "has a loss of its own"),
+        ("a loss of its own", "after", "the loss function of LlamaForCausalLM was changed"),
+        ("a gradient hook", "before", "lm_head.weight has a gradient hook"),
+        ("a gradient hook", "after", "lm_head.weight has a gradient hook"),
+        ("a weight of two layers", "before", "is a weight of model.layers.0 too"),
+        ("another weight", "after", "lm_head.weight was replaced after parallelize"),
+    ],
+)
+def test_what_a_ring_would_not_compute_raises_on_every_rank(pool, how, when, message):
+    for outcome in pool.outcomes(changed, 2, how, when):
+        assert isinstance(outcome, rs.UnsupportedError) and message in str(outcome)
+
+
+def shared_module(mesh: DeviceMesh) -> float:
+    model = build("llama")
+    model.model.layers[1] = model.model.layers[0]
+    expected = float(loss_of(model))
+    return float(rs.parallelize(model, mesh)(**rs.shard_batch({"input_ids": IDS, "labels": IDS}, mesh)).loss) - expected
+
+
+def test_a_layer_may_be_used_twice(pool):
+    assert all(abs(difference) < 1e-5 for difference in pool.run(shared_module, 2))

@@ -4,9 +4,10 @@ B batch, S global tokens, T local tokens, V vocabulary.
 """
 
 import hashlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,9 @@ from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attenti
 from ringspan.torch.model.support import refuse_route, refuse_unsupported
 from ringspan.torch.runtime.mesh import check_mesh, tensor_axis
 from ringspan.torch.tensor_parallel.split import refuse_split, split_model
+
+# How many models each mesh has been given, alike on all of its ranks.
+_numbers: Final[dict[tuple[int, ...], Iterator[int]]] = {}
 
 
 def parallelize(
@@ -122,6 +126,7 @@ def parallelize(
         model = base_of(given) if is_peft(given) else given
         parts = _check(model, mesh, **options)
         facts = {name: str(value) for name, value in options.items()} | describe_weights(model)
+        facts |= {f"config.{name}": str(value) for name, value in model.config.to_dict().items()}
         call = Call("parallelize", {"model": type(model).__name__, "watchdog": watchdog} | facts)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         call = Call("parallelize", error=error)
@@ -168,9 +173,16 @@ def parallelize(
         watch_loop(mesh)
     kind: Any = type(model)
     kind.__deepcopy__, kind.ring_structure = refuse_copy, structure_of(model)
+    kind.ring_loss_function, kind.ring_number = staticmethod(model.loss_function), _next_number(mesh)
     if given is not model:
         put_on_ring(given)
     return given
+
+
+def _next_number(mesh: DeviceMesh) -> str:
+    """By what ranks tell the models of one mesh apart."""
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    return f"number {next(_numbers.setdefault(ranks, count(1)))}"
 
 
 class _Parts(NamedTuple):

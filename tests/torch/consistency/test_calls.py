@@ -76,6 +76,15 @@ def step(mesh: DeviceMesh, what: str) -> None:
             if not odd:
                 optimizer.step()
             model(**batch(mesh))
+        case "optimizer parameters":
+            parameters = [*model.parameters()]
+            torch.optim.SGD(parameters[1:] if odd else parameters[:-1], lr=0.1).step()
+            model(**batch(mesh))
+        case "another model":
+            other = rs.parallelize(build("llama"), mesh)
+            (other if odd else model)(**batch(mesh))
+        case "saving fails":
+            model.save_pretrained("/proc/nothing/at/all" if odd else "/proc/nothing")
         case "an unknown argument":
             model(**batch(mesh), **({"use_cache": True} if odd else {}))
         case "an argument that is missing":
@@ -116,6 +125,9 @@ CASES = {
     "trained parameters": "different trained parameters: ",
     "learning rate": "different optimizer setting lr of SGD: ",
     "optimizer steps": "different steps of the optimizer SGD: ",
+    "optimizer parameters": "different parameters of the optimizer SGD: ",
+    "another model": "different model: ",
+    "saving fails": "/proc/nothing",
     "an unknown argument": "use_cache=True",
     "an argument that is missing": "rs.shard_batch",
     "an exception": "out of paper",
@@ -194,6 +206,30 @@ def refused_by_one(mesh: DeviceMesh, options: dict[str, Any]) -> None:
 def test_options_that_differ_are_named_on_every_rank(pool, options, message):
     for outcome in pool.outcomes(refused_by_one, 3, options):
         assert isinstance(outcome, rs.RingspanError) and message in str(outcome)
+
+
+def configured_on_one(mesh: DeviceMesh) -> None:
+    rs.parallelize(build("llama", rms_norm_eps=1e-3 if is_odd(mesh) else 1e-6), mesh)
+
+
+def test_a_config_that_differs_in_a_number_is_named(pool):
+    for outcome in pool.outcomes(configured_on_one, 3):
+        assert isinstance(outcome, rs.PeerMismatch) and "different config.rms_norm_eps: ranks 0, 1: 1e-06" in str(
+            outcome
+        )
+
+
+def in_another_order(mesh: DeviceMesh) -> bool:
+    """One rank has the same rows of a weight, in another order: whether all have those of the first rank."""
+    model = build("llama")
+    expected = model.lm_head.weight.detach().clone()
+    if is_odd(mesh):
+        model.lm_head.weight.data.copy_(expected.flip(0))
+    return torch.equal(rs.parallelize(model, mesh).lm_head.weight.detach().full_tensor(), expected)
+
+
+def test_weights_in_another_order_become_those_of_the_first(pool):
+    assert pool.run(in_another_order, 3) == [True] * 3
 
 
 def frozen_on_one(mesh: DeviceMesh) -> None:

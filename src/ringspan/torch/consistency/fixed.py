@@ -9,10 +9,16 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import local_part
+from ringspan.torch.memory.sharding import gathered_parameters
 
+HOOKED = (
+    "has a gradient hook, which FSDP never calls; change parameter.grad between backward and the optimizer's step, or "
+    "use register_post_accumulate_grad_hook after parallelize"
+)
 Structure = list[tuple[nn.Module, tuple[str, ...]]]
 
 
@@ -33,6 +39,27 @@ def check_structure(model: Any) -> None:
         f"the parameters of {_name(model)} changed after parallelize ({changed}), which ranks would not share; change "
         "the model before"
     )
+
+
+def check_parameters(model: Any) -> None:
+    """Raise an UnsupportedError that names a weight which a step would not use as the user means it."""
+    if model.loss_function is not model.ring_loss_function:
+        raise UnsupportedError(
+            f"the loss function of {_name(model)} was changed, which a ring does not call; compute a loss of your own "
+            "from the logits of model(**batch) without labels"
+        )
+    copies = {id(parameter) for parameter in gathered_parameters(model)}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if not isinstance(parameter, DTensor) and id(parameter) not in copies:
+                raise UnsupportedError(
+                    f"{path}.{name} was replaced after parallelize, and would not be used; copy into it instead "
+                    "(under torch.no_grad, parameter.copy_), or load_state_dict"
+                )
+            if parameter._backward_hooks:
+                raise UnsupportedError(f"{path}.{name} {HOOKED}")
 
 
 class Fixed:

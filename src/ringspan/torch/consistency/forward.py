@@ -15,11 +15,12 @@ from torch import Tensor
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout
 from ringspan.torch.consistency.calls import Call, check_call
-from ringspan.torch.consistency.fixed import check_structure
+from ringspan.torch.consistency.fixed import check_parameters, check_structure
 from ringspan.torch.consistency.optimizers import optimizer_facts
 from ringspan.torch.data.batch import IGNORED, document_positions
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
+from ringspan.torch.memory.sharding import settle
 
 _DIGESTS: Final = ("input_ids", "labels", "position_ids")  # in the order of a batch's digest
 
@@ -44,6 +45,10 @@ def check_forward(
         # Of those that ``forward`` names for whoever reads its signature none can be honoured either.
         others = {name: arguments.pop(name) for name in ("labels", "attention_mask") if name in arguments}
         others |= arguments.pop("kwargs", {})
+        try:
+            check_parameters(model)  # before those in place of shards are shards again
+        finally:
+            settle(model)
         check_structure(model)
         check_others(others)
         _check_batch(model, **arguments)
@@ -63,6 +68,7 @@ def _facts(model: Any, arguments: dict[str, Any], others: dict[str, Any]) -> dic
     """What all ranks must have alike."""
     number = arguments.get("num_items_in_batch")
     facts: dict[str, Any] = {
+        "model": model.ring_number,
         "mode": "training" if model.training else "evaluation",
         "gradients": torch.is_grad_enabled(),
         "labels": arguments.get("shift_labels") is not None,

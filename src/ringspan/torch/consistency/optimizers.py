@@ -2,6 +2,7 @@
 forward pass.
 """
 
+import hashlib
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -15,6 +16,7 @@ from ringspan.torch.memory.sharding import gathered_parameters
 _hooks: Final[list[Any]] = []  # one in a process
 _models: Final[WeakSet[nn.Module]] = WeakSet()
 _owners: Final[WeakKeyDictionary[Optimizer, WeakSet[nn.Module]]] = WeakKeyDictionary()
+_members: Final[WeakKeyDictionary[Optimizer, str]] = WeakKeyDictionary()
 _steps: Final[WeakKeyDictionary[nn.Module, dict[str, Any]]] = WeakKeyDictionary()
 
 
@@ -38,10 +40,19 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         kind = type(optimizer).__name__
         name = f"steps of the optimizer {kind}"
         facts[name] = facts.get(name, 0) + 1
+        facts[f"parameters of the optimizer {kind}"] = _members[optimizer]
         for key in optimizer.param_groups[0]:
             if key != "params":
                 settings = tuple(_plain(group.get(key)) for group in optimizer.param_groups)
                 facts[f"optimizer setting {key} of {kind}"] = settings[0] if len(settings) == 1 else settings
+
+
+def _describe(optimizer: Optimizer) -> str:
+    """How many parameters are in each group, and a digest of which."""
+    places = {id(parameter): place for model in _models for place, parameter in enumerate(model.parameters())}
+    groups = [[places.get(id(parameter), -1) for parameter in group["params"]] for group in optimizer.param_groups]
+    digest = hashlib.blake2b(repr(groups).encode(), digest_size=4).hexdigest()
+    return f"{', '.join(str(len(group)) for group in groups)} (digest {digest})"
 
 
 def _plain(value: Any) -> Any:
@@ -57,6 +68,7 @@ def _find_owners(optimizer: Optimizer) -> WeakSet[nn.Module]:
     """
     theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owners: WeakSet[nn.Module] = WeakSet()
+    _members[optimizer] = _describe(optimizer)
     for model in _models:
         if any(id(parameter) in theirs for parameter in gathered_parameters(model)):
             raise UnsupportedError(

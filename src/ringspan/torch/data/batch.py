@@ -106,9 +106,9 @@ def shard_batch(
         if not isinstance(value, Tensor):
             raise UnsupportedError(f"{name} must be a tensor, got a {type(value).__name__}; collate the batch first")
     tokens = batch["input_ids"]
-    if tokens.ndim != 2 or not tokens.numel() or tokens.is_floating_point():
+    if tokens.ndim != 2 or not tokens.numel() or tokens.dtype not in (torch.int64, torch.int32):
         raise UnsupportedError(
-            f"input_ids must be integers (batch, tokens), got {tokens.dtype} of shape {tuple(tokens.shape)}"
+            f"input_ids must be int64 or int32 (batch, tokens), got {tokens.dtype} of shape {tuple(tokens.shape)}"
         )
     targets = _targets(batch)
     lengths = _document_lengths(batch["position_ids"], tokens) if "position_ids" in batch else None

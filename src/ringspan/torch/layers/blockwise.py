@@ -41,7 +41,7 @@ def run_in_blocks(
         ConfigError: ``chunk_tokens`` below one.
     """
     check_whole(option, chunk_tokens, otherwise="; 0 is for none")
-    for module in modules:
+    for module in dict.fromkeys(modules):  # layers may share one
         mix_in(
             module,
             Blockwise,

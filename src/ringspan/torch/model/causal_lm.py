@@ -67,7 +67,6 @@ class RingCausalLM(Fixed):
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
-        settle(self)
         with in_call("a forward pass"):
             kwargs = check_forward(self, partial(_SIGNATURE.bind, self, *args, **kwargs), partial(_check_asked, self))
             try:
@@ -156,14 +155,17 @@ class RingCausalLM(Fixed):
 
         Every rank calls it; rank 0 gathers them and writes.
         """
+        error = None
         with in_call("saving the model"):
             if kwargs.get("state_dict") is None:
                 kwargs["state_dict"] = whole_weights(self)
             kwargs["is_main_process"] = dist.get_rank() == 0
-            with as_trained(self):
-                super().save_pretrained(save_directory, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-            for axis in self.ring_mesh.mesh_dim_names:
-                dist.barrier(self.ring_mesh[axis].get_group())
+            try:
+                with as_trained(self):
+                    super().save_pretrained(save_directory, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            except Exception as failure:  # a full disk, say, which all ranks are to hear of
+                error = failure
+            check_call(self.ring_mesh, Call("the end of saving the model", error=error))
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Never:
         """Not there yet."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.consistency.fixed import HOOKED
 from ringspan.torch.layers.embedding import own_gradient
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -33,9 +34,25 @@ def refuse_weights(model: PreTrainedModel) -> None:
         if type(parameter.data) not in (Tensor, FakeTensor) or parameter.dtype not in _DTYPES:
             given = parameter.dtype if parameter.dtype not in _DTYPES else f"a {type(parameter.data).__name__}"
             raise UnsupportedError(f"{name}: {path} is {given}, not supported yet; use float32, bfloat16 or float16")
+        if parameter._backward_hooks:
+            raise UnsupportedError(f"{name}: {path} {HOOKED}")
     _refuse_shared_memory(name, model)
+    _refuse_shared_by_layers(name, model)
     for part in shards_of(model):
         _refuse_mixed_types(name, part)
+
+
+def _refuse_shared_by_layers(name: str, model: nn.Module) -> None:
+    """FSDP gathers each layer by itself, so that no weight may be in two of them; a whole layer may be used twice."""
+    first: dict[int, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            for parameter_name, parameter in module.named_parameters():
+                other = first.setdefault(id(parameter), path)
+                if other != path:
+                    raise UnsupportedError(
+                        f"{name}: {path}.{parameter_name} is a weight of {other} too, not supported yet"
+                    )
 
 
 def shards_of(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -107,15 +108,16 @@ def _check_head(model: PreTrainedModel) -> None:
     like = next(head.parameters())
     if like.is_meta:
         return
-    hidden = torch.randn(1, 1, input_size(head), generator=torch.Generator().manual_seed(0)).to(like)
+    hidden = torch.randn(1, 3, input_size(head), generator=torch.Generator().manual_seed(0)).to(like)
     kind, decoder = type(model).__name__, decoder_of(model)
     own = vars(decoder).get("forward")  # a hook of somebody's, say
     decoder.forward = lambda *args, **kwargs: _Outputs(last_hidden_state=hidden)
     try:
         with torch.no_grad():
-            tokens = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
-            logits = model(input_ids=tokens).logits
-            expected = finished_logits(head(hidden), model.config)
+            tokens = torch.tensor([[0, 1, 2]], device=like.device)
+            made = model(input_ids=tokens, labels=tokens)
+            logits, expected = made.logits, finished_logits(head(hidden), model.config)
+            loss = cross_entropy(expected[0, :-1].float(), tokens[0, 1:])
     except Exception as error:  # whatever a model raises that has other plans for its hidden states
         raise UnsupportedError(
             f"{kind} makes its logits of more than its decoder's last hidden states, which a ring does not support yet"
@@ -130,6 +132,12 @@ def _check_head(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"{kind} has more between its decoder and its logits than its head, its scale and a soft cap, which a ring "
             "does not support yet"
+        )
+
+    if not bool((made.loss.float() - loss).abs() <= 0.01 * loss):
+        raise UnsupportedError(
+            f"{kind} has a loss of its own, where a ring computes the cross-entropy of the next token; use the plain "
+            "class of transformers, or compute the loss from the logits of model(**batch) without labels"
         )
 
 
