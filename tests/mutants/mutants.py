@@ -22,7 +22,7 @@ RING_FULL = (
 )
 SHIFT = "torch/data/test_batch.py::test_labels_are_shifted_before_the_permutation"
 COUNTS = "torch/attention/test_ring.py::test_exactly_the_scheduled_messages_are_sent[ring-causal-contiguous]"
-FULL_MAILBOX = "torch/transport/test_shared_memory.py::test_a_full_mailbox_waits_for_its_reader"
+FULL_QUEUE = "torch/transport/test_shared_memory.py::test_a_full_queue_waits_for_its_reader"
 FREE = "torch/transport/test_shared_memory.py::test_a_slot_is_free_when_nobody_has_a_tensor_on_its_message"
 ANY = "torch/attention/test_ring.py::test_any_mask_on_any_layout"
 LOSS = "torch/data/test_cross_entropy.py::test_loss_and_gradients_are_those_of_whole_logits[plain-7-13]"
@@ -345,30 +345,30 @@ MUTANTS = [
     Mutant(
         "memory of a message written again while somebody reads it",
         "torch/transport/shared_memory.py",
-        "return not self._outbox.is_marked(slot.start)",
+        "return not self._own_memory.is_marked(slot.start)",
         "return True",
         FREE,
     ),
     Mutant(
         "memory of a message taken to be free when the sender is done",
         "torch/transport/shared_memory.py",
-        "        self._outbox.mark(slot.start, reader, True)\n",
+        "        self._own_memory.mark(slot.start, reader, True)\n",
         "",
         FREE,
     ),
     Mutant(
         "message of another pass taken for the expected one",
         "torch/transport/queue.py",
-        "if letter.tag != expected.tag:",
+        "if descriptor.tag != expected.tag:",
         "if False:",
-        FULL_MAILBOX,
+        FULL_QUEUE,
     ),
     Mutant(
-        "letters written again before they were read",
+        "descriptors written again before they were read",
         "torch/transport/queue.py",
-        "if number - self._words[0] > _LETTERS:",
+        "if number - self._words[0] > _CAPACITY:",
         "if False:",
-        FULL_MAILBOX,
+        FULL_QUEUE,
     ),
     Mutant(
         "labels left out of what a ring compares",

@@ -1,4 +1,4 @@
-"""A ring of threads in one process: every rank's real loop, with mailboxes for messages. For fuzzing many ranks
+"""A ring of threads in one process: every rank's real loop, with queues for messages. For fuzzing many ranks
 quickly.
 """
 
@@ -15,37 +15,39 @@ from torch import Tensor
 from ringspan.torch.transport.exchange import Arrival, Room
 
 
-class Mailboxes:
+class Queues:
     """Messages of one pass, by sender, receiver and number, and whose turn it is."""
 
     def __init__(self, turn: threading.Lock) -> None:
         self.turn = turn
-        self._boxes: dict[tuple[int, int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
-        self._parts: dict[str, Mailboxes] = {}
+        self._channels: dict[tuple[int, int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        self._parts: dict[str, Queues] = {}
 
-    def of(self, name: str) -> "Mailboxes":
-        """The mailboxes of one kind of message of this pass."""
-        return self._parts.setdefault(name, Mailboxes(self.turn))
+    def of(self, name: str) -> "Queues":
+        """The queues of one kind of message of this pass."""
+        return self._parts.setdefault(name, Queues(self.turn))
 
-    def box(self, sender: int, receiver: int, message: int) -> "queue.Queue[Tensor]":
-        return self._boxes[sender, receiver, message]
+    def between(self, sender: int, receiver: int, message: int) -> "queue.Queue[Tensor]":
+        return self._channels[sender, receiver, message]
 
     def are_empty(self) -> bool:
-        return all(box.empty() for box in self._boxes.values()) and all(p.are_empty() for p in self._parts.values())
+        return all(channel.empty() for channel in self._channels.values()) and all(
+            p.are_empty() for p in self._parts.values()
+        )
 
 
 class VirtualExchange:
     """Stands in for ``ringspan.torch.transport.exchange.Exchange``: the same calls and counts."""
 
-    def __init__(self, rank: int, mailboxes: Mailboxes, ranks: tuple[int, ...] | None = None) -> None:
-        self._rank, self._mailboxes, self._ranks = rank, mailboxes, ranks
+    def __init__(self, rank: int, queues: Queues, ranks: tuple[int, ...] | None = None) -> None:
+        self._rank, self._queues, self._ranks = rank, queues, ranks
         self._others: dict[str, VirtualExchange] = {}
         self.num_sends = 0
         self.sent_bytes = 0
         self.sends: list[tuple[int, int]] = []
 
     def among(self, ranks: tuple[int, ...], name: str) -> "VirtualExchange":
-        inner = VirtualExchange(self._rank, self._mailboxes.of(name), ranks)
+        inner = VirtualExchange(self._rank, self._queues.of(name), ranks)
         self._others[name] = inner
         return inner
 
@@ -59,13 +61,13 @@ class VirtualExchange:
             sends, receives = ([(self._ranks[peer], x) for peer, x in messages] for messages in (sends, receives))
         for peer, buffer in sends:
             assert buffer.is_contiguous()
-            self._mailboxes.box(self._rank, peer, message).put(buffer.clone())
+            self._queues.between(self._rank, peer, message).put(buffer.clone())
             self.num_sends += 1
             self.sent_bytes += buffer.nbytes
             self.sends.append((message, peer))
         arrivals = [Arrival(peer, room, room.empty()) for peer, room in receives]
-        boxes = [self._mailboxes.box(peer, self._rank, message) for peer, _ in receives]
-        return VirtualTransfer(list(zip(boxes, arrivals, strict=True)), self._mailboxes.turn), arrivals
+        channels = [self._queues.between(peer, self._rank, message) for peer, _ in receives]
+        return VirtualTransfer(list(zip(channels, arrivals, strict=True)), self._queues.turn), arrivals
 
 
 class VirtualTransfer:
@@ -73,19 +75,19 @@ class VirtualTransfer:
         self._receives, self._turn = receives, turn
 
     def wait(self) -> None:
-        for box, arrival in self._receives:
-            arrived = self._take(box)
+        for channel, arrival in self._receives:
+            arrived = self._take(channel)
             assert Room.like(arrived) == arrival.room, "a message of another size or type"
             arrival.read().copy_(arrived)
         self._receives = []
 
-    def _take(self, box: "queue.Queue[Tensor]") -> Tensor:
-        """The message in a box; while there is none, it is the others' turn."""
+    def _take(self, channel: "queue.Queue[Tensor]") -> Tensor:
+        """The message in a channel; while there is none, it is the others' turn."""
         with suppress(queue.Empty):
-            return box.get_nowait()
+            return channel.get_nowait()
         self._turn.release()
         try:
-            return box.get(timeout=10)
+            return channel.get(timeout=10)
         finally:
             self._turn.acquire()
 
@@ -96,13 +98,13 @@ def on_ranks(ranks: int, function: Callable[[int, VirtualExchange], Any]) -> tup
     They take turns, each until it waits for a message: threads that compute at once would wait for Python's lock at
     every operator.
     """
-    mailboxes = Mailboxes(threading.Lock())
-    exchanges = [VirtualExchange(rank, mailboxes) for rank in range(ranks)]
+    queues = Queues(threading.Lock())
+    exchanges = [VirtualExchange(rank, queues) for rank in range(ranks)]
     results: list[Any] = [None] * ranks
 
     def call(rank: int) -> None:
         try:
-            with mailboxes.turn, torch.no_grad():
+            with queues.turn, torch.no_grad():
                 results[rank] = function(rank, exchanges[rank])
         except BaseException as error:
             results[rank] = error
@@ -115,5 +117,5 @@ def on_ranks(ranks: int, function: Callable[[int, VirtualExchange], Any]) -> tup
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    assert mailboxes.are_empty(), "a message was sent that nobody received"
+    assert queues.are_empty(), "a message was sent that nobody received"
     return results, exchanges

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ringspan.core.errors import PeerMismatch
-from ringspan.torch.transport import queue as mail
+from ringspan.torch.transport import queue
 from ringspan.torch.transport import shared_memory as shared
-from ringspan.torch.transport.agreement import agree, mail_of, shared_bytes
+from ringspan.torch.transport.agreement import agree, queues_of, shared_bytes
 from ringspan.torch.transport.exchange import Exchange, Room
-from ringspan.torch.transport.queue import Mail, OutOfStepError
+from ringspan.torch.transport.queue import OutOfStepError, SharedQueues
 
 pytestmark = pytest.mark.alone
 
@@ -38,7 +38,7 @@ def opened(mesh, name):
 
 def reserved_bytes(group):
     """Of this group alone; earlier tests have used it too."""
-    return mail_of(group).memory.reserved_bytes
+    return queues_of(group).memory.reserved_bytes
 
 
 def pass_around(mesh, sizes, rounds):
@@ -151,7 +151,9 @@ def ranks_in_threads(monkeypatch):
     def make(seconds=10.0):
         barrier, given = threading.Barrier(3), [None] * 3
         with ThreadPoolExecutor(3) as threads:
-            ranks = list(threads.map(partial(Mail, seconds=seconds), [Group(r, barrier, given) for r in range(3)]))
+            ranks = list(
+                threads.map(partial(SharedQueues, seconds=seconds), [Group(r, barrier, given) for r in range(3)])
+            )
         if not ranks[0].carries(1):
             pytest.skip("no shared memory on this machine")
         return ranks
@@ -165,7 +167,7 @@ def test_a_message_that_does_not_come_ends_with_the_rank_that_owes_it(ranks_in_t
     with pytest.raises(RuntimeError, match="rank 2 of this ring has sent nothing for 0 s"):
         reader.receive(expected)
     process = subprocess.Popen(["sleep", "60"])
-    reader._pulses[2] = mail._Pulse(process.pid)
+    reader._pulses[2] = queue._Pulse(process.pid)
     assert reader._pulses[2].beats
     process.kill()
     started = time.perf_counter()
@@ -177,9 +179,9 @@ def test_a_message_that_does_not_come_ends_with_the_rank_that_owes_it(ranks_in_t
     assert reader.receive(expected).tolist() == list(range(8)), "what it sent before it ended has come"
 
 
-def test_a_full_mailbox_waits_for_its_reader(ranks_in_threads):
+def test_a_full_queue_waits_for_its_reader(ranks_in_threads):
     writer, reader, _ = ranks_in_threads()
-    message, count = torch.zeros(4, dtype=torch.uint8), mail._LETTERS + 3
+    message, count = torch.zeros(4, dtype=torch.uint8), queue._CAPACITY + 3
     with ThreadPoolExecutor(1) as thread:
         sending = thread.submit(lambda: [writer.send(message, 1, tag) for tag in range(count)])
         time.sleep(0.3)
@@ -262,12 +264,12 @@ def test_only_a_peer_on_this_host_is_opened():
         pytest.skip("no shared memory on this machine")
     memory = shared._Memory(descriptor)
     memory.write(0, token)
-    card = here, os.getpid(), descriptor, token
-    opened = shared._open(card, here)
+    handle = here, os.getpid(), descriptor, token
+    opened = shared._open(handle, here)
     assert opened is not None and opened.read(0, 64) == token
     assert shared._open(None, here) is None, "it has no memory"
-    assert shared._open(card, "net:[1]") is None, "it is in another network"
-    assert shared._open((*card[:3], b"u" * 64), here) is None, "another host's process has this number"
+    assert shared._open(handle, "net:[1]") is None, "it is in another network"
+    assert shared._open((*handle[:3], b"u" * 64), here) is None, "another host's process has this number"
     assert shared._open((here, os.getpid(), 9999, token), here) is None, "no such file"
     with open(os.devnull) as file:
         assert shared._open((here, os.getpid(), file.fileno(), token), here) is None, "not a file in memory"
@@ -285,10 +287,10 @@ def alone(mesh):
     monkey = shared._anonymous_file
     shared._anonymous_file = (lambda ranks: None) if rank == 1 else monkey
     try:
-        box = Mail(group, 10.0)
+        queues = SharedQueues(group, 10.0)
     finally:
         shared._anonymous_file = monkey
-    return box.carries(1 - rank), box.memory.allocate(1 << 20)
+    return queues.carries(1 - rank), queues.memory.allocate(1 << 20)
 
 
 def limited(mesh, limit, size):
@@ -298,10 +300,10 @@ def limited(mesh, limit, size):
     if rank == ranks - 1:
         resource.setrlimit(limit, (size, before[1]))
     try:
-        box = Mail(group, 10.0)
+        queues = SharedQueues(group, 10.0)
     finally:
         resource.setrlimit(limit, before)
-    return [box.carries(other) for other in range(ranks) if other != rank], box.memory.allocate(64) is not None
+    return [queues.carries(other) for other in range(ranks) if other != rank], queues.memory.allocate(64) is not None
 
 
 @pytest.mark.parametrize("limit", [resource.RLIMIT_FSIZE, resource.RLIMIT_AS], ids=["ulimit -f", "ulimit -v"])
@@ -334,7 +336,7 @@ def test_what_the_system_refuses_is_no_error(monkeypatch, ranks_in_threads, name
         monkeypatch.setattr(os, name, refuse)
     barrier, given = threading.Barrier(3), [None] * 3
     with ThreadPoolExecutor(3) as threads:
-        ranks = list(threads.map(partial(Mail, seconds=10.0), [Group(r, barrier, given) for r in range(3)]))
+        ranks = list(threads.map(partial(SharedQueues, seconds=10.0), [Group(r, barrier, given) for r in range(3)]))
     monkeypatch.undo()
     assert not any(rank.carries(other) for rank in ranks for other in range(3))
     assert len(os.listdir("/proc/self/fd")) == open_files
@@ -348,7 +350,7 @@ def test_memory_that_cannot_be_mapped_is_no_error(monkeypatch, ranks_in_threads)
     monkeypatch.setattr(shared.mmap, "mmap", refuse)
     barrier, given = threading.Barrier(3), [None] * 3
     with ThreadPoolExecutor(3) as threads:
-        ranks = list(threads.map(partial(Mail, seconds=10.0), [Group(r, barrier, given) for r in range(3)]))
+        ranks = list(threads.map(partial(SharedQueues, seconds=10.0), [Group(r, barrier, given) for r in range(3)]))
     assert not any(rank.carries(other) for rank in ranks for other in range(3))
     assert len(os.listdir("/proc/self/fd")) == open_files
 

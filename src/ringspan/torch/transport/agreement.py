@@ -1,4 +1,4 @@
-"""What the ranks of a group agree on before anything moves, and what each group has to talk through."""
+"""What the ranks of a group agree on before any message is sent, and the shared-memory queues of each group."""
 
 import threading
 from collections import OrderedDict
@@ -13,26 +13,26 @@ import torch.distributed as dist
 
 from ringspan.core.errors import PeerMismatch, UnsupportedError
 from ringspan.torch.transport.collectives import gather
-from ringspan.torch.transport.queue import Mail
+from ringspan.torch.transport.queue import SharedQueues
 
 _KNOWN_FACTS: Final = 4096  # sets of facts remembered for a group; packed batches bring new ones with every step
 
 
 @dataclass
 class _Group:
-    """What this rank knows of a group: the facts agreed on so far and those of now, and its mail."""
+    """What this rank knows of a group: the facts agreed on so far and those of now, and its shared-memory queues."""
 
     known: OrderedDict[tuple[Any, ...], None] = field(default_factory=OrderedDict)
     facts: dict[str, Any] = field(default_factory=dict)
-    mail: Mail | None = None
+    queues: SharedQueues | None = None
     is_passing: threading.Lock = field(default_factory=threading.Lock)
 
 
 class _Answer(NamedTuple):
-    """What a rank says when the ranks compare."""
+    """What a rank contributes when the ranks compare."""
 
     facts: dict[str, Any]
-    complaint: str | None
+    problem: str | None
     sent: Sequence[int]
     """How many messages it has sent to each rank."""
 
@@ -40,21 +40,22 @@ class _Answer(NamedTuple):
 _groups: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()
 
 
-def mail_of(group: dist.ProcessGroup) -> Mail | None:
-    """What carries messages between ranks of a group on one host, once they have agreed on something."""
-    return _groups[group].mail if group in _groups else None
+def queues_of(group: dist.ProcessGroup) -> SharedQueues | None:
+    """The queues between the ranks of a group on one host, from their first ``agree`` on; None without any."""
+    return _groups[group].queues if group in _groups else None
 
 
 def shared_bytes() -> int:
     """Memory that this process keeps for messages which its peers on the host read where they lie."""
-    return sum(group.mail.memory.reserved_bytes for group in _groups.values() if group.mail)
+    return sum(group.queues.memory.reserved_bytes for group in _groups.values() if group.queues)
 
 
 def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     """Make sure that all ranks of a group were given the same facts, before any payload moves.
 
     Talks to the others only when these facts are new to this group, so the steady state costs nothing. Where ranks
-    share memory, one that finds its peer asking, or doing something else, joins in (``complain``).
+    share memory, one that finds that a peer requests a comparison, or makes other calls, joins in
+    (``report_out_of_step``).
 
     Raises:
         PeerMismatch: on every rank alike, naming what differs and which rank was given what.
@@ -67,8 +68,8 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     if key in here.known:
         return
     _compare(group, here)
-    if here.mail is None and dist.get_backend(group) == "gloo":
-        here.mail = Mail(group, timeout_seconds(group, torch.device("cpu")))
+    if here.queues is None and dist.get_backend(group) == "gloo":
+        here.queues = SharedQueues(group, timeout_seconds(group, torch.device("cpu")))
     here.known[key] = None
     if len(here.known) > _KNOWN_FACTS:  # on all ranks alike, since they agree on the order
         here.known.popitem(last=False)
@@ -101,30 +102,30 @@ def _talks(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
     return group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
 
 
-def complain(group: dist.ProcessGroup, complaint: str) -> Never:
-    """What a rank waits for will never come: find out, with all others, who does what.
+def report_out_of_step(group: dist.ProcessGroup, problem: str) -> Never:
+    """A message will never come: compare with all other ranks what each of them does.
 
     Raises:
-        PeerMismatch: on every rank alike, naming what differs, or what was complained of.
+        PeerMismatch: on every rank alike, naming what differs, or what each rank has reported.
     """
-    _compare(group, _groups[group], complaint)
-    raise AssertionError("a complaint is never without a mismatch")
+    _compare(group, _groups[group], problem)
+    raise AssertionError("a reported problem always raises PeerMismatch")
 
 
-def _compare(group: dist.ProcessGroup, here: _Group, complaint: str | None = None) -> None:
-    if here.mail is None:
-        answers = gather(_Answer(here.facts, complaint, ()), group)
+def _compare(group: dist.ProcessGroup, here: _Group, problem: str | None = None) -> None:
+    if here.queues is None:
+        answers = gather(_Answer(here.facts, problem, ()), group)
     else:
-        with here.mail.asking() as sent:
-            answers: list[_Answer] = gather(_Answer(here.facts, complaint, sent), group)
-        here.mail.forget([answer.sent[dist.get_rank(group)] for answer in answers])
+        with here.queues.comparing() as sent:
+            answers: list[_Answer] = gather(_Answer(here.facts, problem, sent), group)
+        here.queues.forget([answer.sent[dist.get_rank(group)] for answer in answers])
     for name in dict.fromkeys(name for answer in answers for name in answer.facts):
         values = [answer.facts.get(name) for answer in answers]
         if any(value != values[0] for value in values):
             raise PeerMismatch(f"the ranks of this ring were given different {name}: {_by_rank(values)}")
-    if any(answer.complaint for answer in answers):
-        complaints = _by_rank([answer.complaint or "nothing unusual" for answer in answers])
-        raise PeerMismatch(f"the ranks of this ring are out of step: {complaints}")
+    if any(answer.problem for answer in answers):
+        problems = _by_rank([answer.problem or "nothing unusual" for answer in answers])
+        raise PeerMismatch(f"the ranks of this ring are out of step: {problems}")
 
 
 def _by_rank(values: Sequence[Any]) -> str:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringspan.torch.transport.agreement import complain, mail_of
+from ringspan.torch.transport.agreement import queues_of, report_out_of_step
 from ringspan.torch.transport.clock import Moment, now
-from ringspan.torch.transport.queue import Expected, Mail, OutOfStepError
+from ringspan.torch.transport.queue import Expected, OutOfStepError, SharedQueues
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Exchange:
         self._group = group
         self._signature = signature
         self._ranks = ranks
-        self._mail = mail_of(group) if group is not None else None
+        self._queues = queues_of(group) if group is not None else None
         # Gloo keys its buffers by an int32 tag; leave room below it for the message numbers of one pass.
         self._tag: Final = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:4], "big") % (1 << 30)
 
@@ -159,8 +159,8 @@ class Exchange:
         place is.
         """
         memory = None
-        if self._mail and room.device.type == "cpu":
-            memory = self._mail.memory.allocate(room.nbytes)
+        if self._queues and room.device.type == "cpu":
+            memory = self._queues.memory.allocate(room.nbytes)
         return room.empty() if memory is None else room.on(memory)
 
     def post(
@@ -175,8 +175,8 @@ class Exchange:
         arrivals = [self._arrival(self._rank(peer), room, message) for peer, room in receives]
         outgoing: list[tuple[int, Tensor]] = []
         for rank, buffer in ((self._rank(peer), buffer) for peer, buffer in sends):
-            if mail := self._mail_with(rank, buffer.device):
-                mail.send(buffer, rank, self._tag + message)
+            if queues := self._queues_with(rank, buffer.device):
+                queues.send(buffer, rank, self._tag + message)
             else:
                 outgoing.append((rank, buffer))
         # Receives first: over gloo a receive asks for its message on the connection that also carries the sends, and a
@@ -195,8 +195,8 @@ class Exchange:
         return peer if self._ranks is None else self._ranks[peer]
 
     def _arrival(self, rank: int, room: Room, message: int) -> Arrival:
-        if mail := self._mail_with(rank, room.device):
-            return Arrival(rank, room, None, mail.expect(rank, self._tag + message, room.nbytes))
+        if queues := self._queues_with(rank, room.device):
+            return Arrival(rank, room, None, queues.expect(rank, self._tag + message, room.nbytes))
         return Arrival(rank, room, room.empty())
 
     def _receive(self, arrivals: Sequence[Arrival]) -> None:
@@ -209,15 +209,15 @@ class Exchange:
         for arrival in arrivals:
             if arrival.expected is None:
                 continue
-            assert self._mail is not None and self._group is not None, "it expects the message"
+            assert self._queues is not None and self._group is not None, "it expects the message"
             try:
-                arrival.message = arrival.room.on(self._mail.receive(arrival.expected))
+                arrival.message = arrival.room.on(self._queues.receive(arrival.expected))
             except OutOfStepError as error:
-                complain(self._group, str(error))
+                report_out_of_step(self._group, str(error))
 
-    def _mail_with(self, rank: int, device: torch.device) -> Mail | None:
-        """What carries messages to and from a rank, if anything but a socket does."""
-        return self._mail if self._mail and device.type == "cpu" and self._mail.carries(rank) else None
+    def _queues_with(self, rank: int, device: torch.device) -> SharedQueues | None:
+        """The shared-memory queues to and from a rank; None where messages go through the process group."""
+        return self._queues if self._queues and device.type == "cpu" and self._queues.carries(rank) else None
 
     def _operation(self, call: Any, rank: int, buffer: Tensor, message: int) -> dist.P2POp:
         return dist.P2POp(call, buffer, group=self._group, tag=self._tag + message, group_peer=rank)

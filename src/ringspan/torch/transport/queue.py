@@ -1,5 +1,7 @@
-"""Messages between ranks of one host, without a call to anybody: a message stays where its sender made it, and a letter
-in the reader's mailbox says where that is. The reader looks there when it needs it.
+"""Messages between ranks of one host through queues in shared memory, without system calls.
+
+A message stays where its sender made it. The sender writes a descriptor (tag, slot, size) into a queue that it shares
+with the receiver; the receiver polls the queue when it needs the message, and reads the message in place.
 """
 
 import os
@@ -17,25 +19,26 @@ from torch import Tensor
 
 from ringspan.torch.transport.shared_memory import SharedMemory
 
-# The words of a rank: how often it asked the others what they do; for which rank it waits (counted from 1, 0 for none),
-# for the how manieth message of it, and how often it has waited; its mailboxes, one for each reader.
-_ASKS, _WAITS_FOR, _WAITS_NUMBER, _WAITS_COUNT, _MAILBOXES = range(5)
-_LETTER: Final = 4  # words: the message's number, counted from 1, its tag, its slot, its bytes
-_LETTERS: Final = 255  # in a mailbox at most
-_MAILBOX: Final = 1 + _LETTERS * _LETTER  # words: how many letters were taken out of it, then the letters
+# The shared words of a rank, by index: how many comparisons with the other ranks it has requested; the rank it waits
+# for (plus 1; 0 for none), the sequence number of the message it waits for, how many waits it has ended; then its
+# queues, one for each reader.
+_REQUESTS, _WAITS_FOR, _WAITS_NUMBER, _WAITS_COUNT, _QUEUES = range(5)
+_DESCRIPTOR_WORDS: Final = 4  # sequence number (from 1), tag, slot, size in bytes
+_CAPACITY: Final = 255  # descriptors in a queue
+_QUEUE_WORDS: Final = 1 + _CAPACITY * _DESCRIPTOR_WORDS  # how many descriptors the reader took, then the descriptors
 
-_SPIN_SECONDS: Final = 2e-4  # to look again and again, for what is about to come
-_SLEEP_SECONDS: Final = 1e-3  # at most, between two looks at what takes longer
-_PULSE_SECONDS: Final = 0.05  # between two looks whether it can come at all
+_SPIN_SECONDS: Final = 2e-4  # of busy polling at first
+_SLEEP_SECONDS: Final = 1e-3  # at most, between two polls after that
+_PULSE_SECONDS: Final = 0.05  # between two checks that the sender is alive
 
 
 class OutOfStepError(Exception):
-    """A peer does not do what this rank does, so that a message will not come."""
+    """A peer makes other calls than this rank, so that an expected message will not come."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A message that a peer is to send: the how manieth from it, counted from 1, with this tag and so many bytes."""
+    """A message that a peer is to send: its sequence number among those of the peer (from 1), its tag and its bytes."""
 
     sender: int
     number: int
@@ -43,38 +46,38 @@ class Expected:
     size: int
 
 
-class Mail:
-    """What this rank of a group sends to its peers on the host, and they to it.
+class SharedQueues:
+    """The queues between this rank of a group and its peers on the host, one for each direction of each pair.
 
     Between two ranks the order of ``send`` is the order of ``expect``, so a message with another tag than expected
     shows that the ranks are out of step. So does a ring of ranks each of which waits for the next one.
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
-        """Find out, with all ranks of the group, who can read whom. A message is waited for so many seconds."""
+        """Find out, with all ranks of the group, who can read whose memory. Waits time out after ``seconds``."""
         ranks = dist.get_world_size(group)
-        self.memory = SharedMemory(group, num_words=_MAILBOXES + _MAILBOX * ranks)
+        self.memory = SharedMemory(group, num_words=_QUEUES + _QUEUE_WORDS * ranks)
         self._rank, self._seconds = dist.get_rank(group), seconds
         self._pulses = {rank: _Pulse(process) for rank, process in self.memory.peers.items()}
-        self._mailboxes = {  # by sender and reader
-            rank: [_Mailbox(self.memory.words(rank)[start:stop]) for start, stop in pairwise(_bounds(ranks))]
+        self._queues = {  # by sender and reader
+            rank: [_Queue(self.memory.words(rank)[start:stop]) for start, stop in pairwise(_bounds(ranks))]
             for rank in (self._rank, *self.memory.peers)
             if self.memory.peers
         }
         self._sent, self._expected = [0] * ranks, [0] * ranks
-        self._letters: dict[tuple[int, int], _Letter] = {}  # taken out of mailboxes, by sender and number
-        self._questions = 0  # that all ranks have asked together since
+        self._received: dict[tuple[int, int], _Descriptor] = {}  # taken out of queues, by sender and sequence number
+        self._comparisons = 0  # that all ranks have made together
 
     def carries(self, rank: int) -> bool:
-        """Whether messages to and from a rank go this way; that rank says the same."""
+        """Whether messages to and from a rank go through shared memory; that rank gives the same answer."""
         return rank in self.memory.peers
 
     def send(self, message: Tensor, reader: int, tag: int) -> None:
-        """Let a rank read a message where it lies; one that does not lie in shared memory is copied there."""
+        """Send a message without copying it; one that does not lie in shared memory is copied there first."""
         self._sent[reader] += 1
-        letter = _Letter(tag, self.memory.place(message, reader), message.nbytes)
+        descriptor = _Descriptor(tag, self.memory.place(message, reader), message.nbytes)
         for _ in self._patience(reader):
-            if self._mailboxes[self._rank][reader].put(self._sent[reader], letter):
+            if self._queues[self._rank][reader].put(self._sent[reader], descriptor):
                 return
 
     def expect(self, sender: int, tag: int, size: int) -> Expected:
@@ -92,11 +95,11 @@ class Mail:
         sender, key, words = expected.sender, (expected.sender, expected.number), self.memory.words(self._rank)
         try:
             for is_slow in self._patience(sender):
-                asks = self.memory.words(sender)[_ASKS]  # before the mailbox: what it sent before it asked is there
-                self._empty_mailbox(sender)
-                if key in self._letters:
-                    return self._open(self._letters.pop(key), expected)
-                if asks > self._questions:
+                requests = self.memory.words(sender)[_REQUESTS]  # before the queue, which then has all it sent earlier
+                self._drain(sender)
+                if key in self._received:
+                    return self._open(self._received.pop(key), expected)
+                if requests > self._comparisons:
                     raise OutOfStepError(
                         f"rank {sender} has not sent what this rank waits for, and does something else"
                     )
@@ -110,57 +113,60 @@ class Mail:
         raise AssertionError("patience ends with an error")
 
     @contextmanager
-    def asking(self) -> Iterator[Sequence[int]]:
-        """While this rank asks the others what they do, they need not wait for it; how many messages each was sent."""
+    def comparing(self) -> Iterator[Sequence[int]]:
+        """A comparison of all ranks: peers that wait for this rank see its request and join in. Yields how many
+        messages this rank has sent to each rank.
+        """
         if self.memory.peers:
-            self.memory.words(self._rank)[_ASKS] = self._questions + 1
+            self.memory.words(self._rank)[_REQUESTS] = self._comparisons + 1
         yield list(self._sent)
-        self._questions += 1  # as many as everybody has asked by now
+        self._comparisons += 1  # the same number on all ranks by now
 
     def forget(self, sent: Sequence[int]) -> None:
-        """Drop what peers have sent and this rank never received; each has sent it so many messages until now."""
+        """Drop messages that this rank never received; ``sent`` is how many each rank has sent to it by now."""
         for sender in self.memory.peers:
-            self._empty_mailbox(sender)
+            self._drain(sender)
             self._expected[sender] = sent[sender]
-            for key in [key for key in self._letters if key[0] == sender and key[1] <= sent[sender]]:
-                self.memory.release(sender, self._letters.pop(key).slot)
+            for key in [key for key in self._received if key[0] == sender and key[1] <= sent[sender]]:
+                self.memory.release(sender, self._received.pop(key).slot)
 
-    def _open(self, letter: "_Letter", expected: Expected) -> Tensor:
-        complaint = None
-        if letter.tag != expected.tag:
-            complaint = f"rank {expected.sender} sent a message of another pass"
-        elif letter.size != expected.size:
-            complaint = f"rank {expected.sender} sent {letter.size} bytes where {expected.size} were expected"
-        if complaint:
-            self.memory.release(expected.sender, letter.slot)
-            raise OutOfStepError(complaint)
-        return self.memory.view(expected.sender, letter.slot, letter.size)
+    def _open(self, descriptor: "_Descriptor", expected: Expected) -> Tensor:
+        problem = None
+        if descriptor.tag != expected.tag:
+            problem = f"rank {expected.sender} sent a message of another pass"
+        elif descriptor.size != expected.size:
+            problem = f"rank {expected.sender} sent {descriptor.size} bytes where {expected.size} were expected"
+        if problem:
+            self.memory.release(expected.sender, descriptor.slot)
+            raise OutOfStepError(problem)
+        return self.memory.view(expected.sender, descriptor.slot, descriptor.size)
 
-    def _empty_mailbox(self, sender: int) -> None:
-        for number, letter in self._mailboxes[sender][self._rank].take():
-            self._letters[sender, number] = letter
+    def _drain(self, sender: int) -> None:
+        for number, descriptor in self._queues[sender][self._rank].take():
+            self._received[sender, number] = descriptor
 
     def _waiting(self) -> list[tuple[int, int, int]]:
-        """Who waits for whom and since when, from this rank on until one comes again; empty when somebody does not.
+        """The cycle of ranks from this one on, each of which waits for the next: (rank, awaited rank, its waits so
+        far); empty when there is none.
 
-        Found twice alike, all of them wait at once, for messages that were not there when none of them could send.
+        Two equal results in a row prove a deadlock: all of them wait at once, for messages that nobody can send.
         """
         found: list[tuple[int, int, int]] = []
         rank = self._rank
         while rank not in (first for first, _, _ in found):
-            if rank not in self._mailboxes:
+            if rank not in self._queues:
                 return []
             words = self.memory.words(rank)
             count, number, sender = words[_WAITS_COUNT], words[_WAITS_NUMBER], words[_WAITS_FOR] - 1
-            if sender not in self._mailboxes or self._mailboxes[sender][rank].holds(number):
+            if sender not in self._queues or self._queues[sender][rank].holds(number):
                 return []
             found.append((rank, sender, count))
             rank = sender
         return found
 
     def _patience(self, peer: int) -> Iterator[bool]:
-        """When to look again for something that a peer is to do, and whether it takes long: soon at first, then less
-        often.
+        """Polling with back-off for something that a peer is to do: yields whenever to look again, and whether the wait
+        has become long.
         """
         started = time.perf_counter()
         sleep, felt, is_slow = _SPIN_SECONDS / 8, started, False
@@ -183,52 +189,54 @@ class Mail:
 
 
 def _bounds(ranks: int) -> list[int]:
-    """Where the mailboxes of each reader begin, and the last one ends."""
-    return [_MAILBOXES + _MAILBOX * reader for reader in range(ranks + 1)]
+    """Where the queue of each reader begins, and the last one ends."""
+    return [_QUEUES + _QUEUE_WORDS * reader for reader in range(ranks + 1)]
 
 
-class _Letter(NamedTuple):
-    """Where a message lies, and what it is."""
+class _Descriptor(NamedTuple):
+    """What a message is and where it lies."""
 
     tag: int
     slot: int
     size: int
 
 
-class _Mailbox:
-    """Letters from one sender to one reader. A letter is there when its number is, which is written last."""
+class _Queue:
+    """A ring buffer of descriptors from one sender to one reader. A descriptor is valid once its sequence number, which
+    is written last, is there.
+    """
 
     def __init__(self, words: "memoryview[int]") -> None:
         self._words, self._taken = words, 0
 
-    def put(self, number: int, letter: _Letter) -> bool:
-        """Write letter ``number``; whether there was room for it."""
-        if number - self._words[0] > _LETTERS:
+    def put(self, number: int, descriptor: _Descriptor) -> bool:
+        """Write the descriptor with this sequence number; False when the queue is full."""
+        if number - self._words[0] > _CAPACITY:
             return False
         at = self._at(number)
-        self._words[at + 1], self._words[at + 2], self._words[at + 3] = letter
+        self._words[at + 1], self._words[at + 2], self._words[at + 3] = descriptor
         self._words[at] = number
         return True
 
     def holds(self, number: int) -> bool:
-        """Whether letter ``number`` has been written."""
+        """Whether the descriptor with this sequence number has been written."""
         return self._words[self._at(number)] >= number
 
-    def take(self) -> Iterator[tuple[int, _Letter]]:
-        """The letters that have come since, with their numbers."""
+    def take(self) -> Iterator[tuple[int, _Descriptor]]:
+        """The descriptors that were written since the last call, with their sequence numbers."""
         while self._words[at := self._at(self._taken + 1)] == self._taken + 1:
             self._taken += 1
-            letter = _Letter(self._words[at + 1], self._words[at + 2], self._words[at + 3])
+            descriptor = _Descriptor(self._words[at + 1], self._words[at + 2], self._words[at + 3])
             self._words[0] = self._taken
-            yield self._taken, letter
+            yield self._taken, descriptor
 
     @staticmethod
     def _at(number: int) -> int:
-        return 1 + (number - 1) % _LETTERS * _LETTER
+        return 1 + (number - 1) % _CAPACITY * _DESCRIPTOR_WORDS
 
 
 class _Pulse:
-    """Whether a process of this host lives."""
+    """Whether a process of this host is alive."""
 
     def __init__(self, process: int) -> None:
         self._poll = None

@@ -1,7 +1,7 @@
 """Memory that the ranks of one host share: a message is made there by its sender and read there by its reader.
 
-Over gloo a block goes through a socket, into the kernel and out of it again, by a thread that takes its time from the
-computation.
+Over gloo a block goes through a socket, into the kernel and out of it again, by a thread that competes with the
+computation for the cores.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ringspan.torch.transport.collectives import gather
 
-MAX_RANKS: Final = 64  # of a group that shares memory: a byte each in the line of a slot
+MAX_RANKS: Final = 64  # of a group that shares memory: a byte each before the message of a slot
 
 _LINE: Final = 64  # bytes before a message: a mark for each rank, in a cache line of their own
 _NO_MARKS: Final = bytes(_LINE)
@@ -34,7 +34,7 @@ _IDLE_CALLS = 256  # a slot that so many allocations passed by gives its memory 
 
 @dataclass
 class _Slot:
-    """A line of marks and room for a message behind it. Rank r has mark r set as long as it uses the message."""
+    """A byte per rank, its mark, then space for a message. Rank r has mark r set as long as it uses the message."""
 
     start: int
     stop: int
@@ -46,7 +46,7 @@ class _Slot:
 
 
 class SharedMemory:
-    """What this rank of a group writes for its peers on the host, and theirs for it.
+    """The memory that this rank of a group shares with its peers on the host.
 
     Each rank has one anonymous file, empty and as large as the machine's memory: a token by which its peers know it,
     some words, and slots, whose pages come with messages. A slot is free again as soon as no rank has a tensor on its
@@ -56,23 +56,23 @@ class SharedMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, num_words: int) -> None:
-        """Find out, together with all ranks of the group, who can read whom."""
+        """Find out, together with all ranks of the group, who can read whose memory."""
         token = secrets.token_bytes(_LINE)
         self._rank, self._slots, self._calls = dist.get_rank(group), list[_Slot](), 0
         self._words = slice(_LINE // _WORD, _LINE // _WORD + num_words)
         self._first_slot = -(-self._words.stop * _WORD // _PAGE) * _PAGE
         descriptor = _anonymous_file(dist.get_world_size(group))
-        self._outbox, card = _outbox(descriptor, token)
+        self._own_memory, handle = _own_memory(descriptor, token)
         # A rank that may share nothing says so: its peers then talk to it through sockets, as it does to them.
-        cards = gather(card, group)
+        handles = gather(handle, group)
         readable = {
             rank: memory
-            for rank, theirs in enumerate(cards)
-            if rank != self._rank and card is not None and (memory := _open(theirs, namespace=card[0])) is not None
+            for rank, theirs in enumerate(handles)
+            if rank != self._rank and handle is not None and (memory := _open(theirs, namespace=handle[0])) is not None
         }
         readers = [rank for rank, theirs in enumerate(gather(set(readable), group)) if self._rank in theirs]
-        self._inboxes = {rank: readable[rank] for rank in readers if rank in readable}
-        self.peers: dict[int, int] = {rank: cards[rank][1] for rank in self._inboxes}
+        self._peer_memory = {rank: readable[rank] for rank in readers if rank in readable}
+        self.peers: dict[int, int] = {rank: handles[rank][1] for rank in self._peer_memory}
         if descriptor is not None:
             os.close(descriptor)  # everybody has mapped it
 
@@ -83,70 +83,70 @@ class SharedMemory:
 
     def words(self, rank: int) -> "memoryview[int]":
         """The words of this rank or a peer, zeros at first. Each is read and written at once, in the order of calls."""
-        memory = self._outbox if rank == self._rank else self._inboxes[rank]
+        memory = self._own_memory if rank == self._rank else self._peer_memory[rank]
         assert memory is not None, "only who can share has words"
         return memory.words[self._words]
 
     def allocate(self, size: int) -> Tensor | None:
         """Bytes for a message of this rank, taken as long as a tensor lies on them; None when nobody could read it."""
-        if not size or not self.peers or self._outbox is None:
+        if not size or not self.peers or self._own_memory is None:
             return None
         slot = self._free_slot(size)
-        return self._outbox.view(slot.start, slot.message, size, self._rank)
+        return self._own_memory.view(slot.start, slot.message, size, self._rank)
 
     def place(self, message: Tensor, reader: int) -> int:
         """The slot of a message, from now on taken for a reader too; a message from elsewhere is copied into one."""
-        assert self._outbox is not None, "nobody reads what nobody could map"
+        assert self._own_memory is not None, "nobody reads what nobody could map"
         slot = self._slot_of(message)
         if slot is None:
             slot = self._free_slot(message.nbytes)
-            copy = self._outbox.view(slot.start, slot.message, message.nbytes, self._rank)
+            copy = self._own_memory.view(slot.start, slot.message, message.nbytes, self._rank)
             copy.copy_(message.view(-1).view(torch.uint8))
-        self._outbox.mark(slot.start, reader, True)
+        self._own_memory.mark(slot.start, reader, True)
         return slot.start
 
     def view(self, sender: int, slot: int, size: int) -> Tensor:
         """The bytes of a peer's message, which it keeps as long as a tensor lies on them."""
-        return self._inboxes[sender].view(slot, slot + _LINE, size, self._rank)
+        return self._peer_memory[sender].view(slot, slot + _LINE, size, self._rank)
 
     def release(self, sender: int, slot: int) -> None:
         """Leave a peer's message unread."""
-        self._inboxes[sender].mark(slot, self._rank, False)
+        self._peer_memory[sender].mark(slot, self._rank, False)
 
     def _slot_of(self, message: Tensor) -> _Slot | None:
         """The slot that a message of this rank lies in."""
-        assert self._outbox is not None
-        at = message.data_ptr() - self._outbox.address
+        assert self._own_memory is not None
+        at = message.data_ptr() - self._own_memory.address
         return next((slot for slot in self._slots if slot.message == at), None)
 
     def _free_slot(self, size: int) -> _Slot:
         """The smallest free slot that fits and is not much too large; a new one if there is none."""
-        assert self._outbox is not None
+        assert self._own_memory is not None
         self._calls += 1
         fitting = [slot for slot in self._slots if size <= slot.stop - slot.message <= 2 * size and self._is_free(slot)]
         if fitting:
             slot = min(fitting, key=lambda slot: slot.stop - slot.start)
         else:
             for idle in [slot for slot in self._slots if self._calls - slot.used > _IDLE_CALLS and self._is_free(slot)]:
-                self._outbox.discard(idle.start, idle.stop)
+                self._own_memory.discard(idle.start, idle.stop)
                 self._slots.remove(idle)
             slot = self._new_slot(-(-(size + _LINE) // _PAGE) * _PAGE)
         slot.used = self._calls
         return slot
 
     def _is_free(self, slot: _Slot) -> bool:
-        assert self._outbox is not None
-        return not self._outbox.is_marked(slot.start)
+        assert self._own_memory is not None
+        return not self._own_memory.is_marked(slot.start)
 
     def _new_slot(self, size: int) -> _Slot:
         """A slot in the first gap between the others."""
-        assert self._outbox is not None
+        assert self._own_memory is not None
         start = self._first_slot
         for slot in self._slots:
             if slot.start - start >= size:
                 break
             start = slot.stop
-        if start + size > self._outbox.size:
+        if start + size > self._own_memory.size:
             raise MemoryError(f"{start + size} bytes of messages are under way, more than this machine's memory")
         slot = _Slot(start, start + size)
         insort(self._slots, slot, key=lambda slot: slot.start)
@@ -210,10 +210,10 @@ def _anonymous_file(ranks: int) -> int | None:
     return descriptor
 
 
-_Card = tuple[str, int, int, bytes]  # network namespace, process, descriptor and token
+_Handle = tuple[str, int, int, bytes]  # network namespace, process, descriptor and token
 
 
-def _outbox(descriptor: int | None, token: bytes) -> "tuple[_Memory | None, _Card | None]":
+def _own_memory(descriptor: int | None, token: bytes) -> "tuple[_Memory | None, _Handle | None]":
     """This rank's memory, and by what its peers find it; neither where it has none or may not map it."""
     if descriptor is None:
         return None, None
@@ -226,11 +226,11 @@ def _outbox(descriptor: int | None, token: bytes) -> "tuple[_Memory | None, _Car
     return memory, (namespace, os.getpid(), descriptor, token)
 
 
-def _open(card: _Card | None, namespace: str) -> _Memory | None:
+def _open(handle: _Handle | None, namespace: str) -> _Memory | None:
     """A peer's memory; None when it has none, or is on another host."""
-    if card is None or card[0] != namespace:
+    if handle is None or handle[0] != namespace:
         return None
-    _, process, number, token = card
+    _, process, number, token = handle
     # Another host has other processes, or hides them from each other; whatever has that number here has no token.
     with suppress(OSError, ValueError), _descriptor(Path("/proc", str(process), "fd", str(number))) as descriptor:
         memory = _Memory(descriptor)
