@@ -29,7 +29,7 @@ from ringspan.core.schedule import plan
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.timing import timed_in_turns
 from ringspan.torch.runtime.launch import launch
-from ringspan.torch.transport.exchange import TOTALS
+from ringspan.torch.transport.exchange import COUNTERS
 
 RESULT: Final = Path(__file__).parent / "results" / "masks-cpu.json"
 RANKS: Final = 2
@@ -60,10 +60,10 @@ def measure_balance(length: int, heads: int, repeats: int) -> dict[str, list[flo
             layout = rs.Layout(name, length, RANKS)
             tensors = _tensors(layout, heads)
             dist.barrier()
-            waited, started = TOTALS.exposed_seconds, time.perf_counter()
+            waited, started = COUNTERS.exposed_seconds, time.perf_counter()
             _both(layout, rs.causal(), tensors)
             if repeat:
-                seconds[name].append(time.perf_counter() - started - (TOTALS.exposed_seconds - waited))
+                seconds[name].append(time.perf_counter() - started - (COUNTERS.exposed_seconds - waited))
     return {name: median(found) for name, found in seconds.items()}
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ringspan.torch.transport.exchange import Exchange, Room
+from ringspan.torch.transport.exchange import Exchange, TensorSpec
 
 LINK: Final = "ring"  # the name of the end of a link, each in its own namespace
 
@@ -96,7 +96,7 @@ def serve(rank: int, ranks: int, folder: str, answer: Callable[[Any, dist.Proces
 def swap(block: torch.Tensor, peer: int) -> None:
     """Trade a block with another rank."""
     exchange = Exchange(dist.group.WORLD, "a block and nothing else")
-    exchange.post([(peer, block)], [(peer, Room.like(block))], 0)[0].wait()
+    exchange.post([(peer, block)], [(peer, TensorSpec.like(block))], 0)[0].wait()
 
 
 def run(*command: str) -> None:

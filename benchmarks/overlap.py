@@ -34,7 +34,7 @@ from benchmarks import namespaces
 from benchmarks.namespaces import LINK, ask, link, namespaced, path, rank_command, run, serve, swap
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.timing import timed
-from ringspan.torch.transport.exchange import TOTALS
+from ringspan.torch.transport.exchange import COUNTERS
 
 RESULT: Final = Path(__file__).parent / "results" / "overlap-cpu.json"
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "overlap.svg"
@@ -139,10 +139,10 @@ def _once(sweep: Sweep, tokens: int, rank: int, alone: Any) -> dict[str, float]:
     with torch.no_grad():
         compute = timed(partial(attention, group=alone), threads=1)
         transfer = timed(partial(swap, block, 1 - rank), threads=1)
-        before = replace(TOTALS)
+        before = replace(COUNTERS)
         ring = timed(attention, threads=1)
-    assert TOTALS.sent_bytes - before.sent_bytes == block.nbytes, "a hop sends its whole block once"
-    exposed = torch.tensor(TOTALS.exposed_seconds - before.exposed_seconds)
+    assert COUNTERS.sent_bytes - before.sent_bytes == block.nbytes, "a hop sends its whole block once"
+    exposed = torch.tensor(COUNTERS.exposed_seconds - before.exposed_seconds)
     dist.all_reduce(exposed, dist.ReduceOp.MAX)
     return {
         "compute_seconds": compute,

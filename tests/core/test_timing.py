@@ -11,7 +11,7 @@ from ringspan.core import timing
 from ringspan.core.route import Route
 from ringspan.core.schedule import plan
 from ringspan.core.timing import Shape, Speeds, forward_pass
-from ringspan.torch.transport.exchange import TOTALS
+from ringspan.torch.transport.exchange import COUNTERS
 
 NEAR = Speeds(1e12, 1e9, 1e8, 8)
 HEADS = Shape(1, 8, 2, 16, 16, 4)
@@ -37,12 +37,12 @@ def received_bytes(mesh, route, shape, tokens, dtype):
     torch.manual_seed(mesh["ring"].get_local_rank())
     sizes = (shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.value_dim)
     q, k, v = (torch.randn(1, heads, tokens, size, dtype=dtype, requires_grad=True) for heads, size in sizes)
-    TOTALS.passages = []
+    COUNTERS.transfers = []
     out = rs.ring_attention(q, k, v, mask=rs.full(), group=mesh["ring"].get_group(), route=route)
-    forward, TOTALS.passages = TOTALS.passages, []
+    forward, COUNTERS.transfers = COUNTERS.transfers, []
     out.sum().backward()
-    backward, TOTALS.passages = TOTALS.passages, None
-    return [sum(passage.received_bytes for passage in passages) for passages in (forward, backward)]
+    backward, COUNTERS.transfers = COUNTERS.transfers, None
+    return [sum(transfer.received_bytes for transfer in transfers) for transfers in (forward, backward)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

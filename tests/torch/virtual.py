@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringspan.torch.transport.exchange import Arrival, Room
+from ringspan.torch.transport.exchange import PendingReceive, TensorSpec
 
 
 class Queues:
@@ -51,12 +51,12 @@ class VirtualExchange:
         self._others[name] = inner
         return inner
 
-    def empty(self, room: Room) -> Tensor:
-        return room.empty()
+    def empty(self, spec: TensorSpec) -> Tensor:
+        return spec.empty()
 
     def post(
-        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Room]], message: int
-    ) -> tuple["VirtualTransfer", list[Arrival]]:
+        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, TensorSpec]], message: int
+    ) -> tuple["VirtualTransfer", list[PendingReceive]]:
         if self._ranks is not None:
             sends, receives = ([(self._ranks[peer], x) for peer, x in messages] for messages in (sends, receives))
         for peer, buffer in sends:
@@ -65,20 +65,20 @@ class VirtualExchange:
             self.num_sends += 1
             self.sent_bytes += buffer.nbytes
             self.sends.append((message, peer))
-        arrivals = [Arrival(peer, room, room.empty()) for peer, room in receives]
+        pending = [PendingReceive(peer, spec, spec.empty()) for peer, spec in receives]
         channels = [self._queues.between(peer, self._rank, message) for peer, _ in receives]
-        return VirtualTransfer(list(zip(channels, arrivals, strict=True)), self._queues.turn), arrivals
+        return VirtualTransfer(list(zip(channels, pending, strict=True)), self._queues.turn), pending
 
 
 class VirtualTransfer:
-    def __init__(self, receives: list[tuple["queue.Queue[Tensor]", Arrival]], turn: threading.Lock) -> None:
+    def __init__(self, receives: list[tuple["queue.Queue[Tensor]", PendingReceive]], turn: threading.Lock) -> None:
         self._receives, self._turn = receives, turn
 
     def wait(self) -> None:
-        for channel, arrival in self._receives:
+        for channel, receive in self._receives:
             arrived = self._take(channel)
-            assert Room.like(arrived) == arrival.room, "a message of another size or type"
-            arrival.read().copy_(arrived)
+            assert TensorSpec.like(arrived) == receive.spec, "a message of another size or type"
+            receive.read().copy_(arrived)
         self._receives = []
 
     def _take(self, channel: "queue.Queue[Tensor]") -> Tensor:

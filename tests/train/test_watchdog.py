@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from ringspan.torch.consistency.watchdog import EXIT_PEER_LOST, EXIT_STALLED, Watchdog, _Link
-from ringspan.torch.transport.exchange import TOTALS
+from ringspan.torch.transport.exchange import COUNTERS
 from ringspan.train.config.tables import WatchdogConfig
 
 pytestmark = pytest.mark.alone
@@ -105,7 +105,7 @@ def many_steps(mesh, folder):
             watchdog.step(step)
             if step % 100 == 0:
                 dist.barrier()
-            TOTALS.num_posts += 1
+            COUNTERS.num_posts += 1
             if step == 250:
                 with watchdog.doing("evaluation"):
                     time.sleep(1.0)  # longer than a step may take

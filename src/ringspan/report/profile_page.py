@@ -203,13 +203,13 @@ def _lanes(profiles: list[RankProfile]) -> Iterator[tuple[str, str, list[Bar]]]:
     waits: list[Bar] = []
     for number, profile in enumerate(profiles):
         lane = 2 * number
-        for visit in profile.visits:
-            text = f"block of rank {visit['owner']}, {visit['num_pairs']:,} pairs"
-            hops.append((lane, visit["started"], visit["ended"], text))
-        for passage in profile.passages:
-            text = f"hop {passage['hop']}: {passage['sent_bytes']:,} bytes out, {passage['received_bytes']:,} in"
-            blocks[passage["is_gradient"]].append((lane + 1, passage["posted"], passage["arrived"], text))
-            waits.append((lane, passage["waited"], passage["arrived"], f"waits, {text}"))
+        for hop in profile.visits:
+            text = f"block of rank {hop['owner']}, {hop['num_pairs']:,} pairs"
+            hops.append((lane, hop["started"], hop["ended"], text))
+        for transfer in profile.passages:
+            text = f"hop {transfer['hop']}: {transfer['sent_bytes']:,} bytes out, {transfer['received_bytes']:,} in"
+            blocks[transfer["is_gradient"]].append((lane + 1, transfer["posted"], transfer["arrived"], text))
+            waits.append((lane, transfer["waited"], transfer["arrived"], f"waits, {text}"))
     yield "computes a hop", _HOP, hops
     yield "keys and values", _TRANSFER, blocks[False]
     yield "their gradients", _GRADIENT, blocks[True]

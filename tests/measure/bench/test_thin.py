@@ -11,7 +11,7 @@ from ringspan.measure.bench.thin import Thinned, ThinnedInPlace, thin_attention
 from ringspan.torch.kernels import KERNELS
 from ringspan.torch.kernels.launch import Launch
 from ringspan.torch.kernels.score_mod import Scores
-from ringspan.torch.transport.exchange import TOTALS
+from ringspan.torch.transport.exchange import COUNTERS
 
 FULL = Tile.full(0, 37, 0, 50)
 CAUSAL = Tile(0, 37, 0, 37, 0, 36)
@@ -58,7 +58,7 @@ def test_what_is_added_in_place_is_spread_over_the_rows_too(every):
 def traffic(mesh: DeviceMesh, every: int) -> tuple[int, int]:
     """Messages and bytes that this rank sends for a step of attention; its kernels are put back."""
     before_it = dict(KERNELS)
-    before = TOTALS.num_sends, TOTALS.sent_bytes
+    before = COUNTERS.num_sends, COUNTERS.sent_bytes
     try:
         thin_attention(every)
         q, k, v = (torch.randn(1, heads, 48, 16, requires_grad=True) for heads in (4, 2, 2))
@@ -66,7 +66,7 @@ def traffic(mesh: DeviceMesh, every: int) -> tuple[int, int]:
         assert all(x.grad is not None and bool(x.grad.isfinite().all()) for x in (q, k, v))
     finally:
         KERNELS.update(before_it)
-    return TOTALS.num_sends - before[0], TOTALS.sent_bytes - before[1]
+    return COUNTERS.num_sends - before[0], COUNTERS.sent_bytes - before[1]
 
 
 def test_a_ring_sends_what_it_sends_for_all_rows(pool):

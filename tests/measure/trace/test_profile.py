@@ -17,7 +17,7 @@ from ringspan.measure.trace.profile import PHASES, Profiler, RankProfile, gather
 from ringspan.measure.trace.tracker import CATEGORIES
 from ringspan.plan.setting import Setting
 from ringspan.report.profile_page import memory_figure, page, timeline_figure, write_report
-from ringspan.torch.transport.exchange import TOTALS
+from ringspan.torch.transport.exchange import COUNTERS
 from tests.torch import models
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 301, "max_position_embeddings": 4096}
@@ -37,14 +37,14 @@ def profiled(mesh: DeviceMesh) -> tuple[RankProfile | None, int, float]:
     hooks, waited = num_hooks(), 0.0
     profiler = Profiler(model, optimizer, mesh["ring"].get_local_rank())
     for step in range(4):
-        before = TOTALS.exposed_seconds
+        before = COUNTERS.exposed_seconds
         with profiler.step():
             model(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         if step == 2:
-            waited = TOTALS.exposed_seconds - before
-    assert TOTALS.passages is None and TOTALS.visits is None
+            waited = COUNTERS.exposed_seconds - before
+    assert COUNTERS.transfers is None and COUNTERS.hops is None
     return profiler.result, num_hooks() - hooks, waited
 
 

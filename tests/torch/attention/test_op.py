@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ringspan as rs
-from ringspan.torch.transport.exchange import TOTALS
+from ringspan.torch.transport.exchange import COUNTERS
 from tests.torch.models import relative
 
 
@@ -64,9 +64,9 @@ def few_queries(mesh, name, queries, keys, route):
     (q, _, _, dout), (_, k, v, _) = tensors(queries), tensors(keys)
     local = [rs.shard(q, ours, rank, 2), *(rs.shard(x, theirs, rank, 2) for x in (k, v))]
     local = [x.requires_grad_() for x in local]
-    before = TOTALS.sent_bytes
+    before = COUNTERS.sent_bytes
     out = rs.ring_attention(*local, mask=rs.full(), layout=ours, key_layout=theirs, group=group, route=route)
-    sent = TOTALS.sent_bytes - before
+    sent = COUNTERS.sent_bytes - before
     gradients = torch.autograd.grad(out, local, rs.shard(dout, ours, rank, 2))
     splits = ours, ours, theirs, theirs
     return [rs.unshard(x, split, group, 2) for x, split in zip((out, *gradients), splits, strict=True)], sent

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from ringspan.torch.transport.exchange import TOTALS, Exchange, Room
+from ringspan.torch.transport.exchange import COUNTERS, Exchange, TensorSpec
 
 pytestmark = pytest.mark.alone
 
@@ -22,10 +22,10 @@ def test_receives_are_posted_before_sends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "P2POp", lambda operation, *_, **__: operation)
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: posted.extend(operations) or [])
     block = torch.zeros(3)
-    exchange, before = Exchange(Mock(dist.ProcessGroup), "a pass"), replace(TOTALS)
-    exchange.post([(1, block), (2, block)], [(1, Room.like(block)), (2, Room.like(block))], 0)[0].wait()
+    exchange, before = Exchange(Mock(dist.ProcessGroup), "a pass"), replace(COUNTERS)
+    exchange.post([(1, block), (2, block)], [(1, TensorSpec.like(block)), (2, TensorSpec.like(block))], 0)[0].wait()
     assert posted == [dist.irecv, dist.irecv, dist.isend, dist.isend]
-    assert TOTALS.num_sends - before.num_sends == 2 and TOTALS.sent_bytes - before.sent_bytes == 24
+    assert COUNTERS.num_sends - before.num_sends == 2 and COUNTERS.sent_bytes - before.sent_bytes == 24
 
 
 def of_size(group: dist.ProcessGroup, tokens: int, mask: str = "causal", *, backward: bool = False) -> None:

@@ -17,7 +17,7 @@ from ringspan.core.errors import PeerMismatch
 from ringspan.torch.transport import queue
 from ringspan.torch.transport import shared_memory as shared
 from ringspan.torch.transport.agreement import agree, queues_of, shared_bytes
-from ringspan.torch.transport.exchange import Exchange, Room
+from ringspan.torch.transport.exchange import Exchange, TensorSpec
 from ringspan.torch.transport.queue import OutOfStepError, SharedQueues
 
 pytestmark = pytest.mark.alone
@@ -47,12 +47,12 @@ def pass_around(mesh, sizes, rounds):
     for number in range(rounds):
         exchange = Exchange(group, "pass around")
         for index, size in enumerate(sizes):
-            room = Room((size,), torch.float32, CPU)
-            message = exchange.empty(room).copy_(pattern(rank, size, number))
-            transfer, (arrival,) = exchange.post([((rank + 1) % ranks, message)], [((rank - 1) % ranks, room)], index)
+            spec = TensorSpec((size,), torch.float32, CPU)
+            message = exchange.empty(spec).copy_(pattern(rank, size, number))
+            transfer, (receive,) = exchange.post([((rank + 1) % ranks, message)], [((rank - 1) % ranks, spec)], index)
             del message
             transfer.wait()
-            assert torch.equal(arrival.read(), pattern((rank - 1) % ranks, size, number))
+            assert torch.equal(receive.read(), pattern((rank - 1) % ranks, size, number))
         dist.barrier(group)
         reserved.append(reserved_bytes(group))
         assert shared_bytes() >= reserved[-1]
@@ -71,20 +71,20 @@ def test_messages_of_all_sizes_arrive_and_memory_is_used_again(pool, ranks):
 
 def keep(mesh):
     group, rank, _ = opened(mesh, "keep")
-    exchange, room, peer = Exchange(group, "keep"), Room((3000,), torch.float32, CPU), 1 - rank
+    exchange, spec, peer = Exchange(group, "keep"), TensorSpec((3000,), torch.float32, CPU), 1 - rank
     kept = []
     for number in range(3):  # each from memory of its own, copied when it is sent
-        transfer, (arrival,) = exchange.post([(peer, pattern(rank, 3000, number))], [(peer, room)], number)
+        transfer, (receive,) = exchange.post([(peer, pattern(rank, 3000, number))], [(peer, spec)], number)
         transfer.wait()
-        kept.append(arrival.read())
+        kept.append(receive.read())
     assert all(torch.equal(message, pattern(peer, 3000, number)) for number, message in enumerate(kept))
     addresses = [message.data_ptr() for message in kept]
     part = kept[1].view(torch.int32)[7:]
-    del kept, transfer, arrival
+    del kept, transfer, receive
     dist.barrier(group)
-    transfer, (arrival,) = exchange.post([(peer, pattern(rank, 3000, 9))], [(peer, room)], 9)
+    transfer, (receive,) = exchange.post([(peer, pattern(rank, 3000, 9))], [(peer, spec)], 9)
     transfer.wait()
-    again = arrival.read().data_ptr()
+    again = receive.read().data_ptr()
     assert torch.equal(part.view(torch.float32), pattern(peer, 3000, 1)[7:]), "a part keeps the whole"
     return addresses.index(again)
 
@@ -95,11 +95,11 @@ def test_a_message_stays_as_long_as_a_tensor_lies_on_it(pool):
 
 def two_readers(mesh):
     group, rank, _ = opened(mesh, "two readers")
-    exchange, room = Exchange(group, "two readers"), Room((3000,), torch.float32, CPU)
+    exchange, spec = Exchange(group, "two readers"), TensorSpec((3000,), torch.float32, CPU)
     if rank == 0:
         places = []
         for number in range(3):
-            message = exchange.empty(room).copy_(pattern(0, 3000, number))
+            message = exchange.empty(spec).copy_(pattern(0, 3000, number))
             places.append(message.data_ptr())
             exchange.post([(1, message), (2, message)], [], number)[0].wait()
             del message
@@ -110,13 +110,13 @@ def two_readers(mesh):
         if rank == 3:
             dist.barrier(group)
             continue
-        transfer, (arrival,) = exchange.post([], [(0, room)], number)
+        transfer, (receive,) = exchange.post([], [(0, spec)], number)
         transfer.wait()
-        message = arrival.read()
+        message = receive.read()
         assert torch.equal(message, pattern(0, 3000, number))
         if rank == 2 and number == 0:
             kept.append(message)
-        del message, arrival
+        del message, receive
         dist.barrier(group)
     return [torch.equal(message, pattern(0, 3000, 0)) for message in kept]
 
@@ -222,7 +222,7 @@ def another_size(mesh):
     group, rank, _ = opened(mesh, "another size")
     for _ in range(2):  # what nobody received is forgotten
         transfer, _ = Exchange(group, "another size").post(
-            [(1 - rank, torch.zeros(3000 + rank))], [(1 - rank, Room((3000 + rank,), torch.float32, CPU))], 0
+            [(1 - rank, torch.zeros(3000 + rank))], [(1 - rank, TensorSpec((3000 + rank,), torch.float32, CPU))], 0
         )
         with pytest.raises(PeerMismatch, match="rank 0: rank 1 sent 12004 bytes where 12000 were expected, rank 1: "):
             transfer.wait()
@@ -239,12 +239,12 @@ def many_sizes(mesh):
     exchange, before = Exchange(group, "many sizes"), reserved_bytes(group)
     most = 0
     for number in range(60):
-        room = Room((1000 * (1 + number % 30) ** 2,), torch.float32, CPU)
-        transfer, (arrival,) = exchange.post(
-            [(1 - rank, torch.full(room.shape, float(number)))], [(1 - rank, room)], number
+        spec = TensorSpec((1000 * (1 + number % 30) ** 2,), torch.float32, CPU)
+        transfer, (receive,) = exchange.post(
+            [(1 - rank, torch.full(spec.shape, float(number)))], [(1 - rank, spec)], number
         )
         transfer.wait()
-        assert arrival.read().eq(number).all()
+        assert receive.read().eq(number).all()
         del transfer
         dist.barrier(group)
         most = max(most, reserved_bytes(group))

@@ -22,7 +22,7 @@ from ringspan.measure.trace.peak import allocated_bytes
 from ringspan.torch.attention.op import check_tensors, ring_attention
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.transport.agreement import shared_bytes
-from ringspan.torch.transport.exchange import TOTALS
+from ringspan.torch.transport.exchange import COUNTERS
 
 KINDS: Final = {"forward": 1.0, "forward_backward": 3.5}  # FLOPs, in units of the forward pass
 
@@ -120,9 +120,9 @@ def _exposed(on_ring: Callable[[bool], list[Tensor]]) -> dict[str, float]:
     waits: dict[str, float] = {}
     for kind, is_backward in (("forward", False), ("forward_backward", True)):
         dist.barrier()
-        before = TOTALS.exposed_seconds
+        before = COUNTERS.exposed_seconds
         on_ring(is_backward)
-        waits[kind] = _largest(TOTALS.exposed_seconds - before)
+        waits[kind] = _largest(COUNTERS.exposed_seconds - before)
     return waits
 
 

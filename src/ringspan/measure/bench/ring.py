@@ -29,7 +29,7 @@ from ringspan.torch.kernels import InPlace
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport import clock
-from ringspan.torch.transport.exchange import Arrival, Exchange, Room, Transfer
+from ringspan.torch.transport.exchange import Exchange, PendingReceive, TensorSpec, Transfer
 
 KINDS: Final = ("forward", "backward")
 _PASSES: Final = {"forward": 1.0, "backward": 2.5}  # FLOPs in units of the forward pass
@@ -126,31 +126,31 @@ class Arrivals(Exchange):
         self._zeros = torch.zeros(0, dtype=torch.uint8, device=device)
 
     def post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Room]], message: int
-    ) -> tuple[Transfer, list[Arrival]]:
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
+    ) -> tuple[Transfer, list[PendingReceive]]:
         """Start to copy what this message brings; nobody takes what is sent."""
-        arrivals = [Arrival(peer, room, room.empty()) for peer, room in receives]
-        if not self._is_moving or not arrivals:
-            return Transfer((), ()), arrivals
-        sources = [self._source(message, room) for _, room in receives]
+        pending = [PendingReceive(peer, spec, spec.empty()) for peer, spec in receives]
+        if not self._is_moving or not pending:
+            return Transfer((), ()), pending
+        sources = [self._source(message, spec) for _, spec in receives]
         if self._stream is None:
-            for arrival, source in zip(arrivals, sources, strict=True):
-                arrival.read().copy_(source)
-            return Transfer((), ()), arrivals
+            for receive, source in zip(pending, sources, strict=True):
+                receive.read().copy_(source)
+            return Transfer((), ()), pending
         self._stream.wait_stream(torch.cuda.current_stream())  # what last used this memory may still be running
         with torch.cuda.stream(self._stream):
-            for arrival, source in zip(arrivals, sources, strict=True):
-                arrival.read().copy_(source)
+            for receive, source in zip(pending, sources, strict=True):
+                receive.read().copy_(source)
             copied = torch.cuda.Event()
             copied.record()
-        return Copies(copied, [arrival.read() for arrival in arrivals]), arrivals
+        return Copies(copied, [receive.read() for receive in pending]), pending
 
-    def _source(self, message: int, room: Room) -> Tensor:
+    def _source(self, message: int, spec: TensorSpec) -> Tensor:
         if message in self._blocks:
             return self._blocks[message]
-        if self._zeros.numel() < room.nbytes:
-            self._zeros = self._zeros.new_zeros(room.nbytes)
-        return room.on(self._zeros[: room.nbytes])
+        if self._zeros.numel() < spec.nbytes:
+            self._zeros = self._zeros.new_zeros(spec.nbytes)
+        return spec.on(self._zeros[: spec.nbytes])
 
 
 class Copies(Transfer):

@@ -20,7 +20,7 @@ from ringspan.core.units import shown_bandwidth
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport.clock import synchronize
 from ringspan.torch.transport.collectives import gather
-from ringspan.torch.transport.exchange import Exchange, Room
+from ringspan.torch.transport.exchange import Exchange, TensorSpec
 
 PACKAGES: Final = ("ringspan", "torch", "transformers", "numpy")
 _MUST_BE_EQUAL: Final = ("ringspan", "torch", "transformers", "nccl")  # they speak to themselves on other ranks
@@ -134,7 +134,7 @@ def _transfer_rates(group: dist.ProcessGroup, senders: Iterable[int], name: str)
         synchronize(device)
         started = time.perf_counter()
         sends = [(after, block)] if rank in senders else []
-        receives = [(before, Room.like(block))] if before in senders else []
+        receives = [(before, TensorSpec.like(block))] if before in senders else []
         exchange.post(sends, receives, message)[0].wait()
         synchronize(device)
         if message:  # the first round connects

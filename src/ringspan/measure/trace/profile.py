@@ -24,7 +24,7 @@ from ringspan.torch.model.support import refuse_config
 from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.torch.transport.clock import Moment, now, seconds, synchronize
 from ringspan.torch.transport.collectives import gather
-from ringspan.torch.transport.exchange import TOTALS
+from ringspan.torch.transport.exchange import COUNTERS
 
 PHASES: Final = ("forward", "loss", "backward", "optimizer")
 NUM_STEPS: Final = 3  # one to settle, one for memory, one for time
@@ -135,14 +135,14 @@ class Profiler:
     def _timed(self) -> Iterator[None]:
         """The step whose seconds count."""
         self._phases.clear()
-        TOTALS.passages, TOTALS.visits = [], []
+        COUNTERS.transfers, COUNTERS.hops = [], []
         started = now(self._device)
         try:
             yield
         finally:
             ended = now(self._device)
-            passages, visits = TOTALS.passages, TOTALS.visits
-            TOTALS.passages = TOTALS.visits = None
+            transfers, hops = COUNTERS.transfers, COUNTERS.hops
+            COUNTERS.transfers = COUNTERS.hops = None
             for handle in self._handles:
                 handle.remove()
         synchronize(self._device)
@@ -157,20 +157,20 @@ class Profiler:
             step_seconds=at(ended),
             phases=[(name, at(moment)) for name, moment in self._phases],
             visits=[
-                {"owner": v.owner, "num_pairs": v.num_pairs, "started": at(v.started), "ended": at(v.ended)}
-                for v in visits
+                {"owner": h.owner, "num_pairs": h.num_pairs, "started": at(h.started), "ended": at(h.ended)}
+                for h in hops
             ],
             passages=[
                 {
-                    "hop": p.hop,
-                    "is_gradient": p.is_gradient,
-                    "sent_bytes": p.sent_bytes,
-                    "received_bytes": p.received_bytes,
-                    "posted": at(p.posted),
-                    "waited": at(p.waited),
-                    "arrived": at(p.arrived),
+                    "hop": t.hop,
+                    "is_gradient": t.is_gradient,
+                    "sent_bytes": t.sent_bytes,
+                    "received_bytes": t.received_bytes,
+                    "posted": at(t.posted),
+                    "waited": at(t.waited),
+                    "arrived": at(t.arrived),
                 }
-                for p in passages
+                for t in transfers
             ],
             **self._memory,
         )

@@ -29,7 +29,7 @@ from ringspan.plan.shapes import ModelShape
 from ringspan.torch.attention import op as attention
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport.clock import Moment, now, seconds, synchronize
-from ringspan.torch.transport.exchange import TOTALS, Arrival, Exchange, Passage, Room, Transfer
+from ringspan.torch.transport.exchange import COUNTERS, Exchange, PendingReceive, TensorSpec, Transfer, TransferRecord
 
 _TIMED_STEPS: Final = 3
 
@@ -143,16 +143,17 @@ class _Arrivals(Exchange):
     seconds = 0.0
 
     def post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Room]], message: int
-    ) -> tuple[Transfer, list[Arrival]]:
-        transfer, arrivals = super().post(sends, receives, message)
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
+    ) -> tuple[Transfer, list[PendingReceive]]:
+        transfer, pending = super().post(sends, receives, message)
         started = time.perf_counter()
-        for arrival in arrivals:
-            arrival.read().normal_()
+        for receive in pending:
+            receive.read().normal_()
         _Arrivals.seconds += time.perf_counter() - started
-        if TOTALS.passages and arrivals:
-            TOTALS.passages[-1].posted = now(arrivals[0].read().device)  # making it up is no part of its travel
-        return transfer, arrivals
+        if COUNTERS.transfers and pending:
+            # Making up the message is no part of its transfer.
+            COUNTERS.transfers[-1].posted = now(pending[0].read().device)
+        return transfer, pending
 
     def among(self, ranks: Sequence[int], name: str) -> "_Arrivals":
         return _Arrivals(self._group, f"{self._signature} {name}", ranks)
@@ -180,21 +181,21 @@ def _timed_step(step: Any, model: Any, device: torch.device, arrivals: type[_Arr
 
     On a CPU the time in which blocks were made up is taken out of the step.
     """
-    TOTALS.passages, before = [], arrivals.seconds
+    COUNTERS.transfers, before = [], arrivals.seconds
     with _layer_moments(model, device) as layers:
         started = now(device)
         step()
         ended = now(device)
     synchronize(device)
-    passages, TOTALS.passages = TOTALS.passages, None
+    transfers, COUNTERS.transfers = COUNTERS.transfers, None
     made_up = arrivals.seconds - before if device.type == "cpu" else 0.0
-    return _Timed(seconds(started, ended) - made_up, layers.seconds(), _events(passages, started))
+    return _Timed(seconds(started, ended) - made_up, layers.seconds(), _events(transfers, started))
 
 
-def _events(passages: list[Passage], started: Moment) -> list[tuple[float, int, int]]:
-    """(seconds, number of the passage, bytes that arrive in it; -1 for the moment at which it is needed), in order."""
-    posted = [(seconds(started, each.posted), number, each.received_bytes) for number, each in enumerate(passages)]
-    needed = [(seconds(started, each.waited), number, -1) for number, each in enumerate(passages) if each.waited]
+def _events(transfers: list[TransferRecord], started: Moment) -> list[tuple[float, int, int]]:
+    """(seconds, number of the transfer, bytes that arrive in it; -1 for the moment at which it is needed), in order."""
+    posted = [(seconds(started, each.posted), number, each.received_bytes) for number, each in enumerate(transfers)]
+    needed = [(seconds(started, each.waited), number, -1) for number, each in enumerate(transfers) if each.waited]
     return sorted(posted + needed)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ringspan.core.ranges import Ranges, offset, size
 from ringspan.torch.kernels.partial import Partial
 from ringspan.torch.kernels.rows import Rows
-from ringspan.torch.transport.exchange import Room
+from ringspan.torch.transport.exchange import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Form:
         return Form(ranges, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], dtype or k.dtype, k.device, scaled)
 
     @property
-    def room(self) -> Room:
+    def spec(self) -> TensorSpec:
         """What the buffer needs."""
         numbers = self.batch * self.heads * size(self.ranges) * (self.k_size + self.v_size)
         if self.scaled:
-            return Room((self._factors + numbers * self.dtype.itemsize,), torch.uint8, self.device)
-        return Room((numbers,), self.dtype, self.device)
+            return TensorSpec((self._factors + numbers * self.dtype.itemsize,), torch.uint8, self.device)
+        return TensorSpec((numbers,), self.dtype, self.device)
 
     @property
     def _factors(self) -> int:
@@ -64,7 +64,7 @@ class Form:
 
     def empty(self) -> "Block":
         """An uninitialised block."""
-        return self.on(self.room.empty())
+        return self.on(self.spec.empty())
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class Block:
         """A rank's own tokens, where they are."""
         return Block(((0, k.shape[2]),), k, v)
 
-    def pack(self, ranges: Ranges, make: Callable[[Room], Tensor] = Room.empty) -> "Block":
+    def pack(self, ranges: Ranges, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "Block":
         """The block cut down to some of its ranges, as one buffer that ``make`` makes; itself when nothing is cut."""
         if ranges == self.ranges and self.buffer is not None:
             return self
         form = Form.of(ranges, self.k, self.v, scaled=self.scales is not None)
-        packed = form.on(make(form.room))
+        packed = form.on(make(form.spec))
         if self.scales is not None and packed.scales is not None:
             packed.scales.copy_(self.scales)
         for start, stop in ranges:
@@ -178,9 +178,9 @@ class GradientBlock:
         return GradientBlock(((0, dk.shape[2]),), RunningSum.to_be(dk, dtype), RunningSum.to_be(dv, dtype))
 
     @staticmethod
-    def travelling(form: Form, make: Callable[[Room], Tensor] = Room.empty) -> "GradientBlock":
+    def travelling(form: Form, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "GradientBlock":
         """The sums for some ranges of another rank's block, ready to be sent in the buffer that ``make`` makes."""
-        packed = form.on(make(form.room))
+        packed = form.on(make(form.spec))
         return GradientBlock(form.ranges, RunningSum(packed.k), RunningSum(packed.v), packed.buffer)
 
     def add(self, start: int, stop: int, dk: Tensor, dv: Tensor) -> None:
@@ -219,9 +219,9 @@ class PartialBlock:
         self._block, self._partial = block, Partial(block.k, block.v.squeeze(-1))
 
     @staticmethod
-    def travelling(form: Form, make: Callable[[Room], Tensor] = Room.empty) -> "PartialBlock":
+    def travelling(form: Form, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "PartialBlock":
         """The partial of some ranges of another rank's queries, ready to be sent in the buffer that ``make`` makes."""
-        return PartialBlock(form.on(make(form.room)))
+        return PartialBlock(form.on(make(form.spec)))
 
     def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
         """Merge a partial of the owner's queries [start, stop)."""

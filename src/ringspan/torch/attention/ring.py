@@ -26,7 +26,7 @@ from ringspan.torch.kernels import InPlace, Kernel, Launch
 from ringspan.torch.kernels.memory import is_in_rows
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.clock import now
-from ringspan.torch.transport.exchange import TOTALS, Arrival, Exchange, Transfer, Visit
+from ringspan.torch.transport.exchange import COUNTERS, Exchange, HopRecord, PendingReceive, Transfer
 
 MESSAGES_PER_HOP: Final = 2  # keys and values before the computation, gradients after it
 
@@ -112,12 +112,12 @@ class _Coming(NamedTuple):
 
     form: Form
     transfer: Transfer
-    arrival: Arrival | None
+    receive: PendingReceive | None
 
     def wait(self) -> Block:
         """The block, when everything of its transfer has arrived and been sent."""
         self.transfer.wait()
-        return self.form.empty() if self.arrival is None else self.form.on(self.arrival.read())
+        return self.form.empty() if self.receive is None else self.form.on(self.receive.read())
 
 
 def visits(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, Block]]:
@@ -141,13 +141,13 @@ def visits(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, Block]]:
             message = MESSAGES_PER_HOP * (number * len(hops) + index)
             under_way[index], *_ = _post(ring, [(peer, packed[ranges])], [(source, form)], message)
         del travelling, packed
-        visit = None
-        if TOTALS.visits is not None:
-            visit = Visit(hop.owner, hop.num_pairs, now(own.k.device))
-            TOTALS.visits.append(visit)
+        record = None
+        if COUNTERS.hops is not None:
+            record = HopRecord(hop.owner, hop.num_pairs, now(own.k.device))
+            COUNTERS.hops.append(record)
         yield hop, block
-        if visit:
-            visit.ended = now(own.k.device)
+        if record:
+            record.ended = now(own.k.device)
         del block
 
 
@@ -155,12 +155,12 @@ def _post(
     ring: Ring, sends: Sequence[tuple[int, Block]], receives: Sequence[tuple[int, Form]], message: int
 ) -> list[_Coming]:
     """Start sending packed blocks and receiving others; blocks that hold nothing are no messages."""
-    transfer, arrivals = ring.exchange.post(
+    transfer, pending = ring.exchange.post(
         [(peer, block.buffer) for peer, block in sends if block.buffer is not None and block.ranges],
-        [(peer, form.room) for peer, form in receives if form.ranges],
+        [(peer, form.spec) for peer, form in receives if form.ranges],
         message,
     )
-    arrived = iter(arrivals)
+    arrived = iter(pending)
     return [_Coming(form, transfer, next(arrived) if form.ranges else None) for _, form in receives]
 
 

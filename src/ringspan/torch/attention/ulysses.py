@@ -15,7 +15,7 @@ from ringspan.core.layout import Layout
 from ringspan.core.route import Heads
 from ringspan.torch.attention import ring as rings
 from ringspan.torch.attention.ring import Ring
-from ringspan.torch.transport.exchange import Exchange, Room
+from ringspan.torch.transport.exchange import Exchange, TensorSpec
 
 _TO_HEADS, _TO_TOKENS = 0, 1  # message numbers
 
@@ -81,7 +81,7 @@ class Ulysses:
     def _to_heads(self, *trades: _Trade) -> list[Tensor]:
         """(B, heads, T, size) of the local tokens -> (B, my heads, U T, size) of the group's tokens."""
         sends: list[tuple[int, Tensor]] = []
-        receives: list[tuple[int, Room]] = []
+        receives: list[tuple[int, TensorSpec]] = []
         results: list[Tensor] = []
         for tensor, heads, layout in trades:
             mine = tensor[:, heads[self.member]]
@@ -91,7 +91,7 @@ class Ulysses:
             results.append(result)
             for other in self._others():
                 sends.append((other, tensor[:, heads[other]].contiguous()))
-                receives.append((other, Room.like(mine)))
+                receives.append((other, TensorSpec.like(mine)))
         arrived = self._trade(sends, receives, _TO_HEADS)
         for result, (_, _, layout) in zip(results, trades, strict=True):
             for _ in self._others():
@@ -100,13 +100,13 @@ class Ulysses:
         return results
 
     def _trade(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Room]], message: int
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
     ) -> Iterator[tuple[int, Tensor]]:
         """Each received tensor with the member that sent it."""
-        transfer, arrivals = self.exchange.post(sends, receives, message)
+        transfer, pending = self.exchange.post(sends, receives, message)
         transfer.wait()
-        for (member, _), arrival in zip(receives, arrivals, strict=True):
-            yield member, arrival.read()
+        for (member, _), receive in zip(receives, pending, strict=True):
+            yield member, receive.read()
 
     def _to_tokens(self, tensors: Sequence[Tensor], into: Sequence[_Trade]) -> None:
         """(B, my heads, U T, size) of the group's tokens -> (B, heads, T, size) of the local tokens.
@@ -114,12 +114,12 @@ class Ulysses:
         A head that several members computed gets the sum of what they made of it, in the dtype of ``tensors``.
         """
         sends: list[tuple[int, Tensor]] = []
-        receives: list[tuple[int, Room]] = []
+        receives: list[tuple[int, TensorSpec]] = []
         for tensor, (result, heads, layout) in zip(tensors, into, strict=True):
             for other in self._others():
                 sends.append((other, _take(tensor, layout.places(other))))
                 shape = tuple(result[:, heads[other]].shape)
-                receives.append((other, Room(shape, tensor.dtype, tensor.device)))
+                receives.append((other, TensorSpec(shape, tensor.dtype, tensor.device)))
         arrived = self._trade(sends, receives, _TO_TOKENS)
         for tensor, (result, heads, layout) in zip(tensors, into, strict=True):
             parts = {self.member: _take(tensor, layout.places(self.member))}

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from ringspan.core.errors import ConfigError, RingspanError
 from ringspan.core.messages import shortened
-from ringspan.torch.transport.exchange import TOTALS
+from ringspan.torch.transport.exchange import COUNTERS
 
 EXIT_STALLED: Final = 76
 """Exit code of a rank that ended because another one made no progress."""
@@ -259,9 +259,9 @@ class Watchdog:
     def _tell(self) -> None:
         message = {
             "rank": self._rank,
-            "count": (self._beats, TOTALS.num_posts),
+            "count": (self._beats, COUNTERS.num_posts),
             "step": self._step,
-            "hop": TOTALS.hop,
+            "hop": COUNTERS.hop,
             "doing": self._doing,
             "patience_seconds": self._patience_seconds,
             "machine": self._machine,
@@ -366,7 +366,7 @@ class Watchdog:
     def _finish(self, verdict: str, code: int) -> None:
         """Say it, leave the stacks of all threads, and end this process."""
         here = _Place()
-        here.step, here.hop, here.doing = self._step, TOTALS.hop, self._doing
+        here.step, here.hop, here.doing = self._step, COUNTERS.hop, self._doing
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         line = f"ringspan: {verdict}; rank {self._rank} ends {here.describe()}, exit code {code}"
         if self._folder is None:

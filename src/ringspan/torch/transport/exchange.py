@@ -1,4 +1,4 @@
-"""The only point-to-point calls: what one rank of a ring sends to and receives from the others."""
+"""All point-to-point communication: what one rank of a ring sends to and receives from the others."""
 
 import hashlib
 import math
@@ -18,8 +18,8 @@ from ringspan.torch.transport.queue import Expected, OutOfStepError, SharedQueue
 
 
 @dataclass
-class Passage:
-    """One exchange of blocks: when it was posted, when this rank began to wait for it, and when it went on."""
+class TransferRecord:
+    """One exchange of blocks: when it was posted, when this rank began to wait for it, and when the wait ended."""
 
     hop: int
     is_gradient: bool
@@ -32,8 +32,8 @@ class Passage:
 
 
 @dataclass
-class Visit:
-    """One hop's computation: with whose block, how many (query, key) pairs, and from when until when."""
+class HopRecord:
+    """The computation of one hop: with the block of which rank, how many (query, key) pairs, from when until when."""
 
     owner: int
     num_pairs: int
@@ -42,12 +42,12 @@ class Visit:
 
 
 @dataclass
-class Totals:
-    """What this process has sent and how long it has waited, over all exchanges, and where it is.
+class Counters:
+    """What this process has sent and how long it has waited, over all exchanges, and its current hop.
 
     Written by the ring, read by benchmarks and, in another thread, by the watchdog. ``hop`` is that of the last
-    exchange in its pass, which numbers two messages a hop; each further group of heads goes on counting. Where lists
-    are put for ``passages`` and ``visits``, every exchange and every hop is noted in them.
+    exchange in its pass, which numbers two messages a hop; each further group of heads goes on counting. ``transfers``
+    and ``hops`` are None; put lists there, and every exchange and every hop is recorded in them.
     """
 
     num_posts: int = 0
@@ -55,24 +55,24 @@ class Totals:
     sent_bytes: int = 0
     exposed_seconds: float = 0.0
     hop: int | None = None
-    passages: list[Passage] | None = None
-    visits: list[Visit] | None = None
+    transfers: list[TransferRecord] | None = None
+    hops: list[HopRecord] | None = None
 
 
-TOTALS: Final = Totals()
+COUNTERS: Final = Counters()
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a message needs: a contiguous tensor of this shape."""
+class TensorSpec:
+    """Shape, dtype and device of a message: a contiguous tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
     @staticmethod
-    def like(x: Tensor) -> "Room":
-        return Room(tuple(x.shape), x.dtype, x.device)
+    def like(x: Tensor) -> "TensorSpec":
+        return TensorSpec(tuple(x.shape), x.dtype, x.device)
 
     @property
     def nbytes(self) -> int:
@@ -88,17 +88,17 @@ class Room:
 
 
 @dataclass
-class Arrival:
-    """A message on its way to this rank: into ``message``, or into memory that its sender shares."""
+class PendingReceive:
+    """A message that was posted for receiving: into ``message``, or into memory that its sender shares."""
 
     sender: int
-    room: Room
+    spec: TensorSpec
     message: Tensor | None
     expected: Expected | None = None
 
     def read(self) -> Tensor:
-        """The message, once its transfer was waited for. It may lie with its sender, as long as it is kept, and may not
-        be changed.
+        """The message, once its transfer was waited for. Read-only: it may lie in its sender's memory, which keeps it as
+        long as this tensor lives.
         """
         assert self.message is not None, "it was waited for"
         return self.message
@@ -111,28 +111,28 @@ class Transfer:
         self,
         works: Sequence[dist.Work],
         sends: Sequence[Tensor],
-        passage: Passage | None = None,
+        record: TransferRecord | None = None,
         receive: Callable[[], None] | None = None,
     ) -> None:
-        """``receive`` waits for what is none of the works."""
-        self._works, self._sends, self._passage, self._receive = list(works), list(sends), passage, receive
+        """``receive`` waits for the messages that come through shared memory, not by ``works``."""
+        self._works, self._sends, self._record, self._receive = list(works), list(sends), record, receive
 
     def wait(self) -> None:
         """Block (on CUDA: make the current stream wait) until everything has arrived and been sent."""
         started = time.perf_counter()
-        passage, self._passage = self._passage, None  # a transfer may be waited for again
-        if passage:
-            passage.waited = now(passage.device)
+        record, self._record = self._record, None  # a transfer may be waited for again
+        if record:
+            record.waited = now(record.device)
         for work in self._works:
             work.wait()
         if self._receive:
             self._receive()
             self._receive = None
-        if passage:
-            passage.arrived = now(passage.device)
+        if record:
+            record.arrived = now(record.device)
         self._works.clear()
         self._sends.clear()
-        TOTALS.exposed_seconds += time.perf_counter() - started
+        COUNTERS.exposed_seconds += time.perf_counter() - started
 
 
 class Exchange:
@@ -154,25 +154,25 @@ class Exchange:
         """The same pass between some of the ranks, which are its peers 0, 1, ..."""
         return Exchange(self._group, f"{self._signature} {name}", ranks)
 
-    def empty(self, room: Room) -> Tensor:
-        """Where to make a message that is to be sent once: uninitialised, and where its receiver can read it, if any
-        place is.
+    def empty(self, spec: TensorSpec) -> Tensor:
+        """An uninitialised tensor for a message that is to be sent once, in memory that its receiver can read if
+        there is any.
         """
         memory = None
-        if self._queues and room.device.type == "cpu":
-            memory = self._queues.memory.allocate(room.nbytes)
-        return room.empty() if memory is None else room.on(memory)
+        if self._queues and spec.device.type == "cpu":
+            memory = self._queues.memory.allocate(spec.nbytes)
+        return spec.empty() if memory is None else spec.on(memory)
 
     def post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Room]], message: int
-    ) -> tuple[Transfer, list[Arrival]]:
-        """Start all sends (to, buffer) and receives (from, room) of one moment together, so that no order of ranks
-        blocks; what to wait for, and what will have arrived then, in the order of ``receives``.
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
+    ) -> tuple[Transfer, list[PendingReceive]]:
+        """Start all sends (to, buffer) and receives (from, spec) of one moment together, so that no order of ranks
+        blocks. Returns the transfer to wait for, and what it receives, in the order of ``receives``.
 
         Between one pair of ranks the order of sends is the order of receives. Buffers are contiguous.
         """
         assert self._group is not None or not (sends or receives), "a single rank has nobody to talk to"
-        arrivals = [self._arrival(self._rank(peer), room, message) for peer, room in receives]
+        pending = [self._pending(self._rank(peer), spec, message) for peer, spec in receives]
         outgoing: list[tuple[int, Tensor]] = []
         for rank, buffer in ((self._rank(peer), buffer) for peer, buffer in sends):
             if queues := self._queues_with(rank, buffer.device):
@@ -181,37 +181,37 @@ class Exchange:
                 outgoing.append((rank, buffer))
         # Receives first: over gloo a receive asks for its message on the connection that also carries the sends, and a
         # request behind a block waits for that block, so that the two directions take turns instead of overlapping.
-        operations = [self._operation(dist.irecv, a.sender, a.read(), message) for a in arrivals if not a.expected]
+        operations = [self._operation(dist.irecv, r.sender, r.read(), message) for r in pending if not r.expected]
         operations += [self._operation(dist.isend, rank, buffer, message) for rank, buffer in outgoing]
         works = dist.batch_isend_irecv(operations) if operations else []
-        TOTALS.num_posts += 1
-        TOTALS.hop = message // 2
-        TOTALS.num_sends += len(sends)
-        TOTALS.sent_bytes += sum(buffer.nbytes for _, buffer in sends)
+        COUNTERS.num_posts += 1
+        COUNTERS.hop = message // 2
+        COUNTERS.num_sends += len(sends)
+        COUNTERS.sent_bytes += sum(buffer.nbytes for _, buffer in sends)
         kept = [buffer for _, buffer in outgoing]
-        return Transfer(works, kept, _passage(sends, receives, message), partial(self._receive, arrivals)), arrivals
+        return Transfer(works, kept, _record(sends, receives, message), partial(self._receive, pending)), pending
 
     def _rank(self, peer: int) -> int:
         return peer if self._ranks is None else self._ranks[peer]
 
-    def _arrival(self, rank: int, room: Room, message: int) -> Arrival:
-        if queues := self._queues_with(rank, room.device):
-            return Arrival(rank, room, None, queues.expect(rank, self._tag + message, room.nbytes))
-        return Arrival(rank, room, room.empty())
+    def _pending(self, rank: int, spec: TensorSpec, message: int) -> PendingReceive:
+        if queues := self._queues_with(rank, spec.device):
+            return PendingReceive(rank, spec, None, queues.expect(rank, self._tag + message, spec.nbytes))
+        return PendingReceive(rank, spec, spec.empty())
 
-    def _receive(self, arrivals: Sequence[Arrival]) -> None:
+    def _receive(self, pending: Sequence[PendingReceive]) -> None:
         """Wait for what comes through shared memory.
 
         Raises:
             PeerMismatch: on every rank of the group alike, when a rank finds that another does not do the same.
             RuntimeError: a rank is gone.
         """
-        for arrival in arrivals:
-            if arrival.expected is None:
+        for receive in pending:
+            if receive.expected is None:
                 continue
             assert self._queues is not None and self._group is not None, "it expects the message"
             try:
-                arrival.message = arrival.room.on(self._queues.receive(arrival.expected))
+                receive.message = receive.spec.on(self._queues.receive(receive.expected))
             except OutOfStepError as error:
                 report_out_of_step(self._group, str(error))
 
@@ -223,12 +223,14 @@ class Exchange:
         return dist.P2POp(call, buffer, group=self._group, tag=self._tag + message, group_peer=rank)
 
 
-def _passage(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Room]], message: int) -> Passage | None:
-    """The note of an exchange that has just been posted, where notes are taken."""
+def _record(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
+) -> TransferRecord | None:
+    """The record of an exchange that has just been posted; None where none are kept."""
     messages = [*sends, *receives]
-    if TOTALS.passages is None or not messages:
+    if COUNTERS.transfers is None or not messages:
         return None
     sent, received = (sum(message.nbytes for _, message in each) for each in (sends, receives))
     device = messages[0][1].device
-    TOTALS.passages.append(Passage(message // 2, bool(message % 2), sent, received, device, now(device)))
-    return TOTALS.passages[-1]
+    COUNTERS.transfers.append(TransferRecord(message // 2, bool(message % 2), sent, received, device, now(device)))
+    return COUNTERS.transfers[-1]
