@@ -62,10 +62,10 @@ def test_cross_attention_of_unequal_lengths(layout, mask, num_keys, route):
 
 @given(layouts, masks, st.sampled_from(ROUTES))
 @examples(300)
-def test_blocks_carry_what_later_ranks_need_and_gradients_come_home_once(layout, mask, route):
+def test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once(layout, mask, route):
     assume(exists(route, layout.ranks))
     schedules = [plan(layout, mask, rank, None, route) for rank in range(layout.ranks)]
-    came_home = np.zeros((layout.ranks, layout.tokens_per_rank), int)
+    returned = np.zeros((layout.ranks, layout.tokens_per_rank), int)
     added = np.zeros((layout.ranks, layout.tokens_per_rank), int)
     for rank, schedule in enumerate(schedules):
         for hop in schedule.hops:
@@ -75,24 +75,24 @@ def test_blocks_carry_what_later_ranks_need_and_gradients_come_home_once(layout,
                 assert there.owner == hop.owner and there.arrives == (rank, ranges) and not minus(ranges, held)
             needed = union((t.q0, t.q1) if route == "pass-q" else (t.k0, t.k1) for t in hop.tiles)
             if hop.index == 0:
-                assert hop.gradient == hop.gradient_on.ranges == hop.gradient_home == ()
+                assert hop.gradient == hop.gradient_on.ranges == hop.gradient_to_owner == ()
                 continue
             assert sum(hop.index in dict(earlier.sends) for earlier in schedule.hops[: hop.index]) == 1
             assert not minus(needed, hop.arrives.ranges)
             assert not minus(union(needed, hop.gradient_in.ranges), hop.gradient)
-            assert union(hop.gradient_on.ranges, hop.gradient_home) == hop.gradient
-            assert size(hop.gradient_on.ranges) + size(hop.gradient_home) == size(hop.gradient)
+            assert union(hop.gradient_on.ranges, hop.gradient_to_owner) == hop.gradient
+            assert size(hop.gradient_on.ranges) + size(hop.gradient_to_owner) == size(hop.gradient)
             if hop.gradient_on.ranges:
                 there = schedules[hop.gradient_on.peer].hops[hop.gradient_next]
                 assert there.owner == hop.owner and there.gradient_in == (rank, hop.gradient_on.ranges)
-            assert schedules[hop.owner].hops[hop.index].comes_home == (rank, hop.gradient_home)
+            assert schedules[hop.owner].hops[hop.index].from_visitor == (rank, hop.gradient_to_owner)
             for start, stop in needed:
                 added[hop.owner, start:stop] = 1
-            for start, stop in hop.gradient_home:
-                came_home[hop.owner, start:stop] += 1
+            for start, stop in hop.gradient_to_owner:
+                returned[hop.owner, start:stop] += 1
     if route in ("ring", "bidirectional"):
-        assert (came_home <= 1).all()  # one sum goes around; the others have one for each node or rank
-    assert (came_home >= added).all()
+        assert (returned <= 1).all()  # one sum goes around; the others have one for each node or rank
+    assert (returned >= added).all()
 
 
 def exists(route, ranks):

@@ -68,7 +68,7 @@ def test_without_a_wire_a_pass_is_its_arithmetic(route):
 
 
 def test_a_slow_wire_bounds_backward_by_blocks_and_gradients():
-    """Gradients follow one hop behind, so that the last one comes home when nothing else travels."""
+    """Gradients follow one hop behind, so that the last one reaches its owner when nothing else is sent."""
     slow = Speeds(1e30, 1e9, 1e9, 8)
     tokens, kv = 64, 2 * 2 * 16
     one = backward_pass(rs.Layout("contiguous", 4 * tokens, 4), rs.full(), "ring", HEADS, slow)
@@ -86,9 +86,9 @@ def test_links_between_nodes_carry_what_crosses_them():
     assert grouped.inter_node_bytes == block  # of twice the tokens and half the heads
 
 
-def test_what_comes_home_waits_for_what_was_added_before():
-    """Two inner rings of two: over the slow link come two blocks, what comes home of the first and, behind the second,
-    the gradient that the last hop adds to; only then can that go home, over the fast link.
+def test_what_is_sent_to_its_owner_waits_for_what_was_added_before():
+    """Two inner rings of two: over the slow link come two blocks, the gradient of the first and, behind the second, the
+    gradient that the last hop adds to; only then can that be sent to its owner, over the fast link.
     """
     slow, fast, tokens = 1e6, 1e9, 64
     layout, block = rs.Layout("contiguous", 4 * tokens, 4), tokens * 2 * 2 * 16 * 4
@@ -97,7 +97,7 @@ def test_what_comes_home_waits_for_what_was_added_before():
 
 
 def test_half_of_a_backward_pass_hides_behind_the_other():
-    """A hop that computes as long as its block travels waits for nothing but what comes home at the end."""
+    """A hop that computes as long as its block travels waits for nothing but what reaches its owner at the end."""
     layout, shape = rs.Layout("contiguous", 4 * 64, 4), Shape(1, 2, 2, 16, 16, 4)
     block = 64 * 2 * 2 * 16 * 4 / 1e9
     flops = 5 * 2 * 2 * 16 * 64 * 64 / (2 * block)  # a hop takes as long as a block and a gradient

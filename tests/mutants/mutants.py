@@ -36,7 +36,7 @@ SEGMENTS = (
     "test_gradients_are_the_same_with_dropout_and_autocast_and_only_the_first_input_of_a_segment_is_kept[3-False]"
 )
 ROUTERS = "torch/layers/test_router_loss.py::"
-CARRIED = "core/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_come_home_once"
+CARRIED = "core/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once"
 
 MUTANTS = [
     Mutant(
@@ -79,8 +79,8 @@ MUTANTS = [
     Mutant(
         "own block used at every hop (stale keys and values)",
         "torch/attention/ring.py",
-        "            block = decode(travelling, own.k.dtype)\n",
-        "            block = Block(travelling.ranges, *(x[:, :, : travelling.k.shape[2]] for x in (own.k, own.v)))\n",
+        "            block = decode(coded, own.k.dtype)\n",
+        "            block = Block(coded.ranges, *(x[:, :, : coded.k.shape[2]] for x in (own.k, own.v)))\n",
         RING_FULL,
     ),
     Mutant(
@@ -105,21 +105,21 @@ MUTANTS = [
         RING_FULL,
     ),
     Mutant(
-        "gradients that came home dropped",
+        "gradients sent to their owner dropped",
         "torch/attention/ring.py",
-        "        _collect(returning, home)\n        total = ",
+        "        _collect(returning, local)\n        total = ",
         "        returning.clear()\n        total = ",
         RING_FULL,
     ),
     Mutant(
-        "partials that came home dropped",
+        "partials sent to their owner dropped",
         "torch/attention/ring.py",
-        "        _collect(returning, home)\n        home.finish(",
-        "        returning.clear()\n        home.finish(",
+        "        _collect(returning, local)\n        local.finish(",
+        "        returning.clear()\n        local.finish(",
         QUERIES,
     ),
     Mutant(
-        "partial of travelling queries without their lse",
+        "partial of sent queries without their lse",
         "torch/attention/block.py",
         "self.add(start, stop, block.k[:, :, rows], block.v[:, :, rows].squeeze(-1))",
         "self.add(start, stop, block.k[:, :, rows], torch.zeros_like(block.v[:, :, rows].squeeze(-1)))",
@@ -133,7 +133,7 @@ MUTANTS = [
         "torch/attention/test_ring.py::test_queries_that_nobody_answers_between_others_that_several_answer",
     ),
     Mutant(
-        "queries travel by the mask of the keys",
+        "queries sent by the mask of the keys",
         "core/schedule.py",
         "layout, keys, regions = keys, layout, regions[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])",
         "layout, keys = keys, layout",
@@ -219,8 +219,8 @@ MUTANTS = [
     Mutant(
         "whole blocks sent where a part would do",
         "torch/attention/ring.py",
-        "_post(ring, [(peer, packed[ranges])], [(source, form)], message)",
-        "_post(ring, [(peer, packed[ranges])] * 2, [(source, form)], message)",
+        "_post(ring, [(peer, packed[ranges])], [(source, spec)], message)",
+        "_post(ring, [(peer, packed[ranges])] * 2, [(source, spec)], message)",
         COUNTS,
     ),
     Mutant(
@@ -240,14 +240,14 @@ MUTANTS = [
     Mutant(
         "gradient of one node overwrites that of another",
         "torch/attention/ring.py",
-        "        returning.append(coming_home)",
-        "        returning[:] = [coming_home]",
+        "        returning.append(from_visitor)",
+        "        returning[:] = [from_visitor]",
         ANY,
     ),
     Mutant(
         "ranks group heads by their own tiles",
         "core/schedule.py",
-        "tuple(hops), travel.tile_pairs,",
+        "tuple(hops), paths.tile_pairs,",
         "tuple(hops), sum(h.num_pairs for h in hops) // max(1, sum(len(h.bands) for h in hops)),",
         "torch/attention/test_ring.py::test_ranks_with_different_work_take_the_same_groups_of_heads[documents]",
     ),
@@ -310,8 +310,8 @@ MUTANTS = [
     Mutant(
         "labels shifted after the permutation",
         "torch/data/batch.py",
-        'targets = _shift(batch["labels"], IGNORED)',
-        'targets = batch["labels"]',
+        'targets = _shift(batch["labels"].long(), IGNORED)',
+        'targets = batch["labels"].long()',
         SHIFT,
     ),
     Mutant(
@@ -513,10 +513,10 @@ MUTANTS = [
     ),
     # The last one is run first: ranks wait ten seconds for a message.
     Mutant(
-        "gradient sent home to the neighbour",
+        "gradient sent to the neighbour of its owner",
         "torch/attention/ring.py",
-        "Parcel(hop.owner, hop.gradient_home)",
-        "Parcel((hop.owner + 1) % ring.schedule.ranks, hop.gradient_home)",
+        "Send(hop.owner, hop.gradient_to_owner)",
+        "Send((hop.owner + 1) % ring.schedule.ranks, hop.gradient_to_owner)",
         "torch/attention/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-causal-4-zigzag]",
     ),
 ]

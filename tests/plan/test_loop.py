@@ -14,4 +14,4 @@ def test_a_large_ring_holds_what_is_drawn_on_from_small_ones(monkeypatch, name, 
     loop._share.cache_clear()
     walked = loop.loop_bytes(layout, 96, Route.parse(name, 96), 4096, 2048, 2, 2)
     loop._share.cache_clear()
-    assert (drawn.sums, drawn.travelling) == pytest.approx((walked.sums, walked.travelling))
+    assert (drawn.sums, drawn.in_transit) == pytest.approx((walked.sums, walked.in_transit))

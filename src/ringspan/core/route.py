@@ -32,9 +32,9 @@ class Route:
     ``ring``: from neighbour to neighbour (Liu et al. 2023). ``bidirectional``: half of each block goes either way.
     ``double-ring``: around inner rings of ``inner`` consecutive ranks (a node), while a copy travels to the next node
     (LoongTrain, Gu et al. 2024). ``all-gather``: from the owner straight to everybody. ``pass-q``: queries go around
-    the ring, and what each rank's keys make of them goes straight home (Yang et al. 2024, "Context Parallelism for
-    Scalable Million-Token Inference"). With ``ulysses`` above one, groups of so many ranks first trade tokens for heads
-    (DeepSpeed Ulysses, Jacobs et al. 2023), and the route runs between the groups (USP, Fang and Zhao 2024).
+    the ring, and what each rank's keys make of them goes straight to the owner (Yang et al. 2024, "Context Parallelism
+    for Scalable Million-Token Inference"). With ``ulysses`` above one, groups of so many ranks first trade tokens for
+    heads (DeepSpeed Ulysses, Jacobs et al. 2023), and the route runs between the groups (USP, Fang and Zhao 2024).
     """
 
     name: RouteName = "ring"
@@ -77,7 +77,7 @@ class Route:
 
     @property
     def backward(self) -> "Route":
-        """The route of the backward pass: keys and values travel, since it starts with out and lse at home."""
+        """The route of the backward pass: keys and values are sent, since each rank has its out and lse."""
         return replace(self, name="ring") if self.passes_queries else self
 
     def check_wire(self, wire: str) -> None:

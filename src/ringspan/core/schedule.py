@@ -1,12 +1,12 @@
 """(layout, mask, route, rank, hop) -> the tiles to compute, what to send, to whom, and what to skip.
 
-The block of an owner visits the other ranks in the order of the route. It carries only the keys that some later visitor
-needs, so it thins out on the way and stops when nobody needs it: a window of w tokens over chunks of c reaches ceil((w
-- 1) / c) neighbours, and a causal zigzag block drops its late chunk on the way. Its gradient follows one hop behind;
-each part of it goes straight home from the last rank that adds to it.
+The block of an owner is passed on from rank to rank in the order of the route. It holds only the keys that some later
+rank needs, so it shrinks from hop to hop and is not sent on when nobody needs it: a window of w tokens over chunks of c
+reaches ceil((w - 1) / c) neighbours, and a causal zigzag block drops its late chunk half way. Its gradient
+follows one hop behind; each part of it is sent to its owner by the last rank that adds to it.
 
 On the route ``pass-q`` the blocks are queries, needed by the keys that they see: the schedule of the transposed mask.
-What a visitor makes of them, a partial result, goes straight home.
+What a visited rank computes with them, a partial result, is sent to their owner directly.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from ringspan.core.tile import MAX_MEETINGS, Tile, bands_between, meet
 _FEW_MEETINGS: Final = 1 << 12  # below, Python takes longer to call numpy than numpy to answer
 
 
-class Parcel(NamedTuple):
-    """Some of an owner's tokens, by their indices in its storage, and the rank they go to or come from."""
+class Send(NamedTuple):
+    """Some of an owner's tokens, by their indices in its storage, sent to ``peer`` or, where received, by ``peer``."""
 
     peer: int
     ranges: Ranges
@@ -36,23 +36,23 @@ class Parcel(NamedTuple):
 class Hop:
     """What one rank does at one hop, while it holds the block of ``owner``.
 
-    Ranges are indices into the owner's own storage. Hop 0 is the rank's own block, which nothing carried here. A
-    block's gradient is dk and dv, in the backward pass; of a block of queries it is their partial, in the same pass.
-    ``bands`` are what it computes as few tiles with any band; ``tiles`` the same as tiles that every flash kernel runs,
-    cut when they are asked for: timing never does.
+    Ranges are indices into the owner's own storage. Hop 0 is the rank's own block, which nobody sent. A block's
+    gradient is dk and dv, in the backward pass; of a block of queries it is their partial, in the same pass. ``bands``
+    are what it computes as few tiles with any band; ``tiles`` the same as tiles that every flash kernel runs, cut when
+    they are asked for: timing never does.
     """
 
     index: int
     owner: int
     bands: tuple[Tile, ...]
-    arrives: Parcel  # the block, and who sent it
-    sends: tuple[tuple[int, Parcel], ...]  # what of this block goes out, and for which hop of whoever gets it
-    gradient: Ranges  # held after this hop: what earlier visitors added up and what this rank adds
-    gradient_in: Parcel  # what of it earlier visitors sent here
-    gradient_on: Parcel  # what of it a later visitor gets, for its hop ``gradient_next``
+    arrives: Send  # the block, and who sent it
+    sends: tuple[tuple[int, Send], ...]  # what of this block goes out, and for which hop of whoever gets it
+    gradient: Ranges  # held after this hop: the sum over earlier ranks and this one
+    gradient_in: Send  # what of it an earlier rank sent here
+    gradient_on: Send  # what of it is sent to a later rank, for its hop ``gradient_next``
     gradient_next: int
-    gradient_home: Ranges  # what of it nobody adds to any more: straight to the owner
-    comes_home: Parcel  # the part of this rank's own gradient that its visitor of this hop sends home
+    gradient_to_owner: Ranges  # what of it nobody adds to any more: sent to the owner now
+    from_visitor: Send  # of this rank's own gradient, what the rank that holds its block at this hop sends back
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
@@ -81,12 +81,12 @@ class Schedule:
     @property
     def sent_tokens(self) -> int:
         """Tokens of keys and values, or of queries, that this rank sends in forward."""
-        return sum(size(parcel.ranges) for hop in self.hops for _, parcel in hop.sends)
+        return sum(size(send.ranges) for hop in self.hops for _, send in hop.sends)
 
     @property
     def sent_gradient_tokens(self) -> int:
         """Tokens of dk and dv that this rank sends in backward, or of partials of other ranks' queries."""
-        return sum(size(hop.gradient_on.ranges) + size(hop.gradient_home) for hop in self.hops)
+        return sum(size(hop.gradient_on.ranges) + size(hop.gradient_to_owner) for hop in self.hops)
 
 
 @lru_cache(maxsize=256)
@@ -116,15 +116,15 @@ def plan(
     if route.ulysses > 1:
         raise UnsupportedError(f"{route} has Ulysses groups; plan the route between them on the layout of the groups")
     blocks = layout if route.passes_queries else keys
-    travel = _travel(layout, keys, mask, route)
-    way = travel.itinerary
+    paths = _paths(layout, keys, mask, route)
+    way = paths.itinerary
     regions = mask.table(layout.length, keys.length)
     owners: list[int] = way.owner[:, rank].tolist()
     parts = [_part(half, blocks.tokens_per_rank) for half in way.half.tolist()]
     held = [_cut(blocks.spans(owner), *part) for owner, part in zip(owners, parts, strict=True)]
     mine = (keys if route.passes_queries else layout).spans(rank)
     found = bands_between([(block, mine) if route.passes_queries else (mine, block) for block in held], regions)
-    freight = _freight(travel, rank)
+    transfers = _transfers(paths, rank)
     hops: list[Hop] = []
     for index, (owner, (start, _)) in enumerate(zip(owners, parts, strict=True)):
         offset = (start, 0) if route.passes_queries else (0, start)
@@ -134,26 +134,26 @@ def plan(
                 index=index,
                 owner=owner,
                 bands=bands,
-                arrives=freight.arrives[index],
-                sends=tuple((later, freight.sent[later]) for later in way.sent_at[index]),
-                gradient=freight.gradient[index],
-                gradient_in=freight.gradient_in[index],
-                gradient_on=freight.gradient_on[index],
+                arrives=transfers.arrives[index],
+                sends=tuple((later, transfers.sent[later]) for later in way.sent_at[index]),
+                gradient=transfers.gradient[index],
+                gradient_in=transfers.gradient_in[index],
+                gradient_on=transfers.gradient_on[index],
                 gradient_next=way.following[index],
-                gradient_home=freight.gradient_home[index],
-                comes_home=freight.comes_home[index],
+                gradient_to_owner=transfers.gradient_to_owner[index],
+                from_visitor=transfers.from_visitor[index],
             )
         )
-    return Schedule(rank, layout.ranks, tuple(hops), travel.tile_pairs, route.passes_queries)
+    return Schedule(rank, layout.ranks, tuple(hops), paths.tile_pairs, route.passes_queries)
 
 
 def arrivals(layout: Layout, mask: Mask, key_layout: Layout, route: Route) -> tuple[IntArray, IntArray]:
     """Who sends each rank its block of each hop, and how many tokens of it: ``arrives`` of all hops of all ranks, both
     (hops, ranks).
     """
-    travel = _travel(layout, key_layout, mask, route)
-    way = travel.itinerary
-    return way.source, np.take_along_axis(_sizes(travel.carried).sum(-1), way.owner, 1)
+    paths = _paths(layout, key_layout, mask, route)
+    way = paths.itinerary
+    return way.source, np.take_along_axis(_sizes(paths.carried).sum(-1), way.owner, 1)
 
 
 def _part(half: int, tokens: int) -> tuple[int, int]:
@@ -175,10 +175,10 @@ def _cut(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
 
 
 @dataclass(frozen=True)
-class _Travel:
-    """Where every owner's block goes: per (hop, owner, span) the hull of storage indices, see ``_hull``.
+class _Paths:
+    """What is sent of every owner's block: per (hop, owner, span) the hull of storage indices, see ``_hull``.
 
-    ``handed_on`` is the part of a gradient that the visitor of a hop gets from the one before.
+    ``handed_on`` is the part of a gradient that the rank of a hop gets from the rank before it.
     """
 
     itinerary: Itinerary
@@ -188,49 +188,49 @@ class _Travel:
     tile_pairs: int
 
 
-class _Freight(NamedTuple):
-    """What ``Hop`` says of parcels, for each of one rank's hops; ``sent`` is for the later hop it is sent for."""
+class _Transfers(NamedTuple):
+    """The fields of ``Hop`` about messages, for each of one rank's hops; ``sent`` is by the hop that it is sent for."""
 
-    arrives: list[Parcel]
-    sent: list[Parcel]
+    arrives: list[Send]
+    sent: list[Send]
     gradient: list[Ranges]
-    gradient_in: list[Parcel]
-    gradient_on: list[Parcel]
-    gradient_home: list[Ranges]
-    comes_home: list[Parcel]
+    gradient_in: list[Send]
+    gradient_on: list[Send]
+    gradient_to_owner: list[Ranges]
+    from_visitor: list[Send]
 
 
-def _freight(travel: _Travel, rank: int) -> _Freight:
-    way = travel.itinerary
+def _transfers(paths: _Paths, rank: int) -> _Transfers:
+    way = paths.itinerary
     hops, owners, following = np.arange(len(way.owner)), way.owner[:, rank], np.array(way.following)
     owned_before = owners[way.posted]  # whose block was here when a later hop's was sent
-    gradient, on = _listed(travel.gradient[hops, owners]), _listed(travel.handed_on[following, owners])
-    mine, mine_on = _listed(travel.gradient[:, rank]), _listed(travel.handed_on[following, rank])
-    return _Freight(
-        arrives=_parcels(way.source[:, rank], _listed(travel.carried[hops, owners])),
-        sent=_parcels(way.visitor[hops, owned_before], _listed(travel.carried[hops, owned_before])),
+    gradient, on = _listed(paths.gradient[hops, owners]), _listed(paths.handed_on[following, owners])
+    mine, mine_on = _listed(paths.gradient[:, rank]), _listed(paths.handed_on[following, rank])
+    return _Transfers(
+        arrives=_sends(way.source[:, rank], _listed(paths.carried[hops, owners])),
+        sent=_sends(way.visitor[hops, owned_before], _listed(paths.carried[hops, owned_before])),
         gradient=gradient,
-        gradient_in=_parcels(way.visitor[way.behind, owners], _listed(travel.handed_on[hops, owners])),
-        gradient_on=_parcels(way.visitor[following, owners], on),
-        gradient_home=list(map(_left, gradient, on)),
-        comes_home=_parcels(way.visitor[:, rank], list(map(_left, mine, mine_on))),
+        gradient_in=_sends(way.visitor[way.behind, owners], _listed(paths.handed_on[hops, owners])),
+        gradient_on=_sends(way.visitor[following, owners], on),
+        gradient_to_owner=list(map(_left, gradient, on)),
+        from_visitor=_sends(way.visitor[:, rank], list(map(_left, mine, mine_on))),
     )
 
 
-def _parcels(peers: IntArray, ranges: list[Ranges]) -> list[Parcel]:
-    return list(map(Parcel, peers.tolist(), ranges))
+def _sends(peers: IntArray, ranges: list[Ranges]) -> list[Send]:
+    return list(map(Send, peers.tolist(), ranges))
 
 
 @lru_cache(maxsize=64)
-def _travel(layout: Layout, keys: Layout, mask: Mask, route: Route) -> _Travel:
+def _paths(layout: Layout, keys: Layout, mask: Mask, route: Route) -> _Paths:
     needed, tile_pairs = _needed(layout, keys, mask, route.passes_queries)
     tokens = (layout if route.passes_queries else keys).tokens_per_rank
-    journeys = (_journey(needed, way, tokens, tile_pairs) for way in route.itineraries(layout.ranks))
-    return min(journeys, key=lambda travel: int(_sizes(travel.carried).sum()))
+    candidates = (_paths_along(needed, way, tokens, tile_pairs) for way in route.itineraries(layout.ranks))
+    return min(candidates, key=lambda paths: int(_sizes(paths.carried).sum()))
 
 
-def _journey(needed: IntArray, way: Itinerary, tokens: int, tile_pairs: int) -> _Travel:
-    """Order the needs (owner, visitor, span, bound) by hop; a block carries the hull of what is still needed."""
+def _paths_along(needed: IntArray, way: Itinerary, tokens: int, tile_pairs: int) -> _Paths:
+    """Order the needs (owner, visitor, span, bound) by hop; a block is cut to the hull of what is still needed."""
     parts = np.array([_part(half, tokens) for half in way.half.tolist()]) * _SIGNS
     by_hop = _overlap(needed[np.arange(len(needed)), way.visitor], parts[:, None, None])
     carried = by_hop.copy()
@@ -244,13 +244,13 @@ def _journey(needed: IntArray, way: Itinerary, tokens: int, tile_pairs: int) -> 
         if way.behind[hop]:
             handed_on[hop] = _overlap(gradient[way.behind[hop]], carried[hop])
             gradient[hop] = _hull(handed_on[hop], gradient[hop])
-    return _Travel(way, carried, gradient, handed_on, tile_pairs)
+    return _Paths(way, carried, gradient, handed_on, tile_pairs)
 
 
 @lru_cache(maxsize=32)
 def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> tuple[IntArray, int]:
     """Hull of the keys of each (owner, visitor, owner's span) that the visitor sees, in the owner's storage indices;
-    and the pairs of a mean meeting of two spans and a region. With queries that travel, of those that see its keys.
+    and the pairs of a mean meeting of two spans and a region. With queries as blocks, of those that see its keys.
     """
     regions = mask.table(layout.length, keys.length)
     if passes_queries:  # transposed: k - q instead of q - k

@@ -15,7 +15,7 @@ from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
 from ringspan.core.ranges import size
 from ringspan.core.route import Heads, Route, member_heads
-from ringspan.core.schedule import Parcel, Schedule, arrivals, plan
+from ringspan.core.schedule import Schedule, Send, arrivals, plan
 
 FORWARD_PRODUCTS: Final = 2  # matrix products of attention: scores and weighted values
 BACKWARD_PRODUCTS: Final = 5  # scores again, and the gradients of weights, queries, keys and values
@@ -150,7 +150,7 @@ def _without_members(layout: Layout) -> Layout:
 def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: bool, is_shared: bool) -> int:
     """What one member of a Ulysses group gets from another: queries and keys there, and results or gradients back.
 
-    The gradient of keys that several members share is not yet summed when it travels, so it is in float32.
+    The gradient of keys that several members share is not yet summed when it is sent, so it is in float32.
     """
     rows = mine.batch * mine.heads
     result = rows * (mine.value_dim * mine.itemsize + mine.sum_itemsize)  # out and lse
@@ -163,7 +163,8 @@ def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: boo
 
 
 def _walk(schedule: Schedule, shape: Shape, speeds: Speeds, *, is_backward: bool) -> Pass:
-    """When the last hop has ended and all is home: a hop starts when the one before has ended and its block is here.
+    """When the last hop has ended and owners have what others made of their blocks. A hop starts when the one before
+    has ended and its block is here.
 
     Blocks are asked for at the start of the hop that posts them. What was made of a block (a gradient, in backward; a
     partial, of queries) is asked for at the end of a hop, and is needed at the end of the hop that adds to it.
@@ -173,20 +174,20 @@ def _walk(schedule: Schedule, shape: Shape, speeds: Speeds, *, is_backward: bool
     links = _Links(schedule.rank, speeds)
     arrived = [0.0] * len(schedule.hops)
     behind: dict[int, float] = {}
-    end = home = 0.0
+    end = returned = 0.0
     for hop in schedule.hops:
         start = max(end, arrived[hop.index])
         for later, _ in hop.sends:
-            arrived[later] = links.bring_parcel(schedule.hops[later].arrives, token, start)
+            arrived[later] = links.bring_tokens(schedule.hops[later].arrives, token, start)
         end = start + hop.num_pairs * pair
         if not made:
             continue
         end = max(end, behind.pop(hop.index, 0.0))
         if hop.gradient_next:
             coming = schedule.hops[hop.gradient_next].gradient_in
-            behind[hop.gradient_next] = links.bring_parcel(coming, made, end)
-        home = max(home, links.bring_parcel(hop.comes_home, made, end))
-    return Pass(max(end, home), schedule.num_pairs * pair, links.bytes[True], links.bytes[False])
+            behind[hop.gradient_next] = links.bring_tokens(coming, made, end)
+        returned = max(returned, links.bring_tokens(hop.from_visitor, made, end))
+    return Pass(max(end, returned), schedule.num_pairs * pair, links.bytes[True], links.bytes[False])
 
 
 def pair_flops(shape: Shape, *, is_backward: bool) -> float:
@@ -214,16 +215,16 @@ def sent_bytes(layout: Layout, keys: Layout, mask: Mask, route: str, shape: Shap
 
 
 class _Links:
-    """What arrives at one rank: on the link inside of its node, and on that outside, one parcel after the other."""
+    """What arrives at one rank: on the link inside of its node, and on that outside, one message after the other."""
 
     def __init__(self, rank: int, speeds: Speeds) -> None:
         self._rank, self._speeds = rank, speeds
         self.free = {True: 0.0, False: 0.0}  # when a link has nothing left to bring
         self.bytes = {True: 0, False: 0}
 
-    def bring_parcel(self, parcel: Parcel, token_bytes: int, asked: float) -> float:
+    def bring_tokens(self, send: Send, token_bytes: int, asked: float) -> float:
         """When some tokens that are asked for now are here."""
-        return self.bring(parcel.peer, size(parcel.ranges) * token_bytes, asked)
+        return self.bring(send.peer, size(send.ranges) * token_bytes, asked)
 
     def bring(self, peer: int, num_bytes: int, asked: float) -> float:
         """When bytes that are asked for now are here; the link is busy until then. Nothing needs no message."""

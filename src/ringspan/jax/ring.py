@@ -1,9 +1,9 @@
 """The only ring loop. Layouts and masks are data in the program; this carries it out.
 
-Hop t: send block t + 1 on its way, compute on block t. Keys and values travel as one message; in backward, dk and dv
-follow their block one hop behind and end at home. XLA schedules by data: nothing of hop t waits for what hop t sends,
-so it overlaps the two wherever its device can. Blocks thus take N - 1 hops forward. Where blocks are large, one group
-of heads goes round after the other, so that what travels and the float32 sums are those of a group.
+Hop t: send block t + 1 on its way, compute on block t. Keys and values are sent as one message; in backward, dk and dv
+follow their block one hop behind and end at its owner. XLA schedules by data: nothing of hop t waits for what hop t
+sends, so it overlaps the two wherever its device can. Blocks thus take N - 1 hops forward. Where blocks are large, one
+group of heads goes round after the other, so that what is sent and the float32 sums are those of a group.
 
 B batch, H query heads, G key/value heads, P = H / G, F = B x G, T local tokens, D head size, E value head size.
 """
@@ -104,7 +104,7 @@ def backward(
 ) -> tuple[Array, Array, Array, Array | None]:
     """dq, dk, dv and dsinks of the local tokens, from the GLOBAL out and lse.
 
-    Gradients add up in float32 and travel so.
+    Gradients add up in float32 and are sent so.
     """
     heads = dout, q, k, v, out, lse
     return _by_heads(partial(_backward_of_heads, ring), ring.head_groups(q, k), heads, sinks)

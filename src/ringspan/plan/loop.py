@@ -23,17 +23,17 @@ _TOKENS: Final = 64  # of a rank in the schedule that is walked: what is held gr
 
 @dataclass(frozen=True)
 class Held:
-    """At the highest moment: what is computed with (sums, a tile's gradients), and what travels."""
+    """At the highest moment: what is computed with (sums, a tile's gradients), and what is in transit."""
 
     sums: float
-    travelling: float
+    in_transit: float
 
     @property
     def total(self) -> float:
-        return self.sums + self.travelling
+        return self.sums + self.in_transit
 
     def times(self, factor: float) -> "Held":
-        return Held(self.sums * factor, self.travelling * factor)
+        return Held(self.sums * factor, self.in_transit * factor)
 
 
 def loop_bytes(
@@ -64,8 +64,8 @@ def _share(
     if ranks > large:
         most, less = (_share(layout, n, route, query_numbers, kv_numbers, groups, number_bytes) for n in (large, small))
         beyond = (ranks - large) / (large - small)
-        sums, travelling = most.sums - less.sums, most.travelling - less.travelling
-        return Held(most.sums + sums * beyond, most.travelling + travelling * beyond)
+        sums, in_transit = most.sums - less.sums, most.in_transit - less.in_transit
+        return Held(most.sums + sums * beyond, most.in_transit + in_transit * beyond)
     split = Layout(layout, _TOKENS * ranks, ranks)
     walks = (
         _walk(plan(split, causal(), rank, None, route), _TOKENS, query_numbers, kv_numbers, number_bytes, groups)
@@ -98,12 +98,12 @@ class _Coming:
 
 
 def _walk(schedule: Schedule, tokens: int, query_numbers: int, kv_numbers: int, number_bytes: int, groups: int) -> Held:
-    """``_backward_of_heads``, of one group of heads or of two: the first one's gradients still come home at the first
-    hop of the second.
+    """``_backward_of_heads``, of one group of heads or of two: the first one's gradients still reach their owner at the
+    first hop of the second.
     """
     sums = 0 if number_bytes == _FLOAT32 else _FLOAT32 * tokens  # float32 sums add up in the results
     highest = Held(0, 0)
-    last: list[_Coming] = []  # what still comes home of the group before
+    last: list[_Coming] = []  # what of the group before is still to be received
     for _ in range(groups):
         returning: list[_Coming] = []
         for made, coming, others in _moments(schedule, tokens, query_numbers, kv_numbers, number_bytes, returning):
@@ -154,13 +154,13 @@ def _moments(
         yield 0, coming(), (block, total, added)
         sends = [
             total if ranges == total.ranges else buffer(_FLOAT32, ranges)
-            for ranges in (hop.gradient_on.ranges, hop.gradient_home)
+            for ranges in (hop.gradient_on.ranges, hop.gradient_to_owner)
             if ranges
         ]
         arriving = schedule.hops[hop.gradient_next].gradient_in.ranges
         if hop.gradient_next:
             behind[hop.gradient_next] = _Coming(sends, buffer(_FLOAT32, arriving))
-        returning.append(_Coming(sends, buffer(_FLOAT32, hop.comes_home.ranges)))
+        returning.append(_Coming(sends, buffer(_FLOAT32, hop.from_visitor.ranges)))
         yield 0, coming(), (block, total, added)
-        if hop.comes_home.ranges:
+        if hop.from_visitor.ranges:
             del returning[:-1]

@@ -267,8 +267,8 @@ class _Step:
         kept = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention"))
         weights = self.a * (self.layer - shape.hidden * (shape.query_size + 2 * shape.kv_size))
         dout = self.tokens * self.a * shape.query_size
-        held, travelling = self._attention_bytes
-        return self._backward(ATTENTION_MOMENT, done, kept, dout + weights + held, travelling)
+        held, in_transit = self._attention_bytes
+        return self._backward(ATTENTION_MOMENT, done, kept, dout + weights + held, in_transit)
 
     def embedding(self) -> list[Memory]:
         """When the root has its gradients after all layers, when they are copied to be reduced, and when they are."""
@@ -302,7 +302,7 @@ class _Step:
 
 
 def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
-    """What attention holds in backward beside its inputs and dout: (results, sums and tiles; what travels).
+    """What attention holds in backward beside its inputs and dout: (results, sums and tiles; what is in transit).
 
     Between groups of ranks the loop of ``torch/attention/ring.py`` (see ``loop_bytes``). In a Ulysses group dout, q,
     out, k and v are first traded: copies stay for the loop, and a part is sent and arrives for each other member; and
@@ -314,20 +314,20 @@ def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, 
     groups, between = setting.ring // way.ulysses, replace(way, ulysses=1)
     head_groups = _head_groups(setting, mine, between, groups)
     held = loop_bytes(setting.layout, groups, between, queries, 2 * keys, head_groups, a).times(tokens)
-    # Gradients of keys that members share are summed at home; the loop's float32 sums are then what is sent.
+    # Gradients of keys that members share are summed by their owner; the loop's float32 sums are then what is sent.
     is_shared = way.ulysses > shape.kv_heads
     results = tokens * (a * queries + 2 * keys * (_FLOAT32 if is_shared else a))
     if way.ulysses == 1:
-        return results + round(held.sums), round(held.travelling)
+        return results + round(held.sums), round(held.in_transit)
     lse = _FLOAT32 * shape.heads
     copies, others = tokens * (a * (3 * queries + 2 * keys) + lse), 1 - 1 / way.ulysses
     back = a * tokens * (shape.query_size + 2 * shape.kv_size)
     moments = (
         (copies, 2 * others * copies),
-        (copies + results + round(held.sums) - 2 * keys * tokens * _FLOAT32 * is_shared, round(held.travelling)),
+        (copies + results + round(held.sums) - 2 * keys * tokens * _FLOAT32 * is_shared, round(held.in_transit)),
         (results + back, 2 * others * results),
     )
-    return max(((here, round(travelling)) for here, travelling in moments), key=sum)
+    return max(((here, round(in_transit)) for here, in_transit in moments), key=sum)
 
 
 def _head_groups(setting: Setting, mine: Heads, way: Route, ranks: int) -> int:

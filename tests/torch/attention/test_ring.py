@@ -356,7 +356,7 @@ def test_a_rank_whose_queries_see_nothing_gives_zeros():
 
 
 def test_queries_that_nobody_answers_between_others_that_several_answer():
-    """Two visitors send home partials with the same rows empty: merging these leaves them empty."""
+    """Two ranks send the owner partials with the same rows empty: merging these leaves them empty."""
     mask = rs.Mask.parse("regions:0,2,8,24,,;6,8,8,24,,")  # queries 2 to 5 of rank 0 see nothing
     problem = Problem(32, mask)
     (out, *_), _, _ = problem.on_ring("contiguous", 4, "pass-q")
@@ -372,8 +372,8 @@ def test_exactly_the_scheduled_messages_are_sent(layout, mask, route):
     _, sent, sent_back = Problem(64, mask, groups=groups).on_ring(layout, ranks, route)
     for rank in range(ranks):
         schedule = plan(rs.Layout(layout, 64, ranks), mask, rank, None, route)
-        keys_values = sum(bool(parcel.ranges) for hop in schedule.hops for _, parcel in hop.sends)
-        returned = sum(bool(hop.gradient_on.ranges) + bool(hop.gradient_home) for hop in schedule.hops)
+        keys_values = sum(bool(send.ranges) for hop in schedule.hops for _, send in hop.sends)
+        returned = sum(bool(hop.gradient_on.ranges) + bool(hop.gradient_to_owner) for hop in schedule.hops)
         assert sent[rank].num_sends == keys_values * groups <= len(schedule.hops[1:]) * groups
         assert sent_back[rank].num_sends == (keys_values + returned) * groups
         bytes_per_token = 2 * 2 * 16 * 4  # k and v, two heads of 16 float32
@@ -383,20 +383,20 @@ def test_exactly_the_scheduled_messages_are_sent(layout, mask, route):
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
 @pytest.mark.parametrize("mask", [rs.causal(), rs.full(), rs.sliding_window(9)], ids=str)
-def test_queries_travel_in_their_own_messages_and_partials_straight_home(layout, mask):
+def test_queries_travel_in_their_own_messages_and_partials_straight_to_their_owner(layout, mask):
     ranks, heads, groups, length, keys = 4, 4, 2, 24, 64
     sizes = rs.Layout(layout, length, ranks), mask
     problem = Problem(length, mask, heads=heads, groups=groups, value_size=8, keys=keys)
     _, sent, sent_back = problem.on_ring(layout, ranks, "pass-q")
     for rank in range(ranks):
         schedule, back = (plan(*sizes, rank, rs.Layout(layout, keys, ranks), route) for route in ("pass-q", "ring"))
-        queries = sum(bool(parcel.ranges) for hop in schedule.hops for _, parcel in hop.sends)
-        partials = sum(bool(hop.gradient_home) for hop in schedule.hops)
+        queries = sum(bool(send.ranges) for hop in schedule.hops for _, send in hop.sends)
+        partials = sum(bool(hop.gradient_to_owner) for hop in schedule.hops)
         assert sent[rank].num_sends == (queries + partials) * groups <= 2 * (ranks - 1) * groups
         assert not any(hop.gradient_on.ranges for hop in schedule.hops)
-        home = [(hop.index, hop.owner) for hop in schedule.hops if hop.gradient_home]
+        returned = [(hop.index, hop.owner) for hop in schedule.hops if hop.gradient_to_owner]
         numbered = [(message // 2, peer) for message, peer in sent[rank].sends if message % 2]
-        assert numbered == [(number * ranks + index, owner) for number in range(groups) for index, owner in home]
+        assert numbered == [(number * ranks + index, owner) for number in range(groups) for index, owner in returned]
         token, partial = heads * 16 * 4, heads * (8 + 1) * 4
         assert sent[rank].sent_bytes == schedule.sent_tokens * token + schedule.sent_gradient_tokens * partial
         gradients = (back.sent_tokens + back.sent_gradient_tokens) * groups * (16 + 8) * 4

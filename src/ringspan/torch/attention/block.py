@@ -1,5 +1,5 @@
-"""What travels: keys and values of one owner (or their gradients), or queries (or their partials), packed into one
-buffer, so that a hop is one message.
+"""What ranks send each other: keys and values of one owner (or their gradients), or queries (or their partials), packed
+into one buffer, so that a hop is one message.
 
 B batch, G key/value heads, D head size, E value head size, n packed tokens.
 """
@@ -18,7 +18,7 @@ from ringspan.torch.transport.exchange import TensorSpec
 
 
 @dataclass(frozen=True)
-class Form:
+class PackedSpec:
     """How some ranges of keys (B, G, n, D) and values (B, G, n, E) lie in one flat buffer: k, v, one behind the other.
 
     Coded ones, ``scaled``, lie behind their factors, in bytes.
@@ -34,13 +34,15 @@ class Form:
     scaled: bool = False
 
     @staticmethod
-    def of(ranges: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype | None = None, scaled: bool = False) -> "Form":
+    def of(
+        ranges: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype | None = None, scaled: bool = False
+    ) -> "PackedSpec":
         """For some ranges of ``k`` and ``v``, in their dtype or another."""
-        return Form(ranges, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], dtype or k.dtype, k.device, scaled)
+        return PackedSpec(ranges, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], dtype or k.dtype, k.device, scaled)
 
     @property
-    def spec(self) -> TensorSpec:
-        """What the buffer needs."""
+    def buffer_spec(self) -> TensorSpec:
+        """Of the flat buffer."""
         numbers = self.batch * self.heads * size(self.ranges) * (self.k_size + self.v_size)
         if self.scaled:
             return TensorSpec((self._factors + numbers * self.dtype.itemsize,), torch.uint8, self.device)
@@ -64,7 +66,7 @@ class Form:
 
     def empty(self) -> "Block":
         """An uninitialised block."""
-        return self.on(self.spec.empty())
+        return self.on(self.buffer_spec.empty())
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ class Block:
         """The block cut down to some of its ranges, as one buffer that ``make`` makes; itself when nothing is cut."""
         if ranges == self.ranges and self.buffer is not None:
             return self
-        form = Form.of(ranges, self.k, self.v, scaled=self.scales is not None)
-        packed = form.on(make(form.spec))
+        spec = PackedSpec.of(ranges, self.k, self.v, scaled=self.scales is not None)
+        packed = spec.on(make(spec.buffer_spec))
         if self.scales is not None and packed.scales is not None:
             packed.scales.copy_(self.scales)
         for start, stop in ranges:
@@ -108,7 +110,7 @@ class Block:
         """The block in another dtype; itself when it has that one."""
         if self.k.dtype == dtype:
             return self
-        other = Form.of(self.ranges, self.k, self.v, dtype).empty()
+        other = PackedSpec.of(self.ranges, self.k, self.v, dtype).empty()
         other.k.copy_(self.k)
         other.v.copy_(self.v)
         return other
@@ -166,22 +168,22 @@ class RunningSum:
 class GradientBlock:
     """The running sums of dk and dv for some ranges of an owner's tokens, in float32.
 
-    One that travels is packed like the block it belongs to; the one at home adds up in the rank's own dk and dv.
+    One that is sent is packed like the block it belongs to; the owner's adds up in the rank's own dk and dv.
     """
 
     def __init__(self, ranges: Ranges, dk: RunningSum, dv: RunningSum, buffer: Tensor | None = None) -> None:
         self.ranges, self._dk, self._dv, self._buffer = ranges, dk, dv, buffer
 
     @staticmethod
-    def at_home(dk: Tensor, dv: Tensor, dtype: torch.dtype) -> "GradientBlock":
+    def at_owner(dk: Tensor, dv: Tensor, dtype: torch.dtype) -> "GradientBlock":
         """The sums that become a rank's own dk and dv; kept there when they have the right dtype."""
         return GradientBlock(((0, dk.shape[2]),), RunningSum.to_be(dk, dtype), RunningSum.to_be(dv, dtype))
 
     @staticmethod
-    def travelling(form: Form, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "GradientBlock":
+    def in_transit(spec: PackedSpec, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "GradientBlock":
         """The sums for some ranges of another rank's block, ready to be sent in the buffer that ``make`` makes."""
-        packed = form.on(make(form.spec))
-        return GradientBlock(form.ranges, RunningSum(packed.k), RunningSum(packed.v), packed.buffer)
+        packed = spec.on(make(spec.buffer_spec))
+        return GradientBlock(spec.ranges, RunningSum(packed.k), RunningSum(packed.v), packed.buffer)
 
     def add(self, start: int, stop: int, dk: Tensor, dv: Tensor) -> None:
         """Add the gradients of the owner's tokens [start, stop)."""
@@ -212,16 +214,16 @@ class GradientBlock:
 class PartialBlock:
     """The partial of some ranges of an owner's queries: out (B, H, n, E) and lse (B, H, n, 1).
 
-    One that travels is packed like a block; the one at home is merged in the rank's own out and lse.
+    One that is sent is packed like a block; the owner's is merged in the rank's own out and lse.
     """
 
     def __init__(self, block: Block) -> None:
         self._block, self._partial = block, Partial(block.k, block.v.squeeze(-1))
 
     @staticmethod
-    def travelling(form: Form, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "PartialBlock":
+    def in_transit(spec: PackedSpec, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "PartialBlock":
         """The partial of some ranges of another rank's queries, ready to be sent in the buffer that ``make`` makes."""
-        return PartialBlock(form.on(make(form.spec)))
+        return PartialBlock(spec.on(make(spec.buffer_spec)))
 
     def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
         """Merge a partial of the owner's queries [start, stop)."""

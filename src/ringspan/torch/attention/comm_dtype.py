@@ -1,4 +1,4 @@
-"""How keys and values look while they travel: as they are, or in fewer bits.
+"""How keys and values are sent: as they are, or in fewer bits.
 
 A block is coded once, by its owner, and handed on as it came, so that no error adds up on the way. The owner itself
 computes with what it has. docs/routes.md states the error of each code.
@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import torch
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.attention.block import Block, Form
+from ringspan.torch.attention.block import Block, PackedSpec
 
 WireName = Literal["exact", "bfloat16", "float8", "int8"]
 WIRE_NAMES: Final[tuple[str, ...]] = get_args(WireName)
@@ -26,7 +26,7 @@ def check_wire(wire: str, gradient_wire: str) -> None:
 
 
 def encode(block: Block, wire: str) -> Block:
-    """A block as it travels, packed. ``float8`` and ``int8`` are scaled by the largest value of each head of the
+    """A block as it is sent, packed. ``float8`` and ``int8`` are scaled by the largest value of each head of the
     block.
     """
     if wire == "exact":
@@ -34,7 +34,7 @@ def encode(block: Block, wire: str) -> Block:
     if wire == "bfloat16":
         return block.to(torch.bfloat16)
     dtype, largest = _CODES[wire]
-    coded = Form.of(block.ranges, block.k, block.v, dtype, scaled=True).empty()
+    coded = PackedSpec.of(block.ranges, block.k, block.v, dtype, scaled=True).empty()
     assert coded.scales is not None
     for x, code, scale in zip((block.k, block.v), (coded.k, coded.v), coded.scales, strict=True):
         x = x.float()
@@ -45,7 +45,7 @@ def encode(block: Block, wire: str) -> Block:
 
 
 def decode(block: Block, dtype: torch.dtype) -> Block:
-    """Keys and values to compute with, from a block that travelled."""
+    """Keys and values to compute with, from a block that was received."""
     if block.scales is None:
         return block.to(dtype)
     k, v = (

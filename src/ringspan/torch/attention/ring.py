@@ -1,10 +1,10 @@
 """The only ring loop. Layouts, masks and routes are data in the schedule; this carries it out.
 
 At each hop: post the exchange of the blocks that follow, compute on the block that is here. Blocks are keys and values,
-or on the route ``pass-q`` queries, whose partials go home as soon as they are computed. On the route ``ring`` a
-rank holds at most two key/value blocks, and in backward two gradient blocks; of one group of heads at a time, so that
-the last gradients of a group come home while the next one computes. B batch, H query heads, G key/value heads, T local
-tokens, D head size, E value head size.
+or on the route ``pass-q`` queries, whose partials are sent to the owner as soon as they are computed. On the route
+``ring`` a rank holds at most two key/value blocks, and in backward two gradient blocks; of one group of heads at a
+time, so that the last gradients of a group reach their owner while the next one computes. B batch, H query heads, G
+key/value heads, T local tokens, D head size, E value head size.
 """
 
 from bisect import bisect
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ringspan.core.choice import head_groups
 from ringspan.core.ranges import Ranges
-from ringspan.core.schedule import Hop, Parcel, Schedule
+from ringspan.core.schedule import Hop, Schedule, Send
 from ringspan.core.tile import Tile
 from ringspan.torch import kernels
-from ringspan.torch.attention.block import Block, Form, GradientBlock, PartialBlock, RunningSum
+from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, RunningSum
 from ringspan.torch.attention.comm_dtype import decode, encode
 from ringspan.torch.kernels import InPlace, Kernel, Launch
 from ringspan.torch.kernels.memory import is_in_rows
@@ -48,10 +48,10 @@ def empty_like(x: Tensor, size: int | None = None, dtype: torch.dtype | None = N
 
 @dataclass(frozen=True)
 class Ring:
-    """One rank's way through one attention: whom it meets, how they talk, what scores are, and heads at a time.
+    """One rank's part in one attention: its schedule, its communication, the scores, and how many heads at a time.
 
     ``positions`` are those of each rank's queries and of each rank's keys, where ``scores`` needs them. ``wire`` and
-    ``gradient_wire`` are how keys, values and gradients travel (``ringspan.torch.attention.comm_dtype``), ``kernel``
+    ``gradient_wire`` are how keys, values and gradients are sent (``ringspan.torch.attention.comm_dtype``), ``kernel``
     who computes (``ringspan.torch.kernels``).
     """
 
@@ -89,7 +89,7 @@ class Ring:
         )
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """How gradients travel."""
+        """The dtype in which gradients are sent."""
         return torch.bfloat16 if self.gradient_wire == "bfloat16" else accumulation_dtype(dtype)
 
 
@@ -108,39 +108,39 @@ def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -
 
 
 class _Coming(NamedTuple):
-    """A block under way to this rank; with no message where it holds nothing."""
+    """A block in transit to this rank; without a message where it holds nothing."""
 
-    form: Form
+    spec: PackedSpec
     transfer: Transfer
     receive: PendingReceive | None
 
     def wait(self) -> Block:
         """The block, when everything of its transfer has arrived and been sent."""
         self.transfer.wait()
-        return self.form.empty() if self.receive is None else self.form.on(self.receive.read())
+        return self.spec.empty() if self.receive is None else self.spec.on(self.receive.read())
 
 
-def visits(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, Block]]:
-    """Each hop with the block that is here for it; while the caller computes, the blocks that follow are on their
-    way.
+def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, Block]]:
+    """Each hop with the block that is here for it; while the caller computes, the blocks that follow are in
+    transit.
     """
     hops = ring.schedule.hops
     under_way: dict[int, _Coming] = {}
     for hop in hops:
         if hop.index:
-            travelling = under_way.pop(hop.index).wait()
-            block = decode(travelling, own.k.dtype)
+            coded = under_way.pop(hop.index).wait()
+            block = decode(coded, own.k.dtype)
         else:
-            block, travelling = own, encode(own, ring.wire) if hop.sends else own
+            block, coded = own, encode(own, ring.wire) if hop.sends else own
         packed: dict[Ranges, Block] = {}
         for index, (peer, ranges) in hop.sends:
             if ranges not in packed:
-                packed[ranges] = travelling.pack(ranges, ring.exchange.empty)
+                packed[ranges] = coded.pack(ranges, ring.exchange.empty)
             source, carried = hops[index].arrives
-            form = Form.of(carried, travelling.k, travelling.v, scaled=travelling.scales is not None)
+            spec = PackedSpec.of(carried, coded.k, coded.v, scaled=coded.scales is not None)
             message = MESSAGES_PER_HOP * (number * len(hops) + index)
-            under_way[index], *_ = _post(ring, [(peer, packed[ranges])], [(source, form)], message)
-        del travelling, packed
+            under_way[index], *_ = _post(ring, [(peer, packed[ranges])], [(source, spec)], message)
+        del coded, packed
         record = None
         if COUNTERS.hops is not None:
             record = HopRecord(hop.owner, hop.num_pairs, now(own.k.device))
@@ -152,23 +152,23 @@ def visits(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, Block]]:
 
 
 def _post(
-    ring: Ring, sends: Sequence[tuple[int, Block]], receives: Sequence[tuple[int, Form]], message: int
+    ring: Ring, sends: Sequence[tuple[int, Block]], receives: Sequence[tuple[int, PackedSpec]], message: int
 ) -> list[_Coming]:
     """Start sending packed blocks and receiving others; blocks that hold nothing are no messages."""
     transfer, pending = ring.exchange.post(
         [(peer, block.buffer) for peer, block in sends if block.buffer is not None and block.ranges],
-        [(peer, form.spec) for peer, form in receives if form.ranges],
+        [(peer, spec.buffer_spec) for peer, spec in receives if spec.ranges],
         message,
     )
     arrived = iter(pending)
-    return [_Coming(form, transfer, next(arrived) if form.ranges else None) for _, form in receives]
+    return [_Coming(spec, transfer, next(arrived) if spec.ranges else None) for _, spec in receives]
 
 
 def launches(
     kernel: Kernel, tiles: tuple[Tile, ...], *packed: Ranges, passes_queries: bool = False
 ) -> Iterator[Launch]:
-    """The calls that compute the tiles of a hop. The keys of one call (when queries travel, its rows) lie within one
-    range of all that is packed by ranges, so that they are neighbours there too.
+    """The calls that compute the tiles of a hop. The keys of one call (where blocks are queries, its rows) lie within
+    one range of all that is packed by ranges, so that they are neighbours there too.
     """
     groups: dict[tuple[int, ...], list[Tile]] = {}
     for tile in tiles:
@@ -194,15 +194,17 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
     for number, heads, kv_heads in ring.heads(q, k):
         mine = q[:, heads]
         own = Block.whole(mine, mine[..., :0]), Block.whole(k[:, kv_heads], v[:, kv_heads])
-        travelling, staying = own if passes_queries else reversed(own)
+        moving, staying = own if passes_queries else reversed(own)
         partial = out[:, heads], lse[:, heads].unsqueeze(-1)
-        home = PartialBlock(Block.whole(*partial))
+        local = PartialBlock(Block.whole(*partial))
         returning: list[_Coming] = []  # what other ranks made of this rank's queries
-        for hop, block in visits(ring, number, travelling):
+        for hop, block in hops_and_blocks(ring, number, moving):
             queries, keys = (block, staying) if passes_queries else (staying, block)
-            total, is_sent = home, passes_queries and hop.index > 0
+            total, is_sent = local, passes_queries and hop.index > 0
             if is_sent:
-                total = PartialBlock.travelling(Form.of(hop.gradient_home, *partial, dtype), ring.exchange.empty)
+                total = PartialBlock.in_transit(
+                    PackedSpec.of(hop.gradient_to_owner, *partial, dtype), ring.exchange.empty
+                )
             kernel = kernels.choose(serving, hop.bands, mine)
             for launch in launches(kernel, hop.bands, block.ranges, passes_queries=passes_queries):
                 rows, _ = queries.part(launch.q0, launch.q1)
@@ -213,14 +215,14 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
                     total.add(launch.q0, launch.q1, *kernel.forward(rows, *here, launch, scores))
                 del rows, here
             if is_sent:
-                receives = [(hop.comes_home.peer, Form.of(hop.comes_home.ranges, *partial, dtype))]
+                receives = [(hop.from_visitor.peer, PackedSpec.of(hop.from_visitor.ranges, *partial, dtype))]
                 message = MESSAGES_PER_HOP * (number * len(ring.schedule.hops) + hop.index) + 1
                 coming = _post(ring, [(hop.owner, total.finish())], receives, message)
-                _collect(returning, home)  # of the hop before: no more than two wait
+                _collect(returning, local)  # of the hop before: no more than two wait
                 returning += coming
             del block, queries, keys, total  # before the next block is waited for
-        _collect(returning, home)
-        home.finish(None if sinks is None else sinks[heads])
+        _collect(returning, local)
+        local.finish(None if sinks is None else sinks[heads])
     return out, lse
 
 
@@ -235,10 +237,10 @@ def backward(
     *,
     kv_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of the local tokens, from the GLOBAL out and lse. Gradients add up in float32 and travel so.
+    """dq, dk and dv of the local tokens, from the GLOBAL out and lse. Gradients add up in float32 and are sent so.
 
-    A block's dk and dv follow it one hop behind; each part goes home from the last rank that adds to it. They are
-    returned in ``kv_dtype``, that of the keys when None.
+    A block's dk and dv follow it one hop behind; each part is sent to its owner by the last rank that adds to it. They
+    are returned in ``kv_dtype``, that of the keys when None.
     """
     dq, dk, dv = empty_like(q), *(empty_like(x, dtype=kv_dtype) for x in (k, v))
     serving = kernels.serving(ring.kernel, q, v, ring.scores)
@@ -274,21 +276,21 @@ def _backward_of_heads(
     gradients: tuple[Tensor, Tensor, Tensor],
     unfinished: list[Callable[[], None]],
 ) -> Callable[[], None]:
-    """Fill dq of some heads, and return a call that waits for what other ranks send home and fills dk and dv.
+    """Fill dq of some heads, and return a call that waits for what other ranks send back and fills dk and dv.
 
     ``unfinished`` is that call of the heads before, if any; it is taken out and made when the first hop has been
     computed, so that the sums of those heads live no longer.
     """
     dout, q, out, lse = queries
     hops, dtype = ring.schedule.hops, accumulation_dtype(q.dtype)
-    dq, home = RunningSum.to_be(gradients[0], dtype), GradientBlock.at_home(*gradients[1:], dtype)
-    travelling = ring.gradient_dtype(q.dtype)
-    behind: dict[int, _Coming] = {}  # by hop, what earlier visitors of its block added up
+    dq, local = RunningSum.to_be(gradients[0], dtype), GradientBlock.at_owner(*gradients[1:], dtype)
+    sent_dtype = ring.gradient_dtype(q.dtype)
+    behind: dict[int, _Coming] = {}  # by hop, the sum over the earlier ranks of its block
     returning: list[_Coming] = []  # parts of this rank's own gradient
-    for hop, block in visits(ring, number, Block.whole(k, v)):
-        total = home
+    for hop, block in hops_and_blocks(ring, number, Block.whole(k, v)):
+        total = local
         if hop.index:
-            total = GradientBlock.travelling(Form.of(hop.gradient, k, v, dtype), ring.exchange.empty)
+            total = GradientBlock.in_transit(PackedSpec.of(hop.gradient, k, v, dtype), ring.exchange.empty)
         kernel = kernels.choose(serving, hop.bands, q)
         for launch in launches(kernel, hop.bands, block.ranges, total.ranges):
             rows, keys = slice(launch.q0, launch.q1), block.part(launch.k0, launch.k1)
@@ -306,28 +308,30 @@ def _backward_of_heads(
         if hop.index in behind:
             total.add_block(behind.pop(hop.index).wait())
         sends = [
-            (peer, total.finish().pack(ranges, ring.exchange.empty).to(travelling))
-            for peer, ranges in (hop.gradient_on, Parcel(hop.owner, hop.gradient_home))
+            (peer, total.finish().pack(ranges, ring.exchange.empty).to(sent_dtype))
+            for peer, ranges in (hop.gradient_on, Send(hop.owner, hop.gradient_to_owner))
             if ranges
         ]
         source, arriving = hops[hop.gradient_next].gradient_in
-        receives = [(peer, Form.of(ranges, k, v, travelling)) for peer, ranges in ((source, arriving), hop.comes_home)]
+        receives = [
+            (peer, PackedSpec.of(ranges, k, v, sent_dtype)) for peer, ranges in ((source, arriving), hop.from_visitor)
+        ]
         message = MESSAGES_PER_HOP * (number * len(hops) + hop.index) + 1
-        coming, coming_home = _post(ring, sends, receives, message)
+        coming, from_visitor = _post(ring, sends, receives, message)
         if hop.gradient_next:
             behind[hop.gradient_next] = coming
         del total, sends
-        if hop.comes_home.ranges:
-            _collect(returning, home)  # of the hops before: no more than two wait
-        returning.append(coming_home)
+        if hop.from_visitor.ranges:
+            _collect(returning, local)  # of the hops before: no more than two wait
+        returning.append(from_visitor)
         if unfinished and hop.index == 0:
             unfinished.pop()()
 
     _store(dq.finish(), gradients[0])
 
     def finish() -> None:
-        _collect(returning, home)
-        total = home.finish()
+        _collect(returning, local)
+        total = local.finish()
         _store(total.k, gradients[1])
         _store(total.v, gradients[2])
 
@@ -335,7 +339,7 @@ def _backward_of_heads(
 
 
 def _collect(coming: list[_Coming], total: GradientBlock | PartialBlock) -> None:
-    """Wait for gradients or partials that other ranks send home and add them."""
+    """Wait for gradients or partials that other ranks send to their owner, this rank, and add them."""
     while coming:
         total.add_block(coming.pop(0).wait())
 

@@ -97,8 +97,8 @@ class PendingReceive:
     expected: Expected | None = None
 
     def read(self) -> Tensor:
-        """The message, once its transfer was waited for. Read-only: it may lie in its sender's memory, which keeps it as
-        long as this tensor lives.
+        """The message, once its transfer was waited for. Read-only: it may lie in its sender's memory, which keeps it
+        as long as this tensor lives.
         """
         assert self.message is not None, "it was waited for"
         return self.message
