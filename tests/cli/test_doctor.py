@@ -8,6 +8,7 @@ import pytest
 from ringspan.cli.main import main
 from ringspan.measure.cluster import doctor
 from tests.cli.test_bad_input import refusal
+from tests.surface import check_object
 
 
 def printed(monkeypatch, capsys, *arguments, code=0):
@@ -37,6 +38,7 @@ def check(result, ranks):
 def test_it_prints_one_object(monkeypatch, capsys):
     result = json.loads(printed(monkeypatch, capsys, "--ranks", "2", "--json"))
     check(result, 2)
+    check_object("doctor", result)
     listens = [address for rank in result["cluster"]["ranks"] for address in rank["listens"]]
     assert all(address.startswith("127.0.0.1:") for address in listens), "local ranks listen on loopback alone"
 

@@ -12,6 +12,7 @@ import pytest
 from ringspan.core.errors import MissingExtraError
 from ringspan.core.extras import EXTRAS, installed, require
 from tests.cli.test_bad_input import CONFIG
+from tests.surface import OBJECTS, check_object
 
 SOURCE = Path(__file__).parents[2] / "src"
 # Read by every Python that starts with it, hence by ranks and by the process that they are forks of.
@@ -68,14 +69,16 @@ def test_the_command_that_needs_it_says_so_before_anything_starts(ringspan, tmp_
     "arguments",
     [
         ["--help"],
-        ["plan", "--json"],
+        OBJECTS["plan"],
         ["init", "new.toml"],
-        ["bench", "attention", "--length", "64", "--repeats", "1", "--heads", "1", "--kv-heads", "1", "--json"],
+        OBJECTS["bench attention"],
     ],
 )
 def test_the_other_commands_work(ringspan, arguments):
     done = ringspan(" ".join(EXTRAS), *arguments)
     assert done.returncode == 0, done.stderr
+    if "--json" in arguments:
+        check_object(" ".join(arguments[:2]) if arguments[0] == "bench" else arguments[0], json.loads(done.stdout))
 
 
 def test_every_module_but_those_that_read_text_is_imported_without_extras(ringspan, tmp_path):

@@ -7,13 +7,12 @@ import pytest
 
 from ringspan.cli.main import main
 from tests.cli.test_bad_input import refusal
+from tests.surface import MODEL, check_object
 
 
 @pytest.fixture
 def model(tmp_path):
-    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
-    config |= {"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 101}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
     return str(tmp_path)
 
 
@@ -29,6 +28,7 @@ def test_it_prints_the_plan_and_what_was_measured(monkeypatch, capsys, model):
     options = ("--model", model, "--devices", "4", "--length", "512", "--json")
     plan = json.loads(printed(monkeypatch, capsys, "plan", *options))
     result = json.loads(printed(monkeypatch, capsys, "rehearse", *options, "--rank", "2", "--bandwidth", "1e3"))
+    check_object("rehearse", result)
     assert plan.items() <= result.items()
     assert result["rank"] == 2 and len(result["layers"]) == 2
     assert result["measured_peak_bytes"] >= sum(result["measured_bytes"].values())
