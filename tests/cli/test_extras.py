@@ -1,5 +1,6 @@
 """Without what an extra brings: one line for the command that needs it, code 2, and all others work."""
 
+import importlib
 import json
 import os
 import pickle
@@ -127,6 +128,14 @@ def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert not installed("plotly_of_no_one")
     assert installed("json")
+
+
+def test_the_jax_back_end_asks_for_its_extra(monkeypatch):
+    for name in [name for name in sys.modules if name == "ringspan.jax" or name.startswith("ringspan.jax.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(ImportError, match=r"ringspan\.jax needs the extra ringspan\[jax\]"):
+        importlib.import_module("ringspan.jax")
 
 
 def test_what_is_missing_is_a_refusal_and_an_import_error_and_travels_between_ranks(monkeypatch):

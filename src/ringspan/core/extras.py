@@ -10,6 +10,7 @@ EXTRAS: Final = {
     "tensorboard": "train",
     "matplotlib": "report",
     "plotly": "report",
+    "jax": "jax",
 }
 """Packages that are imported where they are used, and the extra of ringspan that brings each."""
 

@@ -1,5 +1,10 @@
 """The JAX back end: the same geometry, carried out by ``shard_map`` and ``ppermute``. Needs ``ringspan[jax]``."""
 
+# ruff: noqa: E402 - asked for before the modules below import it
+from ringspan.core.extras import require
+
+require("ringspan.jax", "jax")
+
 from ringspan.jax.attention import ring_attention, sharded_ring_attention
 from ringspan.jax.batch import shard, shard_batch, unshard
 from ringspan.jax.feedforward import blockwise_feedforward
