@@ -14,6 +14,11 @@ class Refusal(NamedTuple):
 _KERNELS: Final = "in ringspan's kernels"
 REFUSALS: Final = (
     Refusal(
+        "has a loss of its own",
+        "The model's loss is another one than the cross-entropy of the next token.",
+        "that loss over all ranks, in ringspan",
+    ),
+    Refusal(
         "in its own code",
         "Attention is the model's own code, which a ring cannot take over.",
         "attention through transformers' AttentionInterface, in transformers",
