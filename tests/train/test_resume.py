@@ -251,3 +251,20 @@ def test_more_steps_go_on_from_a_finished_run(pool, text):  # noqa: F811
     (steps, _, lines), *_ = pool.run(train_and_see, 4, config(text, "longer", steps=3))
     assert steps == 3 and "steps = 3 (was 2)" in lines
     assert [step for step, name in curve(text / "longer") if name == "loss"] == [1, 2, 3]
+
+
+def test_fewer_steps_than_it_has_come_to_are_refused(pool, text):  # noqa: F811
+    pool.run(train_and_see, 4, config(text, "fewer"), 3)
+    for outcome in pool.outcomes(train_and_see, 4, config(text, "fewer", steps=2)):
+        assert isinstance(outcome, ConfigError) and "has come to step 4, beyond steps = 2" in str(outcome)
+
+
+def eval_loss_at_the_end(mesh, config):
+    return train(config).eval_loss
+
+
+def test_a_run_that_was_stopped_at_its_last_step_is_evaluated_there(pool, text):  # noqa: F811
+    pool.run(train_and_see, 4, config(text, "late", evaluation={"every_steps": 3}), 3)
+    losses = pool.run(eval_loss_at_the_end, 4, config(text, "late", steps=4, evaluation={"every_steps": 3}))
+    found = {step: value for (step, name), value in curve(text / "late").items() if name == "eval_loss"}
+    assert sorted(found) == [3, 4] and losses == [found[4]] * 4 and found[3] != found[4]

@@ -88,6 +88,7 @@ class _Run:
             asynchronous=settings.asynchronous,
         )
         self._step, self._loss, self._eval_loss = 0, math.nan, None
+        self._eval_step: int | None = None  # whose weights that was the loss of
         self._profile = self._folder / "profile"
         self._profiler: Profiler | None = None
         if job.config.profile:
@@ -110,6 +111,9 @@ class _Run:
         try:
             while self._step < self._config.steps and not stopped:
                 stopped = self._one_step()
+            if not stopped and self._job.data.eval is not None and self._eval_step != self._step:
+                with self._watchdog.doing("evaluation"):  # of a run that was stopped at its last step
+                    self._evaluate(self._job.data.eval)
             with self._watchdog.doing("saving"):
                 self._notice(self._checkpoints.wait())
                 model = self._folder / "model"
@@ -124,7 +128,7 @@ class _Run:
             str(model),
             self._step,
             self._loss,
-            self._eval_loss,
+            self._eval_loss if self._eval_step == self._step else None,
             self._job.facts,
             (self._stop.signal_name or "a signal to another rank") if stopped else None,
         )
@@ -171,6 +175,7 @@ class _Run:
 
     def _evaluate(self, sequences: TokenSequences) -> None:
         self._eval_loss = evaluate(self._job.model, self._job.mesh, sequences, self._config, self._job.device)
+        self._eval_step = self._step
         if self._writer:
             self._writer.evaluation(self._step, self._eval_loss)
             self._observer.evaluated(self._step, self._eval_loss)
@@ -182,6 +187,7 @@ class _Run:
             "guard": self._guard.state(),
             "loss": _json_number(self._loss),
             "eval_loss": _json_number(self._eval_loss),
+            "eval_step": self._eval_step,
         }
         with self._watchdog.doing("saving"):
             error = self._checkpoints.save(
@@ -267,6 +273,11 @@ class _Run:
                 f"{self._folder} is finished at step {found.manifest.step}; raise steps = {self._config.steps} to go "
                 "on, or choose another folder with run=..."
             )
+        if found.manifest.step > self._config.steps:
+            raise ConfigError(
+                f"{self._folder} has come to step {found.manifest.step}, beyond steps = {self._config.steps}; raise "
+                "steps, or choose another folder with run=..."
+            )
         self._restore(found.folder, found.manifest)
         self._step = found.manifest.step
         self._job.batches.seek(self._step, found.manifest.state["num_sequences"])
@@ -281,7 +292,7 @@ class _Run:
         restore(self._checkpoints, folder, manifest, job.model, job.optimizer, job.device)
         self._guard.restore(state["guard"])
         self._loss = math.nan if state["loss"] is None else state["loss"]
-        self._eval_loss = state["eval_loss"]
+        self._eval_loss, self._eval_step = state["eval_loss"], state.get("eval_step")
 
     def _rewind(self) -> bool:
         """Go back to the newest checkpoint and on with the data after this step; False where there is none."""

@@ -46,10 +46,10 @@ def check_forward(
         others = {name: arguments.pop(name) for name in ("labels", "attention_mask") if name in arguments}
         others |= arguments.pop("kwargs", {})
         try:
+            check_structure(model)
             check_parameters(model)  # before those in place of shards are shards again
         finally:
             settle(model)
-        check_structure(model)
         check_others(others)
         _check_batch(model, **arguments)
         targets = arguments.get("shift_labels")

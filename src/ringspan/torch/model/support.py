@@ -1,5 +1,6 @@
 """Which Hugging Face models the ring can run exactly: what their configs say, and what is refused by name."""
 
+import inspect
 from typing import Any, Final
 
 import torch
@@ -115,7 +116,9 @@ def _check_head(model: PreTrainedModel) -> None:
     try:
         with torch.no_grad():
             tokens = torch.tensor([[0, 1, 2]], device=like.device)
-            made = model(input_ids=tokens, labels=tokens)
+            # Routers' scores, of which a loss is made beside it, are none of this decoder's.
+            takes_scores = "output_router_logits" in inspect.signature(model.forward).parameters
+            made = model(input_ids=tokens, labels=tokens, **{"output_router_logits": False} if takes_scores else {})
             logits, expected = made.logits, finished_logits(head(hidden), model.config)
             loss = cross_entropy(expected[0, :-1].float(), tokens[0, 1:])
     except Exception as error:  # whatever a model raises that has other plans for its hidden states
