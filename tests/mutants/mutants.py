@@ -169,14 +169,14 @@ MUTANTS = [
     ),
     Mutant(
         "window from the first corner",
-        "torch/kernels/launch.py",
+        "core/launch.py",
         "shift = tile.num_keys - tile.num_rows",
         "shift = 0",
         "torch/kernels/test_kernels.py::test_a_band_is_a_window_from_the_last_corner",
     ),
     Mutant(
         "triangle with more rows than keys taken for a square",
-        "torch/kernels/launch.py",
+        "core/launch.py",
         "    return square, Tile.full(last, tile.q1, tile.k0, tile.k1)",
         "    return (square,)",
         "torch/kernels/test_kernels.py::test_however_tiles_are_grouped_each_pair_is_computed_once",

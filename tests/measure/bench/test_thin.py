@@ -5,11 +5,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
+from ringspan.core.launch import Launch
 from ringspan.core.tile import Tile
 from ringspan.measure.bench import context
 from ringspan.measure.bench.thin import Thinned, ThinnedInPlace, thin_attention
 from ringspan.torch.kernels import KERNELS
-from ringspan.torch.kernels.launch import Launch
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.exchange import COUNTERS
 

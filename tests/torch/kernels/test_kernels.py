@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import ringspan as rs
+from ringspan.core.launch import Launch, Window, bands, chains, keys_a_row, pieces, squares, whole
 from ringspan.core.layout import LAYOUT_NAMES
 from ringspan.core.schedule import plan
 from ringspan.core.tile import Tile
 from ringspan.torch import kernels
 from ringspan.torch.kernels import reference
-from ringspan.torch.kernels.launch import Launch, Window, bands, chains, keys_a_row, pieces, squares, whole
 from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.kernels.score_mod import Scores
 from tests.core.strategies import layouts, masks

@@ -5,9 +5,9 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from ringspan.core.launch import Launch
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels import KERNELS, InPlace, Kernel, Returning
-from ringspan.torch.kernels.launch import Launch
 from ringspan.torch.kernels.score_mod import Scores
 
 _Kernel = TypeVar("_Kernel", bound=Kernel)

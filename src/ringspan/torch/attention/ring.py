@@ -7,7 +7,6 @@ time, so that the last gradients of a group reach their owner while the next one
 key/value heads, T local tokens, D head size, E value head size.
 """
 
-from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -16,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ringspan.core.choice import head_groups
+from ringspan.core.launch import Launch, within_ranges
 from ringspan.core.ranges import Ranges
 from ringspan.core.schedule import Hop, Schedule, Send
-from ringspan.core.tile import Tile
 from ringspan.torch import kernels
 from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, RunningSum
 from ringspan.torch.attention.comm_dtype import decode, encode
-from ringspan.torch.kernels import InPlace, Kernel, Launch
+from ringspan.torch.kernels import InPlace
 from ringspan.torch.kernels.memory import is_in_rows
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.clock import now
@@ -164,21 +163,6 @@ def _post(
     return [_Coming(spec, transfer, next(arrived) if spec.ranges else None) for _, spec in receives]
 
 
-def launches(
-    kernel: Kernel, tiles: tuple[Tile, ...], *packed: Ranges, passes_queries: bool = False
-) -> Iterator[Launch]:
-    """The calls that compute the tiles of a hop. The keys of one call (where blocks are queries, its rows) lie within
-    one range of all that is packed by ranges, so that they are neighbours there too.
-    """
-    groups: dict[tuple[int, ...], list[Tile]] = {}
-    for tile in tiles:
-        first = tile.q0 if passes_queries else tile.k0
-        places = tuple(bisect(ranges, first, key=lambda one: one[0]) for ranges in packed)
-        groups.setdefault(places, []).append(tile)
-    for group in groups.values():
-        yield from kernel.launches(tuple(group))
-
-
 def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The local queries' part of ``softmax(scale q k^T where allowed) v`` over all keys of the ring.
 
@@ -206,7 +190,7 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
                     PackedSpec.of(hop.gradient_to_owner, *partial, dtype), ring.exchange.empty
                 )
             kernel = kernels.choose(serving, hop.bands, mine)
-            for launch in launches(kernel, hop.bands, block.ranges, passes_queries=passes_queries):
+            for launch in within_ranges(kernel.launches, hop.bands, block.ranges, passes_queries=passes_queries):
                 rows, _ = queries.part(launch.q0, launch.q1)
                 here, scores = keys.part(launch.k0, launch.k1), ring.scores_of(launch, hop.owner, heads)
                 if isinstance(kernel, InPlace):
@@ -292,7 +276,7 @@ def _backward_of_heads(
         if hop.index:
             total = GradientBlock.in_transit(PackedSpec.of(hop.gradient, k, v, dtype), ring.exchange.empty)
         kernel = kernels.choose(serving, hop.bands, q)
-        for launch in launches(kernel, hop.bands, block.ranges, total.ranges):
+        for launch in within_ranges(kernel.launches, hop.bands, block.ranges, total.ranges):
             rows, keys = slice(launch.q0, launch.q1), block.part(launch.k0, launch.k1)
             ours = dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows]
             scores = ring.scores_of(launch, hop.owner, heads)

@@ -5,11 +5,11 @@ from typing import Final, Literal, Protocol, get_args, runtime_checkable
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.launch import Launch, Launches
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels.cpu import CpuFlash, is_slow_at, multiplies_16_bits
 from ringspan.torch.kernels.cudnn import Cudnn
 from ringspan.torch.kernels.flash import Flash, Flash2, Flash3, Flash4, TorchFlash
-from ringspan.torch.kernels.launch import Launch, Launches
 from ringspan.torch.kernels.memory import Memory
 from ringspan.torch.kernels.reference import Blockwise
 from ringspan.torch.kernels.score_mod import Scores

@@ -5,10 +5,10 @@ import platform
 import torch
 from torch import Tensor
 
+from ringspan.core.launch import SHORT, Launch, Launches, keys_a_row, pieces
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels import mirror
 from ringspan.torch.kernels.heads import one_size
-from ringspan.torch.kernels.launch import SHORT, Launch, Launches, keys_a_row, pieces
 from ringspan.torch.kernels.memory import Memory
 from ringspan.torch.kernels.score_mod import Scores
 

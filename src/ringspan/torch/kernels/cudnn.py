@@ -5,11 +5,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ringspan.core.launch import Launch, Launches, squares
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels import mirror
 from ringspan.torch.kernels.device import half_precision_on_cuda
 from ringspan.torch.kernels.heads import one_size, too_large
-from ringspan.torch.kernels.launch import Launch, Launches, squares
 from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
 from ringspan.torch.kernels.reference import Blockwise
 from ringspan.torch.kernels.score_mod import Scores

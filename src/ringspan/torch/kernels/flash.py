@@ -12,11 +12,11 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ringspan.core.launch import Launch, Launches, Window, chains, squares
 from ringspan.core.tile import Tile
 from ringspan.gpu import support
 from ringspan.torch.kernels import device, mirror
 from ringspan.torch.kernels.heads import one_size, too_large
-from ringspan.torch.kernels.launch import Launch, Launches, Window, chains, squares
 from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
 from ringspan.torch.kernels.score_mod import Scores
 

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ringspan.core.launch import SHORT, Launch, Launches, bands
 from ringspan.core.tile import Tile
-from ringspan.torch.kernels.launch import SHORT, Launch, Launches, bands
 from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.kernels.merge import merge_into
 from ringspan.torch.kernels.score_mod import Scores

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from ringspan.core.launch import Launch, Launches, whole
 from ringspan.core.tile import Tile
 from ringspan.gpu import support
 from ringspan.torch.kernels.heads import too_large
-from ringspan.torch.kernels.launch import Launch, Launches, whole
 from ringspan.torch.kernels.memory import Memory
 from ringspan.torch.kernels.score_mod import Scores
 

@@ -10,11 +10,11 @@ import torch
 import triton
 from torch import Tensor
 
+from ringspan.core.launch import Launch
 from ringspan.gpu import attention
 from ringspan.gpu.attention import Blocks
 from ringspan.gpu.support import interprets_triton
 from ringspan.gpu.table import Table
-from ringspan.torch.kernels.launch import Launch
 from ringspan.torch.kernels.score_mod import Scores
 
 

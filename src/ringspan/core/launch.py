@@ -1,9 +1,12 @@
 """Which tiles one call of a kernel computes: pure arithmetic, cached, since every step of a training asks the same."""
 
+from bisect import bisect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+from ringspan.core.ranges import Ranges
 from ringspan.core.tile import Tile
 
 SHORT: Final = 512  # a tile whose rows see so many keys or fewer, on average
@@ -117,3 +120,21 @@ def chains(tiles: tuple[Tile, ...]) -> Launches:
 def whole(tiles: tuple[Tile, ...]) -> Launches:
     """One call."""
     return (Launch.of(*tiles),) if tiles else ()
+
+
+def within_ranges(
+    launches: Callable[[tuple[Tile, ...]], Launches],
+    tiles: tuple[Tile, ...],
+    *packed: Ranges,
+    passes_queries: bool = False,
+) -> Iterator[Launch]:
+    """The calls that compute the tiles of a hop. The keys of one call (where blocks are queries, its rows) lie within
+    one range of all that is packed by ranges, so that they are neighbours there too.
+    """
+    groups: dict[tuple[int, ...], list[Tile]] = {}
+    for tile in tiles:
+        first = tile.q0 if passes_queries else tile.k0
+        places = tuple(bisect(ranges, first, key=lambda one: one[0]) for ranges in packed)
+        groups.setdefault(places, []).append(tile)
+    for group in groups.values():
+        yield from launches(tuple(group))
