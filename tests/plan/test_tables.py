@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.planning_tables import PUBLISHED_CONTEXT, TABLES, fill, layer_bytes, longest_contexts
 from ringspan.plan.hardware import DEVICES
 from ringspan.plan.memory import host_bytes, training_memory
 from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import MODELS
-from ringspan.plan.tables import PUBLISHED_CONTEXT, TABLES, fill, layer_bytes, longest_contexts
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ringspan.cli.main import main
 from ringspan.torch.data.batch import IGNORED
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig, parse_config
-from ringspan.train.data.sequences import BatchOrder, build_data
+from ringspan.train.data.order import BatchOrder
+from ringspan.train.data.sequences import build_data
 from ringspan.train.job import learning_rate, prepare
 from ringspan.train.loop import train
 from ringspan.train.model import build_model, load_model_config, load_tokenizer

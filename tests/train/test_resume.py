@@ -207,7 +207,7 @@ def test_another_batch_size_takes_up_the_data_where_it_was(pool, text):  # noqa:
 
 
 def positions_after_resume(mesh, config):
-    from ringspan.train.data.sequences import BatchOrder
+    from ringspan.train.data.order import BatchOrder
 
     seen, original = [], BatchOrder.indices
 

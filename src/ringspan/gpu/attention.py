@@ -12,60 +12,10 @@ allocate them.
 # Triton compiles these functions; as Python they would not type.
 # pyright: reportGeneralTypeIssues=false
 
-from typing import Any, Final, NamedTuple
-
 import triton
 import triton.language as tl
 
-from ringspan.gpu.table import GRAIN
-
-_NARROW: Final = 256  # bytes of a head's row, padded: 128 numbers of half precision, 64 of float32
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _tanh(x):
-    return 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
-
-
-@triton.jit
-def _scores(
-    product, query_position, key_position, slope, scale, softcap, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr
-):
-    """Scores in units of log 2, and their derivative by the scaled product."""
-    s = product * scale
-    derivative = 1.0
-    if HAS_CAP:
-        t = _tanh(s / softcap)
-        derivative = 1.0 - t * t
-        s = softcap * t
-    if HAS_SLOPES:
-        s -= slope * tl.abs(query_position - key_position).to(tl.float32)
-    return s * _LOG2_E, derivative
-
-
-@triton.jit
-def _tile(tiles, number):
-    at = tiles + 6 * number
-    return (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5))
-
-
-@triton.jit
-def _segments(first, q0, q1, k0, k1, lo, hi, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """The keys of a tile that the rows [first, first + ROWS) see, as start, a, b, stop, from the tile's corner: blocks
-    of KEYS in [start, a) and [b, stop) need the mask; in [a, b) they do not, all their pairs are allowed.
-
-    With rows and keys, and -hi and -lo, in each other's place: the rows that keys see.
-    """
-    high, low = tl.maximum(first, q0) - q0, tl.minimum(first + ROWS, q1) - 1 - q0
-    start, stop = tl.maximum(0, high - hi), tl.minimum(k1 - k0, low - lo + 1)
-    stop = tl.where(low >= high, stop, start)
-    all_from, all_to = low - hi, tl.minimum(k1 - k0, high - lo + 1)
-    a = start + tl.cdiv(tl.maximum(all_from - start, 0), KEYS) * KEYS
-    b = start + tl.maximum(all_to - start, 0) // KEYS * KEYS
-    has_inside = (first >= q0) & (first + ROWS <= q1) & (b > a)
-    return start, tl.where(has_inside, a, start), tl.where(has_inside, b, start), stop
+from ringspan.gpu.tiles import LN_2, LOG2_E, scores, segments, tile_at
 
 
 @triton.jit
@@ -89,7 +39,7 @@ def _see(
         key_position = 0
         if HAS_SLOPES:
             key_position = tl.load(key_positions + k0 + key, mask=is_key, other=0)[None, :]
-        s, _ = _scores(
+        s, _ = scores(
             tl.dot(q, keys, input_precision=PRECISION), position, key_position, slope, scale, softcap, HAS_CAP,
             HAS_SLOPES,
         )  # fmt: skip
@@ -138,7 +88,7 @@ def forward(
     lse_at = batch * lse_b + head64 * lse_h + at * lse_t + local * lse_t
     before = tl.load(old_lse + lse_at, mask=is_row, other=-float("inf"))
     acc = tl.load(old_out + out_at, mask=is_out, other=0.0)
-    top = before * _LOG2_E
+    top = before * LOG2_E
     total = tl.where(before == -float("inf"), 0.0, 1.0)
     old_top, slope, position = top, 0.0, 0
     if HAS_SLOPES:
@@ -147,8 +97,8 @@ def forward(
     k += batch * k_b + kv_head * k_h
     v += batch * v_b + kv_head * v_h
     for number in range(entry, last_entry):
-        q0, q1, k0, k1, lo, hi = _tile(tiles, tl.load(which + number))
-        start, a, b, stop = _segments(row0, q0, q1, k0, k1, lo, hi, ROWS, KEYS)
+        q0, q1, k0, k1, lo, hi = tile_at(tiles, tl.load(which + number))
+        start, a, b, stop = segments(row0, q0, q1, k0, k1, lo, hi, ROWS, KEYS)
         rows_in = (row >= q0) & (row < q1)
         acc, top, total = _see(
             acc, top, total, queries, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope, scale,
@@ -167,7 +117,7 @@ def forward(
         )  # fmt: skip
     has_seen = total > 0.0
     divisor = tl.where(has_seen, total, 1.0)
-    new_lse = tl.where(has_seen, (top + tl.log2(divisor)) * _LN_2, -float("inf"))
+    new_lse = tl.where(has_seen, (top + tl.log2(divisor)) * LN_2, -float("inf"))
     is_unchanged = (top == old_top) & (total == 1.0)  # another base and back would round
     tl.store(out + out_at, acc / divisor[:, None], mask=is_out)
     tl.store(lse + lse_at, tl.where(is_unchanged, before, new_lse), mask=is_row)
@@ -197,7 +147,7 @@ def _pull(
         key_position = 0
         if HAS_SLOPES:
             key_position = tl.load(key_positions + k0 + key, mask=is_key, other=0)[None, :]
-        s, derivative = _scores(
+        s, derivative = scores(
             tl.dot(q, keys, input_precision=PRECISION), position, key_position, slope, scale, softcap, HAS_CAP,
             HAS_SLOPES,
         )  # fmt: skip
@@ -254,7 +204,7 @@ def backward_queries(
         delta = tl.sum(douts.to(tl.float32) * outs.to(tl.float32), 1)
         tl.store(delta_at, delta, mask=is_row)
     row_lse = tl.load(lse + batch * lse_b + head64 * lse_h + at * lse_t + local * lse_t, mask=is_row, other=0.0)
-    lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * _LOG2_E)  # a row that saw nothing has no share
+    lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2_E)  # a row that saw nothing has no share
     slope, position = 0.0, 0
     if HAS_SLOPES:
         slope = tl.load(slopes + head)
@@ -263,8 +213,8 @@ def backward_queries(
     v += batch * v_b + kv_head * v_h
     acc = tl.zeros((ROWS, SIZE), tl.float32)
     for number in range(entry, last_entry):
-        q0, q1, k0, k1, lo, hi = _tile(tiles, tl.load(which + number))
-        start, a, b, stop = _segments(row0, q0, q1, k0, k1, lo, hi, ROWS, KEYS)
+        q0, q1, k0, k1, lo, hi = tile_at(tiles, tl.load(which + number))
+        start, a, b, stop = segments(row0, q0, q1, k0, k1, lo, hi, ROWS, KEYS)
         rows_in = (row >= q0) & (row < q1)
         acc = _pull(
             acc, queries, douts, lse2, delta, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope,
@@ -307,12 +257,12 @@ def _push(
             mask=is_row[:, None] & (value_column < value_size)[None, :], other=0.0,
         )  # fmt: skip
         row_lse = tl.load(lse + at * lse_t + local * lse_t, mask=is_row, other=0.0)
-        lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * _LOG2_E)
+        lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2_E)
         deltas = tl.load(delta + at + local, mask=is_row, other=0.0)
         position = 0
         if HAS_SLOPES:
             position = tl.load(query_positions + q0 + row, mask=is_row, other=0)[None, :]
-        s, derivative = _scores(
+        s, derivative = scores(
             tl.dot(keys, queries, input_precision=PRECISION), position, key_position, slope, scale, softcap, HAS_CAP,
             HAS_SLOPES,
         )  # fmt: skip
@@ -373,8 +323,8 @@ def backward_keys(
         if HAS_SLOPES:
             slope = tl.load(slopes + head)
         for number in range(entry, last_entry):
-            q0, q1, k0, k1, lo, hi = _tile(tiles, tl.load(which + number))
-            start, a, b, stop = _segments(key_start, k0, k1, q0, q1, -hi, -lo, KEYS, ROWS)
+            q0, q1, k0, k1, lo, hi = tile_at(tiles, tl.load(which + number))
+            start, a, b, stop = segments(key_start, k0, k1, q0, q1, -hi, -lo, KEYS, ROWS)
             keys_in = (key >= k0) & (key < k1)
             dk_sum, dv_sum = _push(
                 dk_sum, dv_sum, keys, values, q_head, dout_head, lse_head, delta_head, q_t, dout_t, lse_t, key - k0,
@@ -395,55 +345,3 @@ def backward_keys(
     dv_at = batch * dv_b + kv_head64 * dv_h + at * dv_t + local[:, None] * dv_t + value_column[None, :]
     tl.store(dk + dk_at, tl.load(old_dk + dk_at, mask=is_k, other=0.0) + dk_sum * scale, mask=is_k)
     tl.store(dv + dv_at, tl.load(old_dv + dv_at, mask=is_v, other=0.0) + dv_sum, mask=is_v)
-
-
-class Blocks(NamedTuple):
-    """Rows, keys, warps and stages that tuning tries: ``narrow`` ones where a head's row takes at most ``_NARROW``
-    bytes, else ``wide`` ones.
-    """
-
-    narrow: tuple[tuple[int, int, int, int], ...]
-    wide: tuple[tuple[int, int, int, int], ...]
-
-    def configs(self, row_bytes: int) -> list[Any]:
-        """What to try for heads whose padded row takes so many bytes."""
-        return [
-            triton.Config({"ROWS": rows, "KEYS": keys}, num_warps=warps, num_stages=stages)
-            for rows, keys, warps, stages in (self.narrow if row_bytes <= _NARROW else self.wide)
-        ]
-
-
-# As the compiler counts (benchmarks/triton_kernels.py): what fits into the 227 KiB of shared memory of a Hopper and,
-# in half precision, into its registers but for a few hundred bytes. The last ones fit into older devices. A block too
-# large for a device is passed over in tuning.
-FORWARD: Final = Blocks(
-    ((128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)),
-    ((128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (64, 16, 4, 2)),
-)
-BACKWARD_QUERIES: Final = Blocks(
-    ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
-    ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (32, 16, 4, 2)),
-)
-BACKWARD_KEYS: Final = Blocks(
-    ((64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2)),
-    ((64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
-)
-
-
-def interpreted(program: Any) -> Any:
-    """The program for the interpreter, in blocks so small that small problems have several."""
-    return triton.heuristics({"ROWS": lambda _: 32, "KEYS": lambda _: 16})(program)
-
-
-def options(size: int, value_size: int, *, is_float32: bool, has_cap: bool, has_slopes: bool = False) -> dict[str, Any]:
-    """Head sizes are padded to powers of two, of which a matrix product needs at least 16. Products of float32 are
-    three of TF32 on tensor cores, which is as accurate; without these the sums would not fit into registers.
-    """
-    return {
-        "SIZE": max(16, triton.next_power_of_2(size)),
-        "VALUE_SIZE": max(16, triton.next_power_of_2(value_size)),
-        "HAS_CAP": has_cap,
-        "HAS_SLOPES": has_slopes,
-        "PRECISION": "tf32x3" if is_float32 else "tf32",
-        "GRAIN": GRAIN,
-    }

@@ -77,7 +77,7 @@ class TritonKernel(Kernel):
         """
         from jax_triton import triton_call
 
-        from ringspan.gpu import attention
+        from ringspan.gpu import tuning
 
         program, (heads, num_rows), num_keys = self.program, q.shape[1:3], v.shape[2]
         if name == "backward_keys":
@@ -91,7 +91,7 @@ class TritonKernel(Kernel):
         number = float if is_new else np.float32  # an older one makes a float64 of a float
         strides = [stride for x in arrays if x is not without_strides for stride in _strides(x)]
         numbers = [heads, heads, *sizes, number(self.scale), number(self.softcap or 0), 0, *strides]
-        options |= attention.options(
+        options |= tuning.options(
             q.shape[-1], v.shape[-1], is_float32=q.dtype == jnp.float32, has_cap=self.softcap is not None
         )
         first = len(arrays) + 3 + len(tables)
@@ -130,11 +130,11 @@ def _tuned(name: str, row_bytes: int, first: int, stop: int) -> Any:
     """
     import triton
 
-    from ringspan.gpu import attention
+    from ringspan.gpu import attention, tuning
 
     program = getattr(attention, name)
     if interprets_triton():
-        return attention.interpreted(program)
+        return tuning.interpreted(program)
     blocks = getattr(attention, name.upper())
     return triton.autotune(blocks.configs(row_bytes), key=program.arg_names[first:stop])(program)
 

@@ -26,7 +26,8 @@ from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.documents import scan_documents
-from ringspan.train.data.sequences import BatchOrder, Data, TokenSequences, build_data
+from ringspan.train.data.order import BatchOrder
+from ringspan.train.data.sequences import Data, TokenSequences, build_data
 from ringspan.train.guard import Guard, Verdict
 from ringspan.train.metrics import StepMetrics, measure_flops, peak_bytes
 from ringspan.train.model import build_model, flops_per_token, load_model_config, load_tokenizer, num_matmul_parameters

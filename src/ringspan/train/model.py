@@ -20,7 +20,7 @@ from ringspan.torch.model.support import refuse_config
 from ringspan.torch.tensor_parallel.split import refuse_heads
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.documents import load_documents
-from ringspan.train.data.sequences import train_tokenizer
+from ringspan.train.data.tokens import train_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -24,14 +24,9 @@ from ringspan.core.errors import ConfigError
 from ringspan.torch.data.batch import IGNORED
 from ringspan.train.config.tables import DataConfig, TrainConfig, parse_config
 from ringspan.train.data.documents import load_documents, scan_documents
-from ringspan.train.data.sequences import (
-    BatchOrder,
-    TokenSequences,
-    TokenStream,
-    build_data,
-    tokenize,
-    train_tokenizer,
-)
+from ringspan.train.data.order import BatchOrder
+from ringspan.train.data.sequences import TokenSequences, build_data
+from ringspan.train.data.tokens import TokenStream, tokenize, train_tokenizer
 
 PAD = 9_999
 TEXT = "The ring passes keys and values on. Größe: 3 µm, naïve 😀\r\n\tdef f(x): return x\n"
@@ -531,7 +526,8 @@ SECOND_PROCESS = """
 import sys
 from ringspan.torch.data.batch import IGNORED
 from ringspan.train.config.tables import parse_config
-from ringspan.train.data.sequences import build_data, train_tokenizer
+from ringspan.train.data.sequences import build_data
+from ringspan.train.data.tokens import train_tokenizer
 from ringspan.train.data.documents import load_documents
 
 config = parse_config({"model": {"path": "unused"}, "data": {"paths": sys.argv[1], "sequence_length_tokens": 8}})

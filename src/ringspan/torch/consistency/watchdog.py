@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from ringspan.core.errors import ConfigError, RingspanError
 from ringspan.core.messages import shortened
+from ringspan.torch.consistency.place import Place
 from ringspan.torch.transport.exchange import COUNTERS
 
 EXIT_STALLED: Final = 76
@@ -58,42 +59,6 @@ class Settings(Protocol):
     def patience_seconds(self) -> float: ...
     @property
     def silence_seconds(self) -> float: ...
-
-
-@dataclass
-class _Place:
-    """How far a rank is, as it last said."""
-
-    count: tuple[int, int] = (0, 0)
-    """Beats of its main thread, and exchanges that it has posted: what moves when the rank does."""
-    step: int = 0
-    hop: int | None = None
-    doing: str = "starting"
-    patience_seconds: float = float("inf")
-    process: tuple[str, int] | None = None
-    """Its machine and process id."""
-    changed: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
-
-    def hear(self, message: dict[str, Any]) -> None:
-        """Take in what the rank says now."""
-        self.heard = time.monotonic()
-        count = int(message["count"][0]), int(message["count"][1])
-        if count != self.count:
-            self.count, self.changed = count, self.heard
-        self.step, self.hop, self.doing = int(message["step"]), message["hop"], str(message["doing"])
-        self.patience_seconds = float(message["patience_seconds"])
-        self.process = str(message["machine"]), int(message["pid"])
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it does what may not take any time."""
-        return self.patience_seconds < float("inf")
-
-    def describe(self) -> str:
-        hop = f", hop {self.hop}" if self.hop is not None else ""
-        doing = f" ({self.doing})" if self.doing != "step" else ""
-        return f"at step {self.step}{hop}{doing}"
 
 
 @dataclass
@@ -131,8 +96,8 @@ class Watchdog:
         self._patience_seconds = config.patience_seconds
         self._seconds: deque[float] = deque(maxlen=50)
         self._started: float | None = None
-        self._places: dict[int, _Place] = {}
-        self._left: dict[int, _Place] = {}
+        self._places: dict[int, Place] = {}
+        self._left: dict[int, Place] = {}
         self._links: list[_Link] = []
         self._selector = selectors.DefaultSelector()
         self._closing = threading.Event()
@@ -150,7 +115,7 @@ class Watchdog:
         if not self._config.enabled or self._num_ranks == 1:
             return self
         self._meet()
-        self._places[self._rank] = _Place()
+        self._places[self._rank] = Place()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -228,7 +193,7 @@ class Watchdog:
         link = _Link(socket.create_connection((host, port), timeout=30), rank=0)
         self._send(link, {"token": self._token, "rank": self._rank})
         self._add(link)
-        self._places[0] = _Place()
+        self._places[0] = Place()
 
     def _add(self, link: _Link) -> None:
         link.socket.settimeout(1.0)
@@ -302,7 +267,7 @@ class Watchdog:
             if message["token"] != self._token or not 0 < rank < self._num_ranks:
                 raise ValueError("a stranger")
             link.rank = rank
-            self._places[rank] = _Place()
+            self._places[rank] = Place()
         elif "bye" in message:
             link.farewell = True
             if message["bye"] is not None:
@@ -365,7 +330,7 @@ class Watchdog:
 
     def _finish(self, verdict: str, code: int) -> None:
         """Say it, leave the stacks of all threads, and end this process."""
-        here = _Place()
+        here = Place()
         here.step, here.hop, here.doing = self._step, COUNTERS.hop, self._doing
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         line = f"ringspan: {verdict}; rank {self._rank} ends {here.describe()}, exit code {code}"

@@ -11,17 +11,17 @@ import triton
 from torch import Tensor
 
 from ringspan.core.launch import Launch
-from ringspan.gpu import attention
-from ringspan.gpu.attention import Blocks
+from ringspan.gpu import attention, tuning
 from ringspan.gpu.support import interprets_triton
 from ringspan.gpu.table import Table
+from ringspan.gpu.tuning import Blocks
 from ringspan.torch.kernels.score_mod import Scores
 
 
 def _tuned(program: Any, blocks: Blocks, sums: list[str]) -> Any:
     """The program with the best of its blocks, tried once for a kind of problem."""
     if interprets_triton():
-        return attention.interpreted(program)
+        return tuning.interpreted(program)
 
     def fitting(_: list[Any], arguments: dict[str, Any], **options: Any) -> list[Any]:
         return blocks.configs(max(options["SIZE"], options["VALUE_SIZE"]) * arguments["q"].element_size())
@@ -31,9 +31,9 @@ def _tuned(program: Any, blocks: Blocks, sums: list[str]) -> Any:
     return triton.autotune(blocks.configs(0), key=key, restore_value=sums, prune_configs_by=prune)(program)
 
 
-_forward: Final = _tuned(attention.forward, attention.FORWARD, ["out", "lse"])
-_backward_queries: Final = _tuned(attention.backward_queries, attention.BACKWARD_QUERIES, ["dq"])
-_backward_keys: Final = _tuned(attention.backward_keys, attention.BACKWARD_KEYS, ["dk", "dv"])
+_forward: Final = _tuned(attention.forward, tuning.FORWARD, ["out", "lse"])
+_backward_queries: Final = _tuned(attention.backward_queries, tuning.BACKWARD_QUERIES, ["dq"])
+_backward_keys: Final = _tuned(attention.backward_keys, tuning.BACKWARD_KEYS, ["dk", "dv"])
 
 
 class _OnDevice(NamedTuple):
@@ -112,7 +112,7 @@ def _numbers(q: Tensor, k: Tensor, v: Tensor, rows: int, scores: Scores, *num_ke
 
 
 def _options(q: Tensor, v: Tensor, scores: Scores) -> dict[str, Any]:
-    return attention.options(
+    return tuning.options(
         q.shape[-1],
         v.shape[-1],
         is_float32=q.dtype == torch.float32,

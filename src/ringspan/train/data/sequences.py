@@ -1,188 +1,30 @@
-"""Text -> documents -> token stream -> training sequences of one length, in an order that is a function of the seed.
-
-Documents and tokens live in Arrow files that are memory-mapped (Hugging Face `datasets`, its cache folder); in memory
-are only the bounds of the documents and one permutation of the sequences.
+"""Token stream -> training sequences of one length, and which of them are held out for evaluation.
 
 S tokens of a sequence. A window is S + 1 neighbouring tokens: S inputs, and the S targets one position further on.
-The next window starts at the last token of this one, so each token but the first is a target exactly once.
+The next window starts at the last token of this one, so each token but the first is a target exactly once. Of tokens
+0..6 with S = 3: inputs 0 1 2 with targets 1 2 3, then inputs 3 4 5 with targets 4 5 6.
 """
 
-import hashlib
-import json
 import logging
 import math
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, SupportsIndex
 
 import numpy as np
-from datasets import Dataset, Features, List, Value
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from ringspan.core.errors import ConfigError
 from ringspan.torch.data.batch import IGNORED
-from ringspan.train.config.tables import MIN_VOCAB_SIZE, DataConfig, DocumentsName, TrainConfig
-from ringspan.train.data.documents import DocumentScan, column_of, rows_per_batch, scan_documents
+from ringspan.train.config.tables import DataConfig, DocumentsName, TrainConfig
+from ringspan.train.data.documents import DocumentScan, scan_documents
+from ringspan.train.data.tokens import TokenStream, starts, tokenize
 
 logger = logging.getLogger(__name__)
 
-END_OF_TEXT = "<|endoftext|>"
 # With fewer documents than this, the last ones could be most of the text: the tail of the stream is held out instead.
 MIN_DOCUMENTS_TO_SPLIT = 20
-# Part of each cache key: raise it when the same documents would give other tokens.
-_CACHE_VERSION = 1
-
-# --- tokens ---
-
-
-def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens; any text round-trips; training is deterministic.
-
-    `<|endoftext|>` (id 0) closes a document and pads. A short text yields fewer tokens than asked for.
-
-    Raises:
-        ConfigError: vocab_size is below 257, the bytes and `<|endoftext|>`.
-    """
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise ConfigError(
-            f"model.config.vocab_size = {vocab_size}: a byte-level tokenizer needs at least {MIN_VOCAB_SIZE} tokens; "
-            "raise it"
-        )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    batches: Any = documents.iter(batch_size=rows_per_batch(documents))
-    tokenizer.train_from_iterator((batch["text"] for batch in batches), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-    )
-
-
-def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """The tokens of each document: memory-mapped rows with the one column "input_ids" (int32).
-
-    The tokenizer adds its own special tokens, as it does for inference (Llama: a begin-of-text token), and each
-    document ends with the end-of-text token where the tokenizer has one. Special tokens that are spelt out in the
-    text become these tokens. A document is tokenized as a whole, whatever the tokenizer's model_max_length; that
-    takes about 150 bytes of memory a byte of text, for the longest document or for 8 MiB of shorter ones.
-    """
-    rows = rows_per_batch(documents)
-    return documents.map(
-        _Encoder(tokenizer),
-        batched=True,
-        batch_size=rows,
-        writer_batch_size=rows,
-        remove_columns=documents.column_names,
-        features=Features({"input_ids": List(Value("int32"))}),
-        desc="Tokenizing",
-    )
-
-
-class _Encoder:
-    """Texts -> token ids, for `Dataset.map`, which names its cache file after the pickle of this object.
-
-    Its pickle is only a digest of what the tokenizer does: a tokenizer's own pickle changes when it is first used, so
-    that a second process, or a second run, would miss the cache.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._digest = _digest(tokenizer)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"digest": self._digest, "version": _CACHE_VERSION}
-
-    def __call__(self, batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        encoded = self._tokenizer(
-            batch["text"],
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            truncation=False,
-            verbose=False,  # no warning about documents longer than model_max_length
-        )
-        end = self._tokenizer.eos_token_id
-        if end is not None:
-            for tokens in encoded["input_ids"]:
-                if not tokens or tokens[-1] != end:
-                    tokens.append(end)
-        return {"input_ids": encoded["input_ids"]}
-
-
-def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    if isinstance(tokenizer, PreTrainedTokenizerFast):
-        # Truncation and padding are the state that a call leaves behind.
-        state = {**json.loads(tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
-    else:
-        state = {"name": tokenizer.name_or_path, "vocabulary": sorted(tokenizer.get_vocab().items())}
-    described = [type(tokenizer).__qualname__, tokenizer.eos_token_id, str(tokenizer.special_tokens_map), state]
-    return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
-
-
-class TokenStream:
-    """All documents' tokens one after the other: `read(start, stop)` at any position, without loading the rest."""
-
-    def __init__(self, tokens: Dataset) -> None:
-        """Wrap the result of `tokenize`."""
-        chunks = [chunk for chunk in column_of(tokens, "input_ids").chunks if len(chunk)]
-        # Views of the memory-mapped file, not copies. An Arrow chunk is many documents back to back.
-        self._values = [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
-        self._chunk_starts = _starts([len(values) for values in self._values])
-        lengths = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
-        self.document_starts = _starts(np.concatenate(lengths) if lengths else [])
-        """First position of each document, then the length of the stream. int64, (num_documents + 1,)."""
-
-    def __len__(self) -> int:
-        return int(self._chunk_starts[-1])
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.document_starts) - 1
-
-    def digest(self) -> str:
-        """SHA-256 of all tokens and of where documents begin, as hexadecimal digits: a pass over the mapped file."""
-        digest = hashlib.sha256(self.document_starts.tobytes())
-        for values in self._values:
-            digest.update(memoryview(values).cast("B"))
-        return digest.hexdigest()
-
-    def begins(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Where documents begin in [start, stop), the one that ``start`` cuts with it."""
-        first, last = np.searchsorted(self.document_starts, [start + 1, stop])
-        return np.concatenate([[start], self.document_starts[first:last]])
-
-    def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The tokens at positions [start, stop). int64, (stop - start,)."""
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"[{start}, {stop}) is not within a stream of {len(self)} tokens")
-        out = np.empty(stop - start, np.int64)
-        chunk = int(np.searchsorted(self._chunk_starts, start, side="right")) - 1
-        position = start
-        while position < stop:
-            first = int(self._chunk_starts[chunk])
-            values = self._values[chunk][position - first : stop - first]
-            out[position - start : position - start + len(values)] = values
-            position += len(values)
-            chunk += 1
-        return out
-
-
-def _starts(lengths: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-
-
-# --- sequences ---
 
 
 class TokenSequences:
@@ -220,7 +62,7 @@ class TokenSequences:
         whole, rest = np.divmod(num_targets, sequence_length_tokens)
         keeps_rest = documents == "cut"
         # _first_sequence[d] is the number of sequences before document d.
-        self._first_sequence = _starts(whole + (rest > 0) if keeps_rest else whole)
+        self._first_sequence = starts(whole + (rest > 0) if keeps_rest else whole)
         covered = num_targets if keeps_rest else whole * sequence_length_tokens
         kept = np.where(covered > 0, covered + 1, 0)
         self.num_dropped_tokens = int(self.num_tokens - kept.sum())
@@ -360,9 +202,9 @@ def _eval_start(stream: TokenStream, config: DataConfig) -> int:
         return num_tokens
     if stream.num_documents >= MIN_DOCUMENTS_TO_SPLIT:
         latest = num_tokens - _min_tokens(config)
-        starts = stream.document_starts
-        by_fraction = starts[stream.num_documents - math.ceil(fraction * stream.num_documents)]
-        by_length = starts[max(0, int(np.searchsorted(starts, latest, side="right")) - 1)]
+        first = stream.document_starts
+        by_fraction = first[stream.num_documents - math.ceil(fraction * stream.num_documents)]
+        by_length = first[max(0, int(np.searchsorted(first, latest, side="right")) - 1)]
         return int(min(by_fraction, by_length))
     if config.documents != "cut":
         length = config.sequence_length_tokens
@@ -375,68 +217,3 @@ def _eval_start(stream: TokenStream, config: DataConfig) -> int:
 def _min_tokens(config: DataConfig) -> int:
     """Fewest tokens that give a sequence."""
     return 2 if config.documents == "cut" else config.sequence_length_tokens + 1
-
-
-# --- order ---
-
-
-@dataclass(frozen=True)
-class BatchOrder:
-    """Which sequences each step, micro-step and replica takes: a function of the seed and the step alone.
-
-    The sequences, permuted anew in each epoch, form one endless row; step t (from 0) takes the next G of it, where
-    G = batch_size x accumulation_steps x replicate. How G is made up changes nothing in the row, so a run resumes
-    exactly, on another number of replicas too. A batch that is larger than the data repeats sequences.
-
-    A run that changed its G, or skipped data, has a `shift`: its step t takes what starts at shift + t x G.
-    """
-
-    num_sequences: int
-    seed: int
-    batch_size: int
-    accumulation_steps: int
-    replicate: int
-    shift: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("num_sequences", "batch_size", "accumulation_steps", "replicate"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}: an order of batches needs at least one")
-
-    @property
-    def global_batch_size(self) -> int:
-        """Sequences of a step, on all replicas and micro-steps."""
-        return self.batch_size * self.accumulation_steps * self.replicate
-
-    def place(self, step: int) -> int:
-        """Sequences of the row that come before a step (from 0): the position in the data."""
-        return self.shift + step * self.global_batch_size
-
-    def step_indices(self, step: int) -> NDArray[np.int64]:
-        """The sequences of a step. int64, (accumulation_steps, replicate, batch_size)."""
-        if step < 0:
-            raise IndexError(f"step {step}: steps count from 0")
-        places = self.place(step) + np.arange(self.global_batch_size, dtype=np.int64)
-        epochs, offsets = np.divmod(places, self.num_sequences)
-        indices = np.empty_like(places)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            indices[here] = _permutation(self.num_sequences, self.seed, int(epoch))[offsets[here]]
-        return indices.reshape(self.accumulation_steps, self.replicate, self.batch_size)
-
-    def indices(self, step: int, micro: int, replica: int) -> list[int]:
-        """The `batch_size` sequences of one replica in one micro-step; replicas take neighbouring slices of it."""
-        if not (0 <= micro < self.accumulation_steps and 0 <= replica < self.replicate):
-            raise IndexError(
-                f"micro-step {micro} of {self.accumulation_steps}, replica {replica} of {self.replicate}: from 0"
-            )
-        return self.step_indices(step)[micro, replica].tolist()
-
-
-@lru_cache(maxsize=2)  # a step touches one epoch, or two at the seam
-def _permutation(num_sequences: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    # Sorted raw bits, not Generator.permutation: NumPy keeps the bit streams stable between versions, its methods not.
-    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_sequences)
-    permutation = np.argsort(keys, kind="stable")
-    permutation.flags.writeable = False
-    return permutation

@@ -1,4 +1,4 @@
-"""The tables of docs/planning.md, as the planner computes them: ``python -m ringspan.plan.tables docs/planning.md``."""
+"""The tables of docs/planning.md, as the planner computes them: ``python -m benchmarks.planning_tables FILE``."""
 
 import re
 import sys

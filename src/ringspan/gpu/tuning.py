@@ -1,0 +1,61 @@
+"""Block sizes that tuning tries, and the constants that the kernels of ``attention`` are compiled with."""
+
+from typing import Any, Final, NamedTuple
+
+import triton
+
+from ringspan.gpu.table import GRAIN
+
+_NARROW: Final = 256  # bytes of a head's row, padded: 128 numbers of half precision, 64 of float32
+
+
+class Blocks(NamedTuple):
+    """Rows, keys, warps and stages that tuning tries: ``narrow`` ones where a head's row takes at most ``_NARROW``
+    bytes, else ``wide`` ones.
+    """
+
+    narrow: tuple[tuple[int, int, int, int], ...]
+    wide: tuple[tuple[int, int, int, int], ...]
+
+    def configs(self, row_bytes: int) -> list[Any]:
+        """What to try for heads whose padded row takes so many bytes."""
+        return [
+            triton.Config({"ROWS": rows, "KEYS": keys}, num_warps=warps, num_stages=stages)
+            for rows, keys, warps, stages in (self.narrow if row_bytes <= _NARROW else self.wide)
+        ]
+
+
+# As the compiler counts (benchmarks/triton_kernels.py): what fits into the 227 KiB of shared memory of a Hopper and,
+# in half precision, into its registers but for a few hundred bytes. The last ones fit into older devices. A block too
+# large for a device is passed over in tuning.
+FORWARD: Final = Blocks(
+    ((128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)),
+    ((128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (64, 16, 4, 2)),
+)
+BACKWARD_QUERIES: Final = Blocks(
+    ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
+    ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (32, 16, 4, 2)),
+)
+BACKWARD_KEYS: Final = Blocks(
+    ((64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2)),
+    ((64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
+)
+
+
+def interpreted(program: Any) -> Any:
+    """The program for the interpreter, in blocks so small that small problems have several."""
+    return triton.heuristics({"ROWS": lambda _: 32, "KEYS": lambda _: 16})(program)
+
+
+def options(size: int, value_size: int, *, is_float32: bool, has_cap: bool, has_slopes: bool = False) -> dict[str, Any]:
+    """Head sizes are padded to powers of two, of which a matrix product needs at least 16. Products of float32 are
+    three of TF32 on tensor cores, which is as accurate; without these the sums would not fit into registers.
+    """
+    return {
+        "SIZE": max(16, triton.next_power_of_2(size)),
+        "VALUE_SIZE": max(16, triton.next_power_of_2(value_size)),
+        "HAS_CAP": has_cap,
+        "HAS_SLOPES": has_slopes,
+        "PRECISION": "tf32x3" if is_float32 else "tf32",
+        "GRAIN": GRAIN,
+    }

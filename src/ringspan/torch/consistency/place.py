@@ -1,0 +1,41 @@
+"""How far a rank is, as it last said: the record by which the watchdog judges it."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Place:
+    """How far a rank is, as it last said."""
+
+    count: tuple[int, int] = (0, 0)
+    """Beats of its main thread, and exchanges that it has posted: what moves when the rank does."""
+    step: int = 0
+    hop: int | None = None
+    doing: str = "starting"
+    patience_seconds: float = float("inf")
+    process: tuple[str, int] | None = None
+    """Its machine and process id."""
+    changed: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """Take in what the rank says now."""
+        self.heard = time.monotonic()
+        count = int(message["count"][0]), int(message["count"][1])
+        if count != self.count:
+            self.count, self.changed = count, self.heard
+        self.step, self.hop, self.doing = int(message["step"]), message["hop"], str(message["doing"])
+        self.patience_seconds = float(message["patience_seconds"])
+        self.process = str(message["machine"]), int(message["pid"])
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it does what may not take any time."""
+        return self.patience_seconds < float("inf")
+
+    def describe(self) -> str:
+        hop = f", hop {self.hop}" if self.hop is not None else ""
+        doing = f" ({self.doing})" if self.doing != "step" else ""
+        return f"at step {self.step}{hop}{doing}"

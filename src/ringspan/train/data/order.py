@@ -1,0 +1,71 @@
+"""The order of training sequences: a function of the seed and the step."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BatchOrder:
+    """Which sequences each step, micro-step and replica takes: a function of the seed and the step alone.
+
+    The sequences, permuted anew in each epoch, form one endless row; step t (from 0) takes the next G of it, where
+    G = batch_size x accumulation_steps x replicate. How G is made up changes nothing in the row, so a run resumes
+    exactly, on another number of replicas too. A batch that is larger than the data repeats sequences.
+
+    A run that changed its G, or skipped data, has a `shift`: its step t takes what starts at shift + t x G.
+    """
+
+    num_sequences: int
+    seed: int
+    batch_size: int
+    accumulation_steps: int
+    replicate: int
+    shift: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_sequences", "batch_size", "accumulation_steps", "replicate"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: an order of batches needs at least one")
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of a step, on all replicas and micro-steps."""
+        return self.batch_size * self.accumulation_steps * self.replicate
+
+    def place(self, step: int) -> int:
+        """Sequences of the row that come before a step (from 0): the position in the data."""
+        return self.shift + step * self.global_batch_size
+
+    def step_indices(self, step: int) -> NDArray[np.int64]:
+        """The sequences of a step. int64, (accumulation_steps, replicate, batch_size)."""
+        if step < 0:
+            raise IndexError(f"step {step}: steps count from 0")
+        places = self.place(step) + np.arange(self.global_batch_size, dtype=np.int64)
+        epochs, offsets = np.divmod(places, self.num_sequences)
+        indices = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            indices[here] = _permutation(self.num_sequences, self.seed, int(epoch))[offsets[here]]
+        return indices.reshape(self.accumulation_steps, self.replicate, self.batch_size)
+
+    def indices(self, step: int, micro: int, replica: int) -> list[int]:
+        """The `batch_size` sequences of one replica in one micro-step; replicas take neighbouring slices of it."""
+        if not (0 <= micro < self.accumulation_steps and 0 <= replica < self.replicate):
+            raise IndexError(
+                f"micro-step {micro} of {self.accumulation_steps}, replica {replica} of {self.replicate}: from 0"
+            )
+        return self.step_indices(step)[micro, replica].tolist()
+
+
+@lru_cache(maxsize=2)  # a step touches one epoch, or two at the seam
+def _permutation(num_sequences: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    # Sorted raw bits, not Generator.permutation: NumPy keeps the bit streams stable between versions, its methods not.
+    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_sequences)
+    permutation = np.argsort(keys, kind="stable")
+    permutation.flags.writeable = False
+    return permutation
