@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.core.layout import LAYOUT_NAMES, CustomLayout
 
 lengths = st.integers(1, 41)
 ranks = st.integers(1, 5)
@@ -24,3 +24,15 @@ masks = st.recursive(
     lambda inner: st.builds(lambda a, b, join: a & b if join else a | b, inner, inner, st.booleans()),
     max_leaves=3,
 )
+
+
+@st.composite
+def custom_layouts(draw, num_ranks=None, most_runs=7):
+    """Runs of positions dealt out to ranks in any way: gaps, padding, unequal shares, ranks that hold nothing."""
+    dealt = [[] for _ in range(draw(ranks) if num_ranks is None else num_ranks)]
+    end = 0
+    for gap, count in draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=most_runs)):
+        dealt[draw(st.integers(0, len(dealt) - 1))].append((end + gap, count))
+        end += gap + count
+    held = [draw(st.permutations(runs)) for runs in dealt]
+    return CustomLayout.of(held, length=draw(st.integers(max(1, end - 5), end)))

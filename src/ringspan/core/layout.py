@@ -3,6 +3,7 @@
 S global tokens, N ranks, T = padded S / N tokens a rank. A position is an index into the global sequence.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal, cast, get_args
@@ -85,6 +86,10 @@ class Layout:
     def tokens_per_rank(self) -> int:
         return self.padded_length // self.ranks
 
+    def tokens_of(self, rank: int) -> int:
+        """How many tokens one rank holds, padding included: the same on every rank but in a ``CustomLayout``."""
+        return self.tokens_per_rank
+
     def spans(self, rank: int) -> tuple[Span, ...]:
         """The spans of one rank, in the order in which it stores them; adjacent ones are joined.
 
@@ -149,3 +154,78 @@ class Layout:
     def inverse(self) -> NDArray[np.int64]:
         """``concatenated_shards[inverse]`` is the padded sequence in order. Shape (padded_length,)."""
         return np.argsort(self.permutation)
+
+
+@dataclass(frozen=True)
+class CustomLayout(Layout):
+    """Any runs of consecutive positions per rank, in storage order; a rank may hold more tokens than another, or none.
+
+    ``CustomLayout.of([[(0, 3), (10, 2)], [(3, 7)]])``: rank 0 holds 0, 1, 2, 10, 11 and rank 1 holds 3 to 9. Positions
+    at or past ``length`` are padding, as in every layout; those that no rank holds do not exist.
+
+    Raises:
+        LayoutError: no rank, an empty run, a negative position, or a position that is held twice.
+    """
+
+    parts: tuple[tuple[Span, ...], ...] = ()
+
+    @staticmethod
+    def of(parts: Iterable[Iterable[tuple[int, int]]], length: int | None = None) -> "CustomLayout":
+        """From runs (start, count) of each rank; as long as the last position says when ``length`` is None."""
+        spans = tuple(tuple(Span(*run) for run in runs) for runs in parts)
+        last = max((span.start + span.count for held in spans for span in held), default=0)
+        return CustomLayout("custom", last if length is None else length, len(spans), parts=spans)  # pyright: ignore[reportArgumentType]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", integer(self.length, "length", LayoutError))
+        if not self.parts or self.length < 1:
+            raise LayoutError(
+                f"a layout needs at least one rank and one token, got {len(self.parts)} and {self.length}"
+            )
+        end = 0
+        for span in sorted((span for held in self.parts for span in held), key=lambda span: span.start):
+            if span.count < 1 or span.step != 1 or span.start < end:
+                raise LayoutError(
+                    f"positions {span.start} to {span.start + span.count - 1} of a custom layout: runs must have at "
+                    f"least one position each, and none that is negative or in another run"
+                )
+            end = span.start + span.count
+
+    @property
+    def granularity(self) -> int:
+        return 1
+
+    @property
+    def padded_length(self) -> int:
+        return sum(map(self.tokens_of, range(self.ranks)))
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens of each rank.
+
+        Raises:
+            LayoutError: ranks hold different numbers of them.
+        """
+        counts = {self.tokens_of(rank) for rank in range(self.ranks)}
+        if len(counts) > 1:
+            raise LayoutError(
+                f"the ranks of this layout hold {min(counts)} to {max(counts)} tokens; equal ones are needed"
+            )
+        return counts.pop()
+
+    def tokens_of(self, rank: int) -> int:
+        return sum(span.count for span in self.spans(rank))
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        rank = integer(rank, "rank", LayoutError)
+        if not 0 <= rank < self.ranks:
+            raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks")
+        return self.parts[rank]
+
+    def grouped(self, members: int) -> Layout:
+        if members == 1:
+            return self
+        raise LayoutError("a custom layout has no Ulysses groups; use a route without them")
+
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        return np.concatenate([np.empty(0, np.int64), *(span.positions for span in self.spans(rank))])

@@ -120,7 +120,7 @@ def plan(
     way = paths.itinerary
     regions = mask.table(layout.length, keys.length)
     owners: list[int] = way.owner[:, rank].tolist()
-    parts = [_part(half, blocks.tokens_per_rank) for half in way.half.tolist()]
+    parts = [_part(half, blocks.tokens_of(owner)) for half, owner in zip(way.half.tolist(), owners, strict=True)]
     held = [_cut(blocks.spans(owner), *part) for owner, part in zip(owners, parts, strict=True)]
     mine = (keys if route.passes_queries else layout).spans(rank)
     found = bands_between([(block, mine) if route.passes_queries else (mine, block) for block in held], regions)
@@ -224,15 +224,19 @@ def _sends(peers: IntArray, ranges: list[Ranges]) -> list[Send]:
 @lru_cache(maxsize=64)
 def _paths(layout: Layout, keys: Layout, mask: Mask, route: Route) -> _Paths:
     needed, tile_pairs = _needed(layout, keys, mask, route.passes_queries)
-    tokens = (layout if route.passes_queries else keys).tokens_per_rank
+    blocks = layout if route.passes_queries else keys
+    tokens = [blocks.tokens_of(owner) for owner in range(blocks.ranks)]
     candidates = (_paths_along(needed, way, tokens, tile_pairs) for way in route.itineraries(layout.ranks))
     return min(candidates, key=lambda paths: int(_sizes(paths.carried).sum()))
 
 
-def _paths_along(needed: IntArray, way: Itinerary, tokens: int, tile_pairs: int) -> _Paths:
-    """Order the needs (owner, visitor, span, bound) by hop; a block is cut to the hull of what is still needed."""
-    parts = np.array([_part(half, tokens) for half in way.half.tolist()]) * _SIGNS
-    by_hop = _overlap(needed[np.arange(len(needed)), way.visitor], parts[:, None, None])
+def _paths_along(needed: IntArray, way: Itinerary, tokens: list[int], tile_pairs: int) -> _Paths:
+    """Order the needs (owner, visitor, span, bound) by hop; a block is cut to the hull of what is still needed.
+
+    ``tokens`` are those of each owner.
+    """
+    parts = np.array([[_part(half, count) for count in tokens] for half in way.half.tolist()]) * _SIGNS
+    by_hop = _overlap(needed[np.arange(len(needed)), way.visitor], parts[:, :, None])
     carried = by_hop.copy()
     for hop in range(len(by_hop) - 1, 0, -1):
         earlier = way.posted[hop]
@@ -262,7 +266,7 @@ def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> t
         for number, span in enumerate(owned)
     ]
     meetings = pairs = 0
-    needed = np.full((layout.ranks, layout.ranks, 2, 2), _NOTHING, dtype=np.int64)
+    needed = np.full((layout.ranks, layout.ranks, _most_spans(keys), 2), _NOTHING, dtype=np.int64)
     together = max(1, _FEW_MEETINGS // (layout.ranks * max(1, len(regions))))
     for some in (spans[first : first + together] for first in range(0, len(spans), together)):
         owners, numbers, met_spans, stored = zip(*some, strict=True)
@@ -272,7 +276,7 @@ def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> t
         )
         stop = max(span.start + span.step * (span.count - 1) for span in met_spans)
         near = regions[(regions[:, 2] <= stop) & (regions[:, 3] > starts.min())]
-        at_once = max(1, MAX_MEETINGS // max(1, 2 * len(some) * len(near)))
+        at_once = max(1, MAX_MEETINGS // max(1, queries.shape[1] * len(some) * len(near)))
         for first in range(0, layout.ranks, at_once):
             visitors = slice(first, first + at_once)
             met = meet(queries[visitors, ..., 0], queries[visitors, ..., 1], starts, counts, met_spans[0].step, near)
@@ -294,9 +298,13 @@ def _num_pairs(met: IntArray) -> IntArray:
     return np.maximum(i1 - i0, 0) * np.minimum(j1 - j0, hi - lo + 1)
 
 
+def _most_spans(layout: Layout) -> int:
+    return max(len(layout.spans(rank)) for rank in range(layout.ranks))
+
+
 def _span_table(layout: Layout) -> IntArray:
-    """Start and count of each rank's spans, a missing second span with count 0. Shape (ranks, 2, 2)."""
-    table = np.zeros((layout.ranks, 2, 2), dtype=np.int64)
+    """Start and count of each rank's spans, missing ones with count 0. Shape (ranks, spans, 2)."""
+    table = np.zeros((layout.ranks, _most_spans(layout), 2), dtype=np.int64)
     for rank in range(layout.ranks):
         for number, span in enumerate(layout.spans(rank)):
             table[rank, number] = span.start, span.count
@@ -322,12 +330,13 @@ def _sizes(hulls: IntArray) -> IntArray:
 
 
 def _listed(hulls: IntArray) -> list[Ranges]:
-    return [_ranges(*each) for each in hulls.reshape(-1, 4).tolist()]
+    """Each hull per span as ranges; the last two axes of ``hulls`` are (spans, 2)."""
+    return [_ranges(tuple(each)) for each in hulls.reshape(-1, 2 * hulls.shape[-2]).tolist()]
 
 
 @lru_cache(maxsize=1 << 12)  # of a hop and the next one, of a rank and the next, mostly the same
-def _ranges(first: int, minus_stop: int, second_first: int, second_minus_stop: int) -> Ranges:
-    return union([(first, -minus_stop), (second_first, -second_minus_stop)])
+def _ranges(bounds: tuple[int, ...]) -> Ranges:
+    return union([(first, -minus_stop) for first, minus_stop in zip(bounds[::2], bounds[1::2], strict=True)])
 
 
 _left = lru_cache(maxsize=1 << 12)(minus)
