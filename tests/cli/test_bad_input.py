@@ -64,8 +64,11 @@ def refusal(monkeypatch, capsys, *arguments):
         (["model.config.max_position_embeddings=16"], "max_position_embeddings = 16"),
         (["attention.route=teleport"], "unknown route 'teleport'"),
         (["attention.route=double-ring:3", "--nproc", "4"], "inner rings of 3 do not divide 4 ranks"),
-        (["attention.wire=morse"], "attention.wire"),
-        (["attention.route=pass-q", "attention.wire=int8"], "attention.route: wire 'int8' is for keys and values"),
+        (["attention.comm_dtype=morse"], "attention.comm_dtype"),
+        (
+            ["attention.route=pass-q", "attention.comm_dtype=int8"],
+            "attention.route: comm_dtype 'int8' is for keys and values",
+        ),
         (["mesh.tp=4", "--nproc", "4"], "llama: tp=4 does not divide num_key_value_heads=2"),
         (["mesh.tp=3", "--nproc", "4"], "mesh.tp = 3: does not divide the 4 processes"),
         (["attention.kernel=abacus"], "attention.kernel"),

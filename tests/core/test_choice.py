@@ -40,14 +40,14 @@ def test_heads_that_do_not_split_are_no_candidates():
 
 
 @pytest.mark.parametrize("route", ["ring", "double-ring:4", "all-gather", "bidirectional", "pass-q", "ulysses:4"])
-def test_without_a_wire_only_the_arithmetic_counts(route):
+def test_without_links_only_the_arithmetic_counts(route):
     speeds = Speeds(1e12, 1e30, 1e30, 8)
     layout = rs.Layout("striped", 8 * 64, 8)
     seconds = forward_pass(layout, rs.full(), route, LLAMA, speeds).seconds
     assert seconds == pytest.approx(layout.length**2 / 8 * 4 * 32 * 128 / 1e12)
 
 
-def test_a_slow_wire_bounds_the_ring_by_its_bytes():
+def test_a_slow_link_bounds_the_ring_by_its_bytes():
     speeds = Speeds(1e30, 1e9, 1e9, 8)
     layout = rs.Layout("contiguous", 8 * 64, 8)
     seconds = forward_pass(layout, rs.full(), "ring", LLAMA, speeds).seconds
@@ -68,7 +68,7 @@ def test_queries_travel_when_they_are_the_smaller_message():
     assert choose_route(layout, rs.full(), ODD, speeds, keys, may_pass_queries=False).route == "ring"
 
 
-def test_a_slow_wire_bounds_travelling_queries_by_their_bytes():
+def test_a_slow_link_bounds_travelling_queries_by_their_bytes():
     layout, keys = rs.Layout("contiguous", 8 * 64, 8), rs.Layout("contiguous", 8 * 4096, 8)
     seconds = forward_pass(layout, rs.full(), "pass-q", ODD, Speeds(1e30, 1e9, 1e9, 8), keys).seconds
     assert seconds == pytest.approx(7 * 64 * 7 * (128 * 2 + 129 * 4) / 1e9)

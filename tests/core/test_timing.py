@@ -58,7 +58,7 @@ def test_what_arrives_is_what_the_ring_brings(pool, route, dtype):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_without_a_wire_a_pass_is_its_arithmetic(route):
+def test_without_links_a_pass_is_its_arithmetic(route):
     layout, free = rs.Layout("striped", 4 * 64, 4), Speeds(1e12, 1e30, 1e30, 2)
     pairs = layout.length**2 / 4
     for walk, products in ((forward_pass, 2), (backward_pass, 5)):
@@ -67,7 +67,7 @@ def test_without_a_wire_a_pass_is_its_arithmetic(route):
         assert one.seconds == pytest.approx(one.compute_seconds)
 
 
-def test_a_slow_wire_bounds_backward_by_blocks_and_gradients():
+def test_a_slow_link_bounds_backward_by_blocks_and_gradients():
     """Gradients follow one hop behind, so that the last one reaches its owner when nothing else is sent."""
     slow = Speeds(1e30, 1e9, 1e9, 8)
     tokens, kv = 64, 2 * 2 * 16

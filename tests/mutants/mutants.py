@@ -287,11 +287,11 @@ MUTANTS = [
         ANY,
     ),
     Mutant(
-        "scales of another sequence on the wire",
+        "scales of another sequence sent with codes",
         "torch/attention/comm_dtype.py",
         "x.abs().amax((2, 3), keepdim=True)",
         "x.abs().amax((2, 3), keepdim=True).flip(0)",
-        "torch/attention/test_ring.py::test_a_coded_wire_costs_the_same_error_on_any_number_of_ranks[int8-0.012]",
+        "torch/attention/test_ring.py::test_a_coded_block_costs_the_same_error_on_any_number_of_ranks[int8-0.012]",
     ),
     Mutant(
         "inputs of all layers of a segment kept",

@@ -15,7 +15,7 @@ BAD: list[dict[str, Any]] = [
     {"layout": "spiral"},
     {"layout": None},
     {"route": "teleport"},
-    {"wire": "morse"},
+    {"comm_dtype": "morse"},
     {"kernel": "abacus"},
     {"checkpoint": "some"},
     {"checkpoint": "none", "layers_per_checkpoint": 2},

@@ -80,15 +80,16 @@ class Route:
         """The route of the backward pass: keys and values are sent, since each rank has its out and lse."""
         return replace(self, name="ring") if self.passes_queries else self
 
-    def check_wire(self, wire: str) -> None:
+    def check_comm_dtype(self, comm_dtype: str) -> None:
         """Refuse a code for keys and values where these do not travel.
 
         Raises:
-            UnsupportedError: naming the wire.
+            UnsupportedError: naming the communication dtype.
         """
-        if self.passes_queries and wire != "exact":
+        if self.passes_queries and comm_dtype != "exact":
             raise UnsupportedError(
-                f"wire {wire!r} is for keys and values, which stay where they are on the route pass-q; use 'exact'"
+                f"comm_dtype {comm_dtype!r} is for keys and values, which stay where they are on the route pass-q; "
+                "use 'exact'"
             )
 
     def itineraries(self, ranks: int) -> tuple["Itinerary", ...]:

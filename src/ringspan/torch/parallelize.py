@@ -60,7 +60,7 @@ def parallelize(
     *,
     layout: LayoutName = "zigzag",
     route: str = "ring",
-    wire: str = "exact",
+    comm_dtype: str = "exact",
     kernel: str = "auto",
     checkpoint: CheckpointName = "attention",
     layers_per_checkpoint: int = 1,
@@ -94,7 +94,7 @@ def parallelize(
         mesh: from ``init_mesh``.
         layout: how sequences are split; ``shard_batch`` needs the same.
         route: how keys and values get to other ranks, see ``ring_attention``.
-        wire: how they travel, see ``ring_attention``; ``exact`` changes nothing.
+        comm_dtype: what they are sent as, see ``ring_attention``; ``exact`` changes nothing.
         kernel: what computes attention on each device, see ``ring_attention``.
         checkpoint: what layers keep for backward, see ``checkpoint_layers``.
         layers_per_checkpoint: consecutive layers of which only the first keeps its input, see ``checkpoint_layers``.
@@ -138,7 +138,7 @@ def parallelize(
     decoder: Any = parts.decoder
     ring, kinds = mesh["ring"].get_group(), layer_kinds(decoder.config)
     layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
-    decoder.set_attn_implementation(_register(type(decoder).__name__, layout, ring, kinds, route, wire, kernel))
+    decoder.set_attn_implementation(_register(type(decoder).__name__, layout, ring, kinds, route, comm_dtype, kernel))
     attention: Any
     for attention in decoder.modules():
         if getattr(attention, "attn_temperature_tuning", False):
@@ -203,7 +203,7 @@ def _check(
     *,
     layout: LayoutName,
     route: str,
-    wire: str,
+    comm_dtype: str,
     kernel: str,
     checkpoint: CheckpointName,
     layers_per_checkpoint: int,
@@ -228,7 +228,7 @@ def _check(
     is_real = isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
     if compute_dtype is not None and not is_real:
         raise ConfigError(f"compute_dtype must be a dtype such as torch.bfloat16, or None, got {compute_dtype!r}")
-    refuse_route(decoder.config, mesh["ring"].size(), route, wire, 1 if tp is None else tp.size())
+    refuse_route(decoder.config, mesh["ring"].size(), route, comm_dtype, 1 if tp is None else tp.size())
     _refuse_kernel(decoder, kernel, compute_dtype, mesh["ring"])
     check_checkpointing(model, checkpoint, offload, layers_per_checkpoint)
     in_blocks: list[tuple[list[nn.Module], int, str, int]] = []
@@ -295,7 +295,7 @@ def _register(
     ring: dist.ProcessGroup,
     kinds: tuple[LayerKind, ...],
     route: str,
-    wire: str,
+    comm_dtype: str,
     kernel: str,
 ) -> str:
     """Make this ring an attention implementation of transformers for a kind of decoder and return its name.
@@ -342,7 +342,7 @@ def _register(
                 softcap=softcap,
                 sinks=s_aux,
                 route=route,
-                wire=wire,
+                comm_dtype=comm_dtype,
                 kernel=kernel,
             )
             for part, lengths in zip(rows, sequences, strict=True)
@@ -358,7 +358,7 @@ def _register(
             )
         masked.add(local_size)
 
-    settings = decoder, layout, ring.group_name, route, wire, kernel, kinds
+    settings = decoder, layout, ring.group_name, route, comm_dtype, kernel, kinds
     name = f"ringspan_{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, no_mask)

@@ -112,7 +112,7 @@ def prepare(config: TrainConfig, kept_tokenizer: Path | None = None) -> Job:
         mesh,
         layout=config.attention.layout,
         route=config.attention.route,
-        wire=config.attention.wire,
+        comm_dtype=config.attention.comm_dtype,
         kernel=config.attention.kernel,
         checkpoint=checkpoint,
         layers_per_checkpoint=layers_per_checkpoint,

@@ -275,7 +275,7 @@ def test_distributed_tensors_are_refused(pool):
         ({"softcap": False}, rs.UnsupportedError, "softcap must be a plain number"),
         ({"softcap": float("nan")}, rs.UnsupportedError, "softcap must be finite"),
         ({"route": None}, rs.UnsupportedError, "route must be text, got None"),
-        ({"wire": None}, rs.UnsupportedError, "unknown wire None"),
+        ({"comm_dtype": None}, rs.UnsupportedError, "unknown comm_dtype None"),
         ({"kernel": None}, rs.UnsupportedError, "unknown kernel None"),
         ({"sinks": [1.0] * 4}, rs.UnsupportedError, r"sinks must be a torch\.Tensor"),
         ({"sinks": torch.ones(4).int()}, rs.UnsupportedError, "in floating point, got torch.int32"),

@@ -120,14 +120,21 @@ def unequal(mesh, what):
     mask = "full" if what == "mask" and rank == 1 else "causal"
     layout = "striped" if what == "layout" and rank == 1 else "zigzag"
     route = "all-gather" if what == "route" and rank == 1 else "ring"
-    wire = "int8" if what == "wire" and rank == 1 else "exact"
+    comm_dtype = "int8" if what == "comm_dtype" and rank == 1 else "exact"
     softcap = 3.0 if what == "scores" and rank == 1 else None
     sinks = torch.zeros(4) if what == "sinks" and rank == 1 else None
-    options = {"mask": mask, "layout": layout, "route": route, "wire": wire, "softcap": softcap, "sinks": sinks}
+    options = {
+        "mask": mask,
+        "layout": layout,
+        "route": route,
+        "comm_dtype": comm_dtype,
+        "softcap": softcap,
+        "sinks": sinks,
+    }
     rs.ring_attention(q, k, v, group=group, **options)
 
 
-@pytest.mark.parametrize("what", ["queries", "dtype", "mask", "layout", "route", "wire", "scores", "sinks"])
+@pytest.mark.parametrize("what", ["queries", "dtype", "mask", "layout", "route", "comm_dtype", "scores", "sinks"])
 def test_unequal_arguments_are_refused_on_every_rank_before_anything_moves(pool, what):
     for outcome in pool.outcomes(unequal, 3, what):
         assert isinstance(outcome, rs.PeerMismatch)
@@ -226,12 +233,14 @@ def test_other_bad_arguments_are_refused_by_name():
         rs.ring_attention(q, k, v, layout=rs.Layout("zigzag", 9, 1))
     with pytest.raises(rs.UnsupportedError, match="unknown route 'teleport'"):
         rs.ring_attention(q, k, v, route="teleport")
-    with pytest.raises(rs.UnsupportedError, match="wire 'int8' is for keys and values, which stay where they are"):
-        rs.ring_attention(q, k, v, route="pass-q", wire="int8")
-    with pytest.raises(rs.UnsupportedError, match="unknown wire 'morse'"):
-        rs.ring_attention(q, k, v, wire="morse")
-    with pytest.raises(rs.UnsupportedError, match="gradient_wire 'int8'"):
-        rs.ring_attention(q, k, v, gradient_wire="int8")
+    with pytest.raises(
+        rs.UnsupportedError, match="comm_dtype 'int8' is for keys and values, which stay where they are"
+    ):
+        rs.ring_attention(q, k, v, route="pass-q", comm_dtype="int8")
+    with pytest.raises(rs.UnsupportedError, match="unknown comm_dtype 'morse'"):
+        rs.ring_attention(q, k, v, comm_dtype="morse")
+    with pytest.raises(rs.UnsupportedError, match="gradient_comm_dtype 'int8'"):
+        rs.ring_attention(q, k, v, gradient_comm_dtype="int8")
     with pytest.raises(rs.UnsupportedError, match="scale must be finite"):
         rs.ring_attention(q, k, v, scale=float("nan"))
     with pytest.raises(

@@ -134,12 +134,14 @@ class Problem:
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor.to(device))
 
-    def on_ring(self, name, ranks, route="ring", wire="exact", gradient_wire="exact", kernel="auto"):
+    def on_ring(self, name, ranks, route="ring", comm_dtype="exact", gradient_comm_dtype="exact", kernel="auto"):
         """out, lse, dq, dk, dv in order, and the exchanges of forward and backward."""
         layout = rs.Layout(name, self.length, ranks)
         keys = rs.Layout(name, self.keys, ranks) if self.is_cross else layout
         lengths = name, self.length, self.keys
-        options = _Options(self.scale, self.softcap, self.mask.spec, *lengths, route, wire, gradient_wire, kernel, "")
+        options = _Options(
+            self.scale, self.softcap, self.mask.spec, *lengths, route, comm_dtype, gradient_comm_dtype, kernel, ""
+        )
 
         def local(rank):
             wholes = (self.q, layout), (self.k, keys), (self.v, keys), (self.dout, layout)
@@ -167,13 +169,13 @@ class Problem:
             whole.append(sum(g[3].double().cpu().numpy() for g in gradients))
         return whole, sent, sent_back
 
-    def errors(self, name, ranks, route="ring", **wires):
+    def errors(self, name, ranks, route="ring", **comm_dtypes):
         """Relative errors of out, dq, dk, dv and dsinks; lse is compared exactly where it is -inf."""
-        (out, lse, *gradients), _, _ = self.on_ring(name, ranks, route, **wires)
+        (out, lse, *gradients), _, _ = self.on_ring(name, ranks, route, **comm_dtypes)
         assert np.array_equal(np.isneginf(lse), np.isneginf(self.lse))
         seen = ~np.isneginf(lse)
         np.testing.assert_allclose(
-            lse[seen], self.lse[seen], rtol=0, atol=1e-5 if self.dtype == torch.float32 and not wires else 2e-1
+            lse[seen], self.lse[seen], rtol=0, atol=1e-5 if self.dtype == torch.float32 and not comm_dtypes else 2e-1
         )
         expected = self.out, *self.gradients, *(() if self.sinks is None else (self.dsinks,))
         return list(map(relative, (out, *gradients), expected, self.terms))
@@ -403,18 +405,18 @@ def test_queries_travel_in_their_own_messages_and_partials_straight_to_their_own
         assert sent_back[rank].sent_bytes == gradients
 
 
-@pytest.mark.parametrize(("wire", "limit"), [("bfloat16", 3e-3), ("int8", 1.2e-2), ("float8", 5e-2)])
-def test_a_coded_wire_costs_the_same_error_on_any_number_of_ranks(wire, limit):
+@pytest.mark.parametrize(("comm_dtype", "limit"), [("bfloat16", 3e-3), ("int8", 1.2e-2), ("float8", 5e-2)])
+def test_a_coded_block_costs_the_same_error_on_any_number_of_ranks(comm_dtype, limit):
     problem = Problem(256, rs.causal(), batch=2, heads=4, groups=2, size=32, is_uneven=True)
-    errors = [max(problem.errors("zigzag", ranks, wire=wire)) for ranks in (2, 4, 8)]
+    errors = [max(problem.errors("zigzag", ranks, comm_dtype=comm_dtype)) for ranks in (2, 4, 8)]
     assert limit / 10 < min(errors) and max(errors) < limit
-    exact, coded = (problem.on_ring("zigzag", 4, wire=w)[1][0].sent_bytes for w in ("exact", wire))
-    assert coded < exact * (0.51 if wire == "bfloat16" else 0.27)
+    exact, coded = (problem.on_ring("zigzag", 4, comm_dtype=w)[1][0].sent_bytes for w in ("exact", comm_dtype))
+    assert coded < exact * (0.51 if comm_dtype == "bfloat16" else 0.27)
 
 
 def test_gradients_may_travel_in_bfloat16():
     problem = Problem(256, rs.causal(), heads=4, groups=2, size=32)
-    out, dq, dk, dv = problem.errors("zigzag", 4, gradient_wire="bfloat16")
+    out, dq, dk, dv = problem.errors("zigzag", 4, gradient_comm_dtype="bfloat16")
     assert max(out, dq) < FLOAT32_LIMIT < min(dk, dv) and max(dk, dv) < 3e-3
 
 

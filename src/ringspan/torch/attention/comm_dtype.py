@@ -12,28 +12,30 @@ import torch
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.attention.block import Block, PackedSpec
 
-WireName = Literal["exact", "bfloat16", "float8", "int8"]
-WIRE_NAMES: Final[tuple[str, ...]] = get_args(WireName)
+CommDtypeName = Literal["exact", "bfloat16", "float8", "int8"]
+COMM_DTYPES: Final[tuple[str, ...]] = get_args(CommDtypeName)
 _CODES: Final = {"float8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}  # and the largest value of each
 
 
-def check_wire(wire: str, gradient_wire: str) -> None:
+def check_comm_dtype(comm_dtype: str, gradient_comm_dtype: str) -> None:
     """Refuse a name that is no code."""
-    if wire not in WIRE_NAMES:
-        raise UnsupportedError(f"unknown wire {wire!r}; choose one of {', '.join(WIRE_NAMES)}")
-    if gradient_wire not in ("exact", "bfloat16"):
-        raise UnsupportedError(f"gradient_wire {gradient_wire!r} is not supported; choose exact (float32) or bfloat16")
+    if comm_dtype not in COMM_DTYPES:
+        raise UnsupportedError(f"unknown comm_dtype {comm_dtype!r}; choose one of {', '.join(COMM_DTYPES)}")
+    if gradient_comm_dtype not in ("exact", "bfloat16"):
+        raise UnsupportedError(
+            f"gradient_comm_dtype {gradient_comm_dtype!r} is not supported; choose exact (float32) or bfloat16"
+        )
 
 
-def encode(block: Block, wire: str) -> Block:
+def encode(block: Block, comm_dtype: str) -> Block:
     """A block as it is sent, packed. ``float8`` and ``int8`` are scaled by the largest value of each head of the
     block.
     """
-    if wire == "exact":
+    if comm_dtype == "exact":
         return block
-    if wire == "bfloat16":
+    if comm_dtype == "bfloat16":
         return block.to(torch.bfloat16)
-    dtype, largest = _CODES[wire]
+    dtype, largest = _CODES[comm_dtype]
     coded = PackedSpec.of(block.ranges, block.k, block.v, dtype, scaled=True).empty()
     assert coded.scales is not None
     for x, code, scale in zip((block.k, block.v), (coded.k, coded.v), coded.scales, strict=True):

@@ -32,7 +32,7 @@ from ringspan.torch.attention.arguments import (
     check_tensors,
     find_group,
 )
-from ringspan.torch.attention.comm_dtype import check_wire
+from ringspan.torch.attention.comm_dtype import check_comm_dtype
 from ringspan.torch.attention.ring import (
     Ring,
     accumulation_dtype,
@@ -65,8 +65,8 @@ def ring_attention(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     route: str = "ring",
-    wire: str = "exact",
-    gradient_wire: str = "exact",
+    comm_dtype: str = "exact",
+    gradient_comm_dtype: str = "exact",
     kernel: str = "auto",
 ) -> Tensor:
     """Exact attention of the local queries to the keys of all ranks; differentiable. Every rank of the group calls it
@@ -95,8 +95,9 @@ def ring_attention(
         route: how blocks get to other ranks, see ``ringspan.core.route``: ring, bidirectional, double-ring:I,
             all-gather, pass-q, ulysses, ulysses:U; the result is the same. ``auto`` takes the quickest by the model of
             ``ringspan.core.choice`` and logs why.
-        wire: how keys and values travel, see ``ringspan.torch.attention.comm_dtype``: exact, bfloat16, float8 or int8.
-        gradient_wire: how dk and dv travel: exact (float32) or bfloat16.
+        comm_dtype: what keys and values are sent as, see ``ringspan.torch.attention.comm_dtype``: exact, bfloat16,
+            float8 or int8.
+        gradient_comm_dtype: what dk and dv are sent as: exact (float32) or bfloat16.
         kernel: what computes on the local device, see ``ringspan.torch.kernels``: cudnn, flash, flash2, flash3, flash4,
             cpu, reference, or ``auto``, the fastest that serves. One that cannot serve is refused.
 
@@ -114,7 +115,7 @@ def ring_attention(
         check_plain(name, tensor)
     q, k, v = _in_autocast(q, k, v)
     check_tensors(q, k, v)
-    check_wire(wire, gradient_wire)
+    check_comm_dtype(comm_dtype, gradient_comm_dtype)
     kernels.check_name(kernel)
     check_scores(scale, softcap)
     check_heads(q, slopes, sinks)
@@ -127,15 +128,15 @@ def ring_attention(
     )
     mask = find_mask(mask)
     if route == "auto":
-        route = _choose(layout, key_layout, mask, q, k, v, wire)
+        route = _choose(layout, key_layout, mask, q, k, v, comm_dtype)
     way = Route.parse(route, ranks)
     member_heads(q.shape[1], k.shape[1], way.ulysses)
-    way.check_wire(wire)
+    way.check_comm_dtype(comm_dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     lengths = layout.name, layout.length, key_layout.length
     name = group.group_name if group is not None else ""
-    wires = wire, gradient_wire
-    out, _ = _forward(q, k, v, sinks, slopes, scale, softcap, mask.spec, *lengths, route, *wires, kernel, name)
+    comm_dtypes = comm_dtype, gradient_comm_dtype
+    out, _ = _forward(q, k, v, sinks, slopes, scale, softcap, mask.spec, *lengths, route, *comm_dtypes, kernel, name)
     return out
 
 
@@ -158,11 +159,11 @@ def _in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 _ASSUMED: Final = {"cuda": (4e14, 3e11, 2.5e10), "cpu": (1e11, 2e9, 1e9)}
 
 
-def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: Tensor, wire: str) -> str:
+def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: Tensor, comm_dtype: str) -> str:
     """The route that ``auto`` stands for here."""
     speeds = Speeds(*_ASSUMED["cpu" if q.device.type == "cpu" else "cuda"], _ranks_per_node(layout.ranks))
     shape = Shape(len(q), q.shape[1], k.shape[1], k.shape[-1], v.shape[-1], k.dtype.itemsize)
-    choice = choose_route(layout, mask, shape, speeds, keys, may_pass_queries=wire == "exact")
+    choice = choose_route(layout, mask, shape, speeds, keys, may_pass_queries=comm_dtype == "exact")
     if choice not in _told:
         _told.add(choice)
         _log.info("%s", choice.reason)
@@ -188,13 +189,15 @@ def _forward(
     length: int,
     key_length: int,
     route: str,
-    wire: str,
-    gradient_wire: str,
+    comm_dtype: str,
+    gradient_comm_dtype: str,
     kernel: str,
     group: str,
 ) -> tuple[Tensor, Tensor]:
     check_differentiation("ring_attention", q, k, v, sinks)  # of who calls the operator itself
-    options = _Options(scale, softcap, mask, layout, length, key_length, route, wire, gradient_wire, kernel, group)
+    options = _Options(
+        scale, softcap, mask, layout, length, key_length, route, comm_dtype, gradient_comm_dtype, kernel, group
+    )
     # Without autocast, so that sums stay in float32.
     with one_at_a_time(_group(options.group)), torch.autocast(q.device.type, enabled=False):
         ring, ulysses = _prepare("forward", q, k, v, sinks, slopes, options)
@@ -218,12 +221,14 @@ def _backward(
     length: int,
     key_length: int,
     route: str,
-    wire: str,
-    gradient_wire: str,
+    comm_dtype: str,
+    gradient_comm_dtype: str,
     kernel: str,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options = _Options(scale, softcap, mask, layout, length, key_length, route, wire, gradient_wire, kernel, group)
+    options = _Options(
+        scale, softcap, mask, layout, length, key_length, route, comm_dtype, gradient_comm_dtype, kernel, group
+    )
     inputs = dout, q, k, v, out, lse
     # Autocast: of a backward pass that is called in its region.
     with one_at_a_time(_group(options.group)), torch.autocast(q.device.type, enabled=False):
@@ -277,8 +282,8 @@ class _Options(NamedTuple):
     length: int
     key_length: int
     route: str
-    wire: str
-    gradient_wire: str
+    comm_dtype: str
+    gradient_comm_dtype: str
     kernel: str
     group: str
 
@@ -304,7 +309,7 @@ def _prepare(
         "layout": f"{options.layout} over {ranks} ranks for {options.length} tokens and {options.key_length} keys",
         "mask": options.mask,
         "route": options.route,
-        "wire": f"{options.wire}, gradients {options.gradient_wire}",
+        "comm_dtype": f"{options.comm_dtype}, gradients {options.gradient_comm_dtype}",
         "scores": f"scale {options.scale}, softcap {options.softcap}",
         "slopes": slopes is not None,
         "sinks": sinks is not None,
@@ -356,8 +361,8 @@ def assemble(
         Scores(options.scale, options.softcap, slopes),
         num_head_groups(q, k, schedule, layout.ranks if route.name == "all-gather" else 2),
         positions,
-        options.wire,
-        options.gradient_wire,
+        options.comm_dtype,
+        options.gradient_comm_dtype,
         options.kernel,
     )
     return ring, ulysses

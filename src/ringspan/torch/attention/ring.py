@@ -49,9 +49,9 @@ def empty_like(x: Tensor, size: int | None = None, dtype: torch.dtype | None = N
 class Ring:
     """One rank's part in one attention: its schedule, its communication, the scores, and how many heads at a time.
 
-    ``positions`` are those of each rank's queries and of each rank's keys, where ``scores`` needs them. ``wire`` and
-    ``gradient_wire`` are how keys, values and gradients are sent (``ringspan.torch.attention.comm_dtype``), ``kernel``
-    who computes (``ringspan.torch.kernels``).
+    ``positions`` are those of each rank's queries and of each rank's keys, where ``scores`` needs them. ``comm_dtype``
+    and ``gradient_comm_dtype`` are what keys, values and gradients are sent as
+    (``ringspan.torch.attention.comm_dtype``), ``kernel`` who computes (``ringspan.torch.kernels``).
     """
 
     schedule: Schedule
@@ -59,8 +59,8 @@ class Ring:
     scores: Scores
     head_groups: int = 1
     positions: tuple[Callable[[int], Tensor], Callable[[int], Tensor]] | None = None
-    wire: str = "exact"
-    gradient_wire: str = "exact"
+    comm_dtype: str = "exact"
+    gradient_comm_dtype: str = "exact"
     kernel: str = "auto"
 
     def heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
@@ -89,7 +89,7 @@ class Ring:
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients are sent."""
-        return torch.bfloat16 if self.gradient_wire == "bfloat16" else accumulation_dtype(dtype)
+        return torch.bfloat16 if self.gradient_comm_dtype == "bfloat16" else accumulation_dtype(dtype)
 
 
 def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -> int:
@@ -130,7 +130,7 @@ def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, 
             coded = under_way.pop(hop.index).wait()
             block = decode(coded, own.k.dtype)
         else:
-            block, coded = own, encode(own, ring.wire) if hop.sends else own
+            block, coded = own, encode(own, ring.comm_dtype) if hop.sends else own
         packed: dict[Ranges, Block] = {}
         for index, (peer, ranges) in hop.sends:
             if ranges not in packed:

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.route import Route, member_heads
-from ringspan.torch.attention.comm_dtype import check_wire
+from ringspan.torch.attention.comm_dtype import check_comm_dtype
 from ringspan.torch.layers.decoder import decoder_of, finished_logits, head_counts, text_config
 from ringspan.torch.layers.head import input_size, refuse_mixing
 from ringspan.torch.layers.rope import is_rotary
@@ -80,17 +80,17 @@ def refuse_config(config: PreTrainedConfig) -> None:
         raise UnsupportedError(f"{kind}: bidirectional attention is not supported yet")
 
 
-def refuse_route(config: PreTrainedConfig, ranks: int, route: str, wire: str, tp: int = 1) -> None:
-    """Raise an UnsupportedError when a route or wire does not exist, or does not fit the ring and the heads that each
-    of ``tp`` ranks has.
+def refuse_route(config: PreTrainedConfig, ranks: int, route: str, comm_dtype: str, tp: int = 1) -> None:
+    """Raise an UnsupportedError when a route or communication dtype does not exist, or does not fit the ring and the
+    heads that each of ``tp`` ranks has.
     """
-    check_wire(wire, "exact")
+    check_comm_dtype(comm_dtype, "exact")
     if route == "auto":
         return
     way = Route.parse(route, ranks)
     for heads, kv_heads in set(head_counts(config)):
         member_heads(heads // tp, kv_heads // tp, way.ulysses)
-    way.check_wire(wire)
+    way.check_comm_dtype(comm_dtype)
 
 
 def _rope_types(config: PreTrainedConfig) -> list[str]:

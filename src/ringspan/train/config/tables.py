@@ -190,8 +190,8 @@ class AttentionConfig(_Table):
     """How keys and values get to the other processes: "ring", "bidirectional", "double-ring:8" (nodes of eight),
     "all-gather", "pass-q" (queries travel instead), "ulysses", "ulysses:4" (groups of four, a ring between them) or
     "auto"."""
-    wire: Literal["exact", "bfloat16", "float8", "int8"] = "exact"
-    """How they travel; anything but "exact" adds the error that docs/routes.md states."""
+    comm_dtype: Literal["exact", "bfloat16", "float8", "int8"] = "exact"
+    """What they are sent as; anything but "exact" adds the error that docs/routes.md states."""
     kernel: Literal["auto", "cudnn", "flash", "flash2", "flash3", "flash4", "triton", "cpu", "reference"] = "auto"
     """What computes attention on each device, see docs/kernels.md; "auto": the fastest that serves."""
 
@@ -416,7 +416,7 @@ class TrainConfig(_Table):
         Raises:
             ConfigError: ring times replicate times tp is not world_size, the sequence has fewer tokens than the layout
                 has chunks (two a rank for zigzag, one for the others), or the route does not exist for such a ring or
-                such a wire.
+                such a communication dtype.
         """
         replicate, tp = self.mesh.replicate, self.mesh.tp
         what, others = f"mesh.replicate = {replicate}", replicate * tp
@@ -440,7 +440,7 @@ class TrainConfig(_Table):
             )
         if self.attention.route != "auto":
             try:
-                Route.parse(self.attention.route, ring).check_wire(self.attention.wire)
+                Route.parse(self.attention.route, ring).check_comm_dtype(self.attention.comm_dtype)
             except UnsupportedError as error:
                 raise ConfigError(f"attention.route: {error}") from None
         return replicate, ring
