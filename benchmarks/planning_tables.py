@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from ringspan.core.names import CATEGORIES
 from ringspan.core.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.plan.cost import dataset_flops_ratio
 from ringspan.plan.hardware import DEVICES, Device, min_block_tokens, min_tokens_per_device
@@ -216,8 +217,7 @@ def fine_tuning() -> str:
         (name, *(f"{memory.bytes[c] / 1e9:.1f}" for c in memory.bytes), f"{memory.peak_bytes / 1e9:.1f}", memory.moment)
         for name, memory in rows
     ]
-    state = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication")
-    return _table(("GB a device", *state, "peak", "highest moment"), table)
+    return _table(("GB a device", *CATEGORIES, "peak", "highest moment"), table)
 
 
 def _with(setting: Setting, length: int, checkpoint: str) -> Memory:

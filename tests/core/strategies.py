@@ -3,7 +3,8 @@
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core.layout import LAYOUT_NAMES, CustomLayout
+from ringspan.core.layout import CustomLayout
+from ringspan.core.names import LAYOUT_NAMES
 
 lengths = st.integers(1, 41)
 ranks = st.integers(1, 5)

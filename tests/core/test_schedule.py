@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.ranges import minus, size, union
 from ringspan.core.schedule import plan
 from tests.core.strategies import layouts, masks

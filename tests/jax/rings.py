@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import ringspan as rs
+from ringspan.core.names import JaxKernelName
 from ringspan.jax import ring, sharded_ring_attention
 from ringspan.jax.kernels import Kernel, XlaKernel
 from ringspan.jax.pallas import PallasKernel
@@ -80,9 +81,7 @@ class DataRing(ring.Ring):
 
 
 @cache
-def _compiled(
-    layout: rs.Layout, program_type: type[Program | Tables], static: tuple[Any, ...], kernel: ring.KernelName
-):
+def _compiled(layout: rs.Layout, program_type: type[Program | Tables], static: tuple[Any, ...], kernel: JaxKernelName):
     """lse and what ``attention_and_gradients`` gives, for local shards and the arrays of a program and of its pairs."""
 
     def local(arrays, pairs, q, k, v, dout):
@@ -95,7 +94,7 @@ def _compiled(
     return jax.jit(jax.shard_map(local, mesh=mesh(sp=layout.ranks), **specs))
 
 
-def by_data(q, k, v, dout, layout: rs.Layout, mask: rs.Mask, chunks: tuple[int, int], kernel: ring.KernelName = "xla"):
+def by_data(q, k, v, dout, layout: rs.Layout, mask: rs.Mask, chunks: tuple[int, int], kernel: JaxKernelName = "xla"):
     """lse, out, dq, dk and dv in order, by the ring loop, without compiling anew for each mask."""
     by_tiles = kernel == "triton"
     program = compile_tables(layout, layout, mask) if by_tiles else compile_program(layout, layout, mask, *chunks)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import ringspan as rs
 from ringspan.core import choice
-from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.core.names import LAYOUT_NAMES
 from ringspan.jax import ring_attention, sharded_ring_attention
 from tests.core.strategies import masks
 from tests.fuzz import examples

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from benchmarks.tpu import both_passes, covered_messages, tpus
-from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.core.names import LAYOUT_NAMES
 from ringspan.jax import attention, sharded_ring_attention
 from ringspan.jax.program import KEY_BITS, compile_pairs, compile_program
 from tests.core.strategies import masks

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.core import choice
-from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.core.names import LAYOUT_NAMES
 from ringspan.jax import sharded_ring_attention
 from ringspan.jax.program import compile_program
 from tests.core.strategies import lengths, masks

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.core.names import LAYOUT_NAMES
 from ringspan.gpu.table import GRAIN
 from ringspan.jax import sharded_ring_attention
 from ringspan.jax.program import compile_tables

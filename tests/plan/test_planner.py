@@ -7,14 +7,13 @@ import pytest
 
 from ringspan.core.choice import WORTH_IT
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.core.names import CHECKPOINT_NAMES, LAYOUT_NAMES
 from ringspan.plan.cost import step_cost
 from ringspan.plan.hardware import DEVICES
 from ringspan.plan.memory import attention_backward_bytes, training_memory
 from ringspan.plan.passes import attention_passes
 from ringspan.plan.planner import _Race, make_plan, weighed_seconds
 from ringspan.plan.search import Question, longest, meshes, policies
-from ringspan.plan.setting import CHECKPOINTS
 from ringspan.plan.shapes import MODELS
 
 LLAMA = MODELS["llama-3.1-8b"]
@@ -46,7 +45,7 @@ def test_nothing_else_that_fits_is_faster_but_for_what_must_be_worth_it(length, 
             continue
         for route, checkpoint, chunk, (offload, on_host, layers) in product(
             ("ring", "bidirectional", "double-ring:8", "all-gather", "pass-q", "ulysses:2", "ulysses:4", "ulysses:8"),
-            CHECKPOINTS,
+            CHECKPOINT_NAMES,
             (None, 1024),
             (("none", False, 1), ("activations", False, 1), ("none", True, 1), ("none", False, 4)),
         ):

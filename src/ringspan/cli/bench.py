@@ -173,8 +173,8 @@ def step(
 ) -> None:
     """A whole training step of a small Llama on the ring against transformers' sdpa on one process of N threads."""
     from ringspan.core.layout import layout_name
+    from ringspan.core.names import checkpoint_name
     from ringspan.measure.bench.step import StepCase, run
-    from ringspan.torch.memory.checkpointing import checkpoint_name
 
     _check_dtype(dtype)
     _check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)

@@ -51,11 +51,11 @@ def command(
     from ringspan.core.choice import check_segments
     from ringspan.core.errors import ConfigError
     from ringspan.core.layout import Layout, layout_name
+    from ringspan.core.names import checkpoint_name
     from ringspan.measure.trace.dry_run import hugging_face_config
     from ringspan.measure.trace.rehearsal import refuse_local_ranks
     from ringspan.plan.setting import Setting, dtype_bytes
     from ringspan.plan.shapes import model_shape
-    from ringspan.torch.memory.checkpointing import checkpoint_name
     from ringspan.torch.model.support import refuse_route
 
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ

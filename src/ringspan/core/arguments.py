@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ringspan.core.errors import LayoutError, MaskError, UnsupportedError
-from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.layout import Layout
 from ringspan.core.mask import FORMS, Mask, causal
+from ringspan.core.names import LayoutName
 from ringspan.core.numbers import described, integer, is_a, real
 
 # Tokens that a feed-forward works on at once where blocks cost nothing. Each block adds the gradients of the weights to

@@ -6,16 +6,13 @@ S global tokens, N ranks, T = padded S / N tokens a rank. A position is an index
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.core.errors import LayoutError
+from ringspan.core.names import LAYOUT_NAMES, LayoutName, find_name
 from ringspan.core.numbers import described, integer, is_a
-
-LayoutName = Literal["contiguous", "striped", "zigzag"]
-LAYOUT_NAMES: Final[tuple[str, ...]] = get_args(LayoutName)
 
 
 def layout_name(name: str) -> LayoutName:
@@ -26,9 +23,7 @@ def layout_name(name: str) -> LayoutName:
     """
     if not is_a(name, str):
         raise LayoutError(f"a layout's name must be one of {', '.join(LAYOUT_NAMES)}, got {described(name)}")
-    if name not in LAYOUT_NAMES:
-        raise LayoutError(f"unknown layout {name!r}; choose one of {', '.join(LAYOUT_NAMES)}")
-    return cast(LayoutName, name)
+    return find_name("layout", name, LAYOUT_NAMES, LayoutError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,15 @@ one of its earlier hops. Ring loop, gradients and planner read nothing else of a
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.names import ROUTE_NAMES, RouteName
 from ringspan.core.numbers import described, is_a
 
-RouteName = Literal["ring", "bidirectional", "double-ring", "all-gather", "pass-q"]
-ROUTE_NAMES: Final[tuple[str, ...]] = (*get_args(RouteName), "ulysses")
 ROUTE_FORMS: Final = (
     "ring, bidirectional, double-ring:I (inner rings of I ranks), all-gather, pass-q, ulysses, ulysses:U (groups of U "
     "ranks, a ring between them) or ulysses:U+ROUTE"

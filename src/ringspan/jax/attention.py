@@ -4,7 +4,7 @@ B batch, H query heads, G key/value heads, T local tokens, S global tokens, D he
 """
 
 from functools import lru_cache, partial
-from typing import Final, get_args
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from ringspan.core.arguments import check_scores, check_shapes, find_layouts, find_mask
 from ringspan.core.errors import LayoutError, UnsupportedError
-from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
+from ringspan.core.names import JAX_KERNEL_NAMES, JaxKernelName, LayoutName, find_name
 from ringspan.core.numbers import described, integer
 from ringspan.jax import ring, triton
 from ringspan.jax.kernels import varying_axes, varying_like
@@ -42,7 +43,7 @@ def ring_attention(
     sinks: Array | None = None,
     query_chunk: int = 256,
     key_chunk: int = 256,
-    kernel: ring.KernelName = "xla",
+    kernel: JaxKernelName = "xla",
 ) -> Array:
     """Exact attention of the local queries to the keys of all ranks, inside ``shard_map``; differentiable in reverse.
 
@@ -236,9 +237,7 @@ def _check_arrays(q: Array, k: Array, v: Array, sinks: Array | None) -> None:
 
 
 def _check_kernel(kernel: str, q: Array, v: Array) -> None:
-    names = get_args(ring.KernelName)
-    if kernel not in names:
-        raise UnsupportedError(f"unknown kernel {kernel!r}; choose one of {', '.join(names)}")
+    find_name("kernel", kernel, JAX_KERNEL_NAMES, UnsupportedError)
     if kernel == "xla":
         return
     if kernel == "triton":

@@ -22,13 +22,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ringspan.core.errors import ConfigError, LayoutError, UnsupportedError
-from ringspan.core.layout import LayoutName
+from ringspan.core.names import JaxKernelName, LayoutName
 from ringspan.jax.attention import SAVED_NAME, ring_attention
 from ringspan.jax.feedforward import blockwise_feedforward
 from ringspan.jax.kernels import accumulation_dtype, varying_like
 from ringspan.jax.loss import blockwise_cross_entropy
 from ringspan.jax.mesh import BATCH_AXES, TOKEN_AXES, gathered
-from ringspan.jax.ring import KernelName
 
 SPECS: Final = {
     "embed_tokens": P("tp", "fsdp"),
@@ -66,7 +65,7 @@ class LlamaConfig:
     layers_per_checkpoint: int = 1
     """Consecutive layers of which only the first keeps its input, see
     ``ringspan.torch.memory.segments``; it divides all."""
-    kernel: KernelName = "xla"
+    kernel: JaxKernelName = "xla"
     """What computes a block of attention, see ``ring_attention``."""
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ B batch, H query heads, G key/value heads, P = H / G, F = B x G, T local tokens,
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,11 @@ from jax import Array, lax
 from ringspan.core.choice import head_groups
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
+from ringspan.core.names import JaxKernelName
 from ringspan.jax.kernels import Kernel, XlaKernel, accumulation_dtype, packed, parted, varying_like
 from ringspan.jax.pallas import PallasKernel, check_chunks
 from ringspan.jax.program import compile_pairs, compile_program, compile_tables
 from ringspan.jax.triton import TritonKernel
-
-KernelName = Literal["xla", "pallas", "triton"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Ring:
     softcap: float | None
     query_chunk: int
     key_chunk: int
-    kernel_name: KernelName = "xla"
+    kernel_name: JaxKernelName = "xla"
 
     @property
     def kernel(self) -> Kernel:

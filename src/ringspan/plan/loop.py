@@ -10,8 +10,9 @@ from functools import lru_cache
 from math import gcd
 from typing import Final
 
-from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.layout import Layout
 from ringspan.core.mask import causal
+from ringspan.core.names import LayoutName
 from ringspan.core.ranges import Ranges, size
 from ringspan.core.route import Route
 from ringspan.core.schedule import Schedule, plan

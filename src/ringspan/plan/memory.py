@@ -18,7 +18,6 @@ from ringspan.plan.setting import Setting, check_setting
 from ringspan.plan.shapes import ModelShape
 
 ATTENTION_MOMENT: Final = "attention backward"  # the one that depends on the route
-CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication")
 
 _FLOAT32: Final = 4
 _LOSS_ROWS: Final = 4096  # rows of the head whose gradient the loss multiplies at once

@@ -9,8 +9,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask, causal, sliding_window
+from ringspan.core.names import LayoutName
 from ringspan.core.route import Route
 from ringspan.core.timing import Pass, Shape, Speeds, pair_flops, passes, slowest
 

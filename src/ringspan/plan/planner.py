@@ -7,13 +7,14 @@ from itertools import groupby, product
 from typing import Any, Final
 
 from ringspan.core.choice import WORTH_IT
+from ringspan.core.names import CHECKPOINT_NAMES
 from ringspan.plan.cost import StepCost
 from ringspan.plan.hardware import min_block_tokens, min_tokens_per_device
 from ringspan.plan.memory import Memory, host_bytes, training_memory
 from ringspan.plan.passes import even_passes
 from ringspan.plan.reasons import needs, why
 from ringspan.plan.search import Question, layouts, longest_setting, meshes, policies, routes
-from ringspan.plan.setting import CHECKPOINTS, Setting
+from ringspan.plan.setting import Setting
 
 # A larger ring only sends more; the smallest that fit, with the optimizer on the device, are worth comparing.
 _TIMED_RINGS: Final = 3
@@ -226,6 +227,6 @@ def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]
                 continue
             yield tried
             if tried.layers_per_checkpoint == 1:
-                if not tried.uses_host and tried.checkpoint != CHECKPOINTS[-1]:
+                if not tried.uses_host and tried.checkpoint != CHECKPOINT_NAMES[-1]:
                     return  # nothing that offloading allows is faster
                 break

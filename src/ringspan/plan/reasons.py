@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.names import CHECKPOINT_NAMES
 from ringspan.core.units import shown_bytes, shown_seconds
 from ringspan.plan.cost import StepCost, block_tokens_for_overlap
 from ringspan.plan.memory import Memory, host_bytes, training_memory
 from ringspan.plan.search import AUTO, Question, longest_setting, meshes
-from ringspan.plan.setting import CHECKPOINTS, Setting
+from ringspan.plan.setting import Setting
 
 
 def needs(setting: Setting) -> str:
@@ -88,7 +89,7 @@ def _why_this_ring(question: Question, setting: Setting) -> Iterator[str]:
         yield "the sequence fits one device: a ring would only add communication"
         return
     if setting.ring * setting.tp == question.devices and question.batch == 1:
-        alone = replace(setting, ring=1, route="ring", layout="contiguous", checkpoint=CHECKPOINTS[-1])
+        alone = replace(setting, ring=1, route="ring", layout="contiguous", checkpoint=CHECKPOINT_NAMES[-1])
         if training_memory(shape, alone).peak_bytes <= device.memory_bytes:
             yield "the sequence would fit one device; the ring only makes it faster, since one sequence has no replicas"
             return
@@ -163,7 +164,7 @@ def _why_this_layout(setting: Setting) -> str:
 
 def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
     budget, shape = question.device.memory_bytes, question.shape
-    for faster in CHECKPOINTS[: CHECKPOINTS.index(setting.checkpoint)]:
+    for faster in CHECKPOINT_NAMES[: CHECKPOINT_NAMES.index(setting.checkpoint)]:
         kept = {} if faster != "none" else {"offload": "none", "layers_per_checkpoint": 1}
         need = training_memory(shape, replace(setting, checkpoint=faster, **kept)).peak_bytes
         if need > budget:

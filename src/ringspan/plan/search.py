@@ -9,14 +9,15 @@ from typing import Any, Final
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.core.choice import frugal_segment, other_routes, segment_sizes
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.layout import Layout
+from ringspan.core.names import CHECKPOINT_NAMES, LayoutName
 from ringspan.core.route import Route
 from ringspan.core.timing import Shape
 from ringspan.plan.cost import StepCost, step_cost
 from ringspan.plan.hardware import Device
 from ringspan.plan.memory import ATTENTION_MOMENT, host_bytes, training_memory
 from ringspan.plan.passes import Passes, attention_passes
-from ringspan.plan.setting import CHECKPOINTS, Setting, check_setting
+from ringspan.plan.setting import Setting, check_setting
 from ringspan.plan.shapes import ModelShape
 
 AUTO: Final = "auto"
@@ -153,7 +154,7 @@ def policies(question: Question) -> tuple[dict[str, Any], ...]:
     hosts = product((False, True), ("none", "activations")) if has_host else [(False, "none")]
     segments = segment_sizes(question.shape.layers)
     found: list[dict[str, Any]] = []
-    for (on_host, offload), checkpoint in product(hosts, CHECKPOINTS):
+    for (on_host, offload), checkpoint in product(hosts, CHECKPOINT_NAMES):
         where: dict[str, Any] = {"checkpoint": checkpoint, "offload": offload, "optimizer_on_host": on_host}
         if checkpoint != "none":  # then chunks are free
             chosen = [(layers, FREE_CHUNK_TOKENS) for layers in segments]
@@ -177,7 +178,7 @@ def longest_setting(question: Question, devices: int | None = None) -> Setting |
         for policy in reversed(policies(question)):  # those that hold most first: the others then fail at once
             # Offloaded, on the device there are only the inputs that are made again. Without a checkpoint a short
             # sequence may fit where chunks and segments, which hold a little of their own, do not.
-            is_plain = policy["checkpoint"] == CHECKPOINTS[0]
+            is_plain = policy["checkpoint"] == CHECKPOINT_NAMES[0]
             if policy["offload"] == "none" and policy["layers_per_checkpoint"] != segment and not is_plain:
                 continue
             longer = replace(mesh, length=length + 1, **policy)

@@ -7,13 +7,12 @@ from typing import Final, Literal
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.choice import check_segments
 from ringspan.core.errors import ConfigError
-from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.layout import Layout
+from ringspan.core.names import LayoutName, checkpoint_name, offload_name
 from ringspan.core.route import Route, member_heads
 from ringspan.plan.shapes import ModelShape
 
-CHECKPOINTS: Final = ("none", "attention", "full")  # from the fastest to the most frugal
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-OFFLOADS: Final = ("none", "activations")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +116,9 @@ def check_setting(shape: ModelShape, setting: Setting) -> None:
         ConfigError: an unknown checkpoint policy or offload, or nothing to offload.
         UnsupportedError: a route or tensor parallelism that these ranks and heads do not allow.
     """
-    if setting.checkpoint not in CHECKPOINTS:
-        raise ConfigError(f"unknown checkpoint policy {setting.checkpoint!r}; choose one of {', '.join(CHECKPOINTS)}")
+    checkpoint_name(setting.checkpoint)
     check_segments(setting.checkpoint, setting.layers_per_checkpoint)
-    if setting.offload not in OFFLOADS:
-        raise ConfigError(f"unknown offload {setting.offload!r}; choose one of {', '.join(OFFLOADS)}")
+    offload_name(setting.offload)
     if setting.offload != "none" and setting.checkpoint == "none":
         raise ConfigError("offload moves what checkpointing keeps; use checkpoint='attention' or 'full'")
     local = shape.split(setting.tp)

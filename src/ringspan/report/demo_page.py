@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from ringspan.core.layout import LAYOUT_NAMES, Layout
+from ringspan.core.layout import Layout
 from ringspan.core.mask import causal
+from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.schedule import plan
 from ringspan.report.charts import loss_picture, megabytes, memory_picture, number
 from ringspan.report.ring_pictures import ring_picture, travel_picture

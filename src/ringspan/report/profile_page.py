@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ringspan.core.extras import require
+from ringspan.core.names import CATEGORIES
 from ringspan.measure.trace.profile import RankProfile
-from ringspan.measure.trace.tracker import CATEGORIES
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

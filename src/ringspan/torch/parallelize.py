@@ -18,8 +18,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.layout import Layout, LayoutName, layout_name
+from ringspan.core.layout import Layout, layout_name
 from ringspan.core.mask import Mask, causal, documents, sliding_window
+from ringspan.core.names import CheckpointName, ChunkTokens, LayoutName, OffloadName
 from ringspan.core.numbers import check_whole
 from ringspan.torch import kernels
 from ringspan.torch.attention.op import ring_attention
@@ -33,14 +34,13 @@ from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.blockwise import run_in_blocks
 from ringspan.torch.layers.decoder import LayerKind, decoder_of, head_sizes, layer_kinds, logit_scale, logit_softcap
 from ringspan.torch.layers.embedding import sum_embedding_gradients
-from ringspan.torch.layers.feedforward import ChunkTokens, find_feedforwards, free_feedforwards
+from ringspan.torch.layers.feedforward import find_feedforwards, free_feedforwards
 from ringspan.torch.layers.head import kind_of_head, refuse_blocks_of_vocabulary, vocabularies
 from ringspan.torch.layers.modules import mix_in, own_config
 from ringspan.torch.layers.norm import find_norms
 from ringspan.torch.layers.rope import chunk_rotary_tables
 from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_router_loss, record_routers
-from ringspan.torch.memory.checkpointing import CheckpointName, check_checkpointing, checkpoint_layers
-from ringspan.torch.memory.offload import OffloadName
+from ringspan.torch.memory.checkpointing import check_checkpointing, checkpoint_layers
 from ringspan.torch.memory.sharding import shard_weights
 from ringspan.torch.model.adapters import base_of, is_peft, put_on_ring
 from ringspan.torch.model.causal_lm import Packed, RingCausalLM

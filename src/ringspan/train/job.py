@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.layout import Layout
+from ringspan.core.names import CheckpointName, LayoutName
 from ringspan.torch.data.batch import IGNORED, shard_batch
 from ringspan.torch.layers.decoder import decoder_of, text_config
 from ringspan.torch.layers.positions import beyond_table
-from ringspan.torch.memory.checkpointing import CheckpointName, choose_checkpoint
+from ringspan.torch.memory.checkpointing import choose_checkpoint
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh

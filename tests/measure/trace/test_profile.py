@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.layout import Layout
 from ringspan.core.mask import causal
+from ringspan.core.names import CATEGORIES
 from ringspan.core.schedule import plan
 from ringspan.measure.trace.dry_run import prepare, trace
 from ringspan.measure.trace.profile import PHASES, Profiler, RankProfile, gathered
-from ringspan.measure.trace.tracker import CATEGORIES
 from ringspan.plan.setting import Setting
 from ringspan.report.profile_page import memory_figure, page, timeline_figure, write_report
 from ringspan.torch.transport.exchange import COUNTERS

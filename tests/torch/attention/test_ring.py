@@ -9,7 +9,7 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.core import choice, reference
-from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.route import Route, member_heads
 from ringspan.core.schedule import plan
 from ringspan.torch.attention import ring

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.core.launch import Launch, Window, bands, chains, keys_a_row, pieces, squares, whole
-from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.schedule import plan
 from ringspan.core.tile import Tile
 from ringspan.torch import kernels

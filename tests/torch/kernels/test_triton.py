@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core.layout import LAYOUT_NAMES
+from ringspan.core.names import LAYOUT_NAMES
 from ringspan.torch import kernels
 from ringspan.torch.kernels.score_mod import Scores
 from tests.core.strategies import masks

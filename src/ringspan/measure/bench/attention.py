@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringspan.core import reference
-from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
+from ringspan.core.names import LayoutName
 from ringspan.core.schedule import plan
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.timing import timed

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.layout import LayoutName
+from ringspan.core.names import LayoutName
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.thin import thin_attention
 from ringspan.plan.memory import saved_per_token

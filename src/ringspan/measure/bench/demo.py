@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ringspan.core.layout import LayoutName
+from ringspan.core.names import LayoutName
 from ringspan.measure.bench import memory
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.memory.checkpointing import checkpoint_layers

@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from ringspan.core.layout import LayoutName
+from ringspan.core.names import CATEGORIES, CheckpointName, LayoutName
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.step import StepCase, small_llama
-from ringspan.measure.trace.tracker import CATEGORIES, COMMUNICATION, MemoryTracker, tensors_of, train_step
+from ringspan.measure.trace.tracker import COMMUNICATION, MemoryTracker, tensors_of, train_step
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.layers.modules import local_part
-from ringspan.torch.memory.checkpointing import CheckpointName
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.runtime.mesh import init_mesh

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ringspan.core import reference
 from ringspan.core.errors import ConfigError
-from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
+from ringspan.core.names import LayoutName
 from ringspan.core.schedule import Schedule, plan
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.torch import kernels

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from ringspan.core.layout import LayoutName
+from ringspan.core.names import CheckpointName, LayoutName
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.timing import timed
 from ringspan.torch.data.batch import shard_batch
-from ringspan.torch.memory.checkpointing import CheckpointName, checkpoint_layers
+from ringspan.torch.memory.checkpointing import checkpoint_layers
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.runtime.mesh import init_mesh

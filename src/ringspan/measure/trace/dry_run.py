@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout
+from ringspan.core.names import checkpoint_name, offload_name
 from ringspan.core.tile import Tile
 from ringspan.measure.trace.tracker import MemoryTracker, Moment, end_step, train_step
 from ringspan.plan.planner import Plan
@@ -31,9 +32,7 @@ from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.kernels import reference
 from ringspan.torch.layers import blockwise as tokenwise
 from ringspan.torch.memory import offload
-from ringspan.torch.memory.checkpointing import checkpoint_name
 from ringspan.torch.memory.host_optimizer import HostAdamW
-from ringspan.torch.memory.offload import offload_name
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.mesh import make_mesh

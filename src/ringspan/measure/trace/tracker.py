@@ -4,7 +4,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,9 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ringspan.core.names import CATEGORIES, Category
 from ringspan.torch.attention import op as attention
 from ringspan.torch.layers.modules import local_part
-
-Category = Literal["parameters", "gradients", "optimizer", "activations", "temporaries", "communication"]
-CATEGORIES: Final[tuple[Category, ...]] = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "temporaries",
-    "communication",
-)
 
 COMMUNICATION: Final = frozenset({"c10d", "_c10d_functional", "fsdp"})
 _ops = torch.ops

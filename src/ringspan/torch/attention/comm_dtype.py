@@ -5,26 +5,21 @@ computes with what it has. docs/routes.md states the error of each code.
 """
 
 from dataclasses import replace
-from typing import Final, Literal, get_args
+from typing import Final
 
 import torch
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.names import COMM_DTYPE_NAMES, GRADIENT_COMM_DTYPE_NAMES, find_name
 from ringspan.torch.attention.block import Block, PackedSpec
 
-CommDtypeName = Literal["exact", "bfloat16", "float8", "int8"]
-COMM_DTYPES: Final[tuple[str, ...]] = get_args(CommDtypeName)
 _CODES: Final = {"float8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}  # and the largest value of each
 
 
 def check_comm_dtype(comm_dtype: str, gradient_comm_dtype: str) -> None:
     """Refuse a name that is no code."""
-    if comm_dtype not in COMM_DTYPES:
-        raise UnsupportedError(f"unknown comm_dtype {comm_dtype!r}; choose one of {', '.join(COMM_DTYPES)}")
-    if gradient_comm_dtype not in ("exact", "bfloat16"):
-        raise UnsupportedError(
-            f"gradient_comm_dtype {gradient_comm_dtype!r} is not supported; choose exact (float32) or bfloat16"
-        )
+    find_name("comm_dtype", comm_dtype, COMM_DTYPE_NAMES, UnsupportedError)
+    find_name("gradient_comm_dtype", gradient_comm_dtype, GRADIENT_COMM_DTYPE_NAMES, UnsupportedError)
 
 
 def encode(block: Block, comm_dtype: str) -> Block:

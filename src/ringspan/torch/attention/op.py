@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.core.arguments import check_scores, find_layouts, find_mask
 from ringspan.core.choice import Choice, choose_route
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
+from ringspan.core.names import LayoutName
 from ringspan.core.route import Route, member_heads
 from ringspan.core.schedule import Schedule, plan
 from ringspan.core.timing import Shape, Speeds

@@ -7,18 +7,17 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.names import LOSS_NAMES, LossName, find_name
 from ringspan.core.numbers import check_real, check_whole
 from ringspan.torch.attention.arguments import check_loss, find_group
 from ringspan.torch.data.batch import IGNORED
-
-LossName = Literal["auto", "blockwise", "liger"]
 
 # Rows of a weight gradient of lower precision that exist before they are added to the sum of higher precision.
 _PRODUCT_ROWS: Final = 4096
@@ -165,8 +164,7 @@ def _choose_liger(
     impl: LossName, hidden: Tensor, group: dist.ProcessGroup | None = None, logit_scale: float = 1.0
 ) -> Callable[..., Tensor] | None:
     """Liger's fused linear cross-entropy when it is wanted and can add the weight's gradient up in float32."""
-    if impl not in ("auto", "blockwise", "liger"):
-        raise ConfigError(f"unknown loss {impl!r}; choose one of auto, blockwise, liger")
+    find_name("loss", impl, LOSS_NAMES, ConfigError)
     unfit = group is not None or logit_scale != 1 or not _is_cuda(hidden) or hidden.dtype == torch.float64
     if impl == "blockwise" or (impl == "auto" and unfit):
         return None

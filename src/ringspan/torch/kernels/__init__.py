@@ -1,11 +1,12 @@
 """Local attention kernels behind one contract, a file each, and which of them computes what."""
 
-from typing import Final, Literal, Protocol, get_args, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.launch import Launch, Launches
+from ringspan.core.names import KERNEL_NAMES, find_name
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels.cpu import CpuFlash, is_slow_at, multiplies_16_bits
 from ringspan.torch.kernels.cudnn import Cudnn
@@ -14,9 +15,6 @@ from ringspan.torch.kernels.memory import Memory
 from ringspan.torch.kernels.reference import Blockwise
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.kernels.triton import TritonAttention
-
-KernelName = Literal["auto", "cudnn", "flash", "flash2", "flash3", "flash4", "triton", "cpu", "reference"]
-KERNEL_NAMES: Final[tuple[str, ...]] = get_args(KernelName)
 
 
 class Kernel(Protocol):
@@ -102,8 +100,7 @@ _FOR_ANYTHING: Final = ("flash3", "flash2", "flash", "flash4", "cudnn", "cpu", "
 
 def check_name(kernel: str) -> None:
     """Refuse a name that is no kernel."""
-    if kernel not in KERNEL_NAMES:
-        raise UnsupportedError(f"unknown kernel {kernel!r}; choose one of {', '.join(KERNEL_NAMES)}")
+    find_name("kernel", kernel, KERNEL_NAMES, UnsupportedError)
 
 
 def why_not(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> str | None:

@@ -10,7 +10,7 @@ Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context M
 import inspect
 import logging
 from contextlib import suppress
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.blockwise import kind_of, mixes_tokens, run_in_blocks
 from ringspan.torch.layers.decoder import decoder_of
-
-ChunkTokens = int | Literal["auto"]
 
 _log: Final = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 import sys
 from functools import partial
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -11,24 +11,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.choice import check_segments, num_inputs, segment_sizes
 from ringspan.core.errors import ConfigError
+from ringspan.core.names import (
+    CHECKPOINT_NAMES,
+    CheckpointName,
+    OffloadName,
+    checkpoint_name,
+    offload_name,
+)
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes
 from ringspan.torch.layers.modules import mix_in
-from ringspan.torch.memory.offload import OffloadName, Store, offload_name
+from ringspan.torch.memory.offload import Store
 from ringspan.torch.memory.segments import RING, Segments
-
-CheckpointName = Literal["none", "full", "attention"]
-CHECKPOINT_NAMES: Final[tuple[str, ...]] = get_args(CheckpointName)
-
-
-def checkpoint_name(name: str) -> CheckpointName:
-    """``name`` as the name of a policy.
-
-    Raises:
-        ConfigError: there is no such policy.
-    """
-    if name not in CHECKPOINT_NAMES:
-        raise ConfigError(f"unknown checkpoint policy {name!r}; choose one of {', '.join(CHECKPOINT_NAMES)}")
-    return cast(CheckpointName, name)
 
 
 def kept_bytes(
@@ -85,7 +78,7 @@ def choose_checkpoint(
     needed, sharing = 0, 1
     layers, own_input = config.num_hidden_layers, dtype.itemsize * config.hidden_size
     sizes = (layers_per_checkpoint,) if layers_per_checkpoint else segment_sizes(layers)
-    for policy in ("none", "attention", "full"):
+    for policy in CHECKPOINT_NAMES:
         a_layer = kept_bytes(config, policy, dtype, tp=tp, feedforward_in_chunks=feedforward_in_chunks)
         for sharing in (1,) if policy == "none" else sizes:
             needed = tokens * (a_layer * layers - own_input * (layers - num_inputs(layers, sharing)))

@@ -8,7 +8,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from typing import Any, ClassVar, Final, Literal, cast, get_args
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ringspan.core.errors import ConfigError
 
-OffloadName = Literal["none", "activations"]
-OFFLOAD_NAMES: Final[tuple[str, ...]] = get_args(OffloadName)
-
 MIN_BYTES = 1 << 16
 # Pieces that are fetched ahead: a layer's input, its attention's result and log-sum-exp.
 _AHEAD: Final = 3
-
-
-def offload_name(name: str) -> OffloadName:
-    """``name`` as the name of what is offloaded.
-
-    Raises:
-        ConfigError: there is no such name.
-    """
-    if name not in OFFLOAD_NAMES:
-        raise ConfigError(f"unknown offload {name!r}; choose one of {', '.join(OFFLOAD_NAMES)}")
-    return cast(OffloadName, name)
 
 
 class Store:

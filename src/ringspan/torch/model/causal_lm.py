@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.layout import LayoutName
+from ringspan.core.names import LayoutName
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import Fixed
 from ringspan.torch.consistency.forward import check_forward

@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.extras import require
-from ringspan.core.layout import Layout, LayoutName
+from ringspan.core.layout import Layout
 from ringspan.core.messages import one_line
+from ringspan.core.names import CheckpointName, CommDtypeName, DtypeName, KernelName, LayoutName, OffloadName
 from ringspan.core.route import Route
 from ringspan.train.config.problems import explain, shown
 
@@ -49,9 +50,9 @@ class ModelConfig(_Table):
     """For init = "scratch": a table of Hugging Face config values with model_type, or the path of a config.json."""
     tokenizer: str | None = Field(default=None, examples=["train"])
     """Local folder or Hub id of the tokenizer; default: path. "train" trains a byte-level BPE on the data."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: DtypeName = "float32"
     """What layers compute in, and what the finished model is saved in: "float32" or "bfloat16"."""
-    parameter_dtype: Literal["float32", "bfloat16"] = "float32"
+    parameter_dtype: DtypeName = "float32"
     """What parameters, gradients and AdamW's moments are kept in. "bfloat16" takes half the memory, and loses updates
     that are smaller than a 256th of a weight: use it where float32 does not fit. Gradients are summed over ranks in
     float32 either way."""
@@ -190,16 +191,16 @@ class AttentionConfig(_Table):
     """How keys and values get to the other processes: "ring", "bidirectional", "double-ring:8" (nodes of eight),
     "all-gather", "pass-q" (queries travel instead), "ulysses", "ulysses:4" (groups of four, a ring between them) or
     "auto"."""
-    comm_dtype: Literal["exact", "bfloat16", "float8", "int8"] = "exact"
+    comm_dtype: CommDtypeName = "exact"
     """What they are sent as; anything but "exact" adds the error that docs/routes.md states."""
-    kernel: Literal["auto", "cudnn", "flash", "flash2", "flash3", "flash4", "triton", "cpu", "reference"] = "auto"
+    kernel: KernelName = "auto"
     """What computes attention on each device, see docs/kernels.md; "auto": the fastest that serves."""
 
 
 class MemoryConfig(_Table):
     """[memory]: what is kept for the backward pass."""
 
-    checkpoint: Literal["none", "full", "attention", "auto"] = "attention"
+    checkpoint: Literal[CheckpointName, "auto"] = "attention"
     """Activation checkpointing: "none" keeps all, "full" recomputes each layer, "attention" all of it but its
     attention, "auto" as little as activation_bytes allows."""
     activation_bytes: int | None = Field(default=None, ge=1, examples=[20_000_000_000])
@@ -218,7 +219,7 @@ class MemoryConfig(_Table):
     norm_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """The same of norms, which otherwise keep float32 copies; "auto": 4096 where layers are
     checkpointed and a rank has 16384 tokens or more."""
-    offload: Literal["none", "activations"] = "none"
+    offload: OffloadName = "none"
     """"activations" moves what checkpointing keeps to host memory, from the CPU to memory-mapped files."""
 
     @model_validator(mode="before")

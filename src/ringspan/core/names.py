@@ -1,0 +1,64 @@
+"""Every list of names that a user chooses from, each of them once.
+
+A test holds what is looked up by these names (kernels, documentation, fields of the training file) to the lists.
+"""
+
+from typing import Any, Final, Literal, TypeVar, get_args
+
+from ringspan.core.errors import ConfigError, RingspanError
+
+LayoutName = Literal["contiguous", "striped", "zigzag"]
+RouteName = Literal["ring", "bidirectional", "double-ring", "all-gather", "pass-q"]
+CheckpointName = Literal["none", "attention", "full"]  # from the fastest to the most frugal
+OffloadName = Literal["none", "activations"]
+CommDtypeName = Literal["exact", "bfloat16", "float8", "int8"]
+GradientCommDtypeName = Literal["exact", "bfloat16"]
+KernelName = Literal["auto", "cudnn", "flash", "flash2", "flash3", "flash4", "triton", "cpu", "reference"]
+JaxKernelName = Literal["xla", "pallas", "triton"]
+LossName = Literal["auto", "blockwise", "liger"]
+DtypeName = Literal["float32", "bfloat16"]  # of a training run
+Category = Literal["parameters", "gradients", "optimizer", "activations", "temporaries", "communication"]  # of memory
+ChunkTokens = int | Literal["auto"]
+
+LAYOUT_NAMES: Final[tuple[LayoutName, ...]] = get_args(LayoutName)
+ROUTE_NAMES: Final[tuple[str, ...]] = (*get_args(RouteName), "ulysses")  # which takes another one between its groups
+CHECKPOINT_NAMES: Final[tuple[CheckpointName, ...]] = get_args(CheckpointName)
+OFFLOAD_NAMES: Final[tuple[OffloadName, ...]] = get_args(OffloadName)
+COMM_DTYPE_NAMES: Final[tuple[CommDtypeName, ...]] = get_args(CommDtypeName)
+GRADIENT_COMM_DTYPE_NAMES: Final[tuple[GradientCommDtypeName, ...]] = get_args(GradientCommDtypeName)
+KERNEL_NAMES: Final[tuple[KernelName, ...]] = get_args(KernelName)
+JAX_KERNEL_NAMES: Final[tuple[JaxKernelName, ...]] = get_args(JaxKernelName)
+LOSS_NAMES: Final[tuple[LossName, ...]] = get_args(LossName)
+CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
+
+_Name = TypeVar("_Name", bound=str)
+
+
+def find_name(what: str, name: Any, names: tuple[_Name, ...], error: type[RingspanError]) -> _Name:
+    """``name``, which is one of ``names``.
+
+    Raises:
+        RingspanError: of the given type, where it is none of them; the message says which there are.
+    """
+    for known in names:
+        if isinstance(name, str) and name == known:
+            return known
+    raise error(f"unknown {what} {name!r}; choose one of {', '.join(names)}")
+
+
+def checkpoint_name(name: str) -> CheckpointName:
+    """``name`` as the name of a checkpoint policy.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    return find_name("checkpoint policy", name, CHECKPOINT_NAMES, ConfigError)
+
+
+def offload_name(name: str) -> OffloadName:
+    """``name`` as the name of what is offloaded.
+
+    Raises:
+        ConfigError: there is no such name.
+    """
+    return find_name("offload", name, OFFLOAD_NAMES, ConfigError)
