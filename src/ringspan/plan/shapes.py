@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.files import read_small
 from ringspan.core.messages import one_line
 from ringspan.plan.hub import from_hub
 from ringspan.plan.names import normal, unknown
@@ -244,11 +245,11 @@ def read_config(path: Path) -> ModelShape:
         UnsupportedError: a kind of model whose parts this does not know.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_small(path))
     except OSError as error:
         raise ConfigError(f"--model {str(path)!r}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ConfigError(f"--model {str(path)!r}: is not valid JSON ({' '.join(str(error).split())})") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--model {str(path)!r}: is not valid JSON ({one_line(error)})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--model {str(path)!r}: should hold a JSON object, the config of a Hugging Face model")
     return from_config(values, path.parent.name or str(path))

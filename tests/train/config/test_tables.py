@@ -1,6 +1,7 @@
 """The configuration: what a file gives, what an override changes, and that every refusal says what to do."""
 
 import json
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -231,7 +232,8 @@ def test_every_key_is_documented():
         ("model.config=c.json", 'model.config: only for init = "scratch"; remove it'),
         ("model.init=scratch", 'model.config: missing; init = "scratch" needs a table'),
         ("data.paths=[]", "data.paths = []: should have at least 1 item, not 0; it takes: Files, folders"),
-        ("data.paths=[1]", "data.paths[0] = 1: should be a valid string"),
+        ("data.paths=[1]", "data.paths[0] = 1: should be a string, in quotes"),
+        ("data.extensions=.txt", 'data.extensions = ".txt": should be a list, such as ["a", "b"]'),
         ('data.extensions=["txt"]', 'data.extensions = "txt": has no dot; write ".txt"'),
         ("data.sequence_length_tokens=1", "data.sequence_length_tokens = 1: should be greater than or equal to 2"),
         ("data.eval_fraction=1.0", "data.eval_fraction = 1.0: should be less than 1; the default is 0.02"),
@@ -279,6 +281,48 @@ def test_a_refusal_names_the_key_the_value_and_the_remedy(tmp_path: Path, overri
 )
 def test_a_refused_file_says_why(tmp_path: Path, text: str, message: str):
     assert message in refusal(tmp_path, text=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("steps =", "a value is missing there, or a bracket is still open"),
+        ("paths = ['a',", "a value is missing there, or a bracket is still open"),
+        ("run = here", "strings need quotes, and true and false are lower-case"),
+        ("run = 'a'\nrun = 'b'", "the key is there twice: remove one"),
+        ("[model]\n[model]", "the table is there twice: join the two"),
+        ("steps = 1,000", "numbers without commas"),
+        ("steps: 3", "write key = value"),
+        ('{"steps": 3}', "a line is a [table], a key = value or a # comment"),
+        ('run = "C:\\users"', "in single quotes"),
+        ("paths = ['a' 'b']", "close the bracket, and put commas between its values"),
+        ("run = 'a", "close the quotes"),
+        ('run = "a', "close the quotes"),
+        ("[model", "close the [table] with a ]"),
+        ("steps = " + 5000 * "9", "correct that line"),
+        ("x = " + 5000 * "[", "correct that line"),
+    ],
+)
+def test_what_is_no_toml_comes_with_what_to_write(tmp_path: Path, text: str, remedy: str):
+    message = refusal(tmp_path, text=text)
+    assert "run.toml: is not valid TOML: " in message and message.endswith(remedy)
+
+
+def test_only_small_files_are_read(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.toml")  # nobody writes to it
+    for path in (tmp_path / "pipe.toml", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=f"{path}: cannot be read .a pipe or a device .* into a file"):
+            load_config(path)
+        assert "cannot be read (a pipe or a device" in refusal(tmp_path, f"model.config={path}", text=SCRATCH)
+    with (tmp_path / "large.toml").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match="larger than 16 MiB"):
+        load_config(tmp_path / "large.toml")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_configuration(tmp_path: Path):
+    (tmp_path / "run.toml").write_text(MINIMAL, encoding="utf-8-sig")
+    assert load_config(tmp_path / "run.toml").model.path is not None
 
 
 def test_a_missing_file_and_a_malformed_model_config_are_refused(tmp_path: Path):

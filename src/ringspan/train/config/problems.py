@@ -40,6 +40,8 @@ def _explain_one(problem: ErrorDetails, root: type[BaseModel]) -> str:
         problem["msg"]
         .replace("Input should be", "should be")
         .replace("Tuple should", "should")
+        .replace("a valid tuple", 'a list, such as ["a", "b"]')
+        .replace("a valid string", "a string, in quotes")
         .replace(" after validation", "")
     )
     default = None if field is None or field.is_required() else field.default

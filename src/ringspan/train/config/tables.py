@@ -16,11 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.extras import require
+from ringspan.core.files import read_small
 from ringspan.core.layout import Layout
 from ringspan.core.messages import one_line
 from ringspan.core.names import CheckpointName, CommDtypeName, DtypeName, KernelName, LayoutName, OffloadName
 from ringspan.core.route import Route
 from ringspan.train.config.problems import explain, shown
+from ringspan.train.config.toml import read_toml
 
 DocumentsName = Literal["pack", "separate", "cut"]
 
@@ -456,12 +458,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: one line that names the key, its value and the remedy.
     """
-    try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not valid TOML: {one_line(error)}; strings need quotes") from error
+    values = read_toml(path)
     for override in overrides:
         _apply_override(values, override)
     config = parse_config(values)
@@ -500,7 +497,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 def _override_value(text: str) -> object:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text.strip()
     # More than one key: the text held a line break and went on as TOML. No key is a date, but run=2026-01-31 is a name.
     if parsed.keys() != {"value"} or isinstance(parsed["value"], date | time):
@@ -510,13 +507,13 @@ def _override_value(text: str) -> object:
 
 def _read_json(path: str) -> Any:
     try:
-        return json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        return json.loads(read_small(Path(path).expanduser()))
     except OSError as error:
         raise ConfigError(
             f"model.config = {json.dumps(path)}: cannot be read ({error.strerror}); give a table or the path of a "
             "config.json"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"model.config = {json.dumps(path)}: is not valid JSON: {one_line(error)}; repair it"
         ) from error

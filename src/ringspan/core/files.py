@@ -1,0 +1,26 @@
+"""Small files that people write, such as configurations: read only where they are files, and small."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+_MOST_BYTES: Final = 16 << 20  # the config of a model takes some thousand
+
+
+def read_small(path: str | Path) -> str:
+    """The text of a file that somebody wrote or a program saved, without a byte order mark.
+
+    Raises:
+        OSError: it cannot be read; it is a folder, a pipe or a device, of which some never end; or it is too large.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # to open a pipe would wait for its writer
+        raise OSError(errno.EINVAL, "a pipe or a device is read once, or never ends: write what it gives into a file")
+    with open(path, "rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {_MOST_BYTES >> 20} MiB")
+    return data.decode("utf-8-sig")
