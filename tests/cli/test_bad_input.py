@@ -1,5 +1,8 @@
 """Bad input: one clear line, exit code 2, and nothing written."""
 
+import os
+import re
+import subprocess
 import sys
 
 import pytest
@@ -39,6 +42,7 @@ def workplace(tmp_path):
 
 
 def refusal(monkeypatch, capsys, *arguments):
+    """The one line that is printed, after the one that says that ranks are started where only they can know."""
     monkeypatch.setattr(sys, "argv", ["ringspan", *map(str, arguments)])
     with pytest.raises(SystemExit) as exit_:
         main()
@@ -46,8 +50,9 @@ def refusal(monkeypatch, capsys, *arguments):
     assert exit_.value.code == 2
     assert printed.out == ""
     lines = printed.err.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("ringspan: "), printed.err
-    return lines[0]
+    assert lines[-1].startswith("ringspan: "), printed.err
+    assert not lines[:-1] or re.fullmatch(r"starting \d ranks?", *lines[:-1]), printed.err
+    return lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +105,61 @@ def test_train_refuses(monkeypatch, capsys, workplace, arguments, message):
 def test_train_refuses_a_missing_file(monkeypatch, capsys, tmp_path):
     assert "no.toml" in refusal(monkeypatch, capsys, "train", tmp_path / "no.toml")
     assert list(tmp_path.iterdir()) == []
+
+
+EARLY = """
+import os, sys
+from ringspan.cli.main import main
+
+config, folder = sys.argv[1:]
+finished = os.path.join(folder, "finished")
+os.makedirs(os.path.join(finished, "checkpoints", "step_00000001"))
+os.mkdir(os.path.join(finished, "model"))
+open(os.path.join(finished, "exported"), "w").write("1")
+cases = [
+    ([], {"WORLD_SIZE": "2"}),
+    (["data.paths=nowhere"], {}),
+    (["data.paths=/dev/zero"], {}),
+    (["data.extensions=['.xyz']"], {}),
+    ([f"run={config}"], {}),
+    ([f"run={finished}"], {}),
+    (["optimizer.nonsense=1"], {}),
+    (["mesh.ring=3", "--nproc", "2"], {}),
+]
+for arguments, environment in cases:
+    os.environ.update(environment)
+    sys.argv = ["ringspan", "train", config, *arguments]
+    try:
+        main()
+    except SystemExit as exit_:
+        print(exit_.code)
+    for name in environment:
+        del os.environ[name]
+print("torch" in sys.modules or "transformers" in sys.modules)
+"""
+
+
+def test_train_refuses_without_importing_a_framework_what_needs_none(workplace):
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    program = [sys.executable, "-c", EARLY, str(workplace / "config.toml"), str(workplace)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout.split() == 8 * ["2"] + ["False"], done
+    lines = done.stderr.splitlines()
+    for line, message in zip(
+        lines,
+        [
+            "WORLD_SIZE is set in the environment, and RANK, MASTER_ADDR, MASTER_PORT not",
+            'data.paths = "nowhere": does not exist',
+            'data.paths = "/dev/zero": is no file that can be read twice',
+            "no file in it ends in .xyz",
+            "cannot be the folder of a run",
+            "is finished at step 1; set steps above 1 to go on",
+            "optimizer.nonsense: unknown key",
+            "mesh.ring = 3",
+        ],
+        strict=True,
+    ):
+        assert line.startswith("ringspan: ") and message in line
 
 
 def test_what_only_a_rank_can_see_is_refused_too(monkeypatch, capsys, workplace):

@@ -7,11 +7,13 @@ import pytest
 
 from ringspan.cli.console import console, facts, paragraph, table
 from ringspan.cli.main import main
+from ringspan.cli.progress import describe
 from ringspan.measure.bench import attention
 from ringspan.measure.cluster import doctor
 from ringspan.measure.trace import rehearsal
 from ringspan.plan import planner
 from ringspan.torch.runtime import launch
+from ringspan.train.metrics import StepMetrics
 
 
 @pytest.mark.parametrize(
@@ -86,3 +88,22 @@ def test_json_has_standard_output_for_itself(capsys, monkeypatch):
     printed = capsys.readouterr()
     assert printed.err == "" and len(printed.out.splitlines()) == 1
     assert "is taken as" in json.loads(printed.out)["reasons"][-1]
+
+
+METRICS = StepMetrics(
+    step=3, loss=1.25, grad_norm=1.0, lr=1e-3, tokens_per_second=12345.0, mfu=0.4, peak_bytes=2_000_000_000, seconds=1.0
+)
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (None, "loss 1.2500  12,345 tokens/s  MFU 40%  peak 2.00 GB per rank"),
+        (60, "loss 1.2500  12,345 tokens/s  MFU 40%  peak 2.00 GB per rank"),
+        (59, "loss 1.2500  12,345 tokens/s  MFU 40%"),
+        (30, "loss 1.2500  12,345 tokens/s"),
+        (1, "loss 1.2500"),
+    ],
+)
+def test_what_has_no_room_beside_the_step_is_left_out(width, shown):
+    assert describe(METRICS, width) == shown

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from ringspan.torch.data.batch import IGNORED
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig, parse_config
 from ringspan.train.data.order import BatchOrder
 from ringspan.train.data.sequences import build_data
-from ringspan.train.job import learning_rate, prepare
+from ringspan.train.job import _peak_flops, learning_rate, prepare
 from ringspan.train.loop import train
 from ringspan.train.model import build_model, load_model_config, load_tokenizer
 
@@ -82,6 +83,27 @@ def test_ranks_draw_random_numbers_of_their_own_from_the_seed(pool, text):
     assert first == again
     assert len({number for number, _ in first + other}) == 8
     assert len({weights for _, weights in first}) == 1
+
+
+def measured(mesh):
+    """When a rank that comes late began and ended to measure, and what all of them make together."""
+    times = []
+
+    def measure(device, dtype):
+        times.append(time.monotonic())
+        time.sleep(0.3)
+        times.append(time.monotonic())
+        return 1.0
+
+    time.sleep(0.4 * dist.get_rank())
+    return _peak_flops(torch.device("cpu"), torch.float32, measure), times
+
+
+def test_ranks_measure_how_fast_they_are_at_the_same_time(pool):
+    """Ranks of a CPU that measured in turn would each find all of it their own."""
+    results = pool.run(measured, 4)
+    assert [total for total, _ in results] == 4 * [4.0]
+    assert max(began for _, (began, _) in results) < min(ended for _, (_, ended) in results)
 
 
 @pytest.fixture(scope="module")

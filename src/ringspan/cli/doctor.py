@@ -30,10 +30,14 @@ def command(
     """
     from ringspan.cli.console import console
     from ringspan.core.errors import ConfigError
-    from ringspan.measure.cluster.doctor import examine, examine_job
+    from ringspan.torch.runtime.environment import is_rank
 
-    with console(stderr=True, quiet=as_json).status("looking at devices, links and kernels"):
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    with console(stderr=True, quiet=as_json or os.environ.get("RANK", "0") != "0").status(
+        "looking at devices, links and kernels"
+    ):
+        from ringspan.measure.cluster.doctor import examine, examine_job
+
+        if is_rank():
             if ranks is not None:
                 raise ConfigError(f"--ranks {ranks} under torchrun, which has started the processes; leave it out")
             result, is_first = examine_job()

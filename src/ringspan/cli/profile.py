@@ -57,8 +57,9 @@ def command(
     from ringspan.plan.setting import Setting, dtype_bytes
     from ringspan.plan.shapes import model_shape
     from ringspan.torch.model.support import refuse_route
+    from ringspan.torch.runtime.environment import is_rank
 
-    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    under_torchrun = is_rank()
     if under_torchrun and ranks is not None:
         raise ConfigError(f"--ranks {ranks} under torchrun, which has started the processes; leave it out")
     setting = Setting(
@@ -84,7 +85,8 @@ def command(
         refuse_local_ranks(shape, setting)
     check_segments(setting.checkpoint, layers_per_checkpoint)
     refuse_route(hugging_face_config(shape, length), setting.ring, route, "exact")
-    with console(stderr=True, quiet=as_json).status("running three steps"):
+    others = under_torchrun and os.environ["RANK"] != "0"
+    with console(stderr=True, quiet=as_json or others).status("running three steps"):
         profiles, is_first = _profiled(shape, setting, out, under_torchrun)
     if is_first:
         _show(profiles, shape.name, setting, out, as_json)

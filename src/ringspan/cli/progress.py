@@ -4,14 +4,18 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ringspan.cli.console import console
 from ringspan.train.loop import Observer
 from ringspan.train.metrics import StepMetrics
+
+_BESIDE: Final = 36  # characters of a line that the numbers of the step and both times take
+_WIDE: Final = 140  # from which on there is room for a bar
 
 
 def quiet() -> None:
@@ -27,31 +31,41 @@ def quiet() -> None:
 @contextmanager
 def watched(steps: int) -> Iterator[Observer]:
     """An observer that shows a run of this many steps on the standard error stream."""
-    console = Console(stderr=True, highlight=False)
+    out = console(stderr=True)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if not console.is_terminal:
+    if not out.is_terminal:
         import datasets
 
         datasets.disable_progress_bars()
-        yield Observer(_started(console), _line(steps), _evaluated(console), _noticed(console))
+        yield Observer(_noticed(out), _started(out), _line(steps), _evaluated(out), _noticed(out))
         return
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeElapsedColumn(), TextColumn("/"), TimeRemainingColumn(), console=console) as progress:
+    columns = [TextColumn("step"), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
+    if out.width >= _WIDE:
+        columns[2:2] = [BarColumn()]
+    with Progress(*columns, TextColumn("/"), TimeRemainingColumn(), console=out) as progress:
         task = progress.add_task("starting", total=steps)
 
+        def doing(what: str) -> None:
+            progress.update(task, description=what)
+
         def stepped(metrics: StepMetrics) -> None:
-            progress.update(task, completed=metrics.step, description=describe(metrics))
+            progress.update(task, completed=metrics.step, description=describe(metrics, out.width - _BESIDE))
 
-        yield Observer(_started(console), stepped, _evaluated(progress.console), _noticed(progress.console))
+        yield Observer(doing, _started(out), stepped, _evaluated(out), _noticed(out))
 
 
-def describe(metrics: StepMetrics) -> str:
-    """Loss, speed, share of the measured peak and memory in a line."""
-    return (
-        f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  MFU {metrics.mfu:.0%}  "
-        f"peak {metrics.peak_bytes / 1e9:.2f} GB a rank"
-    )
+def describe(metrics: StepMetrics, width: int | None = None) -> str:
+    """Loss, speed, share of the measured peak and memory in a line; as many of them as have room in ``width``."""
+    parts = [
+        f"loss {metrics.loss:.4f}",
+        f"{metrics.tokens_per_second:,.0f} tokens/s",
+        f"MFU {metrics.mfu:.0%}",
+        f"peak {metrics.peak_bytes / 1e9:.2f} GB per rank",
+    ]
+    while width is not None and len(parts) > 1 and len("  ".join(parts)) > width:
+        parts.pop()
+    return "  ".join(parts)
 
 
 def _started(console: Console) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,44 +67,69 @@ def _show(result: "TrainResult", as_json: bool) -> None:
 
 def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "tuple[TrainResult, bool]":
     """Train in the ranks that torchrun started, or in new local ones; the result, and whether this is rank 0."""
+    from ringspan.cli.console import console
     from ringspan.core.errors import ConfigError
-    from ringspan.torch.runtime.forks import serve_forks
+    from ringspan.torch.runtime.environment import is_rank
 
-    settings.require_extras()
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    _check(settings)
+    if is_rank():
         for option, given in (("--nproc", nproc), ("--max-restarts", max_restarts or None)):
             if given is not None:
                 raise ConfigError(f"{option} {given} under torchrun, which has started the processes; leave it out")
         return _run_here(settings)
-    if nproc is None:
-        import torch
-
-        nproc = max(1, torch.cuda.device_count())
-    elif nproc < 1:
+    if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc}: at least one process is needed")
-    settings.resolve_mesh(nproc)  # refuse here what every rank would
     thrift = settings.memory.offload != "none"  # who offloads would rather wait for memory than run out of it
-    if not thrift:
-        # It gets ready while the next imports take their time.
-        serve_forks("ringspan.train.loop", "torch.utils.tensorboard")
-
+    with console(stderr=True).status("importing PyTorch and transformers"):
+        nproc = _ready(settings, nproc, is_thrifty=thrift)
     from ringspan.torch.runtime.launch import launch
-    from ringspan.train.config.paths import refuse_missing
-    from ringspan.train.lock import RunLock
-    from ringspan.train.model import load_model_config
-    from ringspan.train.resume import read_record
 
-    refuse_missing(settings.data.paths)
-    with RunLock(Path(settings.run)) as lock:  # for its refusal: rank 0 takes it for itself
-        lock.take()
-    read_record(settings)
-    load_model_config(settings)
+    print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
     results = launch(train_rank, nproc, settings, max_restarts=max_restarts, forward_signals=True, is_thrifty=thrift)
     return results[0], True
 
 
+def _check(settings: "TrainConfig") -> None:
+    """Raise a ConfigError for what can be seen without a framework, in tenths of a second: text that is not there, a
+    folder that is not this run's, a run that is finished.
+    """
+    from ringspan.train.config.paths import find_files
+    from ringspan.train.record import read_record, refuse_finished
+
+    settings.require_extras()
+    find_files((path for path in settings.data.paths if not path.startswith("hub:")), settings.data.extensions)
+    read_record(settings)
+    refuse_finished(settings)
+
+
+def _ready(settings: "TrainConfig", nproc: int | None, *, is_thrifty: bool) -> int:
+    """Import what local ranks need, and raise here what every rank would; how many there are."""
+    from ringspan.torch.runtime.forks import serve_forks
+
+    if nproc is not None:
+        settings.resolve_mesh(nproc)
+    if not is_thrifty:
+        # It gets ready while the next imports take their time.
+        serve_forks("ringspan.train.loop", "torch.utils.tensorboard")
+    if nproc is None:
+        import torch
+
+        nproc = max(1, torch.cuda.device_count())
+        settings.resolve_mesh(nproc)
+
+    from ringspan.train.lock import RunLock
+    from ringspan.train.model import load_model_config
+
+    with RunLock(Path(settings.run)) as lock:  # for its refusal: rank 0 takes it for itself
+        lock.take()
+    load_model_config(settings)
+    return nproc
+
+
 def _run_here(settings: "TrainConfig") -> "tuple[TrainResult, bool]":
     """As one of the ranks that torchrun started."""
+    if os.environ["RANK"] == "0":
+        print("importing PyTorch and transformers", file=sys.stderr, flush=True)
     import torch.distributed as dist
 
     from ringspan.torch.runtime.launch import join

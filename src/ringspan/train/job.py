@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,17 +92,21 @@ class Job:
         return metrics, verdict
 
 
-def prepare(config: TrainConfig, kept_tokenizer: Path | None = None) -> Job:
+def prepare(
+    config: TrainConfig, kept_tokenizer: Path | None = None, doing: Callable[[str], None] = lambda what: None
+) -> Job:
     """Everything that can be refused is refused here, before anything is written. A run that is resumed gives the
-    folder of its tokenizer.
+    folder of its tokenizer; ``doing`` is told what takes a while.
     """
     replicate, ring = config.resolve_mesh(dist.get_world_size())
     device, dtype = local_device(), getattr(torch, config.model.dtype)
     model_config = load_model_config(config)
+    doing("reading and tokenizing the text")
     with _first_rank_first():
         scan = scan_documents(config.data)
         tokenizer = load_tokenizer(config, model_config, scan.documents, kept_tokenizer)
         data = build_data(config, tokenizer, scan)
+    doing("loading the model" if config.model.init == "pretrained" else "building the model")
     model: Any = build_model(config, model_config)
     num_parameters, num_weights = model.num_parameters(), num_matmul_parameters(model)
     mesh = init_mesh(ring=ring, replicate=replicate, tp=config.mesh.tp)
@@ -131,6 +135,7 @@ def prepare(config: TrainConfig, kept_tokenizer: Path | None = None) -> Job:
     # Documents that are separate count positions anew, so the model's first step is the first to know.
     if config.data.documents != "separate" and (error := beyond_table(model, decoder_of(model), length)):
         raise error
+    doing("measuring how fast the ranks are")
     optimizer = build_optimizer(model, settings)
     batches = Batches(config, mesh, data.train, device)
     facts = {
@@ -146,7 +151,7 @@ def prepare(config: TrainConfig, kept_tokenizer: Path | None = None) -> Job:
         "skipped_files": data.num_skipped_files,
         "train_sequences": len(data.train),
         "eval_sequences": len(data.eval or ()),
-        "peak_flops": _sum_over_ranks(measure_flops(device, dtype), device),
+        "peak_flops": _peak_flops(device, dtype),
     }
     begin_random_numbers(config.seed)  # the last thing: what is measured above draws some
     return Job(
@@ -277,7 +282,13 @@ def _first_rank_first() -> Iterator[None]:
         dist.barrier()
 
 
-def _sum_over_ranks(value: float, device: torch.device) -> float:
-    total = torch.tensor(value, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+def _peak_flops(
+    device: torch.device, dtype: torch.dtype, measure: Callable[[torch.device, torch.dtype], float] = measure_flops
+) -> float:
+    """FLOP/s of all ranks together, measured at the same time: ranks of a CPU share its clock and its caches."""
+    dist.barrier()
+    total = torch.tensor(
+        measure(device, dtype), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device
+    )
     dist.all_reduce(total)
     return float(total)

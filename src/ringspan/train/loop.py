@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,10 @@ from ringspan.train.guard import Guard
 from ringspan.train.job import Job, evaluate, prepare
 from ringspan.train.lock import RunLock
 from ringspan.train.metrics import MetricsWriter, StepMetrics
+from ringspan.train.record import EXPORTED, RunRecord, finished
 from ringspan.train.result import TrainResult
-from ringspan.train.resume import RunRecord, begin_run, open_run, random_state, restore, run_state
+from ringspan.train.resume import begin_run, open_run, random_state, restore, run_state
 from ringspan.train.signals import StopRequest
-
-_EXPORTED: Final = "exported"  # the step whose model has been written
 
 if TYPE_CHECKING:
     from ringspan.measure.trace.profile import Profiler
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 class Observer:
     """Who is told how a run goes, on rank 0: a progress bar, or nobody."""
 
+    doing: Callable[[str], None] = lambda what: None
     started: Callable[[dict[str, Any]], None] = lambda facts: None
     stepped: Callable[[StepMetrics], None] = lambda metrics: None
     evaluated: Callable[[int, float], None] = lambda step, loss: None
@@ -62,9 +62,11 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
     run = Path(config.run)
     with RunLock(run) as lock:
         record = open_run(config, lock)
-        job = prepare(config, None if record.is_new else tokenizer_of(run))
+        is_first = dist.get_rank() == 0
+        doing = observer.doing if is_first else lambda what: None
+        job = prepare(config, None if record.is_new else tokenizer_of(run), doing)
         begin_run(config, record, lock, job.tokenizer, job.data)
-        announce = observer.noticed if dist.get_rank() == 0 else lambda line: None
+        announce = observer.noticed if is_first else lambda line: None
         with StopRequest(announce) as stop, Watchdog(config.watchdog, run / "watchdog") as watchdog:
             result = _Run(job, record, stop, watchdog, observer).train()
             if then_exit:
@@ -213,7 +215,7 @@ class _Run:
         problem = save_model(self._job.model, self._job.tokenizer, folder, getattr(torch, self._config.model.dtype))
         if problem is None:
             if dist.get_rank() == 0:
-                write_synced(self._folder / _EXPORTED, f"{self._step}\n")
+                write_synced(self._folder / EXPORTED, f"{self._step}\n")
             return
         problem = f"{folder} was not written: {problem}"
         if self._checkpoints.newest_step != self._step:
@@ -231,7 +233,7 @@ class _Run:
 
     def _is_exported(self, step: int) -> bool:
         """Whether the model of a step that is the last has been written."""
-        marker = self._folder / _EXPORTED
+        marker = self._folder / EXPORTED
         # Earlier versions wrote no marker.
         exported = int(marker.read_text()) if marker.exists() else step
         return (self._folder / "model").exists() and exported >= step
@@ -269,10 +271,7 @@ class _Run:
             self._notice(f"{self._folder} has no checkpoint yet: begins anew")
             return
         if found.manifest.step >= self._config.steps and self._is_exported(found.manifest.step):
-            raise ConfigError(
-                f"{self._folder} is finished at step {found.manifest.step}; raise steps = {self._config.steps} to go "
-                "on, or choose another folder with run=..."
-            )
+            raise finished(self._config, found.manifest.step)
         if found.manifest.step > self._config.steps:
             raise ConfigError(
                 f"{self._folder} has come to step {found.manifest.step}, beyond steps = {self._config.steps}; raise "

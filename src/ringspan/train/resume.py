@@ -1,12 +1,9 @@
-"""Going on: whose folder it is, what of the configuration may have changed, and what a run's state consists of."""
+"""Going on: the folder of a run, from when it is opened, and what a run's state consists of."""
 
 import json
-import os
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,22 +20,7 @@ from ringspan.train.config.tables import TrainConfig, parse_config
 from ringspan.train.data import origin
 from ringspan.train.data.sequences import Data
 from ringspan.train.lock import RunLock
-
-_RECORD: Final = "run.json"
-# Another value of these would be another run under the same name.
-_FIXED: Final = ("seed", "model", "data")
-# Which text it is, which a run may change that says so.
-_TEXT: Final = ("data.paths", "data.text_field", "data.hub_split", "data.extensions")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """Who a run is, as its folder says."""
-
-    run_id: str
-    is_new: bool
-    changes: list[str] = field(default_factory=list)
-    """Settings that differ from those it began with, as lines to show."""
+from ringspan.train.record import RECORD, RunRecord, read_record, unusable
 
 
 def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
@@ -70,7 +52,7 @@ def begin_run(
     def begin() -> None:
         run.mkdir(parents=True, exist_ok=True)
         lock.take()
-        if (run / _RECORD).exists():
+        if (run / RECORD).exists():
             raise ConfigError(f'run = "{run}": another run has begun there meanwhile; choose another with run=...')
         origin.keep(run, tokenizer, data)
         _write_record(run, record.run_id, config)
@@ -78,7 +60,7 @@ def begin_run(
     def go_on() -> list[str]:
         changed = origin.compare(run, config.data, data)
         if config.data.on_change == "continue":  # from now on it is this text, wherever it is
-            began = json.loads((run / _RECORD).read_text(encoding="utf-8"))["config"]
+            began = json.loads((run / RECORD).read_text(encoding="utf-8"))["config"]
             _write_record(run, record.run_id, parse_config(began | {"data": config.model_dump(mode="json")["data"]}))
         return [changed] if changed else []
 
@@ -86,14 +68,14 @@ def begin_run(
         try:
             return begin() if record.is_new else go_on()
         except OSError as error:
-            raise _unusable(run, error) from error
+            raise unusable(run, error) from error
 
     record.changes.extend(_on_first_rank(work) or ())
 
 
 def _write_record(run: Path, run_id: str, config: TrainConfig) -> None:
     values = {"run_id": run_id, "config": config.model_dump(mode="json")}
-    write_synced(run / _RECORD, json.dumps(values, indent=1) + "\n")
+    write_synced(run / RECORD, json.dumps(values, indent=1) + "\n")
     sync_folder(run)
 
 
@@ -190,62 +172,3 @@ def restore(
         set_random_state(random, device)
     else:
         begin_random_numbers(manifest.step, dist.get_world_size())
-
-
-def read_record(config: TrainConfig) -> RunRecord:
-    """Whether ``config.run`` is a new run or one to go on with, as its folder says.
-
-    Raises:
-        ConfigError: the folder cannot be one of a run, holds something else, or the same run with another seed, model
-            or data.
-    """
-    run = Path(config.run)
-    try:
-        there = next(path for path in (run, *run.absolute().parents) if path.exists())
-    except OSError as error:
-        raise _unusable(run, error) from error
-    if not there.is_dir():
-        raise _unusable(run, f"{there} is a file")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise _unusable(run, f"no permission to write in {there}")
-    path = run / _RECORD
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        run_id, began = values["run_id"], parse_config(values["config"])
-    except FileNotFoundError:
-        if (run / "metrics.jsonl").exists():
-            raise ConfigError(
-                f"{run} already holds a run that cannot be continued ({_RECORD} is missing); choose another with "
-                "run=..., or remove it"
-            ) from None
-        return RunRecord(run_id=uuid.uuid4().hex, is_new=True)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not the record of a run: {' '.join(str(error).split())}; remove it") from error
-    if not isinstance(run_id, str) or not run_id.isalnum():
-        raise ConfigError(f"{path}: run_id = {run_id!r} is no name; remove the file")
-    changes = []
-    for key, before, now in _differences(began.model_dump(mode="json"), config.model_dump(mode="json")):
-        if key == "data.on_change" or (key in _TEXT and config.data.on_change == "continue"):
-            continue  # what that does is said when the text has been read
-        if key.split(".")[0] in _FIXED:
-            raise ConfigError(
-                f"{run} holds a run with {key} = {json.dumps(before)}, now it is {json.dumps(now)}; choose another "
-                "folder with run=..., or set it back"
-                + (", or go on with another text with data.on_change=continue" if key in _TEXT else "")
-            )
-        if key != "run":
-            changes.append(f"{key} = {json.dumps(now)} (was {json.dumps(before)})")
-    return RunRecord(run_id=run_id, is_new=False, changes=changes)
-
-
-def _unusable(run: Path, why: str | OSError) -> ConfigError:
-    reason = why if isinstance(why, str) else why.strerror or type(why).__name__
-    return ConfigError(f'run = "{run}": cannot be the folder of a run ({reason}); choose another with run=...')
-
-
-def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in [*before, *(key for key in now if key not in before)]:
-            yield from _differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
-    elif before != now:
-        yield prefix, before, now

@@ -1,6 +1,5 @@
 """The device mesh: replicas of a ring of tensor-parallel groups, ``world size = replicate x ring x tp``."""
 
-import os
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -8,6 +7,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringspan.core.errors import ConfigError
+from ringspan.torch.runtime.environment import is_rank
 from ringspan.torch.runtime.launch import join, local_device
 
 AXES: Final = "replicate", "ring", "tp"
@@ -22,10 +22,10 @@ def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> De
     feed-forward and vocabulary. ``ring=None`` takes all ranks that the other two leave.
 
     Raises:
-        ConfigError: the numbers do not multiply to the world size.
+        ConfigError: the numbers do not multiply to the world size, or the environment describes half a rank.
     """
     if not dist.is_initialized():
-        if "RANK" in os.environ:
+        if is_rank():
             join()
         else:
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

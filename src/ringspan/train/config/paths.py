@@ -1,9 +1,24 @@
-"""Whether the text of a run is there at all: asked first, before what its folder holds."""
+"""Which files of a run hold its text, and whether they are there at all: asked first, and without a framework."""
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.messages import one_line
+
+# Offsets of Arrow strings are 32-bit.
+_MAX_TEXT_BYTES: Final = (1 << 31) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundFiles:
+    """The local files of a run's text, in the order of their paths and names, and what was left out, as lines."""
+
+    files: list[Path] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
 def refuse_missing(paths: Iterable[str]) -> None:
@@ -23,3 +38,66 @@ def refuse_missing(paths: Iterable[str]) -> None:
         raise ConfigError(
             f'data.paths = "{name}": does not exist in {Path.cwd()}; correct it, or write "hub:{name}" for the Hub'
         )
+
+
+def find_files(paths: Iterable[str], extensions: Sequence[str]) -> FoundFiles:
+    """The files that local paths name, or those below them with such an ending; one that is reached twice, once.
+
+    Raises:
+        ConfigError: a path does not exist, or is no file that can be read; a folder holds no such file; a file is too
+            large for one document. One line each.
+    """
+    endings = tuple(extension.lower() for extension in extensions)
+    files: dict[Path, Path] = {}  # by resolved path, so that a file reached twice is one document
+    left_out: list[str] = []
+    for name in paths:
+        try:
+            for file in _files_at(Path(name).expanduser(), name, endings, left_out):
+                size = file.stat().st_size
+                if size > _MAX_TEXT_BYTES and file.suffix.lower() not in (".jsonl", ".parquet"):
+                    raise ConfigError(
+                        f'data.paths = "{file}": is larger than 2 GiB; split it, or make it a .jsonl file'
+                    )
+                files.setdefault(file.resolve(), file)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f'data.paths = "{name}": cannot be read: {one_line(error)}; correct it') from error
+    return FoundFiles(files=list(files.values()), left_out=left_out)
+
+
+def _files_at(path: Path, name: str, endings: tuple[str, ...], left_out: list[str]) -> list[Path]:
+    """The file that a name stands for, or those in a folder."""
+    if path.is_dir():
+        found = sorted(_walk(path, endings), key=Path.as_posix)
+        files = [file for file in found if file.is_file()]
+        if len(files) < len(found):
+            left_out.append(f"{name}: left out {len(found) - len(files)} links to nothing, pipes and the like")
+        if not files:
+            raise ConfigError(
+                f'data.paths = "{name}": no file in it ends in {listed(endings)}; correct it or data.extensions'
+            )
+        return files
+    refuse_missing([name])
+    if not path.is_file():
+        raise ConfigError(f'data.paths = "{name}": is no file that can be read twice; write what it gives into one')
+    return [path]
+
+
+def _walk(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
+    """Every file below a folder with such an ending; hidden entries (.git, .venv) left out, linked folders not
+    followed.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith(".") and name.lower().endswith(endings):
+                yield Path(parent, name)
+
+
+def listed(items: Sequence[str], limit: int = 8) -> str:
+    """The first few, and how many there are."""
+    more = f", ... ({len(items)} in all)" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +15,13 @@ from datasets.exceptions import DatasetGenerationError
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages import one_line
 from ringspan.plan.hub import from_hub
-from ringspan.train.config.paths import refuse_missing
+from ringspan.train.config.paths import FoundFiles, find_files, listed
 from ringspan.train.config.tables import DataConfig
 
 logger = logging.getLogger(__name__)
 # Part of each cache key: raise it when the same files would give other documents.
 _CACHE_VERSION = 1
 _BATCH_BYTES = 8 << 20
-# Offsets of Arrow strings are 32-bit.
-_MAX_TEXT_BYTES = (1 << 31) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,74 +54,31 @@ def scan_documents(config: DataConfig) -> DocumentScan:
             is malformed, or a Hub dataset cannot be loaded. One line each.
     """
     local = [path for path in config.paths if not path.startswith("hub:")]
-    files = _find_files(local, config.extensions) if local else []
+    found = find_files(local, config.extensions) if local else FoundFiles()
+    for line in found.left_out:
+        logger.warning(line)
+    files = found.files
     parts = [_load_files(files, config.text_field)] if local else []
     parts += [_load_hub(path, config) for path in config.paths if path.startswith("hub:")]
-    found = concatenate_datasets(parts)
-    documents = found.filter(_has_text, input_columns="text", batched=True, batch_size=rows_per_batch(found))
-    num_undecodable = column_of(found, "text").null_count
-    num_empty = len(found) - len(documents) - num_undecodable
+    rows = concatenate_datasets(parts)
+    documents = rows.filter(_has_text, input_columns="text", batched=True, batch_size=rows_per_batch(rows))
+    num_undecodable = column_of(rows, "text").null_count
+    num_empty = len(rows) - len(documents) - num_undecodable
     if num_undecodable or num_empty:
         logger.warning(
             "skipped %d of %d documents: %d not UTF-8 or null, %d empty",
             num_undecodable + num_empty,
-            len(found),
+            len(rows),
             num_undecodable,
             num_empty,
         )
     if not len(documents):
         raise ConfigError(
-            f"data.paths = {_listed(config.paths)}: no text in {len(found)} documents ({num_undecodable} not UTF-8 or "
+            f"data.paths = {listed(config.paths)}: no text in {len(rows)} documents ({num_undecodable} not UTF-8 or "
             f"null, {num_empty} empty); add files with text"
         )
     stamps = {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
     return DocumentScan(documents=documents, num_undecodable=num_undecodable, num_empty=num_empty, files=stamps)
-
-
-def _find_files(paths: Sequence[str], extensions: tuple[str, ...]) -> list[Path]:
-    endings = tuple(extension.lower() for extension in extensions)
-    files: dict[Path, Path] = {}  # by resolved path, so that a file reached twice is one document
-    for name in paths:
-        try:
-            found = _files_at(Path(name).expanduser(), name, endings)
-        except OSError as error:
-            raise ConfigError(f'data.paths = "{name}": cannot be read: {one_line(error)}; correct it') from error
-        for file in found:
-            if file.stat().st_size > _MAX_TEXT_BYTES and file.suffix.lower() not in (".jsonl", ".parquet"):
-                raise ConfigError(f'data.paths = "{file}": is larger than 2 GiB; split it, or make it a .jsonl file')
-            files.setdefault(file.resolve(), file)
-    return list(files.values())
-
-
-def _files_at(path: Path, name: str, endings: tuple[str, ...]) -> list[Path]:
-    """The file that a name stands for, or those in a folder."""
-    if path.is_dir():
-        found = [file for file in _walk(path) if file.name.lower().endswith(endings)]
-        files = [file for file in found if file.is_file()]
-        if len(files) < len(found):
-            logger.warning("%s: left out %d links to nothing, pipes and the like", name, len(found) - len(files))
-        if not files:
-            raise ConfigError(
-                f'data.paths = "{name}": no file in it ends in {_listed(endings)}; correct it or data.extensions'
-            )
-        return files
-    refuse_missing([name])
-    if not path.is_file():
-        raise ConfigError(f'data.paths = "{name}": is no file that can be read twice; write what it gives into one')
-    return [path]
-
-
-def _walk(folder: Path) -> list[Path]:
-    """Every file below a folder, sorted; hidden entries (.git, .venv) left out, linked folders not followed."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    files = []
-    for parent, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        files += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted(files, key=Path.as_posix)
 
 
 def _load_files(files: Sequence[Path], text_field: str) -> Dataset:
@@ -243,7 +197,7 @@ def _field_of(row: Any, text_field: str, place: str) -> str | None:
 
 
 def _no_field(place: str, text_field: str, fields: Sequence[str]) -> ConfigError:
-    known = f"its fields are {_listed(fields)}" if fields else "it has no fields"
+    known = f"its fields are {listed(fields)}" if fields else "it has no fields"
     return ConfigError(f'data.text_field = "{text_field}": is missing in {place}; {known}')
 
 
@@ -283,8 +237,3 @@ def column_of(dataset: Dataset, name: str) -> pa.ChunkedArray:
     """A column as it lies in the memory-mapped file."""
     table: Any = dataset.with_format("arrow")[:]
     return table.column(name)
-
-
-def _listed(items: Sequence[str], limit: int = 8) -> str:
-    more = f", ... ({len(items)} in all)" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
