@@ -1,6 +1,7 @@
 """Which kernel serves what, against the rule of choice itself, and the table that says so."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from ringspan.core.tile import Tile
 from ringspan.measure.bench.kernels import CASES, fill, kernel_report, serving
 from ringspan.torch import kernels
+from ringspan.torch.kernels.device import DeviceRules, ruled_by, rules_of
 from ringspan.torch.kernels.score_mod import Scores
 
 PAGE = (Path(__file__).parents[3] / "docs" / "masks.md").read_text(encoding="utf-8")
@@ -27,8 +29,11 @@ def test_shares_are_of_all_pairs():
         assert not served or sum(served.values()) == pytest.approx(1)
 
 
+FAST_CPU = replace(rules_of(CPU), multiplies_16_bits=True)
+
+
+@ruled_by(cpu=FAST_CPU)
 def test_a_kernel_that_refuses_a_tile_loses_its_share(monkeypatch):
-    monkeypatch.setattr(kernels, "multiplies_16_bits", lambda: True)
     assert serving(CASES["causal"], CPU) == {"cpu": 1.0}
     choose, full = kernels.choose, ("cpu", "reference")
 
@@ -40,8 +45,8 @@ def test_a_kernel_that_refuses_a_tile_loses_its_share(monkeypatch):
     assert set(shares) == {"cpu", "reference"} and 0.5 < shares["cpu"] < 0.9
 
 
-def test_what_does_not_run_here_says_why(monkeypatch):
-    monkeypatch.setattr(kernels, "multiplies_16_bits", lambda: True)
+@ruled_by(cpu=FAST_CPU, cuda=DeviceRules(cuts_for_cores=False, capability=(7, 5)))
+def test_what_does_not_run_here_says_why():
     report = kernel_report([CPU])
     assert report["cpu"]["available"] and report["cpu"]["why_not"] is None
     assert report["flash"] == {
@@ -50,7 +55,6 @@ def test_what_does_not_run_here_says_why(monkeypatch):
     assert set(report["reference"]["serves"]) == {
         "short documents, float32", "causal, soft cap (Gemma 2)", "causal, ALiBi",
     }  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     report = kernel_report([CUDA])
     assert re.match("it needs compute capability 8.0, this device has 7.5", report["flash"]["why_not"])
     assert report["reference"]["serves"]["causal"] == 1.0

@@ -1,7 +1,7 @@
 """Local kernels: which computes what, what each refuses, and those of CUDA through stand-ins for their operators."""
 
 import platform
-from unittest.mock import patch
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core.launch import Launch, Window, bands, chains, keys_a_row, pieces, squares, whole
+from ringspan.core.launch import Launch, Window, bands, chains, pieces, squares, whole
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.schedule import plan
 from ringspan.core.tile import Tile
 from ringspan.torch import kernels
-from ringspan.torch.kernels import reference
+from ringspan.torch.kernels.device import ChunkSize, DeviceRules, multiplies_16_bits, ruled_by, rules_of
 from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.kernels.score_mod import Scores
 from tests.core.strategies import layouts, masks
@@ -24,6 +24,7 @@ from tests.torch.standins import calls, installed
 from tests.torch.views import VIEWS
 
 PLAIN = Scores(1.0)
+CPU = torch.device("cpu")
 widths = st.integers(1, 12) | st.sampled_from([16, 32])  # of chunks
 OF_CUDA = ("cudnn", "flash", "flash2", "flash3", "flash4")
 
@@ -137,19 +138,19 @@ def test_every_kernel_says_how_tensors_must_lie_and_gets_them_so():
     batch=st.integers(1, 2),
     softcap=st.sampled_from([0.0, 2.0]),
     has_slopes=st.booleans(),
-    room=st.builds(reference.Room, widths, widths, st.sampled_from([1, 100, 1 << 18])),
+    chunk_size=st.builds(ChunkSize, widths, widths, st.sampled_from([1, 100, 1 << 18])),
     others=st.none() | st.integers(1, 20),
 )
 @examples(60)
 def test_any_mask_through_plain_pytorch_whatever_its_chunks(
-    length, mask, layout, ranks, grouping, sizes, batch, softcap, has_slopes, room, others
+    length, mask, layout, ranks, grouping, sizes, batch, softcap, has_slopes, chunk_size, others
 ):
     """Alone, or beside another kernel in hops where rows see ``others`` keys or more."""
     heads, groups = grouping
     shape = {"batch": batch, "heads": heads, "groups": groups, "size": sizes[0], "value_size": sizes[1]}
     problem = Problem(length, mask, softcap=softcap, has_slopes=has_slopes, **shape)
-    is_slow = patch.object(kernels, "is_slow_at", lambda tiles, q: keys_a_row(tiles) < others)
-    with patch.object(reference.Room, "of", lambda q, tile: room), is_slow:
+    rules = replace(rules_of(CPU), chunk_size=chunk_size, short_rows=others and (0, others - 1e-6))
+    with ruled_by(cpu=rules):
         assert max(problem.errors(layout, ranks, kernel="auto" if others else "reference")) < FLOAT32_LIMIT
 
 
@@ -201,7 +202,7 @@ def test_a_row_between_documents_saw_nothing(standins, kernel):
     assert out[:, :, seen].abs().amin() > 0 and out[:, :, ~seen].eq(0).all()
 
 
-def test_auto_takes_the_first_kernel_that_knows_the_tiles(monkeypatch):
+def test_auto_takes_the_first_kernel_that_knows_the_tiles():
     square, rectangle = Tile(0, 8, 0, 8, 0, 7), Tile.full(0, 8, 0, 4)
     band = Tile(0, 8, 0, 8, 0, 3)
     everything = tuple(kernels.KERNELS)
@@ -215,8 +216,8 @@ def test_auto_takes_the_first_kernel_that_knows_the_tiles(monkeypatch):
     assert kernels.serving("auto", q, q, Scores(1.0, softcap=2.0)) == ("reference",)
     assert kernels.serving("flash", q, q, PLAIN) == ("flash",)
     for is_fast, names in ((True, ("cpu", "reference")), (False, ("reference",))):
-        monkeypatch.setattr(kernels, "multiplies_16_bits", lambda is_fast=is_fast: is_fast)
-        assert kernels.serving("auto", q.bfloat16(), q, PLAIN) == names
+        with ruled_by(cpu=replace(rules_of(CPU), multiplies_16_bits=is_fast)):
+            assert kernels.serving("auto", q.bfloat16(), q, PLAIN) == names
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def test_which_cpus_leave_16_bits_to_pytorch(monkeypatch, machine, instructions,
     monkeypatch.setattr(platform, "machine", lambda: machine)
     for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda name=name: name == instructions)
-    assert kernels.multiplies_16_bits() is is_fast
+    assert multiplies_16_bits() is is_fast
 
 
 @pytest.mark.parametrize("kernel", [name for name in kernels.KERNEL_NAMES if name in OF_CUDA])
@@ -263,12 +264,12 @@ def test_a_kernel_of_cuda_is_refused_on_a_cpu(kernel):
         rs.ring_attention(q, q, q, kernel=kernel)
 
 
-def test_refusals_name_the_reason(monkeypatch):
+def test_refusals_name_the_reason():
     def why_not(name, *, dtype=torch.bfloat16, size=64, value_size=None, scores=PLAIN, capability=(9, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
         q, v = (FakeCuda(dtype, (1, 2, 8, d)) for d in (size, value_size or size))
-        return kernels.why_not(name, q, v, scores)
+        rules = DeviceRules(cuts_for_cores=False, capability=capability, has_cudnn=True)
+        with ruled_by(cuda=rules):
+            return kernels.why_not(name, q, v, scores)
 
     assert why_not("cudnn") is None and why_not("flash") is None
     assert "bfloat16 or float16, these are float32" in why_not("cudnn", dtype=torch.float32)

@@ -7,10 +7,9 @@ table of a document is made anew by ``python -m ringspan.measure.bench.kernels d
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,14 +18,17 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
 from ringspan.core.schedule import plan
-from ringspan.gpu import support
 from ringspan.torch import kernels
 from ringspan.torch.attention.op import check_tensors
+from ringspan.torch.kernels.device import DeviceRules, ruled_by, rules_of
 from ringspan.torch.kernels.score_mod import Scores
 
 _RANKS: Final = 4
 _LENGTH: Final = 16384
 _HEADS: Final = 8
+_EVERY_CUDA: Final = DeviceRules(
+    cuts_for_cores=False, capability=(8, 0), has_cudnn=True, has_package=lambda name: name == "triton"
+)
 _NO_CUDA: Final = "it needs a CUDA device, and this machine has none"
 
 
@@ -115,13 +117,8 @@ def markdown() -> str:
     capability 8.0 with cuDNN and Triton, as PyTorch's builds bring them, and without the flash-attn packages.
     """
     lines = ["| attention | CPU | CUDA |", "| --- | --- | --- |"]
-    with (
-        patch.object(torch.cuda, "get_device_capability", lambda _: (8, 0)),
-        patch.object(torch.backends.cudnn, "is_available", lambda: True),
-        patch.object(kernels, "multiplies_16_bits", lambda: True),
-        patch.object(support, "has_triton", lambda: True),
-        patch.object(support, "is_installed", lambda _: False),
-    ):
+    cpu = replace(rules_of(torch.device("cpu")), multiplies_16_bits=True)
+    with ruled_by(cpu=cpu, cuda=_EVERY_CUDA):
         for title, case in CASES.items():
             cells = (shares(serving(case, torch.device(kind))) for kind in ("cpu", "cuda"))
             lines.append(f"| {title} | {' | '.join(cells)} |")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ringspan.core.launch import Launch
 from ringspan.core.tile import Tile
-from ringspan.torch.kernels import KERNELS, InPlace, Kernel, Returning
+from ringspan.torch.kernels import KERNELS, InPlace, Kernel, Returning, register
 from ringspan.torch.kernels.score_mod import Scores
 
 _Kernel = TypeVar("_Kernel", bound=Kernel)
@@ -92,4 +92,4 @@ def thin_attention(every: int) -> None:
     """Let this process compute one row in ``every`` of attention on a CPU, from now on."""
     for name in ("cpu", "reference"):
         kernel = KERNELS[name]
-        KERNELS[name] = ThinnedInPlace(kernel, every) if isinstance(kernel, InPlace) else Thinned(kernel, every)
+        register(ThinnedInPlace(kernel, every) if isinstance(kernel, InPlace) else Thinned(kernel, every))

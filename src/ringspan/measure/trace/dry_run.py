@@ -1,11 +1,10 @@
 """The real training step of the real model, traced on fake tensors as one rank of many: nothing is computed or sent."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
-from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -15,23 +14,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout
 from ringspan.core.names import checkpoint_name, offload_name
 from ringspan.core.tile import Tile
+from ringspan.measure.trace.torch_seams import real_meshes
 from ringspan.measure.trace.tracker import MemoryTracker, Moment, end_step, train_step
 from ringspan.plan.planner import Plan
 from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import ModelShape
-from ringspan.torch import kernels
-from ringspan.torch.attention import op as attention
 from ringspan.torch.data.batch import shard_batch
-from ringspan.torch.kernels import reference
-from ringspan.torch.layers import blockwise as tokenwise
-from ringspan.torch.memory import offload
+from ringspan.torch.kernels import registered
+from ringspan.torch.kernels.device import ChunkSize, DeviceRules, ruled_by, rules_of
+from ringspan.torch.kernels.reference import Blockwise
 from ringspan.torch.memory.host_optimizer import HostAdamW
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.parallelize import parallelize
@@ -67,15 +64,15 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: 
     tracker = MemoryTracker(is_fake=True)
     with (
         fake_mesh(setting, rank, "cpu") as mesh,
-        _as_on_gpu() if setting.on_gpu else nullcontext(),
-        _real_meshes(),
-        _without_trials(),
-        _one_chunk(),
+        ruled_by(cpu=_without_values(setting.on_gpu)),
+        registered(_OneChunk()),
+        real_meshes(),
         FakeTensorMode(allow_non_fake_inputs=True),
         tracker,
     ):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
-        model, optimizer, batch = prepare(model, mesh, setting, **options)
+        on_host = _FarHostAdamW if setting.on_gpu else HostAdamW
+        model, optimizer, batch = prepare(model, mesh, setting, host_optimizer=on_host, **options)
         tracker.watch_model(model)
         _settle(tracker, model, optimizer)
         watch_step(tracker, model, optimizer, batch)
@@ -83,7 +80,7 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: 
 
 
 def prepare(
-    model: Any, mesh: DeviceMesh, setting: Setting, **options: Any
+    model: Any, mesh: DeviceMesh, setting: Setting, *, host_optimizer: type[HostAdamW] = HostAdamW, **options: Any
 ) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tensor]]:
     """The model on a mesh, its optimizer and a batch of one token over and over."""
     model = parallelize(
@@ -101,7 +98,7 @@ def prepare(
         **options,
     )
     if setting.optimizer_on_host:
-        optimizer: torch.optim.Optimizer = HostAdamW(model.parameters(), lr=1e-4)
+        optimizer: torch.optim.Optimizer = host_optimizer(model.parameters(), lr=1e-4)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=setting.on_gpu)
     return model, optimizer, _batch(model, mesh, setting)
@@ -136,98 +133,31 @@ def _batch(model: Any, mesh: DeviceMesh, setting: Setting) -> dict[str, torch.Te
     return shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=setting.layout, device=device)
 
 
-@contextmanager
-def _as_on_gpu() -> Iterator[None]:
-    """Let the ring take as many heads at once as on a GPU, and kernels and chunks as there: without one there are no
-    fake CUDA tensors either.
-
-    And let what is offloaded be away, as in a GPU's host; fake tensors have nothing that a file could hold.
+def _without_values(on_gpu: bool) -> DeviceRules:
+    """How tensors are worked on that have no values, on a CPU or as on a GPU: without one there are no fake CUDA
+    tensors. No file could hold them, and whatever a module is tried on, it passes.
     """
-    choose, mapped, update = attention.num_head_groups, offload._Mapped, HostAdamW.step
-    multiplies, is_slow, room = kernels.multiplies_16_bits, kernels.is_slow_at, reference.Room.of
-
-    def on_gpu(q: Any, *others: Any) -> int:
-        return choose(SimpleNamespace(shape=q.shape, device=torch.device("cuda")), *others)  # pyright: ignore[reportArgumentType]
-
-    attention.num_head_groups, offload._Mapped = on_gpu, _Away  # pyright: ignore[reportAttributeAccessIssue]
-    HostAdamW.step = lambda self, closure=None: None  # changes weights where they are
-    kernels.multiplies_16_bits, kernels.is_slow_at = lambda: True, lambda tiles, q: False
-    reference.Room.of = lambda q, tile: reference.ON_DEVICES
-    try:
-        yield
-    finally:
-        attention.num_head_groups, offload._Mapped = choose, mapped
-        HostAdamW.step = update
-        kernels.multiplies_16_bits, kernels.is_slow_at, reference.Room.of = multiplies, is_slow, room
+    rules = DeviceRules(cuts_for_cores=False) if on_gpu else rules_of(torch.device("cpu"))
+    return replace(rules, offloads_to="nowhere", probe_tokens=1)
 
 
-@contextmanager
-def _one_chunk() -> Iterator[None]:
-    """Let plain PyTorch compute one chunk of scores of a launch: without values all of them are alike, and many."""
-    heads, chunks = reference._heads, reference._chunks
+class _OneChunk(Blockwise):
+    """Plain PyTorch on one chunk of scores of a launch: without values all of them are alike, and many."""
 
-    def largest(tile: Tile, room: reference.Room) -> Iterator[tuple[slice, list[slice]]]:
-        pieces = ((rows, keys[0]) for rows, keys in chunks(tile, room) if keys)  # of equal parts the first is as large
+    def heads(self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize) -> Iterator[tuple[int, slice, slice]]:
+        return islice(super().heads(q, k, tile, size), 1)
+
+    def chunks(self, tile: Tile, size: ChunkSize) -> Iterator[tuple[slice, list[slice]]]:
+        pieces = ((rows, keys[0]) for rows, keys in super().chunks(tile, size) if keys)  # of equal parts the first
         rows, keys = max(pieces, key=lambda pair: prod(part.stop - part.start for part in pair))
         yield rows, [keys]
 
-    reference._heads, reference._chunks = lambda *arguments: islice(heads(*arguments), 1), largest
-    try:
-        yield
-    finally:
-        reference._heads, reference._chunks = heads, chunks
 
+class _FarHostAdamW(HostAdamW):
+    """``HostAdamW`` as a GPU's memory sees it: a step takes place elsewhere, and weights change where they are."""
 
-@contextmanager
-def _without_trials() -> Iterator[None]:
-    """Let modules that are tried out be tried on one token: without values all of them pass."""
-    tokens, tokenwise.PROBE_TOKENS = tokenwise.PROBE_TOKENS, 1
-    try:
-        yield
-    finally:
-        tokenwise.PROBE_TOKENS = tokens
-
-
-@contextmanager
-def _real_meshes() -> Iterator[None]:
-    """Let meshes compute with numbers while tensors are fake, where axes are taken out of them and joined (by FSDP2,
-    its own and that of tensor parallelism): a mesh looks its rank up in a tensor.
-    """
-    take, join = DeviceMesh.__getitem__, DeviceMesh._concatenate
-
-    def taken(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
-        with _disable_current_modes():
-            return take(mesh, names)
-
-    def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
-        with _disable_current_modes():
-            return join(meshes)
-
-    DeviceMesh.__getitem__, DeviceMesh._concatenate = taken, staticmethod(joined)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        DeviceMesh.__getitem__, DeviceMesh._concatenate = take, staticmethod(join)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class _Away(offload._Parked):
-    """A tensor that is in no device's memory until it is fetched."""
-
-    def __init__(self, tensor: Tensor, before: offload._Parked | None, folder: str | None) -> None:
-        super().__init__(before)
-        self._form = tuple(tensor.shape), tensor.dtype, tensor.device
-        self._coming: Tensor | None = None
-
-    def fetch(self) -> None:
-        shape, dtype, device = self._form
-        self._coming = torch.empty(shape, dtype=dtype, device=device)
-
-    def _bring(self) -> Tensor:
-        if self._coming is None:
-            self.fetch()
-        coming, self._coming = self._coming, None
-        assert coming is not None
-        return coming
+    def step(self, closure: Any = None) -> None:
+        del closure
 
 
 def check_rank(config: PreTrainedConfig, setting: Setting, rank: int) -> None:

@@ -3,6 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.names import CATEGORIES, Category
+from ringspan.measure.trace.torch_seams import watched_predictions, watched_resizes
 from ringspan.torch.attention import op as attention
 from ringspan.torch.layers.modules import local_part
 
@@ -61,7 +62,7 @@ class MemoryTracker(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()
         self._storages: dict[int, _Storage] = {}
-        self._patched: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+        self._seams: list[ExitStack] = []
         self._predicts = False
         self._totals: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self._operators = 0
@@ -72,30 +73,15 @@ class MemoryTracker(TorchDispatchMode):
         return id(self)
 
     def __enter__(self) -> "MemoryTracker":
-        """Also see storages change their size, which is no operator: FSDP frees and refills what it gathers. And know
-        when DTensor makes fake tensors, to see what shapes an operator will give: they take no memory.
-        """
-        resize, predict = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
-        self._patched.append((resize, predict))
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            self._resized(storage)
-            return result
-
-        def predicted(*args: Any) -> Any:
-            self._predicts = True
-            try:
-                return predict(*args)
-            finally:
-                self._predicts = False
-
-        torch.UntypedStorage.resize_ = resized  # pyright: ignore[reportAttributeAccessIssue]
-        ShardingPropagator._propagate_tensor_meta_non_cached = predicted  # pyright: ignore[reportAttributeAccessIssue]
+        """Also see storages change their size, and know when DTensor makes tensors that take no memory."""
+        seams = ExitStack()
+        seams.enter_context(watched_resizes(self._resized))
+        seams.enter_context(watched_predictions(self._set_predicts))
+        self._seams.append(seams)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached = self._patched.pop()
+        self._seams.pop().close()
         super().__exit__(*error)
 
     @property
@@ -193,6 +179,9 @@ class MemoryTracker(TorchDispatchMode):
         known = self._storages.pop(cdata, None)
         if known is not None:
             self._count(known.category, -known.num_bytes)
+
+    def _set_predicts(self, predicts: bool) -> None:
+        self._predicts = predicts
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         known = self._storages.get(storage._cdata)

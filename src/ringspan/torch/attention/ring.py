@@ -22,6 +22,7 @@ from ringspan.torch import kernels
 from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, RunningSum
 from ringspan.torch.attention.comm_dtype import decode, encode
 from ringspan.torch.kernels import InPlace
+from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.memory import is_in_rows
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.clock import now
@@ -94,7 +95,7 @@ class Ring:
 
 def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -> int:
     """How many groups of heads to go through one after the other (``core.choice.head_groups``)."""
-    on_cpu = q.device.type == "cpu"
+    on_cpu = rules_of(q.device).cuts_for_cores
     return head_groups(
         q.shape[0] * q.shape[1],
         k.shape[1],

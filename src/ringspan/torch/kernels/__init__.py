@@ -1,5 +1,7 @@
 """Local attention kernels behind one contract, a file each, and which of them computes what."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -8,8 +10,9 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.launch import Launch, Launches
 from ringspan.core.names import KERNEL_NAMES, find_name
 from ringspan.core.tile import Tile
-from ringspan.torch.kernels.cpu import CpuFlash, is_slow_at, multiplies_16_bits
+from ringspan.torch.kernels.cpu import CpuFlash, is_slow_at
 from ringspan.torch.kernels.cudnn import Cudnn
+from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.flash import Flash, Flash2, Flash3, Flash4, TorchFlash
 from ringspan.torch.kernels.memory import Memory
 from ringspan.torch.kernels.reference import Blockwise
@@ -98,6 +101,22 @@ _FOR_SQUARES: Final = ("cudnn", "flash3", "flash4", "flash2", "flash", "cpu", "t
 _FOR_ANYTHING: Final = ("flash3", "flash2", "flash", "flash4", "cudnn", "cpu", "triton", "reference")
 
 
+def register(*kernels: Returning | InPlace) -> None:
+    """Let kernels be found under their names from now on, in the place of those that were."""
+    KERNELS.update({kernel.name: kernel for kernel in kernels})
+
+
+@contextmanager
+def registered(*kernels: Returning | InPlace) -> Iterator[None]:
+    """As ``register``, while this context is active."""
+    before = dict(KERNELS)
+    register(*kernels)
+    try:
+        yield
+    finally:
+        register(*before.values())
+
+
 def check_name(kernel: str) -> None:
     """Refuse a name that is no kernel."""
     find_name("kernel", kernel, KERNEL_NAMES, UnsupportedError)
@@ -118,7 +137,8 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
     if kernel != "auto":
         return (kernel,)
     # Triton is only interpreted on a CPU, and PyTorch's own kernel for CPUs slower there than plain PyTorch in 16 bits.
-    slow = {"triton": q.device.type != "cuda", "cpu": q.dtype.itemsize < 4 and not multiplies_16_bits()}
+    is_slow_in_16_bits = not rules_of(q.device).multiplies_16_bits
+    slow = {"triton": q.device.type != "cuda", "cpu": q.dtype.itemsize < 4 and is_slow_in_16_bits}
     names = (name for name in KERNELS if not slow.get(name))
     return tuple(name for name in names if KERNELS[name].why_not(q, v, scores) is None)
 

@@ -1,13 +1,12 @@
 """PyTorch's CPU flash attention: FULL, causal and anticausal tiles, grouped heads as they are."""
 
-import platform
-
 import torch
 from torch import Tensor
 
-from ringspan.core.launch import SHORT, Launch, Launches, keys_a_row, pieces
+from ringspan.core.launch import Launch, Launches, keys_a_row, pieces
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels import mirror
+from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.heads import one_size
 from ringspan.torch.kernels.memory import Memory
 from ringspan.torch.kernels.score_mod import Scores
@@ -15,20 +14,12 @@ from ringspan.torch.kernels.score_mod import Scores
 _ops = torch.ops.aten
 
 
-def multiplies_16_bits() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices faster than float32 ones (AMX, AVX512_BF16): where an x86 CPU does
-    not, PyTorch's kernel takes half as long again as it does in float32, and three times as long on short documents.
-    """
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return not is_x86 or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-
-
 def is_slow_at(tiles: tuple[Tile, ...], q: Tensor) -> bool:
-    """Whether plain PyTorch computes some tiles in less time: in float32, where rows see up to 512 keys and all heads
-    together at least 384. PyTorch's kernel goes through fewer than 768 rows by 64, and takes up to twice as long a pair
-    as of many.
+    """Whether plain PyTorch computes some tiles in less time: in float32, where rows see few keys. PyTorch's kernel
+    goes through fewer than 768 rows by 64, and takes up to twice as long a pair as of many.
     """
-    return q.dtype == torch.float32 and 384 / q.shape[1] <= keys_a_row(tiles) <= SHORT
+    short = rules_of(q.device).short_rows
+    return short is not None and q.dtype == torch.float32 and short[0] / q.shape[1] <= keys_a_row(tiles) <= short[1]
 
 
 class CpuFlash:

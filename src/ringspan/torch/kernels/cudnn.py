@@ -8,7 +8,7 @@ from torch import Tensor
 from ringspan.core.launch import Launch, Launches, squares
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels import mirror
-from ringspan.torch.kernels.device import half_precision_on_cuda
+from ringspan.torch.kernels.device import half_precision_on_cuda, rules_of
 from ringspan.torch.kernels.heads import one_size, too_large
 from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
 from ringspan.torch.kernels.reference import Blockwise
@@ -36,7 +36,7 @@ class Cudnn:
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         if reason := half_precision_on_cuda(q, (8, 0)):
             return reason
-        if not torch.backends.cudnn.is_available():
+        if not rules_of(q.device).has_cudnn:
             return "this build of PyTorch has no cuDNN"
         if reason := too_large(q, v, _LARGEST_HEAD):
             return reason

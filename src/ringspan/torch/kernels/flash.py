@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ringspan.core.launch import Launch, Launches, Window, chains, squares
 from ringspan.core.tile import Tile
-from ringspan.gpu import support
 from ringspan.torch.kernels import device, mirror
 from ringspan.torch.kernels.heads import one_size, too_large
 from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
@@ -46,8 +45,9 @@ class Calls(Protocol):
     takes_windows: bool
     takes_softcap: bool
 
-    def missing(self) -> str | None:
-        """What is not installed, and how to get it."""
+    @property
+    def package(self) -> tuple[str, str] | None:
+        """The module that has to be installed, and what to call it."""
         ...
 
     def forward(
@@ -81,7 +81,9 @@ class Flash:
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         calls = self._calls
-        reason = device.half_precision_on_cuda(q, calls.capability) or calls.missing()
+        reason = device.half_precision_on_cuda(q, calls.capability)
+        if reason is None and calls.package and not device.rules_of(q.device).has_package(calls.package[0]):
+            return f"{calls.package[1]} is not installed"
         if reason := reason or too_large(q, v, _LARGEST_HEAD):
             return reason
         if scores.slopes is not None:
@@ -158,8 +160,7 @@ class TorchFlash:
     capability = (8, 0)
     takes_windows, takes_softcap = True, False
 
-    def missing(self) -> str | None:
-        return None
+    package = None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
@@ -195,8 +196,7 @@ class Flash2:
     capability = (8, 0)
     takes_windows, takes_softcap = True, True
 
-    def missing(self) -> str | None:
-        return _missing("flash_attn.flash_attn_interface", "flash-attn (pip install flash-attn)")
+    package = "flash_attn.flash_attn_interface", "flash-attn (pip install flash-attn)"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
@@ -237,8 +237,7 @@ class Flash3:
     capability = (9, 0)
     takes_windows, takes_softcap = True, True
 
-    def missing(self) -> str | None:
-        return _missing("flash_attn_interface", "flash_attn_3 (from the folder hopper of flash-attention's sources)")
+    package = "flash_attn_interface", "flash_attn_3 (from the folder hopper of flash-attention's sources)"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
@@ -286,8 +285,7 @@ class Flash4:
     capability = (9, 0)
     takes_windows, takes_softcap = False, False
 
-    def missing(self) -> str | None:
-        return _missing("flash_attn.cute.interface", "flash-attn-4 (pip install flash-attn-4)")
+    package = "flash_attn.cute.interface", "flash-attn-4 (pip install flash-attn-4)"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
@@ -311,10 +309,6 @@ class Flash4:
         package = import_module("flash_attn.cute.interface")
         options = _flash4_options(cuts, window, scores) | {"deterministic": _is_deterministic()}
         return package._flash_attn_bwd(q, k, v, out, dout, lse, **options)
-
-
-def _missing(module: str, package: str) -> str | None:
-    return None if support.is_installed(module) else f"{package} is not installed"
 
 
 def _is_causal(window: Window) -> bool:

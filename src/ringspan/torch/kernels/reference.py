@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ringspan.core.launch import SHORT, Launch, Launches, bands
 from ringspan.core.tile import Tile
+from ringspan.torch.kernels.device import ChunkSize, rules_of
 from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.kernels.merge import merge_into
 from ringspan.torch.kernels.score_mod import Scores
@@ -26,29 +27,6 @@ _LOG2E: Final = 1 / log(2)
 _LOWEST: Final = -1e30  # the maximum of a row that has seen no key: finite, so that no difference of two is NaN
 _FAINTEST: Final = -100.0  # of weights, as a power of two: 1e-30
 _UNIT: Final = 16  # rows and keys: CPUs multiply matrices of odd widths a fifth slower
-
-
-class Room(NamedTuple):
-    """How large chunks are: rows and keys, and scores of all heads that are computed at once."""
-
-    rows: int
-    keys: int
-    scores: int
-
-    @staticmethod
-    def of(q: Tensor, tile: Tile) -> "Room":
-        """A megabyte of scores where they should stay in a core's cache, all heads where launches should be large.
-
-        Fewer rows leave less of what a chunk computes forbidden, which counts where rows see few keys.
-        """
-        if q.device.type != "cpu":
-            return ON_DEVICES
-        is_short = tile.num_pairs <= SHORT * tile.num_rows
-        rows = 64 if is_short and q.shape[1] >= 8 else 128 if q.shape[1] > 1 else 256
-        return Room(rows, 512, 1 << 18)
-
-
-ON_DEVICES: Final = Room(256, 1024, 1 << 40)
 
 
 class Blockwise:
@@ -66,10 +44,10 @@ class Blockwise:
     def forward_into(
         self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor
     ) -> None:
-        room = Room.of(q, launch.tile)
-        for one, heads, kv_heads in _heads(q, k, launch.tile, room):
+        size = _chunk_size(q, launch.tile)
+        for one, heads, kv_heads in self.heads(q, k, launch.tile, size):
             keys, head_scores = (k[one, kv_heads], v[one, kv_heads]), scores.heads(heads)
-            for rows, chunks in _chunks(launch.tile, room):
+            for rows, chunks in self.chunks(launch.tile, size):
                 queries = _as_rows(q[one, heads, rows], kv_heads, lse.dtype) * _factor(scores)
                 new_out, new_lse = _partial(queries, *keys, launch.tile, rows, chunks, head_scores)
                 into, lse_into = out[one, heads, rows], lse[one, heads, rows]
@@ -89,11 +67,11 @@ class Blockwise:
         dk: Tensor,
         dv: Tensor,
     ) -> None:
-        dtype, room = lse.dtype, Room.of(q, launch.tile)
-        for one, heads, kv_heads in _heads(q, k, launch.tile, room):
+        dtype, size = lse.dtype, _chunk_size(q, launch.tile)
+        for one, heads, kv_heads in self.heads(q, k, launch.tile, size):
             keys, key_sums = (k[one, kv_heads], v[one, kv_heads]), (dk[one, kv_heads], dv[one, kv_heads])
             head_scores = scores.heads(heads)
-            for rows, chunks in _chunks(launch.tile, room):
+            for rows, chunks in self.chunks(launch.tile, size):
                 queries, dout_rows, out_rows = (_as_rows(x[one, heads, rows], kv_heads, dtype) for x in (q, dout, out))
                 mine = Queries(
                     queries * _factor(scores),
@@ -103,6 +81,22 @@ class Blockwise:
                 )
                 into = dq[one, heads, rows]
                 into += _gradient(mine, *keys, *key_sums, launch.tile, rows, chunks, head_scores).view(into.shape)
+
+    def heads(self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize) -> Iterator[tuple[int, slice, slice]]:
+        """A sequence, some of its query heads and the key/value heads that these share; all of them in turn."""
+        batch, kv_heads = k.shape[:2]
+        shared = q.shape[1] // kv_heads
+        scores = shared * min(tile.num_rows, size.rows) * min(tile.num_keys, size.keys)
+        groups = _equal(0, kv_heads, max(1, size.scores // scores))
+        for one in range(batch):
+            for group in groups:
+                yield one, slice(group.start * shared, group.stop * shared), group
+
+    def chunks(self, tile: Tile, size: ChunkSize) -> Iterator[tuple[slice, list[slice]]]:
+        """Chunks of rows, and for each those of the keys that the band lets it see."""
+        for rows in _equal(0, tile.num_rows, size.rows, _UNIT):
+            first, last = max(0, rows.start - tile.hi), min(tile.num_keys, rows.stop - tile.lo)
+            yield rows, _equal(first, last, size.keys, _UNIT)
 
 
 class Queries(NamedTuple):
@@ -164,22 +158,16 @@ def _gradient(
     return dq
 
 
-def _heads(q: Tensor, k: Tensor, tile: Tile, room: Room) -> Iterator[tuple[int, slice, slice]]:
-    """A sequence, some of its query heads and the key/value heads that these share; all of them in turn."""
-    batch, kv_heads = k.shape[:2]
-    shared = q.shape[1] // kv_heads
-    scores = shared * min(tile.num_rows, room.rows) * min(tile.num_keys, room.keys)
-    groups = _equal(0, kv_heads, max(1, room.scores // scores))
-    for one in range(batch):
-        for group in groups:
-            yield one, slice(group.start * shared, group.stop * shared), group
+def _chunk_size(q: Tensor, tile: Tile) -> ChunkSize:
+    """A megabyte of scores where they should stay in a core's cache, all heads where launches should be large.
 
-
-def _chunks(tile: Tile, room: Room) -> Iterator[tuple[slice, list[slice]]]:
-    """Chunks of rows, and for each those of the keys that the band lets it see."""
-    for rows in _equal(0, tile.num_rows, room.rows, _UNIT):
-        first, last = max(0, rows.start - tile.hi), min(tile.num_keys, rows.stop - tile.lo)
-        yield rows, _equal(first, last, room.keys, _UNIT)
+    Fewer rows leave less of what a chunk computes forbidden, which counts where rows see few keys.
+    """
+    if size := rules_of(q.device).chunk_size:
+        return size
+    is_short = tile.num_pairs <= SHORT * tile.num_rows
+    rows = 64 if is_short and q.shape[1] >= 8 else 128 if q.shape[1] > 1 else 256
+    return ChunkSize(rows, 512, 1 << 18)
 
 
 def _equal(first: int, last: int, most: int, unit: int = 1) -> list[slice]:

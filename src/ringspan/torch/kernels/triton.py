@@ -1,11 +1,11 @@
 """Our own kernel for what the others do not serve: any tiles of a hop in one launch, added up in place."""
 
-import torch
 from torch import Tensor
 
 from ringspan.core.launch import Launch, Launches, whole
 from ringspan.core.tile import Tile
 from ringspan.gpu import support
+from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.heads import too_large
 from ringspan.torch.kernels.memory import Memory
 from ringspan.torch.kernels.score_mod import Scores
@@ -24,14 +24,14 @@ class TritonAttention:
         is_interpreted = q.device.type == "cpu" and support.interprets_triton()
         if q.device.type != "cuda" and not is_interpreted:
             return f"it needs CUDA tensors, these are on {q.device.type}"
-        if not support.has_triton():
+        if not rules_of(q.device).has_package("triton"):
             return "triton is not installed (pip install triton)"
         dtype = str(q.dtype).removeprefix("torch.")
         if dtype not in support.LARGEST_HEADS:
             return f"it computes in bfloat16, float16 or float32, these are {dtype}"
         if reason := too_large(q, v, support.LARGEST_HEADS[dtype]):
             return reason
-        if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
+        if q.device.type == "cuda" and rules_of(q.device).capability < (8, 0):
             return "it needs compute capability 8.0"
         return None
 

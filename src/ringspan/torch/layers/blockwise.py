@@ -17,11 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.numbers import check_whole
+from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.layers.modules import autocast_now, hidden_of, hooks_of, local_part, mix_in
 from ringspan.torch.layers.router_record import RouterRecorder
-
-# Tokens of the probe: enough for a router that fills experts to a capacity to drop some when all choose alike.
-PROBE_TOKENS = 24
 
 
 def run_in_blocks(
@@ -74,9 +72,10 @@ def mixes_tokens(module: nn.Module, size: int, *, gives: int | None = None, trai
         for p in module.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5)
     like = next(module.parameters())
-    tokens = torch.randn(2, PROBE_TOKENS, size, generator=generator).to(like)
+    num_tokens = rules_of(like.device).probe_tokens
+    tokens = torch.randn(2, num_tokens, size, generator=generator).to(like)
     tokens[1] = tokens[0, 0]  # one row of equal tokens, which a router sends to the same experts
-    order = torch.randperm(PROBE_TOKENS, generator=generator).to(like.device)
+    order = torch.randperm(num_tokens, generator=generator).to(like.device)
 
     def run(tokens: Tensor) -> Any:
         return hidden_of(module(tokens.clone()))  # some write into what they are given
@@ -90,7 +89,7 @@ def mixes_tokens(module: nn.Module, size: int, *, gives: int | None = None, trai
         if not isinstance(whole, Tensor) or whole.shape != wanted or (gives is None and whole.dtype != tokens.dtype):
             return "does not give hidden states" if gives is None else f"does not give {gives} numbers a token"
         again = run(tokens)
-        apart = torch.cat([run(tokens[:1, i : i + 1]) for i in range(PROBE_TOKENS)], 1)
+        apart = torch.cat([run(tokens[:1, i : i + 1]) for i in range(num_tokens)], 1)
         in_order = run(tokens[:, order])
     bound = max(1e-5, 8 * torch.finfo(like.dtype).eps) * whole.abs().max()
     if not bool((whole - again).abs().max() <= bound):

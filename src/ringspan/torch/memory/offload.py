@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ringspan.core.errors import ConfigError
+from ringspan.torch.kernels.device import rules_of
 
 MIN_BYTES = 1 << 16
 # Pieces that are fetched ahead: a layer's input, its attention's result and log-sum-exp.
@@ -39,8 +40,7 @@ class Store:
         if isinstance(tensor, nn.Parameter) or tensor.nbytes < max(1, self.min_bytes) or not tensor.is_floating_point():
             return tensor
         before = self._newest() if self._newest is not None else None
-        kind = _Pinned if tensor.is_cuda else _Mapped
-        parked = kind(tensor, before, self.folder)
+        parked = _PLACES[rules_of(tensor.device).offloads_to](tensor, before, self.folder)
         self._newest = weakref.ref(parked)
         self.parked_bytes += tensor.nbytes
         return parked
@@ -57,7 +57,7 @@ class Store:
 class _Parked:
     """A tensor that is away. Asked for, it starts the few that were put away before it on their way back."""
 
-    def __init__(self, before: "_Parked | None") -> None:
+    def __init__(self, tensor: Tensor, before: "_Parked | None", folder: str | None) -> None:
         self._before = None if before is None else weakref.ref(before)
         self._wanted = True
 
@@ -86,7 +86,7 @@ class _Mapped(_Parked):
     """A tensor in a file without a name, mapped into memory."""
 
     def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:
-        super().__init__(before)
+        super().__init__(tensor, before, folder)
         with tempfile.TemporaryFile(prefix="ringspan-offload-", dir=folder) as file:
             _reserve(file.fileno(), tensor.nbytes, folder)
             self._map = mmap.mmap(file.fileno(), tensor.nbytes)
@@ -129,7 +129,7 @@ class _Pinned(_Parked):
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
     def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:
-        super().__init__(before)
+        super().__init__(tensor, before, folder)
         self._device = tensor.device
         self._coming: tuple[Tensor, torch.cuda.Event] | None = None
         source, stream = tensor.detach(), self._stream()
@@ -163,3 +163,26 @@ class _Pinned(_Parked):
         if self._device not in self._streams:
             self._streams[self._device] = torch.cuda.Stream(self._device)
         return self._streams[self._device]
+
+
+class _Nowhere(_Parked):
+    """A tensor whose numbers nobody wants: in no memory until it is fetched."""
+
+    def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:
+        super().__init__(tensor, before, folder)
+        self._form = tuple(tensor.shape), tensor.dtype, tensor.device
+        self._coming: Tensor | None = None
+
+    def fetch(self) -> None:
+        shape, dtype, device = self._form
+        self._coming = torch.empty(shape, dtype=dtype, device=device)
+
+    def _bring(self) -> Tensor:
+        if self._coming is None:
+            self.fetch()
+        coming, self._coming = self._coming, None
+        assert coming is not None
+        return coming
+
+
+_PLACES: Final[dict[str, type[_Parked]]] = {"file": _Mapped, "pinned": _Pinned, "nowhere": _Nowhere}

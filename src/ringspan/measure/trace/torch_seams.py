@@ -1,0 +1,82 @@
+"""What a trace has to see or to have otherwise, and torch has no argument, hook or registry for.
+
+Each replaces attributes of torch while its context is active, and says why it must. Nothing else in this package
+replaces a function of another module: what is ours is an argument or found in a registry.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextmanager
+def real_meshes() -> Iterator[None]:
+    """Let meshes compute with numbers while tensors are fake, where axes are taken out of them and joined (by FSDP2,
+    its own and that of tensor parallelism).
+
+    A mesh looks its rank up in a tensor that it makes and reads at once; under ``FakeTensorMode`` that has no values,
+    and the mesh cannot be told to make it outside of the mode.
+    """
+    take, join = DeviceMesh.__getitem__, DeviceMesh._concatenate
+
+    def taken(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
+        with _disable_current_modes():
+            return take(mesh, names)
+
+    def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with _disable_current_modes():
+            return join(meshes)
+
+    DeviceMesh.__getitem__, DeviceMesh._concatenate = taken, staticmethod(joined)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        DeviceMesh.__getitem__, DeviceMesh._concatenate = take, staticmethod(join)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call ``resized`` after a storage has changed its size, as FSDP does with what it gathers.
+
+    A dispatch mode sees operators, and this is none.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_and_tell  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
+
+
+@contextmanager
+def watched_predictions(predicts: Callable[[bool], None]) -> Iterator[None]:
+    """Call ``predicts`` when DTensor begins and ends to run an operator on fake tensors, only to learn the shapes that
+    it gives: these take no memory.
+
+    A dispatch mode cannot tell them from a traced run's own: they are of the fake mode that is active.
+    """
+    predict = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def predict_and_tell(*args: Any) -> Any:
+        predicts(True)
+        try:
+            return predict(*args)
+        finally:
+            predicts(False)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = predict_and_tell  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = predict
