@@ -31,7 +31,8 @@ import ringspan as rs
 from benchmarks import namespaces
 from benchmarks.namespaces import LINK, ask, link, namespaced, path, rank_command, run, serve, swap
 from ringspan.core.choice import choose_route
-from ringspan.core.timing import Shape, Speeds, pair_flops, passes, slowest
+from ringspan.core.timing import Speeds, pair_flops, passes, slowest
+from ringspan.core.workspace import Shape
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.timing import timed_in_turns
 

@@ -5,7 +5,8 @@ import pytest
 import ringspan as rs
 from ringspan.core.choice import choose_route
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.timing import Shape, Speeds, forward_pass
+from ringspan.core.timing import Speeds, forward_pass
+from ringspan.core.workspace import Shape
 
 NODE = Speeds(flops=4e14, intra_node_bytes=3e11, inter_node_bytes=2.5e10, ranks_per_node=8)
 LLAMA = Shape(batch=1, heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2)

@@ -10,7 +10,8 @@ import ringspan as rs
 from ringspan.core import timing
 from ringspan.core.route import Route
 from ringspan.core.schedule import plan
-from ringspan.core.timing import Shape, Speeds, forward_pass
+from ringspan.core.timing import Speeds, forward_pass
+from ringspan.core.workspace import Shape
 from ringspan.torch.transport.exchange import COUNTERS
 
 NEAR = Speeds(1e12, 1e9, 1e8, 8)

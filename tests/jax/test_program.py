@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core import choice
+from ringspan.core import choice, events
 from ringspan.core.names import LAYOUT_NAMES
+from ringspan.core.schedule import plan
+from ringspan.core.workspace import Shape
 from ringspan.jax import sharded_ring_attention
 from ringspan.jax.program import compile_program
-from tests.core.strategies import lengths, masks
+from tests.core.strategies import layouts, lengths, masks
 from tests.fuzz import examples
 from tests.jax.rings import mesh
 
@@ -66,10 +68,30 @@ def test_forward_sends_keys_and_values_in_n_minus_1_messages(ranks):
     assert permutes(program.as_text()) == [message] * (ranks - 1)
 
 
+def received(layout: rs.Layout, mask: rs.Mask, rank: int, walk) -> list[int]:
+    """The numbers of the transfers by which something comes to a rank in a pass."""
+    part = events.Part(plan(layout, mask, rank), Shape(1, HEADS, GROUPS, SIZE, SIZE, 4))
+    return [event.number for event in walk(part) if isinstance(event, events.Post) and event.receives]
+
+
 def test_backward_sends_as_many_again_and_each_gradient_round_the_ring():
+    """A message more than the events of a pass have: a gradient travels from the first hop on, when it has nothing of
+    other ranks yet.
+    """
     ranks = 4
     program = compiled(ranks, rs.causal(), backward=True)
-    assert len(permutes(program.as_text())) == 2 * (ranks - 1) + ranks
+    layout = rs.Layout("zigzag", LENGTH, ranks)
+    counts = [len(received(layout, rs.full(), 0, walk)) for walk in (events.forward, events.backward)]
+    assert len(permutes(program.as_text())) == sum(counts) + 1 == 2 * (ranks - 1) + ranks
+
+
+@given(layout=layouts, mask=masks)
+@examples(100)
+def test_blocks_go_as_many_hops_as_any_rank_needs_them(layout, mask):
+    """All ranks run the same program, so that one which needs no more blocks still passes them on."""
+    numbers = [n for rank in range(layout.ranks) for n in received(layout, mask, rank, events.forward)]
+    hops = [number // events.MESSAGES_PER_HOP for number in numbers]
+    assert compile_program(layout, layout, mask, 64, 64).num_hops == 1 + max(hops, default=0)
 
 
 def test_a_window_stops_the_ring():

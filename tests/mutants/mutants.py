@@ -35,6 +35,7 @@ SEGMENTS = (
     "torch/memory/test_segments.py::"
     "test_gradients_are_the_same_with_dropout_and_autocast_and_only_the_first_input_of_a_segment_is_kept[3-False]"
 )
+EVENTS = "torch/attention/test_events.py::test_the_loop_sends_waits_and_holds_what_its_events_say"
 ROUTERS = "torch/layers/test_router_loss.py::"
 CARRIED = "core/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once"
 
@@ -518,5 +519,33 @@ MUTANTS = [
         "Send(hop.owner, hop.gradient_to_owner)",
         "Send((hop.owner + 1) % ring.schedule.ranks, hop.gradient_to_owner)",
         "torch/attention/test_ring.py::test_out_and_gradients_are_those_of_dense_attention[1-8-2-64-causal-4-zigzag]",
+    ),
+    Mutant(
+        "wait for a transfer missing among the events",
+        "core/events.py",
+        "            yield Wait(transfer.number)\n",
+        "",
+        EVENTS,
+    ),
+    Mutant(
+        "gradients on their way counted in float32",
+        "core/events.py",
+        'shape.kv_numbers * _BFLOAT16 if part.gradient_comm_dtype == "bfloat16" else token',
+        "token",
+        EVENTS,
+    ),
+    Mutant(
+        "what is sent counted as free at once",
+        "core/events.py",
+        "        for buffer in transfer.sends:\n            buffer.holders += 1\n",
+        "",
+        EVENTS,
+    ),
+    Mutant(
+        "query block held while the next one is waited for",
+        "torch/attention/ring.py",
+        "rows, here = queries.part(launch.q0, launch.q1)[0], keys.part(launch.k0, launch.k1)",
+        "(rows, _), here = queries.part(launch.q0, launch.q1), keys.part(launch.k0, launch.k1)",
+        EVENTS,
     ),
 ]

@@ -5,7 +5,8 @@ import pytest
 from ringspan.core.layout import Layout
 from ringspan.core.mask import causal, sliding_window
 from ringspan.core.schedule import plan
-from ringspan.core.timing import Shape, Speeds
+from ringspan.core.timing import Speeds
+from ringspan.core.workspace import Shape
 from ringspan.plan import passes
 from ringspan.plan.passes import attention_passes, causal_pairs, even_passes
 

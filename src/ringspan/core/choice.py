@@ -10,7 +10,8 @@ from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
 from ringspan.core.numbers import check_whole
 from ringspan.core.route import member_heads
-from ringspan.core.timing import Shape, Speeds, forward_pass, sent_bytes
+from ringspan.core.timing import Speeds, forward_pass, sent_bytes
+from ringspan.core.workspace import Shape
 
 WORTH_IT: Final = 0.97  # another route than the ring must save three percent: the model is no better than that
 MOST_HEAD_GROUPS: Final = 8

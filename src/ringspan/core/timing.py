@@ -1,4 +1,4 @@
-"""When one attention ends on a route: computing against links, over the schedule that the ring carries out.
+"""When one attention ends on a route: computing against links, event by event of what the ring carries out.
 
 The model knows FLOPs, bytes and the order in which a route asks for them, nothing of latency or congestion. It is
 deterministic, so that all ranks choose alike. N ranks, H query heads, G key/value heads, D head size, E value head
@@ -11,11 +11,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ringspan.core.events import Compute, Part, Post, Wait, backward, forward
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
-from ringspan.core.ranges import size
-from ringspan.core.route import Heads, Route, member_heads
-from ringspan.core.schedule import Schedule, Send, arrivals, plan
+from ringspan.core.route import Route, member_heads
+from ringspan.core.schedule import Schedule, arrivals, plan
+from ringspan.core.workspace import Shape
 
 FORWARD_PRODUCTS: Final = 2  # matrix products of attention: scores and weighted values
 BACKWARD_PRODUCTS: Final = 5  # scores again, and the gradients of weights, queries, keys and values
@@ -32,38 +33,6 @@ class Speeds:
 
     def same_node(self, one: int, other: int) -> bool:
         return one // self.ranks_per_node == other // self.ranks_per_node
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of one attention that cost time and bytes."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    itemsize: int
-
-    @property
-    def sum_itemsize(self) -> int:
-        """Bytes of a number of what adds up: log-sum-exps, gradients and partials on their way."""
-        return max(self.itemsize, 4)
-
-    @property
-    def query_bytes(self) -> int:
-        return self.batch * self.heads * self.head_dim * self.itemsize
-
-    @property
-    def kv_numbers(self) -> int:
-        """Of the key and the value of one token."""
-        return self.batch * self.kv_heads * (self.head_dim + self.value_dim)
-
-    def of(self, heads: Heads) -> "Shape":
-        """What is left of it for some heads."""
-        return replace(
-            self, heads=heads.queries.stop - heads.queries.start, kv_heads=heads.keys.stop - heads.keys.start
-        )
 
 
 class Pass(NamedTuple):
@@ -163,31 +132,22 @@ def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: boo
 
 
 def _walk(schedule: Schedule, shape: Shape, speeds: Speeds, *, is_backward: bool) -> Pass:
-    """When the last hop has ended and owners have what others made of their blocks. A hop starts when the one before
-    has ended and its block is here.
-
-    Blocks are asked for at the start of the hop that posts them. What was made of a block (a gradient, in backward; a
-    partial, of queries) is asked for at the end of a hop, and is needed at the end of the hop that adds to it.
+    """When the last event is over: launches one after the other, each transfer from when it is posted until its last
+    message is here, and the loop waits where it has to.
     """
-    token, made = _token_bytes(schedule, shape, is_backward=is_backward)
     pair = pair_flops(shape, is_backward=is_backward) / speeds.flops
     links = _Links(schedule.rank, speeds)
-    arrived = [0.0] * len(schedule.hops)
-    behind: dict[int, float] = {}
-    end = returned = 0.0
-    for hop in schedule.hops:
-        start = max(end, arrived[hop.index])
-        for later, _ in hop.sends:
-            arrived[later] = links.bring_tokens(schedule.hops[later].arrives, token, start)
-        end = start + hop.num_pairs * pair
-        if not made:
-            continue
-        end = max(end, behind.pop(hop.index, 0.0))
-        if hop.gradient_next:
-            coming = schedule.hops[hop.gradient_next].gradient_in
-            behind[hop.gradient_next] = links.bring_tokens(coming, made, end)
-        returned = max(returned, links.bring_tokens(hop.from_visitor, made, end))
-    return Pass(max(end, returned), schedule.num_pairs * pair, links.bytes[True], links.bytes[False])
+    arrived: dict[int, float] = {}
+    now = 0.0
+    for event in (backward if is_backward else forward)(Part(schedule, shape)):
+        if isinstance(event, Compute):
+            now += event.hop.num_pairs * pair
+        elif isinstance(event, Post):
+            each = [links.bring(peer, buffer.num_bytes, now) for peer, buffer in event.receives]
+            arrived[event.number] = max(each, default=now)
+        elif isinstance(event, Wait):
+            now = max(now, arrived[event.number])
+    return Pass(now, schedule.num_pairs * pair, links.bytes[True], links.bytes[False])
 
 
 def pair_flops(shape: Shape, *, is_backward: bool) -> float:
@@ -196,22 +156,11 @@ def pair_flops(shape: Shape, *, is_backward: bool) -> float:
     return products * shape.batch * shape.heads * (shape.head_dim + shape.value_dim)
 
 
-def _token_bytes(schedule: Schedule, shape: Shape, *, is_backward: bool) -> tuple[int, int]:
-    """Bytes of a token of a block, and of what is made of it."""
-    if schedule.passes_queries:
-        partial = shape.batch * shape.heads * (shape.value_dim + 1)
-        return shape.query_bytes, partial * shape.sum_itemsize
-    return shape.kv_numbers * shape.itemsize, shape.kv_numbers * shape.sum_itemsize if is_backward else 0
-
-
 def sent_bytes(layout: Layout, keys: Layout, mask: Mask, route: str, shape: Shape, ranks: Iterable[int]) -> int:
     """What some ranks send in a forward pass, on a route without groups."""
-    schedules = [plan(layout, mask, rank, keys, route) for rank in ranks]
-    sizes = [_token_bytes(schedule, shape, is_backward=False) for schedule in schedules]
-    return sum(
-        schedule.sent_tokens * token + schedule.sent_gradient_tokens * made
-        for schedule, (token, made) in zip(schedules, sizes, strict=True)
-    )
+    passes = (forward(Part(plan(layout, mask, rank, keys, route), shape)) for rank in ranks)
+    posts = (event for each in passes for event in each if isinstance(event, Post))
+    return sum(buffer.num_bytes for post in posts for _, buffer in post.sends)
 
 
 class _Links:
@@ -222,14 +171,8 @@ class _Links:
         self.free = {True: 0.0, False: 0.0}  # when a link has nothing left to bring
         self.bytes = {True: 0, False: 0}
 
-    def bring_tokens(self, send: Send, token_bytes: int, asked: float) -> float:
-        """When some tokens that are asked for now are here."""
-        return self.bring(send.peer, size(send.ranges) * token_bytes, asked)
-
     def bring(self, peer: int, num_bytes: int, asked: float) -> float:
-        """When bytes that are asked for now are here; the link is busy until then. Nothing needs no message."""
-        if not num_bytes:
-            return asked
+        """When bytes that are asked for now are here; the link is busy until then."""
         inside = self._speeds.same_node(self._rank, peer)
         bandwidth = self._speeds.intra_node_bytes if inside else self._speeds.inter_node_bytes
         self.bytes[inside] += num_bytes

@@ -152,7 +152,7 @@ def _look_up(
     for schedule in schedules:
         for hop in schedule.hops:
             which[schedule.rank, hop.index] = rows.setdefault(row_of(hop), len(rows))
-    needed = [hop.index for schedule in schedules for hop in schedule.hops if hop.tiles or hop.index == 0]
+    needed = [hop.index for schedule in schedules for hop in schedule.hops if hop.bands or hop.index == 0]
     course = {
         "direction": -1 if layout.ranks > 2 and schedules[0].hops[1].owner == 1 else 1,
         "num_hops": 1 + max(needed),

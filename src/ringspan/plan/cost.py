@@ -8,7 +8,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from ringspan.core.timing import Pass, Shape, Speeds
+from ringspan.core.timing import Pass, Speeds
+from ringspan.core.workspace import Shape
 from ringspan.plan.hardware import Device
 from ringspan.plan.memory import local_parameter_bytes, saved_per_token
 from ringspan.plan.passes import Passes, attention_passes, causal_pairs

@@ -1,23 +1,19 @@
-"""What the loop of ``torch/attention/ring.py`` holds in its backward pass, walked over the same schedule.
+"""What the loop of ``torch/attention/ring.py`` holds in its backward pass, by its events (``ringspan.core.events``)."""
 
-Every buffer that the loop makes is a number of bytes here, kept alive by the same things: a block in hand, a transfer
-that has not been waited for, an arrival that has not been added.
-"""
-
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
 from typing import Final
 
+from ringspan.core.events import Accumulate, Compute, Convert, Free, Make, Part, backward
+from ringspan.core.launch import pieces
 from ringspan.core.layout import Layout
 from ringspan.core.mask import causal
 from ringspan.core.names import LayoutName
-from ringspan.core.ranges import Ranges, size
 from ringspan.core.route import Route
-from ringspan.core.schedule import Schedule, plan
+from ringspan.core.schedule import plan
+from ringspan.core.workspace import Returning, Shape
 
-_FLOAT32: Final = 4
 _MOST_NODES: Final = 8  # beyond, what is held grows by the same with each node; of a single ring every rank is one
 _TOKENS: Final = 64  # of a rank in the schedule that is walked: what is held grows with them
 
@@ -68,100 +64,23 @@ def _share(
         sums, in_transit = most.sums - less.sums, most.in_transit - less.in_transit
         return Held(most.sums + sums * beyond, most.in_transit + in_transit * beyond)
     split = Layout(layout, _TOKENS * ranks, ranks)
-    walks = (
-        _walk(plan(split, causal(), rank, None, route), _TOKENS, query_numbers, kv_numbers, number_bytes, groups)
+    shape = Shape(1, query_numbers * groups, kv_numbers * groups, 1, 0, number_bytes)
+    parts = (
+        Part(plan(split, causal(), rank, None, route), shape, _TOKENS, _TOKENS, head_groups=groups)
         for rank in {0, ranks - 1}
     )
+    walks = (_walk(replace(part, kernel=Returning(part.group, pieces))) for part in parts)
     return max(walks, key=lambda held: held.total).times(1 / _TOKENS)
 
 
-class _Buffer:
-    """One allocation."""
-
-    def __init__(self, num_bytes: int, ranges: Ranges) -> None:
-        self.num_bytes, self.ranges = num_bytes, ranges
-
-
-class _Coming:
-    """An arrival under way, and the transfer that keeps what is sent with it until it is waited for."""
-
-    def __init__(self, sends: list[_Buffer], arrival: _Buffer) -> None:
-        self.sends, self.arrival = sends, arrival
-
-    def wait(self) -> _Buffer:
-        self.sends.clear()
-        return self.arrival
-
-    @property
-    def buffers(self) -> Iterator[_Buffer]:
-        yield self.arrival
-        yield from self.sends
-
-
-def _walk(schedule: Schedule, tokens: int, query_numbers: int, kv_numbers: int, number_bytes: int, groups: int) -> Held:
-    """``_backward_of_heads``, of one group of heads or of two: the first one's gradients still reach their owner at the
-    first hop of the second.
-    """
-    sums = 0 if number_bytes == _FLOAT32 else _FLOAT32 * tokens  # float32 sums add up in the results
-    highest = Held(0, 0)
-    last: list[_Coming] = []  # what of the group before is still to be received
-    for _ in range(groups):
-        returning: list[_Coming] = []
-        for made, coming, others in _moments(schedule, tokens, query_numbers, kv_numbers, number_bytes, returning):
-            here = {id(b): b for b in (*others, *(b for each in (*coming, *last) for b in each.buffers))}
-            own = sums * (query_numbers + kv_numbers * (2 if last else 1))
-            held = Held(own + made, sum(buffer.num_bytes for buffer in here.values()))
-            highest = max(highest, held, key=lambda each: each.total)
-            if returning:
-                last = []
-        last = returning
+def _walk(part: Part) -> Held:
+    """The highest moment of a backward pass."""
+    highest, sums, in_transit = Held(0, 0), 0, 0
+    for event in backward(part):
+        if isinstance(event, Make | Free):
+            change = event.buffer.num_bytes if isinstance(event, Make) else -event.buffer.num_bytes
+            sums, in_transit = (sums + change, in_transit) if event.buffer.is_sum else (sums, in_transit + change)
+        taken = event.num_bytes if isinstance(event, Compute | Convert | Accumulate) else 0
+        if sums + in_transit + taken > highest.total:
+            highest = Held(sums + taken, in_transit)
     return highest
-
-
-def _moments(
-    schedule: Schedule,
-    tokens: int,
-    query_numbers: int,
-    kv_numbers: int,
-    number_bytes: int,
-    returning: list[_Coming],
-) -> Iterator[tuple[int, list[_Coming], tuple[_Buffer, ...]]]:
-    """Bytes of a tile's gradients, what is under way and what else is here, wherever something is made."""
-    block = _Buffer(0, ((0, tokens),))  # a rank's own lies in the inputs
-    under_way: dict[int, _Coming] = {}
-    behind: dict[int, _Coming] = {}
-
-    def buffer(number_bytes: int, ranges: Ranges) -> _Buffer:
-        return _Buffer(size(ranges) * kv_numbers * number_bytes, ranges)
-
-    def coming() -> list[_Coming]:
-        return [*under_way.values(), *behind.values(), *returning]
-
-    for hop in schedule.hops:
-        before = block
-        if hop.index:
-            block = under_way.pop(hop.index).wait()
-        packed: dict[Ranges, _Buffer] = {block.ranges: block} if hop.index else {}
-        for index, (_, ranges) in hop.sends:
-            if ranges not in packed:
-                packed[ranges] = buffer(number_bytes, ranges)
-            under_way[index] = _Coming([packed[ranges]], buffer(number_bytes, schedule.hops[index].arrives.ranges))
-        yield 0, coming(), (before, block)
-        total = buffer(_FLOAT32 if hop.index else 0, hop.gradient)
-        for tile in hop.tiles:
-            made = number_bytes * (tile.num_rows * query_numbers + tile.num_keys * kv_numbers)
-            yield made, coming(), (block, total)
-        added = behind.pop(hop.index).wait() if hop.index in behind else total
-        yield 0, coming(), (block, total, added)
-        sends = [
-            total if ranges == total.ranges else buffer(_FLOAT32, ranges)
-            for ranges in (hop.gradient_on.ranges, hop.gradient_to_owner)
-            if ranges
-        ]
-        arriving = schedule.hops[hop.gradient_next].gradient_in.ranges
-        if hop.gradient_next:
-            behind[hop.gradient_next] = _Coming(sends, buffer(_FLOAT32, arriving))
-        returning.append(_Coming(sends, buffer(_FLOAT32, hop.from_visitor.ranges)))
-        yield 0, coming(), (block, total, added)
-        if hop.from_visitor.ranges:
-            del returning[:-1]

@@ -13,7 +13,8 @@ from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask, causal, sliding_window
 from ringspan.core.names import LayoutName
 from ringspan.core.route import Route
-from ringspan.core.timing import Pass, Shape, Speeds, pair_flops, passes, slowest
+from ringspan.core.timing import Pass, Speeds, pair_flops, passes, slowest
+from ringspan.core.workspace import Shape
 
 # Ranks or groups of them: beyond, a pass grows by the same with each. With fewer than some eight nodes it need not yet:
 # it is not decided whether a pass waits for computing or for a link.

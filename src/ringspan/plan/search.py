@@ -12,7 +12,7 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout
 from ringspan.core.names import CHECKPOINT_NAMES, LayoutName
 from ringspan.core.route import Route
-from ringspan.core.timing import Shape
+from ringspan.core.workspace import Shape
 from ringspan.plan.cost import StepCost, step_cost
 from ringspan.plan.hardware import Device
 from ringspan.plan.memory import ATTENTION_MOMENT, host_bytes, training_memory

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ringspan.core import reference
 from ringspan.core.errors import ConfigError
+from ringspan.core.events import MESSAGES_PER_HOP
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
 from ringspan.core.names import LayoutName
@@ -25,7 +26,7 @@ from ringspan.torch import kernels
 from ringspan.torch.attention import ring
 from ringspan.torch.attention.block import Block
 from ringspan.torch.attention.op import check_tensors
-from ringspan.torch.attention.ring import MESSAGES_PER_HOP, Ring, num_head_groups
+from ringspan.torch.attention.ring import Ring, num_head_groups
 from ringspan.torch.kernels import InPlace
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.runtime.launch import local_device

@@ -146,7 +146,7 @@ class RunningSum:
             mine.copy_(value)
             return
         if missing:
-            self._clear()
+            self.running(start, stop)
         mine.add_(value)
 
     def running(self, start: int, stop: int) -> Tensor:

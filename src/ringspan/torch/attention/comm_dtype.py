@@ -34,6 +34,8 @@ def encode(block: Block, comm_dtype: str) -> Block:
     coded = PackedSpec.of(block.ranges, block.k, block.v, dtype, scaled=True).empty()
     assert coded.scales is not None
     for x, code, scale in zip((block.k, block.v), (coded.k, coded.v), coded.scales, strict=True):
+        if not x.numel():
+            continue  # a rank that holds no tokens, and sends none
         x = x.float()
         scale.copy_(x.abs().amax((2, 3), keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny) / largest)
         x = x / scale

@@ -24,7 +24,8 @@ from ringspan.core.mask import Mask
 from ringspan.core.names import LayoutName
 from ringspan.core.route import Route, member_heads
 from ringspan.core.schedule import Schedule, plan
-from ringspan.core.timing import Shape, Speeds
+from ringspan.core.timing import Speeds
+from ringspan.core.workspace import Shape
 from ringspan.torch import kernels
 from ringspan.torch.attention.arguments import (
     check_differentiation,

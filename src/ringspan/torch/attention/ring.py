@@ -9,12 +9,13 @@ key/value heads, T local tokens, D head size, E value head size.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringspan.core.choice import head_groups
+from ringspan.core.events import MESSAGES_PER_HOP
 from ringspan.core.launch import Launch, within_ranges
 from ringspan.core.ranges import Ranges
 from ringspan.core.schedule import Hop, Schedule, Send
@@ -27,8 +28,6 @@ from ringspan.torch.kernels.memory import is_in_rows
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.clock import now
 from ringspan.torch.transport.exchange import COUNTERS, Exchange, HopRecord, PendingReceive, Transfer
-
-MESSAGES_PER_HOP: Final = 2  # keys and values before the computation, gradients after it
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -192,8 +191,8 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
                 )
             kernel = kernels.choose(serving, hop.bands, mine)
             for launch in within_ranges(kernel.launches, hop.bands, block.ranges, passes_queries=passes_queries):
-                rows, _ = queries.part(launch.q0, launch.q1)
-                here, scores = keys.part(launch.k0, launch.k1), ring.scores_of(launch, hop.owner, heads)
+                rows, here = queries.part(launch.q0, launch.q1)[0], keys.part(launch.k0, launch.k1)
+                scores = ring.scores_of(launch, hop.owner, heads)
                 if isinstance(kernel, InPlace):
                     kernel.forward_into(rows, *here, launch, scores, *total.running(launch.q0, launch.q1))
                 else:

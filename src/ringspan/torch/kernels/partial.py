@@ -35,7 +35,7 @@ class Partial:
             mine_lse.copy_(lse)
             return
         if missing:
-            self._clear()
+            self.running(start, stop)
         if runs_triton(mine):
             from ringspan.torch.kernels import triton_merge
 

@@ -1,0 +1,258 @@
+"""The ring loop against the events of ``ringspan.core.events``: messages, their order and their bytes, what is waited
+for, and the most that is held, to the byte.
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+from hypothesis import HealthCheck, assume, example, given
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.core import events
+from ringspan.core.launch import Launch, whole
+from ringspan.core.layout import LAYOUT_NAMES, CustomLayout
+from ringspan.core.names import COMM_DTYPE_NAMES, GRADIENT_COMM_DTYPE_NAMES
+from ringspan.core.route import Route
+from ringspan.core.schedule import plan
+from ringspan.core.workspace import Shape, merge_bytes
+from ringspan.measure.trace.tracker import MemoryTracker
+from ringspan.torch import kernels
+from ringspan.torch.attention import ring
+from ringspan.torch.kernels.memory import ANY
+from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.transport.exchange import PendingReceive, Transfer
+from tests.core.strategies import custom_layouts, masks
+from tests.fuzz import examples
+from tests.torch.standins import installed
+
+SCORES = Scores(1.0)
+OF_CUDA = ("cudnn", "flash", "flash2", "flash3", "flash4")
+ROUTES = ("ring", "bidirectional", "double-ring:2", "double-ring:3", "all-gather", "pass-q")
+
+
+class Alone:
+    """Stands in for the exchange of one rank whose peers are nowhere: zeros arrive at once."""
+
+    def __init__(self):
+        self.log = []
+
+    def empty(self, spec):
+        return spec.empty()
+
+    def post(self, sends, receives, message):
+        pending = [PendingReceive(peer, spec, spec.empty().zero_()) for peer, spec in receives]
+        if not sends and not receives:
+            return Transfer([], []), pending
+        sent, received = ([(peer, x.nbytes) for peer, x in each] for each in (sends, receives))
+        self.log.append(("post", message, sent, received))
+        waited = partial(self.log.append, ("wait", message))
+        return Transfer([], [buffer for _, buffer in sends], None, lambda: waited() and pending), pending
+
+
+class Nothing:
+    """A kernel that adds nothing to what is there, and needs nothing for it."""
+
+    name, memory, launches = "triton", ANY, staticmethod(whole)
+
+    def why_not(self, *arguments):
+        return "it computes nothing"
+
+    def forward_into(self, *arguments):
+        pass
+
+    def backward_into(self, *arguments):
+        pass
+
+
+class Call(NamedTuple):
+    """A launch that was computed: bytes at most while it ran, those of its results, and whether merging copies them."""
+
+    launch: Launch
+    most: int
+    results: int
+    converts: bool
+
+
+class Recorded:
+    """A kernel that remembers what it takes."""
+
+    def __init__(self, kernel, tracker, calls):
+        self.name, self.memory = kernel.name, kernel.memory
+        self.launches, self.why_not = kernel.launches, kernel.why_not
+        self._kernel, self._tracker, self._calls = kernel, tracker, calls
+
+    def _call(self, name, launch, *arguments):
+        before, first = sum(self._tracker._totals.values()), len(self._tracker.moments)
+        results = getattr(self._kernel, name)(*arguments)
+        most = max((moment.total_bytes for moment in self._tracker.moments[first:]), default=before)
+        after = sum(self._tracker._totals.values())
+        converts = results is not None and results[0].dtype == torch.bfloat16
+        self._calls.append(Call(launch, max(most, after) - before, after - before, converts))
+        return results
+
+
+class RecordedReturning(Recorded):
+    def forward(self, q, k, v, launch, scores):
+        return self._call("forward", launch, q, k, v, launch, scores)
+
+    def backward(self, dout, q, k, v, out, lse, launch, scores):
+        return self._call("backward", launch, dout, q, k, v, out, lse, launch, scores)
+
+
+class RecordedInPlace(Recorded):
+    def forward_into(self, q, k, v, launch, *rest):
+        self._call("forward_into", launch, q, k, v, launch, *rest)
+
+    def backward_into(self, dout, q, k, v, out, lse, launch, *rest):
+        self._call("backward_into", launch, dout, q, k, v, out, lse, launch, *rest)
+
+
+class Replayed:
+    """What a kernel took, launch by launch, as the argument of the events."""
+
+    def __init__(self, calls, shape, choose):
+        self._calls, self._shape, self._choose = iter(calls), shape, choose
+
+    def launches(self, tiles):
+        return self._choose(tiles).launches(tiles)
+
+    def forward_bytes(self, launch, *, is_first):
+        call = next(self._calls)
+        assert call.launch == launch
+        merging = not is_first and call.results > 0
+        merged = merge_bytes(self._shape, launch.num_rows, converts=call.converts) if merging else 0
+        return max(call.most, call.results + merged)
+
+    def backward_bytes(self, launch):
+        call = next(self._calls)
+        assert call.launch == launch
+        return call.most
+
+
+def numbers(shape, tokens, key_tokens, dtype):
+    """dout, q, k, v, out and lse, zeros."""
+    queries, keys = (shape.batch, shape.heads, tokens), (shape.batch, shape.kv_heads, key_tokens)
+    sizes = (*queries, shape.value_dim), (*queries, shape.head_dim), (*keys, shape.head_dim), (*keys, shape.value_dim)
+    dout, q, k, v = (torch.zeros(size, dtype=dtype) for size in sizes)
+    return dout, q, k, v, dout.clone(), torch.zeros(queries, dtype=ring.accumulation_dtype(dtype))
+
+
+def held(part, walk):
+    """The posts and waits of a pass as the exchange logs them, and the most bytes that are held."""
+    log, now, most = [], 0, 0
+    for event in walk(part):
+        match event:
+            case events.Make(buffer):
+                now += buffer.num_bytes
+            case events.Free(buffer):
+                now -= buffer.num_bytes
+            case events.Post(number, sends, receives):
+                log.append(
+                    ("post", number, *([(m.peer, m.buffer.num_bytes) for m in each] for each in (sends, receives)))
+                )
+            case events.Wait(number):
+                log.append(("wait", number))
+            case events.Compute(_, num_bytes) | events.Accumulate(num_bytes) | events.Convert(num_bytes):
+                most = max(most, now + num_bytes)
+        most = max(most, now)
+    assert now == 0, "everything is free at the end"
+    return log, most
+
+
+def both(part, loop, arguments, kernel, **options):
+    """What a pass of one rank logs and holds at most beside its results: by the loop, and by the events."""
+    tracker, exchange, calls = MemoryTracker(), Alone(), []
+    codes = {"comm_dtype": part.comm_dtype, "gradient_comm_dtype": part.gradient_comm_dtype}
+    mine = ring.Ring(part.schedule, exchange, SCORES, part.head_groups, kernel=kernel, **codes)
+    table = {
+        name: (RecordedInPlace if hasattr(one, "forward_into") else RecordedReturning)(one, tracker, calls)
+        for name, one in (kernels.KERNELS | {"triton": Nothing()}).items()
+    }
+    with torch.no_grad(), patch.dict(kernels.KERNELS, table):
+        if kernel in OF_CUDA:  # they remember where sequences are cut
+            loop(replace(mine, exchange=Alone()), *arguments, **options)
+            calls.clear()
+        with tracker:
+            results = loop(mine, *arguments, **options)
+        q, k, v = arguments[1:4] if loop is ring.backward else arguments
+        serving = kernels.serving(kernel, q, v, SCORES)
+        _, heads, _ = next(mine.heads(q, k))
+        replayed = Replayed(calls, part.group, lambda tiles: kernels.choose(serving, tiles, q[:, heads]))
+        walk = events.backward if loop is ring.backward else events.forward
+        counted = held(replace(part, kernel=replayed), walk)
+    most = max((moment.total_bytes for moment in tracker.moments), default=0)
+    return (exchange.log, most - sum(x.nbytes for x in results)), counted
+
+
+# Everything at once on every route; then what each of the kernels takes.
+_ALL = {"length": 61, "keys": None, "mask": rs.sliding_window(17), "layout": "zigzag", "ranks": 6, "batch": 2}
+_ALL |= {"grouping": (8, 4, 2), "sizes": (8, 8), "shares": True}
+_TYPES = {"dtype": torch.bfloat16, "comm_dtype": "int8", "gradient_comm_dtype": "bfloat16"}
+_EXACT = {"dtype": torch.float32, "comm_dtype": "exact", "gradient_comm_dtype": "exact"}
+
+
+def each(name, values, **others):
+    """An example for each value of one argument."""
+
+    def decorate(test):
+        for value in values:
+            test = example(**others | {name: value})(test)
+        return test
+
+    return decorate
+
+
+@each("route", ROUTES, kernel="cpu", rank=1, **_ALL | _TYPES)
+@each("kernel", ("auto", "reference", "triton", *OF_CUDA), route="bidirectional", rank=2, **_ALL | _EXACT)
+@example(route="ring", kernel="cpu", rank=1, **_ALL | _TYPES | {"layout": CustomLayout.of([[(0, 9)], []], length=9)})
+@given(
+    length=st.integers(1, 70),
+    keys=st.none() | st.integers(1, 70),
+    mask=masks,
+    layout=st.sampled_from(LAYOUT_NAMES) | st.integers(1, 8).flatmap(custom_layouts),
+    ranks=st.integers(1, 8),
+    rank=st.integers(0, 7),
+    route=st.sampled_from(ROUTES),
+    batch=st.integers(1, 2),
+    grouping=st.sampled_from([(1, 1, 1), (4, 2, 1), (4, 2, 2), (6, 3, 3), (8, 4, 2)]),
+    sizes=st.sampled_from([(8, 8), (12, 8), (5, 7)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    comm_dtype=st.sampled_from(COMM_DTYPE_NAMES),
+    gradient_comm_dtype=st.sampled_from(GRADIENT_COMM_DTYPE_NAMES),
+    kernel=st.sampled_from(["auto", "cpu", "reference", "triton", *OF_CUDA]),
+    shares=st.booleans(),
+)
+@examples(100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+def test_the_loop_sends_waits_and_holds_what_its_events_say(
+    length, keys, mask, layout, ranks, rank, route, batch, grouping, sizes, dtype, comm_dtype, gradient_comm_dtype,
+    kernel, shares,
+):  # fmt: skip
+    """``shares``: dk and dv are asked for in float32, as where members of a Ulysses group share a head."""
+    heads, kv_heads, head_groups = grouping
+    split = layout, layout
+    if isinstance(layout, str):
+        split = rs.Layout(layout, length, ranks), rs.Layout(layout, keys or length, ranks)
+    ranks = split[0].ranks
+    assume(rank < ranks and not ranks % (int(route[-1]) if ":" in route else 1))
+    assume(dtype == torch.float32 or kernel not in OF_CUDA)  # as their stand-ins compute
+    way, sums = Route.parse(route, ranks), ring.accumulation_dtype(dtype)
+    tokens, key_tokens = (one.tokens_of(rank) for one in split)
+    shape = Shape(batch, heads, kv_heads, *sizes, dtype.itemsize)
+    part = events.Part(
+        plan(split[0], mask, rank, split[1], way), shape, tokens, key_tokens, head_groups=head_groups,
+        comm_dtype="exact" if way.passes_queries else comm_dtype, gradient_comm_dtype=gradient_comm_dtype,
+    )  # fmt: skip
+    dout, q, k, v, out, lse = numbers(shape, tokens, key_tokens, dtype)
+    with installed() if kernel in OF_CUDA else nullcontext():
+        real, counted = both(part, ring.forward, (q, k, v), kernel)
+        assert counted == real
+        schedule = plan(split[0], mask, rank, split[1], way.backward)
+        back = replace(part, schedule=schedule, kv_itemsize=sums.itemsize if shares else None)
+        options = {"kv_dtype": sums if shares else None}
+        real, counted = both(back, ring.backward, (dout, q, k, v, out, lse), kernel, **options)
+        assert counted == real
