@@ -34,16 +34,25 @@ class Held:
 
 
 def loop_bytes(
-    layout: LayoutName, ranks: int, route: Route, query_numbers: int, kv_numbers: int, groups: int, number_bytes: int
+    layout: LayoutName,
+    ranks: int,
+    route: Route,
+    query_numbers: int,
+    kv_numbers: int,
+    groups: int,
+    number_bytes: int,
+    gradient_bytes: int | None = None,
 ) -> Held:
     """Bytes for each token of a rank, on the first or the last rank, whichever holds more.
 
     ``query_numbers`` and ``kv_numbers`` (keys and values together) are those of one token over all heads; ``groups`` of
-    heads go through the loop one after the other. A route without Ulysses groups, a causal mask.
+    heads go through the loop one after the other. Numbers have ``number_bytes``, those of dk and dv ``gradient_bytes``
+    where these are more. A route without Ulysses groups, a causal mask.
     """
     unit = gcd(query_numbers, kv_numbers)
     shares = query_numbers // unit, kv_numbers // unit
-    return _share(layout, ranks, route, *shares, min(groups, 2), number_bytes).times(unit / groups)
+    types = number_bytes, gradient_bytes or number_bytes
+    return _share(layout, ranks, route, *shares, min(groups, 2), types).times(unit / groups)
 
 
 def tile_pairs(layout: LayoutName, tokens: int) -> int:
@@ -54,19 +63,27 @@ def tile_pairs(layout: LayoutName, tokens: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _share(
-    layout: LayoutName, ranks: int, route: Route, query_numbers: int, kv_numbers: int, groups: int, number_bytes: int
+    layout: LayoutName,
+    ranks: int,
+    route: Route,
+    query_numbers: int,
+    kv_numbers: int,
+    groups: int,
+    types: tuple[int, int],
 ) -> Held:
     """``loop_bytes`` of all heads of one group, of which there are one or more."""
     large, small = _MOST_NODES * route.inner, _MOST_NODES // 2 * route.inner
     if ranks > large:
-        most, less = (_share(layout, n, route, query_numbers, kv_numbers, groups, number_bytes) for n in (large, small))
+        most, less = (_share(layout, n, route, query_numbers, kv_numbers, groups, types) for n in (large, small))
         beyond = (ranks - large) / (large - small)
         sums, in_transit = most.sums - less.sums, most.in_transit - less.in_transit
         return Held(most.sums + sums * beyond, most.in_transit + in_transit * beyond)
     split = Layout(layout, _TOKENS * ranks, ranks)
-    shape = Shape(1, query_numbers * groups, kv_numbers * groups, 1, 0, number_bytes)
+    shape = Shape(1, query_numbers * groups, kv_numbers * groups, 1, 0, types[0])
     parts = (
-        Part(plan(split, causal(), rank, None, route), shape, _TOKENS, _TOKENS, head_groups=groups)
+        Part(
+            plan(split, causal(), rank, None, route), shape, _TOKENS, _TOKENS, head_groups=groups, kv_itemsize=types[1]
+        )
         for rank in {0, ranks - 1}
     )
     walks = (_walk(replace(part, kernel=Returning(part.group, pieces))) for part in parts)

@@ -312,10 +312,10 @@ def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, 
     queries, keys = (way.ulysses * _count(heads) * shape.head_dim for heads in mine)  # numbers of a local token
     groups, between = setting.ring // way.ulysses, replace(way, ulysses=1)
     head_groups = _head_groups(setting, mine, between, groups)
-    held = loop_bytes(setting.layout, groups, between, queries, 2 * keys, head_groups, a).times(tokens)
     # Gradients of keys that members share are summed by their owner; the loop's float32 sums are then what is sent.
-    is_shared = way.ulysses > shape.kv_heads
-    results = tokens * (a * queries + 2 * keys * (_FLOAT32 if is_shared else a))
+    summed = _FLOAT32 if way.ulysses > shape.kv_heads else a
+    held = loop_bytes(setting.layout, groups, between, queries, 2 * keys, head_groups, a, summed).times(tokens)
+    results = tokens * (a * queries + 2 * keys * summed)
     if way.ulysses == 1:
         return results + round(held.sums), round(held.in_transit)
     lse = _FLOAT32 * shape.heads
@@ -323,7 +323,7 @@ def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, 
     back = a * tokens * (shape.query_size + 2 * shape.kv_size)
     moments = (
         (copies, 2 * others * copies),
-        (copies + results + round(held.sums) - 2 * keys * tokens * _FLOAT32 * is_shared, round(held.in_transit)),
+        (copies + results + round(held.sums), round(held.in_transit)),
         (results + back, 2 * others * results),
     )
     return max(((here, round(in_transit)) for here, in_transit in moments), key=sum)

@@ -117,6 +117,18 @@ def test_what_the_loop_holds_is_counted_to_a_percent(route):
     assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.002)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_the_loop_holds_where_members_share_a_head_is_counted_to_a_percent(dtype):
+    """Their gradients stay float32 sums until the owner has them, whatever the dtype of the model."""
+    route = "ulysses:4+all-gather"
+    setting = Setting(length=32_768, ring=16, checkpoint="full", route=route, norm_chunk_tokens=1024, dtype=dtype)
+    config = models.config("llama", **WIDE | THIN | {"num_key_value_heads": 2})
+    traced = trace(config, setting, 0).peak
+    formula = training_memory(from_config(config.to_dict(), "llama"), setting)
+    assert formula.moment == "attention backward"
+    assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.002)
+
+
 @pytest.mark.parametrize(("checkpoint", "layers"), [("attention", 3), ("full", 4)])
 def test_what_segments_of_layers_keep_is_counted_to_a_percent(checkpoint, layers):
     setting = Setting(length=32_768, ring=2, checkpoint=checkpoint)
