@@ -512,6 +512,21 @@ MUTANTS = [
         "if sparse:",
         "torch/layers/test_embedding.py::test_what_a_look_up_asks_for_is_not_dropped[options2]",
     ),
+    # What only ranks of the pool execute:
+    Mutant(
+        "speed of ranks measured in turn",
+        "train/job.py",
+        "    dist.barrier()\n    total =",
+        "    total =",
+        "train/test_loop.py::test_ranks_measure_how_fast_they_are_at_the_same_time",
+    ),
+    Mutant(
+        "gradients of replicas added up in each micro-step",
+        "train/job.py",
+        "self.model.set_requires_all_reduce(number == settings.accumulation_steps)",
+        "self.model.set_requires_all_reduce(True)",
+        "train/test_loop.py::test_replicas_add_their_gradients_up_once_a_step",
+    ),
     # The last one is run first: ranks wait ten seconds for a message.
     Mutant(
         "gradient sent to the neighbour of its owner",

@@ -1,15 +1,15 @@
 """Judge the mutants: for each fork a process, change one piece of one module on import, and run its test.
 
 The parent imports what is slow to import and nothing of ringspan, so that a child loads the changed code as if it were
-so on disk. Another child runs all of these tests on the sound code, with few examples: that they pass with all of them
-the suite shows. Writes ``{mutant: pytest's exit code}``, and that of the sound code under ``""``.
+so on disk; so do the ranks that its test starts. Another child runs all of these tests on the sound code, with few
+examples: that they pass with all of them the suite shows. Writes ``{mutant: pytest's exit code}``, and that of the
+sound code under ``""``.
 """
 
 import json
 import os
 import sys
 from collections.abc import Iterable
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 
 import hypothesis.strategies  # noqa: F401 - imported for the children
@@ -19,42 +19,10 @@ import torch.distributed.fsdp
 import torch.distributed.launcher.api
 import transformers.modeling_utils  # noqa: F401
 
+from tests.mutants.change import ROOT, change
 from tests.mutants.mutants import MUTANTS, Mutant
 
-ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "ringspan"
 NOT_NEEDED = "cacheprovider", "anyio", "unraisableexception", "threadexception"  # half of what a short test takes
-
-
-class Changed(SourceFileLoader):
-    """Loads a file with one piece replaced."""
-
-    mutant: Mutant
-
-    def get_data(self, path: str) -> bytes:
-        source = Path(self.path).read_text()
-        count = source.count(self.mutant.old)
-        assert count == 1, f"{self.mutant.name}: the code it changes occurs {count} times in {self.mutant.file}"
-        return source.replace(self.mutant.old, self.mutant.new).encode()
-
-    def path_stats(self, path: str) -> dict[str, int]:
-        raise OSError("no cached bytecode")
-
-
-class Finder:
-    """Gives the mutant's module the loader above and leaves the others alone."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant, self._path = mutant, str(SOURCE / mutant.file)
-
-    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is None or spec.origin != self._path:
-            return None
-        spec.loader = Changed(name, self._path)
-        spec.loader.mutant = self._mutant
-        spec.cached = None
-        return spec
 
 
 def start(tests: Iterable[str], mutant: Mutant | None = None) -> int:
@@ -67,7 +35,7 @@ def start(tests: Iterable[str], mutant: Mutant | None = None) -> int:
         code = 99
         try:
             if mutant:
-                sys.meta_path.insert(0, Finder(mutant))
+                change(mutant)
                 options.append("--hypothesis-profile=unshrunk")  # that an example fails is enough
             else:
                 os.environ["RINGSPAN_FUZZ"] = "0.05"
