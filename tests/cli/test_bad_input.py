@@ -235,6 +235,16 @@ def test_bench_refuses(monkeypatch, capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [["profile", "--out", "{}/config.toml"], ["demo", "--run", "{}/config.toml/run"], ["init", "{}/text"]],
+    ids=["profile", "demo", "init"],
+)
+def test_a_place_that_cannot_be_written_is_refused_at_once(monkeypatch, capsys, workplace, arguments):
+    said = refusal(monkeypatch, capsys, *(argument.format(workplace) for argument in arguments))
+    assert "config.toml is a file" in said or "is a folder; give the name of a file in it" in said
+
+
+@pytest.mark.parametrize(
     "command",
     [
         [],

@@ -1,6 +1,10 @@
 """What all commands share: an interrupt ends in one line, and ``--json`` has standard output for itself."""
 
+import io
 import json
+import os
+import runpy
+import subprocess
 import sys
 
 import pytest
@@ -107,3 +111,51 @@ METRICS = StepMetrics(
 )
 def test_what_has_no_room_beside_the_step_is_left_out(width, shown):
     assert describe(METRICS, width) == shown
+
+
+def started(*arguments, **options):
+    """The command in a process of its own: code and what it says on the standard error stream."""
+    program = [sys.executable, "-m", "ringspan", *arguments]
+    done = subprocess.run(program, stderr=subprocess.PIPE, text=True, timeout=60, **options)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["plan"], ["plan", "--json"]], ids=["text", "json"])
+def test_output_that_cannot_be_written_ends_in_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        code, said = started(*arguments, stdout=full)
+    assert (code, said) == (1, "ringspan: [Errno 28] No space left on device\n")
+
+
+def test_who_reads_no_more_is_told_nothing():
+    inbox, outbox = os.pipe()
+    os.close(inbox)
+    try:
+        assert started("plan", "--json", stdout=outbox) == (1, "")
+    finally:
+        os.close(outbox)
+
+
+def test_a_terminal_of_another_encoding_shows_what_it_can(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(planner, "make_plan", lambda question: print("clocks apart ±1 ms") or sys.exit(0))
+    monkeypatch.setattr(sys, "argv", ["ringspan", "plan"])
+    with pytest.raises(SystemExit):
+        main()
+    sys.stdout.flush()
+    assert written.getvalue() == b"clocks apart ?1 ms\n"
+
+
+def test_an_interrupt_while_the_command_is_imported_ends_in_one_line(monkeypatch, capsys):
+    class Interrupting:
+        def find_spec(self, name, path=None, target=None):
+            if name == "ringspan.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "ringspan.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module("ringspan", run_name="__main__")
+    assert exit_.value.code == 130
+    assert capsys.readouterr().err == "ringspan: interrupted\n"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.errors import ConfigError, RingspanError, UnsupportedError
 from ringspan.plan.shapes import MODELS, model_shape
 from ringspan.torch.layers.decoder import layer_kinds
 from tests.torch import models
@@ -95,3 +95,11 @@ def test_what_is_no_model_is_refused(tmp_path, name, error, message):
     (tmp_path / "heads.json").write_text(json.dumps({**llama, "hidden_size": 8, "num_key_value_heads": 3}))
     with pytest.raises(error, match=message):
         model_shape(name.format(folder=tmp_path))
+
+
+def test_a_path_that_is_there_is_no_id_of_the_hub(tmp_path):
+    (tmp_path / "config").write_text("{}")
+    cases = {"/dev/zero": "cannot be read .a pipe or a device", tmp_path / "config": "model_type=None"}
+    for path, message in cases.items():
+        with pytest.raises(RingspanError, match=message):
+            model_shape(str(path))

@@ -1,12 +1,13 @@
 """``ringspan bench``: speed and memory, as ratios from one interleaved run."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ringspan.cli.picture import check_picture
+from ringspan.cli.outputs import check_picture
 from ringspan.core.units import shown_bytes, shown_seconds, shown_speed
 
 app = typer.Typer(
@@ -52,24 +53,25 @@ def attention(
 
     _check_dtype(dtype)
     Mask.parse(mask)  # refuse here, not in each rank
+    _check_heads(heads, kv_heads, head_dim)
     member_heads(heads, kv_heads, Route.parse(route, ranks).ulysses)
     # Queries, their gradients, the result and what comes in for it: each process that is timed holds all of them.
     _check_memory(f"--length {length}", 4 * batch * length * heads * head_dim * _BYTES[dtype])
-    result = run(
-        AttentionCase(
-            ranks=ranks,
-            length=length,
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            mask=mask,
-            layout=layout_name(layout),
-            route=route,
-            repeats=repeats,
-        )
+    case = AttentionCase(
+        ranks=ranks,
+        length=length,
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        mask=mask,
+        layout=layout_name(layout),
+        route=route,
+        repeats=repeats,
     )
+    _say("attention of a ring and of one process", quiet=as_json)
+    result = run(case)
     if as_json:
         print(json.dumps(result))
         return
@@ -87,7 +89,7 @@ def attention(
     forward, both = (shown_seconds(result["exposed_comm_seconds"][kind]) for kind in ("forward", "forward_backward"))
     print(f"exposed communication {forward} forward, {both} forward and backward")
     held, alone = (shown_bytes(result["peak_bytes_per_token"][who]) for who in ("ring", "baseline"))
-    print(f"peak memory beside the inputs {held} a token, one process {alone}")
+    print(f"peak memory beside the inputs {held} per token, one process {alone}")
     print(f"largest relative error against float64 {result['max_relative_error']:.1e}")
 
 
@@ -95,7 +97,7 @@ def attention(
 def ring(
     virtual_ranks: Annotated[int, typer.Option(min=1, max=1 << 16, help="Ranks of the ring that is rehearsed.")] = 8,
     rank: Annotated[int, typer.Option(min=0, help="Which of them this device is.")] = 0,
-    tokens: Annotated[int, typer.Option(min=2, max=_MOST, help="Tokens a rank.")] = 8192,
+    tokens: Annotated[int, typer.Option(min=2, max=_MOST, help="Tokens per rank.")] = 8192,
     heads: Annotated[int, typer.Option(min=1, max=_MOST, help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads; they divide the query heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, max=_MOST, help="Size of a head.")] = 128,
@@ -118,26 +120,27 @@ def ring(
     from ringspan.torch.kernels import check_name
 
     _check_dtype(dtype)
+    _check_heads(heads, kv_heads, head_dim)
     check_name(kernel)
     sizes = _sizes("--error-ranks", error_ranks, "1,8,64") if error_ranks else ()
     _check_memory(f"--tokens {tokens}", 4 * tokens * heads * head_dim * _BYTES[dtype])
-    result = run(
-        RingCase(
-            virtual_ranks=virtual_ranks,
-            rank=rank,
-            tokens=tokens,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            mask=mask,
-            layout=layout_name(layout),
-            kernel=kernel,
-            repeats=repeats,
-            error_ranks=sizes,
-            error_tokens=error_tokens,
-        )
+    case = RingCase(
+        virtual_ranks=virtual_ranks,
+        rank=rank,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        mask=mask,
+        layout=layout_name(layout),
+        kernel=kernel,
+        repeats=repeats,
+        error_ranks=sizes,
+        error_tokens=error_tokens,
     )
+    _say("one rank's hops", quiet=as_json)
+    result = run(case)
     if as_json:
         print(json.dumps(result))
         return
@@ -153,7 +156,7 @@ def ring(
         for kind in ("forward", "backward")
     ]
     headers = ["", "hops", "speed", "fastest", "hops / kernel", "transfers"]
-    _table(f"rank {rank} of {virtual_ranks}, {tokens:,} tokens a rank, {mask}, {dtype}", headers, rows)
+    _table(f"rank {rank} of {virtual_ranks}, {tokens:,} tokens per rank, {mask}, {dtype}", headers, rows)
     for row in result["errors"]:
         print(
             f"{row['ranks']} ranks: relative error of out {row['out']:.1e}, of dq {row['dq']:.1e}; "
@@ -178,16 +181,16 @@ def step(
 
     _check_dtype(dtype)
     _check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
-    result = run(
-        StepCase(
-            ranks=ranks,
-            length=length,
-            dtype=dtype,
-            layout=layout_name(layout),
-            checkpoint=checkpoint_name(checkpoint),
-            repeats=repeats,
-        )
+    case = StepCase(
+        ranks=ranks,
+        length=length,
+        dtype=dtype,
+        layout=layout_name(layout),
+        checkpoint=checkpoint_name(checkpoint),
+        repeats=repeats,
     )
+    _say("steps of a ring and of one process", quiet=as_json)
+    result = run(case)
     if as_json:
         print(json.dumps(result))
         return
@@ -206,7 +209,7 @@ def memory(
     picture: Annotated[Path | None, typer.Option(help="Write the bytes by category as an SVG file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Bytes of activations and of all else that each rank holds, at a fixed length and at fixed tokens a rank."""
+    """Bytes of activations and of all else that each rank holds, at a fixed length and at fixed tokens per rank."""
     from ringspan.core.errors import ConfigError
     from ringspan.core.layout import layout_name
     from ringspan.measure.bench.memory import VARIANTS, MemoryCase, VariantName, run
@@ -222,7 +225,9 @@ def memory(
     if picture:
         check_picture(picture, ".svg")
     _check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
-    result = run(MemoryCase(rings=sizes, length=length, variants=names, layout=layout_name(layout), dtype=dtype))
+    case = MemoryCase(rings=sizes, length=length, variants=names, layout=layout_name(layout), dtype=dtype)
+    _say("the memory of each rank", quiet=as_json)
+    result = run(case)
     if picture:
         picture.write_text(category_picture(result["rows"]), encoding="utf-8")
     if as_json:
@@ -239,7 +244,7 @@ def memory(
         ]
         for row in result["rows"]
     ]
-    _table("activations held per rank", ["ring", "tokens", "tokens a rank", "checkpoint", "variant", "bytes"], rows)
+    _table("activations held per rank", ["ring", "tokens", "tokens per rank", "checkpoint", "variant", "bytes"], rows)
 
 
 @app.command("context", epilog="Example: ringspan bench context --budget 6e9 --options on --json")
@@ -271,22 +276,22 @@ def context(
         raise ConfigError(f"--options {options!r}: choose one of {', '.join(OPTIONS)}")
     if hidden_size % 24:
         raise ConfigError(f"--hidden-size {hidden_size}: is no multiple of 24 (twelve heads of an even size)")
-    result = run(
-        ContextCase(
-            ranks=ranks,
-            budget_bytes=int(budget),
-            options=options,
-            layers=layers,
-            hidden_size=hidden_size,
-            vocabulary=vocabulary,
-            dtype=dtype,
-            layout=layout_name(layout),
-            start_tokens=start,
-            max_trials=trials,
-            max_length=max_length,
-            rows_in=rows_in,
-        )
+    case = ContextCase(
+        ranks=ranks,
+        budget_bytes=int(budget),
+        options=options,
+        layers=layers,
+        hidden_size=hidden_size,
+        vocabulary=vocabulary,
+        dtype=dtype,
+        layout=layout_name(layout),
+        start_tokens=start,
+        max_trials=trials,
+        max_length=max_length,
+        rows_in=rows_in,
     )
+    _say("how long a sequence fits", quiet=as_json)
+    result = run(case)
     if as_json:
         print(json.dumps(result))
         return
@@ -299,6 +304,12 @@ def context(
     print(f"longest: {result['max_length_tokens']:,} tokens in {shown_bytes(result['budget_bytes'])}")
 
 
+def _say(what: str, *, quiet: bool) -> None:
+    """What is measured, on the standard error stream: it takes a while, and a moving picture would take part in it."""
+    if not quiet:
+        print(f"measuring {what}", file=sys.stderr, flush=True)
+
+
 def _check_dtype(dtype: str) -> None:
     import torch
 
@@ -308,6 +319,12 @@ def _check_dtype(dtype: str) -> None:
         raise UnsupportedError(f"--dtype {dtype!r} is not supported; use float32 or bfloat16")
     if dtype == "float16" and not torch.cuda.is_available():
         raise UnsupportedError("--dtype float16 on CPU is not supported; use float32 or bfloat16")
+
+
+def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    from ringspan.core.arguments import check_shapes
+
+    check_shapes((1, heads, 1, head_dim), *2 * [(1, kv_heads, 1, head_dim)])
 
 
 def _check_memory(what: str, num_bytes: int) -> None:

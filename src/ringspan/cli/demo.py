@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ringspan.cli.outputs import check_folder
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -30,12 +32,12 @@ def command(
     from ringspan.core.extras import require
     from ringspan.torch.runtime.forks import serve_forks
 
+    check_folder("--run", Path(run))
     require("ringspan demo", "datasets")
     # It gets ready while the next imports take their time.
     serve_forks("ringspan.train.loop", "torch.utils.tensorboard")
 
-    from rich.console import Console
-
+    from ringspan.cli.console import console
     from ringspan.cli.train import train_rank
     from ringspan.core.layout import layout_name
     from ringspan.measure.bench.demo import DemoOptions, measure_memory, training_config
@@ -43,7 +45,7 @@ def command(
     from ringspan.report.demo_page import write_report
     from ringspan.torch.runtime.launch import launch
 
-    console = Console(stderr=True, highlight=False)
+    out = console(stderr=True)
     options = DemoOptions(run=run, ranks=ranks, steps=steps, length=length, layout=layout_name(layout))
     config = training_config(options)
     config.resolve_mesh(ranks)
@@ -52,7 +54,7 @@ def command(
 
     @contextmanager
     def part(name: str, title: str) -> "Iterator[None]":
-        console.rule(title, align="left")
+        out.rule(title, align="left") if out.is_terminal else out.print(title)
         started = time.perf_counter()
         yield
         seconds[name] = time.perf_counter() - started
@@ -61,7 +63,7 @@ def command(
         trained = launch(train_rank, ranks, config)[0]
     with part("proof", "2  Prove: the same batch on one process and on the ring"):
         proof = launch(_prove_rank, ranks, trained.model, options, threads=1)[0]
-    with part("memory", "3  Measure: activations a rank holds on rings of 1, 2 and 4"):
+    with part("memory", "3  Measure: activations that a rank holds on rings of 1, 2 and 4"):
         held = measure_memory(options, _say)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     settings = config.model.config_values()
@@ -127,8 +129,9 @@ def _clear(folder: Path) -> Path:
 
 
 def _summary(result: dict[str, Any], folder: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from ringspan.cli.console import console
 
     first, last, proof = result["metrics"][0], result["metrics"][-1], result["proof"]
     worst = max(result["proof"]["gradients"], key=lambda row: row["relative_difference"])
@@ -148,8 +151,8 @@ def _summary(result: dict[str, Any], folder: Path) -> None:
     for row in result["memory"]:
         table.add_row(
             f"activations, ring {row['ring']}",
-            f"{row['activation_bytes'] / 1e6:.1f} MB a rank, {row['tokens_per_rank']:,} tokens each",
+            f"{row['activation_bytes'] / 1e6:.1f} MB per rank, {row['tokens_per_rank']:,} tokens each",
         )
     table.add_row("time", ", ".join(f"{name} {value:.0f} s" for name, value in result["seconds"].items()))
     table.add_row("report", str(folder / "report.html"))
-    Console(highlight=False).print(table)
+    console().print(table)

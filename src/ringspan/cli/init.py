@@ -16,6 +16,8 @@ def command(
     from ringspan.core.errors import ConfigError
     from ringspan.train.config.template import config_template
 
+    if file.is_dir():
+        raise ConfigError(f"{file}: is a folder; give the name of a file in it, such as {file / 'train.toml'}")
     try:
         with file.open("w" if force else "x", encoding="utf-8") as opened:
             opened.write(config_template(str(file)))

@@ -1,6 +1,9 @@
 """The ``ringspan`` command: one line and exit code 2 for whatever is refused."""
 
+import io
+import os
 import sys
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -50,8 +53,12 @@ app.add_typer(bench.app, name="bench")
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 refused, 130 interrupted."""
     code, message = 0, ""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal of another encoding has no ± and no frames of tables
     try:
         code = app(standalone_mode=False)
+        sys.stdout.flush()
     except RingspanError as error:
         code, message = 2, str(error)
     except _ClickException as error:
@@ -60,8 +67,20 @@ def main() -> None:
         code = 130
     except RuntimeError as error:
         code, message = 1, str(error)
+    except BrokenPipeError:  # who reads has read enough
+        code = 1
+        _drop_output()
+    except OSError as error:
+        code, message = 1, str(error)
+        _drop_output()
     if code == 130:  # typer turns an interrupt into this code by itself
         message = "interrupted"
     if message:
         print(f"ringspan: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _drop_output() -> None:
+    """Leave nothing that Python would try to write once more when it ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

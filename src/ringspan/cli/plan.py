@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringspan.cli.picture import check_picture
+from ringspan.cli.outputs import check_picture
 
 if TYPE_CHECKING:
     from ringspan.plan.planner import Plan

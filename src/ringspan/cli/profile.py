@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ringspan.cli import plan
+from ringspan.cli.outputs import check_folder
 
 if TYPE_CHECKING:
     from ringspan.measure.trace.profile import RankProfile
@@ -45,6 +46,7 @@ def command(
     """
     from ringspan.core.extras import require
 
+    check_folder("--out", out)
     require("ringspan profile", "matplotlib", "plotly")
 
     from ringspan.cli.console import console

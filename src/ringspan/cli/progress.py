@@ -74,7 +74,7 @@ def _started(console: Console) -> Any:
             f"{facts['parameters'] / 1e6:.1f}M parameters on a ring of {facts['ring']}"
             + (f" x {facts['replicate']} replicas" if facts["replicate"] > 1 else "")
             + (f", heads split over {facts['tp']}" if facts["tp"] > 1 else "")
-            + f", {facts['sequence_length_tokens']:,} tokens a sequence, {facts['tokens_per_step']:,} a step; "
+            + f", {facts['sequence_length_tokens']:,} tokens per sequence, {facts['tokens_per_step']:,} per step; "
             f"{facts['tokens']:,} tokens in {facts['documents']:,} documents"
         )
 

@@ -97,7 +97,7 @@ def find_layouts(
             hint = "; zigzag needs an even number of local tokens" if one.name == "zigzag" and held % 2 else ""
             raise LayoutError(
                 f"{what}: {held} local tokens, but {one.name} over {ranks} ranks for {one.length} tokens "
-                f"holds {one.tokens_per_rank} a rank{hint}; pad with {remedy}"
+                f"holds {one.tokens_per_rank} per rank{hint}; pad with {remedy}"
             )
     return layout, key_layout
 

@@ -1,4 +1,4 @@
-"""Small files that people write, such as configurations: read only where they are files, and small."""
+"""What people name on the command line: small files that are read, and folders that are written into."""
 
 import errno
 import os
@@ -24,3 +24,16 @@ def read_small(path: str | Path) -> str:
     if len(data) > _MOST_BYTES:
         raise OSError(errno.EFBIG, f"larger than {_MOST_BYTES >> 20} MiB")
     return data.decode("utf-8-sig")
+
+
+def why_no_folder(path: Path) -> str | None:
+    """Why nothing can be written into a folder at a path, which need not be there yet; None where it can."""
+    try:
+        there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    except OSError as error:  # too long a name
+        return error.strerror or type(error).__name__
+    if not there.is_dir():
+        return f"{there} is a file"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"no permission to write in {there}"
+    return None

@@ -1,6 +1,6 @@
 """Where position p lives: contiguous, striped and zigzag layouts, their padding and their inverse.
 
-S global tokens, N ranks, T = padded S / N tokens a rank. A position is an index into the global sequence.
+S global tokens, N ranks, T = padded S / N tokens per rank. A position is an index into the global sequence.
 """
 
 from collections.abc import Iterable

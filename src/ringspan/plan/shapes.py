@@ -211,7 +211,7 @@ def model_shape(text: str) -> ModelShape:
     path = Path(text).expanduser()
     if not text.strip():
         raise ConfigError(f"--model {text!r}: give a name such as llama-3.1-8b, a config.json or its folder, or an id")
-    if path.is_dir() or path.suffix == ".json":
+    if path.exists() or path.suffix == ".json":
         return read_config(path / "config.json" if path.is_dir() else path)
     if normal(text) in MODELS:
         return MODELS[normal(text)]

@@ -1,7 +1,6 @@
 """Whose folder a run's is, as the folder says: a new run, one to go on with, or another. Asked without a framework."""
 
 import json
-import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.files import read_small
+from ringspan.core.files import read_small, why_no_folder
 from ringspan.train.config.tables import TrainConfig, parse_config
 
 RECORD: Final = "run.json"
@@ -38,14 +37,8 @@ def read_record(config: TrainConfig) -> RunRecord:
             or data.
     """
     run = Path(config.run)
-    try:
-        there = next(path for path in (run, *run.absolute().parents) if path.exists())
-    except OSError as error:
-        raise unusable(run, error) from error
-    if not there.is_dir():
-        raise unusable(run, f"{there} is a file")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise unusable(run, f"no permission to write in {there}")
+    if reason := why_no_folder(run):
+        raise unusable(run, reason)
     path = run / RECORD
     try:
         values = json.loads(read_small(path))

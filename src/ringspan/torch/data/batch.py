@@ -1,6 +1,6 @@
 """From a whole batch to this rank's part: shift labels, add positions, pad, permute, split.
 
-B batch, S global tokens, N ranks, T tokens a rank.
+B batch, S global tokens, N ranks, T tokens per rank.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,9 @@ def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | N
     check_sharding(x.shape, layout, dim)
     group = find_group(group)
     if x.shape[dim] != layout.tokens_per_rank:
-        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, the layout has {layout.tokens_per_rank} a rank")
+        raise LayoutError(
+            f"dimension {dim} has {x.shape[dim]} entries, the layout has {layout.tokens_per_rank} per rank"
+        )
     ranks = dist.get_world_size(group) if group is not None else 1
     if layout.ranks not in (1, ranks):
         raise LayoutError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")

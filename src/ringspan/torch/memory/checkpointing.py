@@ -85,9 +85,9 @@ def choose_checkpoint(
             if needed <= budget_bytes:
                 return policy, sharing
     raise ConfigError(
-        f"activations of {tokens:,} tokens a rank take {needed:,} bytes with checkpoint='full' and {sharing} layers a "
-        f"checkpoint, the budget is {budget_bytes:,}; use a larger ring, a larger layers_per_checkpoint where it is "
-        "given, or offload='activations'"
+        f"activations of {tokens:,} tokens per rank take {needed:,} bytes with checkpoint='full' and {sharing} layers "
+        f"per checkpoint, the budget is {budget_bytes:,}; use a larger ring, a larger layers_per_checkpoint where "
+        "it is given, or offload='activations'"
     )
 
 
