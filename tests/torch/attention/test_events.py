@@ -8,18 +8,19 @@ from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, example, given
 from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.core import events
-from ringspan.core.launch import Launch, whole
+from ringspan.core.launch import Launch, pieces, whole
 from ringspan.core.layout import LAYOUT_NAMES, CustomLayout
 from ringspan.core.names import COMM_DTYPE_NAMES, GRADIENT_COMM_DTYPE_NAMES
 from ringspan.core.route import Route
 from ringspan.core.schedule import plan
-from ringspan.core.workspace import Shape, merge_bytes
+from ringspan.core.workspace import Returning, Shape, merge_bytes
 from ringspan.measure.trace.tracker import MemoryTracker
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring
@@ -256,3 +257,23 @@ def test_the_loop_sends_waits_and_holds_what_its_events_say(
         options = {"kv_dtype": sums if shares else None}
         real, counted = both(back, ring.backward, (dout, q, k, v, out, lse), kernel, **options)
         assert counted == real
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("route", ["ring", "pass-q"])
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_what_a_plan_takes_a_kernel_for_is_what_the_loop_holds_with_it(layout, route, dtype):
+    """One that returns what it makes of each piece, and one that adds up in place and needs nothing beside."""
+    split, ranks, groups = rs.Layout(layout, 96, 4), 4, 2
+    shape = Shape(2, 4, 2, 8, 8, dtype.itemsize)
+    dout, q, k, v, out, lse = numbers(shape, split.tokens_per_rank, split.tokens_per_rank, dtype)
+    way = Route.parse(route, ranks)
+    for loop, walk, arguments, there in (
+        (ring.forward, events.forward, (q, k, v), way),
+        (ring.backward, events.backward, (dout, q, k, v, out, lse), way.backward),
+    ):
+        tokens = split.tokens_per_rank
+        part = events.Part(plan(split, rs.causal(), 3, None, there), shape, tokens, tokens, head_groups=groups)
+        for name, kernel in (("cpu", Returning(part.group, pieces)), ("triton", None)):
+            real, _ = both(part, loop, arguments, name)
+            assert held(replace(part, kernel=kernel), walk) == real
