@@ -29,6 +29,7 @@ from ringspan.measure.bench.timing import timed, timed_in_turns
 from ringspan.measure.trace.dry_run import trace
 from ringspan.plan.setting import Setting
 from ringspan.report.charts import category_picture
+from ringspan.report.drawing import svg
 from ringspan.torch.layers.blockwise import run_in_blocks
 from ringspan.torch.runtime.launch import launch
 
@@ -95,7 +96,7 @@ def count_bytes() -> dict[str, Any]:
             print(tokens, name, f"{peak.total_bytes / 1e9:.2f} GB", file=sys.stderr, flush=True)
     longest = max(row["tokens_per_rank"] for row in rows)
     picture = category_picture([row for row in rows if row["tokens_per_rank"] == longest])
-    (ROOT / "docs" / "activations.svg").write_text(picture)
+    (ROOT / "docs" / "activations.svg").write_text(svg(picture))
     return {"rows": rows}
 
 

@@ -51,10 +51,9 @@ TRACE = ("plan", "--model", "qwen3-0.6b", "--devices", "1", "--length", "64", "-
 @pytest.mark.parametrize(
     ("without", "arguments", "line"),
     [
-        ("plotly", ["profile"], f"ringspan profile {REPORT}"),
         ("matplotlib", ["profile"], f"ringspan profile {REPORT}"),
         ("matplotlib", TRACE, f"--picture plan.svg {REPORT}"),
-        ("plotly", ["train", "config.toml", "profile=true", "steps=3"], f"profile = true {REPORT}"),
+        ("matplotlib", ["train", "config.toml", "profile=true", "steps=3"], f"profile = true {REPORT}"),
         ("datasets", ["train", "config.toml"], f"training {TRAIN}"),
         ("datasets", ["demo"], f"ringspan demo {TRAIN}"),
     ],
@@ -124,9 +123,9 @@ def test_a_run_without_tensorboard_says_once_that_its_files_are_not_written(ring
 
 
 def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
-    (tmp_path / "plotly_of_no_one").mkdir()
+    (tmp_path / "package_of_no_one").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert not installed("plotly_of_no_one")
+    assert not installed("package_of_no_one")
     assert installed("json")
 
 
@@ -139,8 +138,8 @@ def test_the_jax_back_end_asks_for_its_extra(monkeypatch):
 
 
 def test_what_is_missing_is_a_refusal_and_an_import_error_and_travels_between_ranks(monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError) as raised:
-        require("a picture", "plotly")
+        require("a picture", "matplotlib")
     assert isinstance(raised.value, ImportError) and str(raised.value) == f"a picture {REPORT}"
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)

@@ -11,16 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Path_
 
 from ringspan.core.errors import LayoutError
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask, causal, documents, full, prefix_lm, sliding_window
 from ringspan.core.ranges import size
 from ringspan.core.schedule import plan
+from ringspan.report import demo_page
 from ringspan.report.charts import loss_picture, memory_picture
 from ringspan.report.demo_page import MAX_ROWS, write_report
+from ringspan.report.drawing import GROUND, INK, PAPER, RANK_COLOURS, SOFT, canvas, svg, text
 from ringspan.report.ring_pictures import ring_picture, travel_picture
-from ringspan.report.svg import RANK_COLOURS
 
 SVG = "{http://www.w3.org/2000/svg}"
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -142,7 +147,7 @@ def test_the_page_is_balanced_and_says_everything_that_was_measured(tmp_path: Pa
         "loss went from 8.150 to 5.850",
         "4.7 million parameters",
         "no gradient by more than 1.3e-07",
-        "activations take 109.9 MB a rank on a ring of 4, 424.5 MB on one",
+        "activations take 109.9 MB per rank on a ring of 4, 424.5 MB on one",
         *("8.3456789", "8.3456791", "2.4e-08", "worst gradient: model.layers.11.self_attn.q_proj.weight"),
         *(
             "train 5.850",
@@ -156,7 +161,7 @@ def test_the_page_is_balanced_and_says_everything_that_was_measured(tmp_path: Pa
             "4.03",
             "1.125",
         ),
-        *("424.5 MB", "213.7 MB", "109.9 MB", "ideal 212.2 MB", "ideal 106.1 MB", "2,048 tokens a rank"),
+        *("424.5 MB", "213.7 MB", "109.9 MB", "ideal 212.2 MB", "ideal 106.1 MB", "2,048 tokens per rank"),
         *("Some Processor 9000", "13", "2.99.1", "3.11.77", "0.1.55", "llama", "4,739,328", "257", "4,097"),
         *("812", "4,123,456", "source of something", "float32", "zigzag", "10.5", "120.5", "20.5", "24.5", "176.0"),
         *("ringspan demo --ranks 2", "zigzag layout, causal mask, 2 ranks", "contiguous layout, causal mask, 2 ranks"),
@@ -269,16 +274,34 @@ def test_a_failed_write_leaves_the_old_report_and_no_rest(tmp_path: Path, monkey
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def polygons(picture: str) -> dict[tuple[int, int], list[np.ndarray]]:
+def drawn(picture: Figure, kind: str) -> list[tuple[PathPatch, str]]:
+    """Everything of a kind in a picture, in the order of drawing, and what it says when pointed at."""
+    patches = [patch for axes in picture.axes for patch in axes.patches if isinstance(patch, PathPatch)]
+    return [
+        (patch, patch.get_gid().partition("|")[2]) for patch in patches if f"{patch.get_gid()}".startswith(f"{kind}|")
+    ]
+
+
+def numbers(title: str, *words: str) -> tuple[int, ...]:
+    return tuple(int(re.search(rf"\b{word} (\d+)", title)[1]) for word in words)  # type: ignore[index]
+
+
+def polygons(picture: Figure) -> dict[tuple[int, int], list[np.ndarray]]:
     """Corners (key, query) of everything drawn for a (rank, hop), in positions."""
-    found: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
-    for path in ElementTree.fromstring(picture).iter(f"{SVG}path"):
-        if "tile" in path.attrib["class"].split():
-            rank, hop = int(path.attrib["data-rank"]), int(path.attrib["data-hop"])
-            assert path.attrib["fill"] == RANK_COLOURS[rank]
-            for subpath in re.findall(r"M([^MZ]*)Z", path.attrib["d"]):
-                found[rank, hop].append(np.array([corner.split() for corner in subpath.split("L")], dtype=float))
+    found: dict[tuple[int, int], list[np.ndarray]] = {}
+    for patch, title in drawn(picture, "tile"):
+        rank, hop = numbers(title, "rank", "hop")
+        assert to_hex(patch.get_facecolor()) == RANK_COLOURS[rank].lower()
+        # A subpath ends with its first corner again.
+        path = patch.get_path()
+        assert path.codes is not None
+        ends = np.flatnonzero(path.codes == Path_.CLOSEPOLY)
+        found[rank, hop] = [part[:-1] for part in np.split(path.vertices, ends + 1)[:-1]]
     return found
+
+
+def width(patch: PathPatch) -> float:
+    return float(np.ptp(patch.get_path().vertices[:, 0]))
 
 
 def covered(corners: np.ndarray, length: int) -> np.ndarray:
@@ -301,12 +324,12 @@ def area(corners: np.ndarray) -> float:
 def test_each_allowed_pair_is_drawn_once_in_the_colour_of_its_rank_and_at_its_hop(layout: Layout, mask: Mask):
     length = layout.length
     times = np.zeros((length, length), dtype=int)
-    drawn = np.full((length, length, 2), -1)
+    seen = np.full((length, length, 2), -1)
     for (rank, hop), shapes in polygons(ring_picture(layout, mask)).items():
         for shape in shapes:
             inside = covered(shape, length)
             times += inside
-            drawn[inside] = rank, hop
+            seen[inside] = rank, hop
     allowed = mask.dense(np.arange(length), np.arange(length))
     np.testing.assert_array_equal(times, allowed)
     owner = np.empty(layout.padded_length, dtype=int)
@@ -315,7 +338,7 @@ def test_each_allowed_pair_is_drawn_once_in_the_colour_of_its_rank_and_at_its_ho
     hop_of = {(rank, h.owner): h.index for rank in range(layout.ranks) for h in plan(layout, mask, rank).hops}
     for query, key in np.argwhere(allowed):
         rank = owner[query]
-        assert drawn[query, key].tolist() == [rank, hop_of[rank, owner[key]]]
+        assert seen[query, key].tolist() == [rank, hop_of[rank, owner[key]]]
 
 
 @pytest.mark.parametrize("layout", [Layout("zigzag", 8192, 4), Layout("contiguous", 6000, 3)], ids=str)
@@ -323,24 +346,21 @@ def test_each_allowed_pair_is_drawn_once_in_the_colour_of_its_rank_and_at_its_ho
 def test_drawn_areas_are_the_work_of_the_ranks(layout: Layout, mask: Mask):
     shapes = polygons(ring_picture(layout, mask))
     for rank in range(layout.ranks):
-        mine = [shape for (drawn_by, _), drawn in shapes.items() if drawn_by == rank for shape in drawn]
+        mine = [shape for (drawn_by, _), tiles in shapes.items() if drawn_by == rank for shape in tiles]
         # A straight edge misses at most half a cell at each of its two ends.
         assert sum(map(area, mine)) == pytest.approx(plan(layout, mask, rank).num_pairs, abs=len(mine))
 
 
 def test_the_picture_states_the_work_and_its_axes():
-    words = "".join(ElementTree.fromstring(ring_picture(Layout("contiguous", 8192, 2), causal())).itertext())
+    picture = ring_picture(Layout("contiguous", 8192, 2), causal())
+    words = "".join(ElementTree.fromstring(svg(picture)).itertext())
     for word in ("25.0 %", "75.0 %", "query position", "key position", "rank 0", "rank 1", "8,192"):
         assert word in words
 
 
 def test_later_hops_are_fainter():
-    picture = ElementTree.fromstring(ring_picture(Layout("zigzag", 4096, 4), full()))
-    opacity = {
-        int(path.attrib["data-hop"]): float(path.attrib["fill-opacity"])
-        for path in picture.iter(f"{SVG}path")
-        if path.attrib.get("data-rank") == "1"
-    }
+    tiles = drawn(ring_picture(Layout("zigzag", 4096, 4), full()), "tile")
+    opacity = {numbers(title, "hop")[0]: patch.get_facecolor()[3] for patch, title in tiles if "rank 1, hop" in title}
     assert [hop for hop, _ in sorted(opacity.items(), key=lambda item: -item[1])] == [0, 1, 2, 3]
 
 
@@ -354,43 +374,87 @@ def test_what_could_not_be_seen_is_refused(layout: Layout):
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
 def test_the_travel_picture_fills_what_arrives(name: Any, mask: Mask):
     layout = Layout(name, 8192, 4)
-    picture = ElementTree.fromstring(travel_picture(layout, mask))
-    bars: dict[tuple[int, int], list[Any]] = defaultdict(list)
-    for bar in picture.iter(f"{SVG}rect"):
-        if bar.attrib.get("class") == "carried":
-            bars[int(bar.attrib["data-rank"]), int(bar.attrib["data-hop"])].append(bar)
-    whole = sum(float(bar.attrib["width"]) for bar in bars[0, 0])
+    picture = travel_picture(layout, mask)
+    bars: dict[tuple[int, int], list[PathPatch]] = defaultdict(list)
+    for patch, title in drawn(picture, "carried"):
+        hop, rank = numbers(title, "hop", "rank")
+        bars[rank, hop].append(patch)
+    whole = sum(map(width, bars[0, 0]))
     for rank in range(layout.ranks):
         for hop in plan(layout, mask, rank).hops:
             here = bars[rank, hop.index]
             expected = size(hop.arrives.ranges) / layout.tokens_per_rank if hop.index else 1.0
-            assert sum(float(bar.attrib["width"]) for bar in here) / whole == pytest.approx(expected, abs=1e-3)
-            assert {bar.attrib["fill"] for bar in here} <= {RANK_COLOURS[hop.owner]}
-    words = "".join(picture.itertext())
+            assert sum(map(width, here)) / whole == pytest.approx(expected, abs=1e-3)
+            assert {to_hex(bar.get_facecolor()) for bar in here} <= {RANK_COLOURS[hop.owner].lower()}
+    words = "".join(ElementTree.fromstring(svg(picture)).itertext())
     assert f"{sum(plan(layout, mask, rank).sent_tokens for rank in range(4)):,} tokens sent" in words
 
 
 def test_the_loss_picture_puts_each_point_in_its_place():
     rows = [{"step": step, "loss": loss} for step, loss in ((1, 8.0), (2, 6.0), (3, math.nan), (5, 4.0))]
-    picture = ElementTree.fromstring(loss_picture(rows, [{"step": 5, "eval_loss": 5.0}]))
-    line = next(element for element in picture.iter(f"{SVG}polyline") if element.attrib["points"])
-    points = np.array([point.split(",") for point in line.attrib["points"].split()], dtype=float)
+    picture = loss_picture(rows, [{"step": 5, "eval_loss": 5.0}])
+    assert picture is not None
+    written = ElementTree.fromstring(svg(picture))
+    curve = next(group for group in written.iter(f"{SVG}g") if group.attrib.get("class") == "curve")
+    corners = next(curve.iter(f"{SVG}path")).attrib["d"].replace("M", "L").split("L")[1:]
+    points = np.array([corner.split() for corner in corners], dtype=float)
     assert points.shape == (3, 2)
     assert np.diff(points[:, 0]).tolist() == pytest.approx([81.0, 243.0], abs=0.2)
     assert points[1, 1] - points[0, 1] == pytest.approx(points[2, 1] - points[1, 1], abs=0.2)
     assert points[2, 1] > points[1, 1] > points[0, 1], "a lower loss is drawn lower"
-    words = "".join(picture.itertext())
+    [last, evaluated] = [patch.get_path().vertices for patch, _ in drawn(picture, "marker")]
+    assert last[:-1].mean(axis=0).tolist() == pytest.approx(points[2].tolist(), abs=0.06)
+    assert evaluated[0, 0] - 6 == pytest.approx(points[2, 0], abs=0.06) and evaluated[0, 1] < points[2, 1]
+    assert [title for _, title in drawn(picture, "spot")] == [
+        "step 1: loss 8.0000", "step 2: loss 6.0000", "step 5: loss 4.0000",
+    ]  # fmt: skip
+    words = "".join(written.itertext())
     assert "train 4.000" in words and "eval 5.000" in words and "step" in words
-    assert loss_picture([{"step": 1}], []) == "" and loss_picture([], []) == ""
+    assert loss_picture([{"step": 1}], []) is None and loss_picture([], []) is None
 
 
 def test_the_memory_picture_is_to_scale_and_marks_the_ideal():
     rows = [{"ring": 1, "activation_bytes": 400e6}, {"ring": 2, "activation_bytes": 220e6, "tokens_per_rank": 64}]
-    picture = ElementTree.fromstring(memory_picture(rows))
-    bars = [bar for bar in picture.iter(f"{SVG}rect") if bar.attrib["class"] == "bar"]
-    widths = [float(bar.attrib["width"]) for bar in bars]
-    assert widths[1] / widths[0] == pytest.approx(0.55, abs=1e-3)
-    ideal = next(line for line in picture.iter(f"{SVG}line") if "ideal" in line.attrib["class"])
-    assert float(ideal.attrib["x1"]) - float(bars[1].attrib["x"]) == pytest.approx(widths[0] / 2, abs=0.02)
-    assert "ideal" not in "".join(ElementTree.fromstring(memory_picture(rows[1:])).itertext())
-    assert memory_picture([]) == ""
+    picture = memory_picture(rows)
+    assert picture is not None
+    bars = [patch for patch, _ in drawn(picture, "bar")]
+    assert width(bars[1]) / width(bars[0]) == pytest.approx(0.55, abs=1e-3)
+    [ideal] = [line for line in picture.axes[0].lines if line.get_gid() == "ideal|"]
+    start = bars[1].get_path().vertices[0, 0]
+    assert ideal.get_xdata()[0] - start == pytest.approx(width(bars[0]) / 2, abs=0.02)
+    assert memory_picture([]) is None
+    alone = memory_picture(rows[1:])
+    assert alone is not None and "ideal" not in "".join(ElementTree.fromstring(svg(alone)).itertext())
+
+
+def test_the_svg_shows_what_the_figure_holds_in_light_and_in_dark():
+    picture = ring_picture(Layout("zigzag", 64, 2), causal())
+    written = ElementTree.fromstring(svg(picture))
+    height, axes = float(written.attrib["viewBox"].split()[3]), picture.axes[1]
+    groups = [group for group in written.iter(f"{SVG}g") if group.attrib.get("class") == "tile"]
+    for group, (patch, title) in zip(groups, drawn(picture, "tile"), strict=True):
+        assert group.findtext(f"{SVG}title") == title
+        pixels = axes.transData.transform(patch.get_path().vertices)
+        found = next(group.iter(f"{SVG}path")).attrib["d"].replace("L", " ").replace("M", " ").replace("z", " ")
+        corners = np.array(found.split(), dtype=float).reshape(-1, 2)
+        assert np.ptp(corners, axis=0) == pytest.approx(np.ptp(pixels, axis=0), abs=0.11)
+        assert corners[0] == pytest.approx([pixels[0, 0], height - pixels[0, 1]], abs=0.06)
+    source = svg(picture)
+    assert source == svg(picture), "the same file for the same picture"
+    light = {INK, SOFT, GROUND, PAPER}
+    assert all(source.count(colour) > 1 and f'[style*="fill: {colour}"]' in source for colour in light)
+
+
+def test_names_with_dollars_and_markup_are_drawn_as_they_are():
+    figure, page = canvas(100, 20, "<$a$>")
+    text(page, 0, 10, "<$a$> & $b")
+    written = ElementTree.fromstring(svg(figure))
+    assert "".join(word for element in written.iter(f"{SVG}text") for word in element.itertext()) == "<$a$> & $b"
+    assert written.attrib["aria-label"] == "<$a$>"
+
+
+def test_without_matplotlib_the_page_says_what_its_pictures_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demo_page, "installed", lambda package: package != "matplotlib")
+    page = Page(written(result(), tmp_path))
+    assert page.text.count("The picture needs the extra ringspan[report]: pip install 'ringspan[report]'.") == 5
+    assert "svg" not in page.tags and "5.8125" in page.text and "not measured" not in page.text.lower()

@@ -211,9 +211,11 @@ def memory(
 ) -> None:
     """Bytes of activations and of all else that each rank holds, at a fixed length and at fixed tokens per rank."""
     from ringspan.core.errors import ConfigError
+    from ringspan.core.extras import require
     from ringspan.core.layout import layout_name
     from ringspan.measure.bench.memory import VARIANTS, MemoryCase, VariantName, run
     from ringspan.report.charts import category_picture
+    from ringspan.report.drawing import svg
 
     _check_dtype(dtype)
     sizes = _sizes("--rings", rings, "1,2,4")
@@ -224,12 +226,14 @@ def memory(
         raise ConfigError(f"--variants {variants!r}: choose from {', '.join(VARIANTS)}, with commas")
     if picture:
         check_picture(picture, ".svg")
+        require(f"--picture {picture}", "matplotlib")
     _check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
     case = MemoryCase(rings=sizes, length=length, variants=names, layout=layout_name(layout), dtype=dtype)
     _say("the memory of each rank", quiet=as_json)
     result = run(case)
     if picture:
-        picture.write_text(category_picture(result["rows"]), encoding="utf-8")
+        drawn = category_picture(result["rows"])
+        picture.write_text(svg(drawn) if drawn else "", encoding="utf-8")
     if as_json:
         print(json.dumps(result))
         return

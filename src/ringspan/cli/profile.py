@@ -47,7 +47,7 @@ def command(
     from ringspan.core.extras import require
 
     check_folder("--out", out)
-    require("ringspan profile", "matplotlib", "plotly")
+    require("ringspan profile", "matplotlib")
 
     from ringspan.cli.console import console
     from ringspan.core.choice import check_segments

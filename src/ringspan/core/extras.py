@@ -9,7 +9,6 @@ EXTRAS: Final = {
     "datasets": "train",
     "tensorboard": "train",
     "matplotlib": "report",
-    "plotly": "report",
     "jax": "jax",
 }
 """Packages that are imported where they are used, and the extra of ringspan that brings each."""

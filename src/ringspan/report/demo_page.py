@@ -1,20 +1,24 @@
 """A result as one HTML file that needs nothing else: text, tables and inline SVG; no script, nothing fetched."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from ringspan.core.extras import installed, remedy
 from ringspan.core.layout import Layout
 from ringspan.core.mask import causal
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.schedule import plan
 from ringspan.report.charts import loss_picture, megabytes, memory_picture, number
+from ringspan.report.drawing import RANK_COLOURS, svg
 from ringspan.report.ring_pictures import ring_picture, travel_picture
-from ringspan.report.svg import RANK_COLOURS, element
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MAX_ROWS: Final = 400  # of the long tables; the file stays small enough to send
 MAX_CHARACTERS: Final = 300  # of one text
@@ -82,7 +86,7 @@ def _page(result: dict[str, Any]) -> str:
     sections = [
         ("Loss", _loss(result)),
         ("Proof: the ring against one process", _proof(result)),
-        ("Memory a rank", _memory(result)),
+        ("Memory per rank", _memory(result)),
         ("Who computes what", _ring(result)),
         ("Speed", _speed(result)),
         ("What ran where", _setting(result)),
@@ -121,7 +125,7 @@ def _headline(result: dict[str, Any]) -> str:
     alone, most = held.get(1), max((ring for ring, measured in held.items() if ring and measured), default=1)
     if alone and most > 1:
         came.append(
-            f"activations take {megabytes(held[most] or 0)} a rank on a ring of {most:.0f}, {megabytes(alone)} on one"
+            f"activations take {megabytes(held[most] or 0)} per rank on a ring of {most:.0f}, {megabytes(alone)} on one"
         )
     if not (losses or length or came):
         return "Nothing was measured."
@@ -142,14 +146,14 @@ _STEP_COLUMNS: Final = (
 
 def _loss(result: dict[str, Any]) -> str:
     metrics, evaluation = _rows(result, "metrics"), _rows(result, "evaluation")
-    picture = loss_picture(metrics, evaluation)
+    picture = _picture(loss_picture, metrics, evaluation) if metrics or evaluation else ""
     if not picture:
         return _missing()
     table = [[_number(row.get(name), form) for name, _, form in _STEP_COLUMNS] for row in metrics]
     heads = [title for _, title, _ in _STEP_COLUMNS]
     points = [[_number(row.get("step")), _number(row.get("eval_loss"), ".4f")] for row in evaluation]
     return (
-        element("figure", picture, element("figcaption", "Point at the line for the value of a step."))
+        element("figure", picture, element("figcaption", "Point at the picture for the value at a step."))
         + (_details("Every step", _long_table(heads, table)) if table else "")
         + (_details("Evaluation", _long_table(("step", "evaluation loss"), points)) if points else "")
     )
@@ -193,7 +197,8 @@ def _proof(result: dict[str, Any]) -> str:
 
 
 def _memory(result: dict[str, Any]) -> str:
-    picture = memory_picture(_rows(result, "memory")[:16])
+    rows = _rows(result, "memory")[:16]
+    picture = _picture(memory_picture, rows) if rows else ""
     caption = "Activations that one rank holds for the same sequence, by the size of the ring. 1 MB is 1,000,000 bytes."
     return element("figure", picture, element("figcaption", caption)) if picture else _missing()
 
@@ -219,10 +224,10 @@ def _ring(result: dict[str, Any]) -> str:
         notes.append(
             f"Stripes drawn for {drawn.length} positions; on all {length:,.0f} the ranks do {shares} of the work."
         )
-    pictures = [ring_picture(drawn, causal())]
+    pictures = [_picture(ring_picture, drawn, causal())]
     if drawn_ranks > 1 and name != "contiguous":
-        pictures.append(ring_picture(Layout("contiguous", int(length), drawn_ranks), causal()))
-    pictures.append(travel_picture(layout, causal()))
+        pictures.append(_picture(ring_picture, Layout("contiguous", int(length), drawn_ranks), causal()))
+    pictures.append(_picture(travel_picture, layout, causal()))
     figures = "".join(element("figure", picture) for picture in pictures)
     return element("p", " ".join(notes)) + element("div", figures, class_="side")
 
@@ -233,9 +238,9 @@ def _speed(result: dict[str, Any]) -> str:
         return _missing()
     rows = []
     for title, name, form in (
-        ("tokens a second", "tokens_per_second", ",.0f"),
+        ("tokens per second", "tokens_per_second", ",.0f"),
         ("MFU (model FLOPs utilization)", "mfu", ".1%"),
-        ("seconds a step", "seconds", ",.2f"),
+        ("seconds per step", "seconds", ",.2f"),
     ):
         values = [value for row in metrics if (value := number(row.get(name))) is not None]
         rows.append((title, format(median(values), form) if values else NOT_MEASURED))
@@ -266,6 +271,22 @@ def _setting(result: dict[str, Any]) -> str:
         rows = [(_text(str(key).replace("_", " ")), _number(value)) for key, value in _given(part)]
         tables.append(_table(rows or [("all", NOT_MEASURED)], title))
     return element("div", *tables, class_="side")
+
+
+def _picture(draw: "Callable[..., Figure | None]", *arguments: Any) -> str:
+    """A picture as SVG, the line that says what drawing it takes, or nothing where there is nothing to draw."""
+    if not installed("matplotlib"):
+        return element("p", escape(f"The picture needs {remedy('matplotlib')}."), class_="soft")
+    figure = draw(*arguments)
+    return "" if figure is None else svg(figure)
+
+
+def element(tag: str, *children: str, **attributes: object) -> str:
+    """One element with its attributes escaped; ``children`` are markup. ``aria_label`` is written aria-label."""
+    written = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for name, value in attributes.items()
+    )
+    return f"<{tag}{written}>{''.join(children)}</{tag}>"
 
 
 def _part(result: dict[str, Any], name: str) -> dict[str, Any]:

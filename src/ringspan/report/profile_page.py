@@ -1,22 +1,20 @@
-"""A profile as pictures: an interactive HTML file that needs nothing else, and PNG files.
+"""A profile as pictures: an HTML file that needs nothing else and answers to pointing and zooming, and PNG files."""
 
-plotly.js travels inside of the file, compressed, and is unpacked by the browser; nothing is fetched.
-"""
-
-import base64
-import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ringspan.core.extras import require
 from ringspan.core.names import CATEGORIES
 from ringspan.measure.trace.profile import RankProfile
+from ringspan.report.drawing import INK, PAPER, SOFT, dress, line, rectangle, spots, svg
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Stacked from the bottom in the order of CATEGORIES; safe for the colour-blind (Okabe and Ito's palette).
 COLOURS: Final = {
@@ -29,66 +27,64 @@ COLOURS: Final = {
 }
 _HOP, _TRANSFER, _GRADIENT, _WAIT = "#0072B2", "#56B4E9", "#CC79A7", "#D00000"
 _LANE: Final = 0.8
+_MOMENTS: Final = 4000  # on a page, of all ranks together: 60 ranks then take less than 5 MB
 
 
 def write_report(profiles: list[RankProfile], folder: Path, title: str) -> list[Path]:
     """Write ``report.html``, ``memory.png``, ``timeline.png`` and ``profile.json`` into a folder; their paths.
 
     Raises:
-        MissingExtraError: there is no plotly or no matplotlib.
+        MissingExtraError: there is no matplotlib.
     """
-    require("a profile's report", "matplotlib", "plotly")
+    require("a profile's report", "matplotlib")
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in ("report.html", "memory.png", "timeline.png", "profile.json")]
     paths[0].write_text(page(profiles, title), encoding="utf-8")
-    memory_png(profiles, paths[1])
-    timeline_png(profiles, paths[2])
+    memory_figure(profiles[:4]).savefig(paths[1], dpi=120)
+    timeline_figure(profiles[:8]).savefig(paths[2], dpi=120)
     paths[3].write_text(json.dumps([profile.as_json() for profile in profiles]), encoding="utf-8")
     return paths
 
 
 _PAGE: Final = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{title}</title>
 <style>body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 24px auto; padding: 0 16px }}
+body {{ background: #fff; color: #1b1f24 }}
+@media (prefers-color-scheme: dark) {{ body {{ background: #0d1117; color: #e6edf3 }} }}
 table {{ border-collapse: collapse }} td, th {{ padding: 2px 14px 2px 0; text-align: right }}
-.chart {{ width: 100% }}</style></head><body>
+summary, input {{ cursor: pointer }} .scroll {{ overflow: auto; max-height: 90vh }}
+svg {{ display: block; width: calc(100% * var(--zoom, 1)) }}</style></head><body>
 <h1>{title}</h1>{table}
-<h2>Memory over one step</h2><p>Bytes of every living tensor by what it is for, after each operator. The tracker slows
-this step down: read shares of the time, not seconds.</p><div id="memory" class="chart"></div>
-<h2>One step, hop by hop</h2><p>Upper lane of a rank: computing with a block, and in red the time for which it waited.
-Lower lane: keys and values, or their gradients, from posting to the end of the wait for them.
-Each rank counts from its own beginning of the step; dotted lines are those of rank {first}.</p>
-<div id="timeline" class="chart"></div>
-<script id="figures" type="application/json">{figures}</script>
-<script>
-async function draw() {{
-  const packed = Uint8Array.from(atob("{plotly}"), c => c.charCodeAt(0));
-  const text = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
-  const script = document.createElement("script");
-  script.textContent = text;
-  document.head.append(script);
-  const figures = JSON.parse(document.getElementById("figures").textContent);
-  for (const [name, figure] of Object.entries(figures))
-    await Plotly.newPlot(name, figure.data, figure.layout, {{responsive: true, displaylogo: false}});
-  document.body.dataset.drawn = "yes";
-}}
-draw();
-</script></body></html>
+<section id="memory"><h2>Memory over one step</h2><p>Bytes of every living tensor by what it is for, after each
+operator. The tracker slows this step down: read shares of the time, not seconds. Point at a moment for its bytes.</p>
+{zoom}{memory}</section>
+<section id="timeline"><h2>One step, hop by hop</h2><p>Upper lane of each rank: computing with a block, and in red the
+time for which it waited. Lower lane: keys and values, or their gradients, from posting to the end of the wait for them.
+Each rank counts from its own beginning of the step; dotted lines are those of rank {first}. Point at a bar for what it
+is.</p>{zoom}<div class="scroll">{timeline}</div></section></body></html>
 """
+# The one script of the page: a picture is drawn to any size, and the browser scrolls it.
+_ZOOM: Final = (
+    '<label>zoom <input type="range" min="1" max="20" step="0.5" value="1" '
+    "oninput=\"this.closest('section').style.setProperty('--zoom', this.value)\"></label>"
+)
 
 
 def page(profiles: list[RankProfile], title: str) -> str:
-    """The interactive report; under 5 MB for a few hundred ranks."""
-    from plotly.offline import get_plotlyjs
-
-    figures = {"memory": memory_figure(profiles), "timeline": timeline_figure(profiles)}
-    together = ",".join(f'"{name}":{figure.to_json()}' for name, figure in figures.items())
+    """The report as one page, memory one rank at a time; from 17 ranks on, moments between peaks are left out."""
+    most = max(40, _MOMENTS // len(profiles))
+    ranks = (
+        f'<details name="rank"{" open" * (number == 0)}><summary>rank {profile.rank}</summary>'
+        f'<div class="scroll">{svg(memory_figure([profile], most))}</div></details>'
+        for number, profile in enumerate(profiles)
+    )
     return _PAGE.format(
         title=escape(title),
         table=_table(profiles),
         first=profiles[0].rank,
-        figures="{" + together.replace("</", "<\\/") + "}",
-        plotly=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
+        zoom=_ZOOM,
+        memory="".join(ranks),
+        timeline=svg(timeline_figure(profiles)),
     )
 
 
@@ -102,93 +98,51 @@ def _table(profiles: list[RankProfile]) -> str:
     return f"<table>{heads}{rows}</table>"
 
 
-def memory_figure(profiles: list[RankProfile]) -> "go.Figure":
-    """Stacked areas of one rank at a time, chosen from a menu."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    for number, profile in enumerate(profiles):
-        times = [1e3 * moment for moment in profile.memory["seconds"]]
-        for name in CATEGORIES:
-            figure.add_scatter(
-                x=times,
-                y=[round(b / 1e6, 3) for b in profile.memory[name]],
-                name=name,
-                mode="lines",
-                line={"width": 0.5, "color": COLOURS[name], "shape": "hv"},
-                stackgroup=f"rank {profile.rank}",
-                visible=number == 0,
-                hovertemplate="%{y:,.1f} MB",
+def memory_figure(profiles: Sequence[RankProfile], most: int = _MOMENTS) -> "Figure":
+    """A panel of stacked areas per rank, each of at most so many moments."""
+    figure, panels = _panels(len(profiles), 2.6 * len(profiles) + 0.6, "Memory over one step by category.")
+    for axes, profile in zip(panels, profiles, strict=True):
+        shown = _peaks([sum(at) for at in zip(*(profile.memory[name] for name in CATEGORIES), strict=True)], most)
+        times = [1e3 * profile.memory["seconds"][at] for at in shown]
+        areas = {name: [profile.memory[name][at] / 1e6 for at in shown] for name in CATEGORIES}
+        _stack(axes, times, areas)
+        _mark(axes, _milliseconds(profile.memory_phases))
+        dress(axes, "ms, in a step slowed by the tracker", f"rank {profile.rank}: MB")
+        titles = (
+            "\n".join(
+                [f"{profile.memory['phase'][at]}, {time:,.1f} ms"]
+                + [f"{name} {areas[name][number]:,.2f} MB" for name in reversed(CATEGORIES)]
             )
-    buttons = [
-        {
-            "label": f"rank {profile.rank}",
-            "method": "update",
-            "args": [
-                {"visible": [number == other for other in range(len(profiles)) for _ in CATEGORIES]},
-                _marks(profile.memory_phases),
-            ],
-        }
-        for number, profile in enumerate(profiles)
-    ]
-    figure.update_layout(
-        height=460,
-        hovermode="x unified",
-        xaxis={"title": {"text": "ms"}},
-        yaxis={"title": {"text": "MB"}, "rangemode": "tozero"},
-        updatemenus=[{"buttons": buttons, "x": 1.02, "xanchor": "left", "y": 0.4}],
-        **_marks(profiles[0].memory_phases),
-    )
+            for number, (at, time) in enumerate(zip(shown, times, strict=True))
+        )
+        spots(axes, [*times, max(times[-1], axes.get_xlim()[1])], titles)
+    _legend(figure, panels[0])
     return figure
 
 
-def _marks(phases: list[tuple[str, float]]) -> dict[str, Any]:
-    """A dotted line and a word where each phase begins."""
-    lines = [
-        {"type": "line", "x0": 1e3 * at, "x1": 1e3 * at, "y0": 0, "y1": 1, "yref": "paper", "line": {"dash": "dot"}}
-        for _, at in phases
-    ]
-    words = [
-        {
-            "x": 1e3 * at,
-            "y": 1.0,
-            "yref": "paper",
-            "text": name,
-            "showarrow": False,
-            "xanchor": "left",
-            "yanchor": "bottom",
-        }
-        | {"textangle": -30}
-        for name, at in phases
-    ]
-    return {"shapes": lines, "annotations": words}
+def _peaks(values: Sequence[float], most: int) -> list[int]:
+    """The index of the highest of each of at most so many runs of neighbours; all where there are no more."""
+    num_runs = min(most, len(values))
+    bounds = [run * len(values) // num_runs for run in range(num_runs + 1)]
+    return [max(range(start, stop), key=values.__getitem__) for start, stop in pairwise(bounds)]
 
 
-def timeline_figure(profiles: list[RankProfile]) -> "go.Figure":
-    """Two lanes a rank: hops computed, with waits in red over them, and blocks under way."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    for kind, colour, bars in _lanes(profiles):
-        figure.add_bar(
-            orientation="h",
-            name=kind,
-            marker={"color": colour},
-            width=_LANE,
-            y=[lane for lane, *_ in bars],
-            base=[1e3 * start for _, start, _, _ in bars],
-            x=[1e3 * (end - start) for _, start, end, _ in bars],
-            customdata=[text for *_, text in bars],
-            hovertemplate="%{customdata}<br>%{x:.2f} ms from %{base:.2f}",
-        )
+def timeline_figure(profiles: Sequence[RankProfile]) -> "Figure":
+    """Two lanes per rank: hops computed, with waits in red over them, and blocks under way."""
     names = [f"rank {p.rank} {lane}" for p in profiles for lane in ("computes", "transfers")]
-    figure.update_layout(
-        height=200 + 60 * len(profiles),
-        barmode="overlay",
-        xaxis={"title": {"text": "ms"}},
-        yaxis={"tickvals": list(range(len(names))), "ticktext": names, "autorange": "reversed"},
-        **_marks(profiles[0].phases),
-    )
+    figure, [axes] = _panels(1, len(profiles) + 1.6, "One step, hop by hop.", width=12)
+    axes.set(xlim=(0, 1e3 * max(p.step_seconds for p in profiles)), ylim=(len(names) - 0.5, -0.5))
+    for kind, colour, bars in _lanes(profiles):
+        axes.bar([0], [0], color=colour, label=kind, clip_on=False)  # for the legend
+        for lane, start, end, words in bars:
+            title = f"{words}\n{1e3 * (end - start):.2f} ms from {1e3 * start:.2f}"
+            place = (axes, 1e3 * start, lane - _LANE / 2, 1e3 * (end - start), _LANE, colour)
+            rectangle(*place, edge=PAPER, edge_width=0.3, kind="time", title=title)
+    _mark(axes, _milliseconds(profiles[0].phases))
+    axes.set_yticks(range(len(names)), names)
+    dress(axes, "ms", "")
+    axes.grid(visible=False)
+    _legend(figure, axes)
     return figure
 
 
@@ -196,7 +150,7 @@ Bar = tuple[int, float, float, str]
 """Lane, start, end, words."""
 
 
-def _lanes(profiles: list[RankProfile]) -> Iterator[tuple[str, str, list[Bar]]]:
+def _lanes(profiles: Sequence[RankProfile]) -> Iterator[tuple[str, str, list[Bar]]]:
     """Kind, colour and bars; what comes later is drawn over what came before."""
     hops: list[Bar] = []
     blocks: dict[bool, list[Bar]] = {False: [], True: []}
@@ -216,84 +170,65 @@ def _lanes(profiles: list[RankProfile]) -> Iterator[tuple[str, str, list[Bar]]]:
     yield "waits", _WAIT, waits
 
 
-def memory_png(profiles: list[RankProfile], path: Path) -> None:
-    """A panel of stacked areas for each of at most four ranks."""
-    from matplotlib.figure import Figure
-
-    shown = profiles[:4]
-    figure = Figure(figsize=(10, 2.6 * len(shown) + 0.6), layout="constrained")
-    panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
-    for panel, profile in zip(panels, shown, strict=True):
-        times = [1e3 * moment for moment in profile.memory["seconds"]]
-        areas = [[b / 1e6 for b in profile.memory[name]] for name in CATEGORIES]
-        panel.stackplot(times, areas, labels=CATEGORIES, colors=list(COLOURS.values()), step="post")
-        _mark(panel, _milliseconds(profile.memory_phases))
-        panel.set_ylabel(f"rank {profile.rank}: MB")
-    panels[-1].set_xlabel("ms, in a step slowed by the tracker")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(CATEGORIES), frameon=False)
-    figure.savefig(path, dpi=120)
-
-
 def trace_picture(timeline: Sequence[Mapping[str, Any]], budget_bytes: int, title: str, path: Path) -> None:
     """Stacked areas of a traced step, operator by operator, under the line of what the device has.
 
     ``timeline`` as in ``dryrun.summary``; the format is that of the path's name.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    panel = figure.subplots()
+    figure, [axes] = _panels(1, 4, title)
     first = timeline[0]["operator"]
     operators = [moment["operator"] - first for moment in timeline]
-    areas = [[moment["bytes"][name] / 1e9 for moment in timeline] for name in CATEGORIES]
-    panel.stackplot(operators, areas, labels=CATEGORIES, colors=list(COLOURS.values()), step="post")
-    panel.axhline(budget_bytes / 1e9, color=_WAIT, linestyle="--", linewidth=1, label="the device has")
-    panel.set_xlim(0, operators[-1] + 1)
-    panel.set_ylim(bottom=0)
+    _stack(axes, operators, {name: [moment["bytes"][name] / 1e9 for moment in timeline] for name in CATEGORIES})
+    axes.axhline(budget_bytes / 1e9, color=_WAIT, linestyle="--", linewidth=1, label="the device has", clip_on=False)
+    axes.set(xlim=(0, operators[-1] + 1), ylim=(0, 1.05 * max(budget_bytes / 1e9, axes.get_ylim()[1])))
     begins = {moment["phase"]: moment["operator"] - first for moment in reversed(timeline)}
-    _mark(panel, begins.items())
-    panel.set_xlabel("operators of one step")
-    panel.set_ylabel("GB")
-    figure.suptitle(title, fontsize=10)
-    figure.legend(loc="outside lower center", ncols=len(CATEGORIES) + 1, frameon=False, fontsize=8)
+    _mark(axes, begins.items())
+    dress(axes, "operators of one step", "GB")
+    figure.suptitle(title, fontsize=10, color=INK, parse_math=False)
+    _legend(figure, axes, below=True)
     figure.savefig(path, dpi=120)
 
 
-def timeline_png(profiles: list[RankProfile], path: Path) -> None:
-    """The two lanes of at most eight ranks."""
+def _panels(count: int, height: float, label: str, width: float = 10) -> "tuple[Figure, list[Axes]]":
+    """A figure of so many inches with plots one below the other."""
     from matplotlib.figure import Figure
 
-    shown = profiles[:8]
-    figure = Figure(figsize=(12, 1.0 * len(shown) + 1.6), layout="constrained")
-    panel = figure.subplots()
-    for kind, colour, bars in _lanes(shown):
-        starts, widths = [1e3 * b[1] for b in bars], [1e3 * (b[2] - b[1]) for b in bars]
-        panel.barh(
-            [b[0] for b in bars],
-            widths,
-            left=starts,
-            height=_LANE,
-            color=colour,
-            edgecolor="white",
-            linewidth=0.3,
-            label=kind,
-        )
-    _mark(panel, _milliseconds(shown[0].phases))
-    panel.set_yticks(
-        range(2 * len(shown)), [f"rank {p.rank} {lane}" for p in shown for lane in ("computes", "transfers")]
+    figure = Figure(figsize=(width, height), layout="constrained", label=label)
+    return figure, list(figure.subplots(count, 1, squeeze=False)[:, 0])
+
+
+def _stack(axes: "Axes", x: Sequence[float], areas: Mapping[str, Sequence[float]]) -> None:
+    """Areas on top of each other, each value held until the next one."""
+    axes.stackplot(
+        x, list(areas.values()), labels=list(areas), colors=list(COLOURS.values()), step="post", clip_on=False
     )
-    panel.invert_yaxis()
-    panel.set_xlabel("ms")
-    figure.legend(loc="outside upper center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=120)
+    axes.set(xlim=(x[0], max(x[-1], x[0] + 1e-9)), ylim=(0, None))
+
+
+def _legend(figure: "Figure", axes: "Axes", *, below: bool = False) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center" if below else "outside upper center",
+        ncols=len(labels),
+        frameon=False,
+        labelcolor=INK,
+        fontsize=9,
+        handlelength=1.5,
+    )
 
 
 def _milliseconds(phases: list[tuple[str, float]]) -> list[tuple[str, float]]:
     return [(name, 1e3 * at) for name, at in phases]
 
 
-def _mark(panel: Any, marks: Iterable[tuple[str, float]]) -> None:
+def _mark(axes: "Axes", marks: Iterable[tuple[str, float]]) -> None:
+    """A dotted line and a word where each phase begins."""
+    limits = axes.get_ylim()
     for name, at in marks:
-        panel.axvline(at, color="black", linestyle=":", linewidth=0.8)
-        panel.annotate(name, (at, 1.0), xycoords=("data", "axes fraction"), fontsize=8, va="bottom", rotation=30)
+        line(axes, (at, at), limits, INK, 0.8, linestyle=":")
+        axes.annotate(
+            name, (at, 1.0), xycoords=("data", "axes fraction"), fontsize=8, va="bottom", rotation=30, color=SOFT,
+            rotation_mode="anchor",
+        )  # fmt: skip

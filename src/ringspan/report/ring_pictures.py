@@ -1,12 +1,12 @@
-"""The ring as inline SVG: who computes what, and what travels when.
+"""Pictures of the ring: who computes what, and what travels when.
 
 Tiles are drawn in positions (x is the key, y the query), so that what is drawn can be checked.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import ceil, hypot
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -16,13 +16,31 @@ from ringspan.core.mask import Mask
 from ringspan.core.ranges import Ranges, size, union
 from ringspan.core.schedule import Hop, plan
 from ringspan.core.tile import Tile
-from ringspan.report.svg import RANK_COLOURS, Point, element, line, path, rectangle, svg, text
+from ringspan.report.drawing import (
+    GRID,
+    GROUND,
+    INK,
+    PAPER,
+    RANK_COLOURS,
+    SOFT,
+    Point,
+    canvas,
+    line,
+    panel,
+    polygons,
+    rectangle,
+    text,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_STRIPED_LENGTH: Final = 64  # single cells of a striped picture stay visible up to here, and the file small
 
 
-def ring_picture(layout: Layout, mask: Mask) -> str:
-    """Who computes what, as SVG: query positions downward x key positions rightward, a colour a rank, fainter by hop.
+def ring_picture(layout: Layout, mask: Mask) -> "Figure":
+    """Who computes what: query positions downward x key positions rightward, a colour per rank, fainter by hop.
 
     The strips along the edges show which rank holds the queries and the keys; the bars below, each rank's work.
 
@@ -32,39 +50,32 @@ def ring_picture(layout: Layout, mask: Mask) -> str:
     _check_drawable(layout)
     left, top, side = 84.0, 82.0, 350.0
     scale = side / layout.length
-    tiles, labels = [], []
-    for rank in range(layout.ranks):
-        for hop in plan(layout, mask, rank).hops:
-            pieces = list(_pieces(layout, rank, hop))
-            tiles += [_tile(pieces, layout, rank, hop)] if pieces else []
-            centres = (_centre(piece) for piece in pieces if _room(piece) * scale >= 4)
-            labels += [
-                text(left + x * scale, top + y * scale + 4, hop.index, "halo small", "middle") for x, y in centres
-            ]
     pairs = [plan(layout, mask, rank).num_pairs for rank in range(layout.ranks)]
     shares = [100 * count / max(1, sum(pairs)) for count in pairs]
     heading = f"{_name(layout, mask)}, {layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
     spoken = ", ".join(f"rank {rank} {share:.1f} %" for rank, share in enumerate(shares))
-    legend, height = _work_legend(shares, top + side + 34)
-    return svg(
+    figure, page = canvas(
         440,
-        height,
+        top + side + 34 + _legend_height(layout.ranks),
         f"Who computes what: {heading}, {layout.length:,} positions. Share of the work: {spoken}.",
-        text(4, 18, heading, "strong"),
-        text(left + side / 2, 42, "key position", "soft", "middle"),
-        text(0, 0, "query position", "soft", "middle", transform=f"translate(16 {top + side / 2}) rotate(-90)"),
-        *_position_ticks(layout.length, left, top, scale),
-        *_owner_strips(layout, left, top, scale),
-        rectangle(left, top, side, side, class_="ground"),
-        element("g", *tiles, transform=f"translate({left} {top}) scale({scale!r})"),
-        *labels,
-        text(4, top + side + 20, "colour: the rank that computes; number: its hop, later is fainter", "soft small"),
-        *legend,
     )
+    text(page, 4, 18, heading, strong=True)
+    text(page, left + side / 2, 42, "key position", SOFT, "center")
+    text(page, 16, top + side / 2, "query position", SOFT, "center", rotation=90)
+    _draw_position_ticks(page, layout.length, left, top, scale)
+    _draw_owner_strips(page, layout, left, top, scale)
+    rectangle(page, left, top, side, side, GROUND)
+    square = panel(figure, (left, top), (side, side), (0, layout.length), (layout.length, 0))
+    for rank in range(layout.ranks):
+        for hop in plan(layout, mask, rank).hops:
+            _draw_tiles(square, layout, rank, hop, scale)
+    text(page, 4, top + side + 20, "colour: the rank that computes; number: its hop, later is fainter", SOFT, size=11)
+    _draw_work_legend(page, shares, top + side + 34)
+    return figure
 
 
-def travel_picture(layout: Layout, mask: Mask) -> str:
-    """Which rank's block is where at each hop, as SVG: a ranks x hops table of blocks, filled where keys still travel.
+def travel_picture(layout: Layout, mask: Mask) -> "Figure":
+    """Which rank's block is where at each hop: a ranks x hops table of blocks, filled where keys still travel.
 
     Raises:
         LayoutError: more ranks than colours.
@@ -72,14 +83,6 @@ def travel_picture(layout: Layout, mask: Mask) -> str:
     _check_drawable(layout, cells=False)
     left, top, width, height = 58.0, 48.0, max(62.0, min(170.0, 380.0 / layout.ranks)), 48.0
     plans = [plan(layout, mask, rank) for rank in range(layout.ranks)]
-    parts = [text(4, 18, f"What travels: {_name(layout, mask)}", "strong")]
-    for index in range(layout.ranks):
-        parts.append(text(left + (index + 0.5) * width, 40, f"hop {index}", "soft", "middle"))
-    for schedule in plans:
-        y = top + schedule.rank * height
-        parts.append(text(4, y + 20, f"rank {schedule.rank}", "soft"))
-        for hop in schedule.hops:
-            parts += _block(layout, schedule.rank, hop, left + hop.index * width + 4, y + 6, width - 8)
     moved = sum(schedule.sent_tokens for schedule in plans)
     everything = layout.ranks * (layout.ranks - 1) * layout.tokens_per_rank
     if everything:
@@ -87,13 +90,21 @@ def travel_picture(layout: Layout, mask: Mask) -> str:
     else:
         total = "one rank: nothing travels"
     bottom = top + layout.ranks * height + 18
-    return svg(
+    figure, page = canvas(
         max(440.0, left + layout.ranks * width + 4),
         bottom + 10,
         f"What travels: {_name(layout, mask)}, {layout.ranks} ranks. {total}.",
-        *parts,
-        text(4, bottom, total, "soft small"),
     )
+    text(page, 4, 18, f"What travels: {_name(layout, mask)}", strong=True)
+    for index in range(layout.ranks):
+        text(page, left + (index + 0.5) * width, 40, f"hop {index}", SOFT, "center")
+    for schedule in plans:
+        y = top + schedule.rank * height
+        text(page, 4, y + 20, f"rank {schedule.rank}", SOFT)
+        for hop in schedule.hops:
+            _draw_block(page, layout, schedule.rank, hop, left + hop.index * width + 4, y + 6, width - 8)
+    text(page, 4, bottom, total, SOFT, size=11)
+    return figure
 
 
 def _name(layout: Layout, mask: Mask) -> str:
@@ -113,20 +124,24 @@ def _check_drawable(layout: Layout, *, cells: bool = True) -> None:
         )
 
 
-def _tile(pieces: Iterable[Iterable[Point]], layout: Layout, rank: int, hop: Hop) -> str:
-    """All that a rank computes at one hop, as one path in positions."""
-    title = f"rank {rank}, hop {hop.index}: keys of rank {hop.owner}, {hop.num_pairs:,} pairs"
-    return element(
-        "path",
-        element("title", title),
-        class_="tile edge",
-        d=" ".join(path(piece) for piece in pieces),
-        fill=RANK_COLOURS[rank],
-        fill_opacity=1 - 0.6 * hop.index / max(1, layout.ranks - 1),
-        vector_effect="non-scaling-stroke",
-        data_rank=rank,
-        data_hop=hop.index,
+def _draw_tiles(square: "Axes", layout: Layout, rank: int, hop: Hop, scale: float) -> None:
+    """All that a rank computes at one hop, in positions, and the hop's number where there is room for it."""
+    pieces = list(_pieces(layout, rank, hop))
+    if not pieces:
+        return
+    polygons(
+        square,
+        pieces,
+        RANK_COLOURS[rank],
+        edge=PAPER,
+        kind="tile",
+        title=f"rank {rank}, hop {hop.index}: keys of rank {hop.owner}, {hop.num_pairs:,} pairs",
+        opacity=1 - 0.6 * hop.index / max(1, layout.ranks - 1),
     )
+    for piece in pieces:
+        if _room(piece) * scale >= 4:
+            x, y = _centre(piece)
+            text(square, x, y + 4 / scale, hop.index, anchor="center", size=11, halo=True)
 
 
 def _pieces(layout: Layout, rank: int, hop: Hop) -> Iterator[list[Point]]:
@@ -209,24 +224,24 @@ def _room(polygon: list[Point]) -> float:
     return _area(polygon) / sum(hypot(x1 - x0, y1 - y0) for (x0, y0), (x1, y1) in pairwise([*polygon, polygon[0]]))
 
 
-def _position_ticks(length: int, left: float, top: float, scale: float) -> Iterator[str]:
+def _draw_position_ticks(page: "Axes", length: int, left: float, top: float, scale: float) -> None:
     quarters = [length * part // 4 for part in range(5)] if length % 4 == 0 else [0, length // 2, length]
     for position in quarters:
-        anchor = "start" if position == 0 else "end" if position == length else "middle"
+        anchor = "left" if position == 0 else "right" if position == length else "center"
         at = f"{position:,}" if length < 100_000 else f"{position / 1000:,.0f}K"
-        yield text(left + position * scale, top - 18, at, "soft small", anchor)
-        yield text(left - 16, top + position * scale + 4, at, "soft small", "end")
+        text(page, left + position * scale, top - 18, at, SOFT, anchor, size=11)
+        text(page, left - 16, top + position * scale + 4, at, SOFT, "right", size=11)
 
 
-def _owner_strips(layout: Layout, left: float, top: float, scale: float) -> Iterator[str]:
+def _draw_owner_strips(page: "Axes", layout: Layout, left: float, top: float, scale: float) -> None:
     """Beside the square: who holds these queries; above it: who holds these keys."""
     for rank in range(layout.ranks):
         held = [run for span in layout.spans(rank) for run in _runs(span, layout.length)]
         for start, stop in union(held):
-            title = element("title", f"positions {start:,} to {stop - 1:,}: rank {rank}")
-            first, extent, look = start * scale, (stop - start) * scale, {"fill": RANK_COLOURS[rank]}
-            yield element("rect", title, x=left + first, y=top - 12, width=extent, height=8.0, **look)
-            yield element("rect", title, x=left - 12, y=top + first, width=8.0, height=extent, **look)
+            title = f"positions {start:,} to {stop - 1:,}: rank {rank}"
+            first, extent, colour = start * scale, (stop - start) * scale, RANK_COLOURS[rank]
+            rectangle(page, left + first, top - 12, extent, 8, colour, title=title)
+            rectangle(page, left - 12, top + first, 8, extent, colour, title=title)
 
 
 def _runs(span: Span, length: int) -> Iterator[tuple[int, int]]:
@@ -236,51 +251,48 @@ def _runs(span: Span, length: int) -> Iterator[tuple[int, int]]:
     yield from ((start, min(start + size_of_run, length)) for start in starts if start < length)
 
 
-def _work_legend(shares: list[float], top: float) -> tuple[list[str], float]:
-    """A bar a rank, in two columns from five ranks on, the even share marked; and where the legend ends."""
+def _legend_height(ranks: int) -> int:
+    return 22 * (ceil(ranks / (2 if ranks > 4 else 1)) + (ranks > 1)) + 4
+
+
+def _draw_work_legend(page: "Axes", shares: list[float], top: float) -> None:
+    """A bar per rank, in two columns from five ranks on, the even share marked."""
     columns = 2 if len(shares) > 4 else 1
     pitch, longest = 432 / columns, max(*shares, 1e-9) if len(shares) > 1 else 100.0
     bar = pitch - 136
-    parts: list[str] = []
     for rank, share in enumerate(shares):
         x, y = 4 + (rank % columns) * pitch, top + rank // columns * 22
         even = x + 60 + 100 / len(shares) / longest * bar
-        parts += [
-            text(x, y + 12, f"rank {rank}"),
-            rectangle(x + 60, y, share / longest * bar, 14, fill=RANK_COLOURS[rank]),
-            text(x + 68 + max(share / longest * bar, even - x - 60), y + 12, f"{share:.1f} %", "strong"),
-        ]
+        text(page, x, y + 12, f"rank {rank}")
+        rectangle(page, x + 60, y, share / longest * bar, 14, RANK_COLOURS[rank])
+        text(page, x + 68 + max(share / longest * bar, even - x - 60), y + 12, f"{share:.1f} %", strong=True)
         if len(shares) > 1:
-            parts.append(line(even, y - 2, even, y + 16, class_="ink", stroke_width=2))
-    bottom = top + ceil(len(shares) / columns) * 22
+            line(page, (even, even), (y - 2, y + 16), INK, 2)
     if len(shares) > 1:
-        parts += [line(8, bottom + 6, 8, bottom + 18, class_="ink", stroke_width=2)]
-        parts += [text(16, bottom + 16, f"an even share, {100 / len(shares):.4g} %", "soft small")]
-        bottom += 22
-    return parts, bottom + 4
+        bottom = top + ceil(len(shares) / columns) * 22
+        line(page, (8, 8), (bottom + 6, bottom + 18), INK, 2)
+        text(page, 16, bottom + 16, f"an even share, {100 / len(shares):.4g} %", SOFT, size=11)
 
 
-def _block(layout: Layout, rank: int, hop: Hop, x: float, y: float, width: float) -> Iterator[str]:
+def _draw_block(page: "Axes", layout: Layout, rank: int, hop: Hop, x: float, y: float, width: float) -> None:
     """One cell of the travel table: the owner's block, filled where it is present."""
     tokens = layout.tokens_per_rank
     present: Ranges = hop.arrives.ranges if hop.index else ((0, tokens),)
     share = f"{100 * size(present) / tokens:.0f} %"
     verb = "computes with" if hop.num_pairs else "only passes on"
     title = f"hop {hop.index}: rank {rank} {verb} {size(present):,} of {tokens:,} tokens of rank {hop.owner}"
-    yield rectangle(x, y, width, 16, class_="ground grid", stroke_width=1)
+    rectangle(page, x, y, width, 16, GROUND, edge=GRID)
     for start, stop in present:
-        yield element(
-            "rect",
-            element("title", title),
-            x=x + start / tokens * width,
-            y=y,
-            width=(stop - start) / tokens * width,
-            height=16,
-            class_="carried",
-            fill=RANK_COLOURS[hop.owner],
-            fill_opacity=1.0 if hop.num_pairs else 0.4,
-            data_rank=rank,
-            data_hop=hop.index,
+        rectangle(
+            page,
+            x + start / tokens * width,
+            y,
+            (stop - start) / tokens * width,
+            16,
+            RANK_COLOURS[hop.owner],
+            kind="carried",
+            title=title,
+            opacity=1.0 if hop.num_pairs else 0.4,
         )
     told = "own" if hop.index == 0 else f"r{hop.owner}: {share}" if present else "nothing"
-    yield text(x + width / 2, y + 30, told, "soft small", "middle")
+    text(page, x + width / 2, y + 30, told, SOFT, "center", size=11)

@@ -100,17 +100,35 @@ def test_the_memory_is_that_of_the_trace(profiles):
         assert profile.memory["seconds"] == sorted(profile.memory["seconds"])
 
 
+def drawn(figure, kind):
+    return [patch for patch in figure.axes[-1].patches if (patch.get_gid() or "").startswith(f"{kind}|")]
+
+
 def test_pictures_are_to_scale(profiles):
-    memory = memory_figure(profiles).to_dict()
-    assert [each["name"] for each in memory["data"]] == list(CATEGORIES) * 3
-    assert list(memory["data"][3]["y"]) == pytest.approx([b / 1e6 for b in profiles[0].memory["activations"]], abs=1e-3)
-    assert [each["visible"] for each in memory["data"]] == [True] * 6 + [False] * 12
-    timeline = {each["name"]: each for each in timeline_figure(profiles).to_dict()["data"]}
-    waits = timeline["waits"]
-    assert set(waits["y"]) == {0, 2, 4} and waits["marker"]["color"] == "#D00000"
-    assert sum(waits["x"]) == pytest.approx(1e3 * sum(profile.exposed_seconds for profile in profiles))
-    assert len(timeline["computes a hop"]["x"]) == sum(len(profile.visits) for profile in profiles)
-    assert set(timeline["keys and values"]["y"]) == {1, 3, 5}
+    memory = memory_figure(profiles)
+    assert len(memory.axes) == 3
+    heights = dict.fromkeys(CATEGORIES, 0.0)
+    for name, area in zip(CATEGORIES, memory.axes[0].collections, strict=True):
+        corners = area.get_paths()[0].vertices
+        heights[name] = corners[:, 1].max()
+        assert corners[:, 0].max() == pytest.approx(1e3 * profiles[0].memory["seconds"][-1])
+    assert heights["parameters"] == pytest.approx(max(profiles[0].memory["parameters"]) / 1e6)
+    assert heights["communication"] == pytest.approx(profiles[0].peak_bytes / 1e6)
+    assert len(drawn(memory, "spot")) == len(profiles[-1].memory["seconds"])
+
+    bars = drawn(timeline_figure(profiles), "time")
+    waits = [bar.get_path().get_extents() for bar in bars if "|waits" in bar.get_gid()]
+    assert {round(bar.y0 + 0.4) for bar in waits} == {0, 2, 4}
+    assert sum(bar.width for bar in waits) == pytest.approx(1e3 * sum(p.exposed_seconds for p in profiles))
+    hops = [bar for bar in bars if "|block of rank" in bar.get_gid()]
+    assert len(hops) == sum(len(profile.visits) for profile in profiles)
+    assert len(bars) == len(hops) + 2 * len(waits)
+
+
+def test_the_peak_stays_where_moments_are_left_out(profiles):
+    [axes] = memory_figure(profiles[:1], 40).axes
+    assert axes.collections[-1].get_paths()[0].vertices[:, 1].max() == pytest.approx(profiles[0].peak_bytes / 1e6)
+    assert len(axes.patches) == 40
 
 
 def test_the_files_are_written(profiles, tmp_path):
@@ -136,20 +154,27 @@ const complain = console.error;
 console.error = (...words) => { seen.errors.push(words.join(" ")); complain(...words); };
 const pause = milliseconds => new Promise(done => setTimeout(done, milliseconds));
 (async () => {
-  while (document.body?.dataset.drawn !== "yes") await pause(50);
-  const memory = document.getElementById("memory"), timeline = document.getElementById("timeline");
-  seen.areas = memory.querySelectorAll(".scatterlayer .trace").length;
-  seen.bars = timeline.querySelectorAll(".barlayer .point").length;
-  Plotly.Fx.hover(timeline, [{curveNumber: 3, pointNumber: 0}]);
-  await pause(300);
-  seen.hover = timeline.querySelector(".hoverlayer")?.textContent ?? "";
-  const entry = memory.querySelector(".legendtoggle");
-  for (const kind of ["mousedown", "mouseup"]) entry.dispatchEvent(new MouseEvent(kind, {bubbles: true, view: window}));
-  await pause(1000);
-  seen.hidden = memory.data.filter(trace => trace.visible === "legendonly").length;
-  const buttons = memory.layout.updatemenus[0].buttons;
-  await Plotly.update(memory, ...buttons[1].args);
-  seen.ranks = memory.data.map(trace => trace.visible);
+  while (document.readyState !== "complete") await pause(50);
+  const titles = (place, kind) => [...place.querySelectorAll(`.${kind} > title`)].map(title => title.textContent);
+  const [first, second] = document.querySelectorAll("#memory details"), timeline = document.getElementById("timeline");
+  seen.moments = titles(first, "spot").length;
+  seen.moment = titles(first, "spot")[0];
+  seen.bars = titles(timeline, "time");
+  const size = spot => spot.getBoundingClientRect();
+  const [widest] = [...first.querySelectorAll(".spot path")].sort((one, other) => size(other).width - size(one).width);
+  const {x, y, width: wide, height} = size(widest);
+  const under = document.elementFromPoint(x + wide / 2, y + height / 2);
+  seen.points_at_it = under === widest;
+  second.open = true;
+  await pause(100);
+  seen.open = [...document.querySelectorAll("#memory details")].map(each => each.open);
+  const zoom = timeline.querySelector("input"), picture = timeline.querySelector("svg");
+  const widths = () => picture.getBoundingClientRect().width / picture.parentElement.clientWidth;
+  const before = widths();
+  zoom.value = 4;
+  zoom.dispatchEvent(new Event("input"));
+  seen.zoomed = [before, widths()];
+  seen.ids = document.querySelectorAll("svg [id]").length;
   const out = document.createElement("pre");
   out.id = "seen";
   out.textContent = JSON.stringify(seen);
@@ -169,11 +194,15 @@ def test_the_report_works_in_a_browser(profiles, tmp_path):
         page_text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
     seen = json.loads(page_text.split('<pre id="seen">')[1].split("</pre>")[0].replace("&amp;", "&"))
     assert seen["errors"] == []
-    assert seen["areas"] == len(CATEGORIES)
-    assert seen["bars"] == sum(len(p.visits) + 2 * len(p.passages) for p in profiles)
-    assert "waits, hop" in seen["hover"]
-    assert seen["hidden"] == 1
-    assert seen["ranks"] == [False] * 6 + [True] * 6 + [False] * 6
+    assert seen["moments"] == len(profiles[0].memory["seconds"])
+    assert seen["moment"].startswith("forward, ") or " ms\n" in seen["moment"]
+    assert all(f"\n{name} " in seen["moment"] for name in CATEGORIES)
+    assert seen["points_at_it"]
+    assert len(seen["bars"]) == sum(len(p.visits) + 2 * len(p.passages) for p in profiles)
+    assert any(bar.startswith("waits, hop") for bar in seen["bars"])
+    assert seen["open"] == [False, True, False]
+    assert seen["zoomed"] == pytest.approx([1, 4], rel=0.001)
+    assert seen["ids"] == 0, "several pictures of a page share no names"
 
 
 def gathered_from(mesh: DeviceMesh) -> int:

@@ -46,8 +46,7 @@ _LEAST: Final = {"torch": (2, 11), "transformers": (5,)}
 _OPTIONAL: Final = {
     "datasets": ("training from a TOML file, and the demo", "pip install 'ringspan[train]'"),
     "tensorboard": ("TensorBoard files of a training run", "pip install 'ringspan[train]'"),
-    "matplotlib": ("profiles, and pictures of plans", "pip install 'ringspan[report]'"),
-    "plotly": ("profiles", "pip install 'ringspan[report]'"),
+    "matplotlib": ("pictures of profiles, plans and reports", "pip install 'ringspan[report]'"),
     "jax": ("the JAX back end", "pip install 'ringspan[jax]'"),
     "liger_kernel": ("the fused loss on CUDA", "pip install liger-kernel"),
     "torchao": ("AdamW with moments in 8 bits", "pip install torchao"),

@@ -411,7 +411,7 @@ class TrainConfig(_Table):
         """
         require("training", "datasets")
         if self.profile:
-            require("profile = true", "matplotlib", "plotly")
+            require("profile = true", "matplotlib")
 
     def resolve_mesh(self, world_size: int) -> tuple[int, int]:
         """The mesh (replicate, ring) for this number of processes; the sequence is known to fill the ring.
