@@ -1,4 +1,4 @@
-"""What the ring's loop holds, by its shadow."""
+"""What the ring's loop holds, by its events."""
 
 import pytest
 

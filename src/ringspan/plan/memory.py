@@ -330,7 +330,7 @@ def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, 
 
 
 def _head_groups(setting: Setting, mine: Heads, way: Route, ranks: int) -> int:
-    """How many groups of heads go through the loop: ``torch.ring.num_head_groups``."""
+    """How many groups of heads go through the loop: ``ringspan.torch.attention.ring.num_head_groups``."""
     return head_groups(
         setting.batch * _count(mine.queries),
         _count(mine.keys),
