@@ -93,16 +93,9 @@ def kernel_errors(quick: bool) -> dict[str, Any]:
 def errors_by_ranks(quick: bool) -> dict[str, Any]:
     """Out, dq, dk and dv against float64 on rings of 1, 8 and 64 virtual ranks: flat, whatever the kernel."""
     import ringspan as rs
-    from tests.torch import virtual
     from tests.torch.attention.test_ring import Problem
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        from ringspan.torch.kernels import triton_attention, triton_merge
-
-        triton_merge.merge_into = virtual.one_at_a_time(triton_merge.merge_into)
-        for name in ("forward_into", "backward_into"):
-            setattr(triton_attention, name, virtual.one_at_a_time(getattr(triton_attention, name)))
     length = 64 if quick else 2048
     problem = Problem(length, rs.causal(), heads=4, groups=2, size=64, dtype=torch.bfloat16, device=device)
     rows = []

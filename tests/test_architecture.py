@@ -208,6 +208,59 @@ def test_the_checker_accepts_what_the_design_allows(tmp_path: Path):
     assert violations(root) == []
 
 
+MAY_REPLACE = "measure/trace/torch_seams.py"
+
+
+def replacements(source: str) -> list[int]:
+    """Lines that give an attribute of what was imported, or of a class of the module, a value, or import mocks."""
+    tree = ast.parse(source)
+    found: list[int] = []
+    foreign = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            foreign |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            found += [node.lineno] if any("unittest" in name or name == "mock" for name in names) else []
+
+    def is_foreign(node: ast.expr) -> bool:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in foreign
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and is_foreign(node.value):
+            found.append(node.lineno)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            found += [node.lineno] if is_foreign(node.args[0]) else []
+    return sorted(set(found))
+
+
+def test_nothing_of_another_module_is_replaced_but_what_torch_has_no_seam_for():
+    files = {path.relative_to(SOURCE / PACKAGE).as_posix(): path for path in SOURCE.rglob("*.py")}
+    found = {name: replacements(path.read_text(encoding="utf-8")) for name, path in files.items()}
+    assert [name for name, lines in found.items() if lines] == [MAY_REPLACE], found
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("from ringspan.torch import kernels\nkernels.choose = None\n", [2]),
+        ("import torch\ndef f():\n    torch.cuda.x, y = 1, 2\n", [3]),
+        ("from torch import Tensor as T\nT.add = T.sub\ndel T.mul\n", [2, 3]),
+        ("def f():\n    import torch\n    setattr(torch, 'x', 1)\n", [3]),
+        ("class A:\n    x = 1\nA.x += 1\n", [3]),
+        ("from unittest.mock import patch\n", [1]),
+        ("from unittest import mock\n", [1]),
+        (
+            "import torch\nx = torch.nn\nclass A:\n    def f(self):\n        self.x = f(torch).z = 1\n",
+            [],
+        ),
+    ],
+)
+def test_a_replacement_is_found(source: str, lines: list[int]):
+    assert replacements(source) == lines
+
+
 LOADED = """
 import sys
 before = {name.split(".")[0] for name in sys.modules}

@@ -11,6 +11,7 @@ from ringspan.cli.main import app
 from ringspan.core.schedule import plan
 from ringspan.measure.bench import ring as bench
 from ringspan.torch.attention import ring
+from ringspan.torch.transport.fake import FakeTransport
 
 SMALL = bench.RingCase(
     virtual_ranks=4, tokens=24, heads=4, kv_heads=2, head_dim=16, dtype="float32", repeats=1, error_ranks=(1, 3),
@@ -42,8 +43,9 @@ def test_what_arrives_is_what_the_ring_would_send():
     one = bench.Rehearsal(case)
     on, off = one.passes(is_moving=True), one.passes(is_moving=False)
     assert torch.equal(on["forward"]()[0], on["forward"]()[0])
-    blank = bench.ring_of(case, one.layout, one.q, one.k, bench.Arrivals(one.device, {}, True))
-    zeros = ring.forward(blank, one.q, one.k, one.v)[0]  # every block is zeros
+    blank = bench.ring_of(case, one.layout, one.q, one.k)
+    of_zeros = bench.replace(blank, exchange=FakeTransport(bench.Copies(one.device, {})))
+    zeros = ring.forward(of_zeros, one.q, one.k, one.v)[0]
     assert not torch.allclose(on["forward"]()[0], zeros) and off["forward"]()[0].shape == zeros.shape
 
 

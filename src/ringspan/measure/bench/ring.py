@@ -31,7 +31,8 @@ from ringspan.torch.kernels import InPlace
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport import clock
-from ringspan.torch.transport.exchange import Exchange, PendingReceive, TensorSpec, Transfer
+from ringspan.torch.transport.exchange import PendingReceive, TensorSpec
+from ringspan.torch.transport.fake import FakeTransport, MessageKey, Nobody
 
 KINDS: Final = ("forward", "backward")
 _PASSES: Final = {"forward": 1.0, "backward": 2.5}  # FLOPs in units of the forward pass
@@ -114,38 +115,40 @@ def timed(function: Callable[[], Any], device: torch.device) -> float:
     return clock.seconds(start, end)
 
 
-class Arrivals(Exchange):
-    """An exchange with nobody: what a rank would receive is copied from where it already is, on a side stream.
+class Copies:
+    """A network in which what a rank would receive is copied from where it already is, on a side stream.
 
-    ``blocks`` are the packed buffers by message number; gradients of other ranks are zeros. Without ``is_moving``
-    nothing is copied, and buffers hold whatever they hold.
+    ``blocks`` are the packed buffers by message number; gradients of other ranks are zeros. What is sent goes nowhere.
     """
 
-    def __init__(self, device: torch.device, blocks: dict[int, Tensor], is_moving: bool) -> None:
-        super().__init__(None, "arrivals")
-        self._blocks, self._is_moving = blocks, is_moving
+    def __init__(self, device: torch.device, blocks: dict[int, Tensor]) -> None:
+        self._blocks = blocks
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._zeros = torch.zeros(0, dtype=torch.uint8, device=device)
 
-    def post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
-    ) -> tuple[Transfer, list[PendingReceive]]:
-        """Start to copy what this message brings; nobody takes what is sent."""
-        pending = [PendingReceive(peer, spec, spec.empty()) for peer, spec in receives]
-        if not self._is_moving or not pending:
-            return Transfer((), ()), pending
-        sources = [self._source(message, spec) for _, spec in receives]
+    def send(self, to: int, message: Tensor, key: MessageKey) -> None:
+        """Nobody takes it."""
+
+    def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> Callable[[], None] | None:
+        """Start to copy what a message brings."""
+        sources = [self._source(key[1], each.spec) for each in pending]
         if self._stream is None:
-            for receive, source in zip(pending, sources, strict=True):
-                receive.read().copy_(source)
-            return Transfer((), ()), pending
+            for each, source in zip(pending, sources, strict=True):
+                each.read().copy_(source)
+            return None
         self._stream.wait_stream(torch.cuda.current_stream())  # what last used this memory may still be running
         with torch.cuda.stream(self._stream):
-            for receive, source in zip(pending, sources, strict=True):
-                receive.read().copy_(source)
+            for each, source in zip(pending, sources, strict=True):
+                each.read().copy_(source)
             copied = torch.cuda.Event()
             copied.record()
-        return Copies(copied, [receive.read() for receive in pending]), pending
+        buffers = [each.read() for each in pending]  # they belong to the copies until then
+
+        def wait() -> None:
+            torch.cuda.current_stream().wait_event(copied)
+            buffers.clear()
+
+        return wait
 
     def _source(self, message: int, spec: TensorSpec) -> Tensor:
         if message in self._blocks:
@@ -153,19 +156,6 @@ class Arrivals(Exchange):
         if self._zeros.numel() < spec.nbytes:
             self._zeros = self._zeros.new_zeros(spec.nbytes)
         return spec.on(self._zeros[: spec.nbytes])
-
-
-class Copies(Transfer):
-    """Copies on a side stream; the buffers belong to them until ``wait``."""
-
-    def __init__(self, copied: "torch.cuda.Event", buffers: list[Tensor]) -> None:
-        super().__init__((), buffers)
-        self._copied = copied
-
-    def wait(self) -> None:
-        """Make the current stream wait until everything has arrived."""
-        torch.cuda.current_stream().wait_event(self._copied)
-        super().wait()
 
 
 class Rehearsal:
@@ -201,9 +191,9 @@ class Rehearsal:
     def passes(self, is_moving: bool) -> dict[str, Callable[[], Any]]:
         """Forward and backward of the rank; the blocks of the others are made anew, once."""
         k, v = self.k, self.v
-        blank = ring_of(self.case, self.layout, self.q, k, Arrivals(self.device, {}, False))
+        blank = ring_of(self.case, self.layout, self.q, k)
         blocks = _arriving(blank, k, lambda _, heads: (k[:, heads], v[:, heads]))  # whose numbers does not matter
-        mine = replace(blank, exchange=Arrivals(self.device, blocks, is_moving))
+        mine = replace(blank, exchange=FakeTransport(Copies(self.device, blocks) if is_moving else Nobody()))
         out, lse = ring.forward(mine, self.q, self.k, self.v)
         return {
             "forward": lambda: ring.forward(mine, self.q, self.k, self.v),
@@ -231,11 +221,11 @@ class Rehearsal:
         return Layout("contiguous", low, 1)
 
 
-def ring_of(case: RingCase, layout: Layout, q: Tensor, k: Tensor, exchange: Exchange) -> Ring:
-    """The rank's part in the attention of a case."""
+def ring_of(case: RingCase, layout: Layout, q: Tensor, k: Tensor) -> Ring:
+    """The rank's part in the attention of a case, alone."""
     schedule = plan(layout, Mask.parse(case.mask), case.rank)
     scores = Scores(case.head_dim**-0.5)
-    return Ring(schedule, exchange, scores, num_head_groups(q, k, schedule), kernel=case.kernel)
+    return Ring(schedule, FakeTransport(Nobody()), scores, num_head_groups(q, k, schedule), kernel=case.kernel)
 
 
 def _arriving(one: Ring, k: Tensor, of: Callable[[int, slice], tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
@@ -292,20 +282,20 @@ def error_row(case: RingCase, ranks: int) -> dict[str, Any]:
     q, k, v, dout, mask = one.q, one.k, one.v, one.dout, one.mask
     found: dict[str, list[Any]] = {name: [] for name in ("out", "dq", "alone out", "alone dq", "exact out", "exact dq")}
     with torch.no_grad():
-        whole = ring_of(small, one.layout, q, k, Arrivals(one.device, {}, False))
+        whole = ring_of(small, one.layout, q, k)
         result = ring.forward(whole, q, k, v)
         alone = [result[0], ring.backward(whole, dout, q, k, v, *result)[0]]
         for rank in sorted({0, ranks // 2, ranks - 1}):
             positions = layout.positions(rank)
             mine = torch.from_numpy(positions).to(one.device)
             my_q, my_k, my_v, my_dout = (x[:, :, mine] for x in (q, k, v, dout))
-            blank = ring_of(replace(small, rank=rank), layout, my_q, my_k, Arrivals(one.device, {}, False))
+            blank = ring_of(replace(small, rank=rank), layout, my_q, my_k)
 
             def of(owner: int, heads: slice) -> tuple[Tensor, Tensor]:
                 there = torch.from_numpy(layout.positions(owner)).to(one.device)
                 return k[:, heads, there], v[:, heads, there]
 
-            here = replace(blank, exchange=Arrivals(one.device, _arriving(blank, my_k, of), True))
+            here = replace(blank, exchange=FakeTransport(Copies(one.device, _arriving(blank, my_k, of))))
             result = ring.forward(here, my_q, my_k, my_v)
             dq, _, _ = ring.backward(here, my_dout, my_q, my_k, my_v, *result)
             sample = np.random.default_rng(rank).permutation(len(positions))[:_SAMPLE]

@@ -33,6 +33,8 @@ from ringspan.torch.memory.host_optimizer import HostAdamW
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.mesh import make_mesh
+from ringspan.torch.transport.fake import FakeTransport, Nobody
+from ringspan.torch.transport.protocol import transport_registered
 
 _TIMELINE_MOMENTS: Final = 400
 
@@ -64,6 +66,7 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: 
     tracker = MemoryTracker(is_fake=True)
     with (
         fake_mesh(setting, rank, "cpu") as mesh,
+        transport_registered(mesh["ring"].get_group(), lambda signature: FakeTransport(Nobody(tracker.communicate))),
         ruled_by(cpu=_without_values(setting.on_gpu)),
         registered(_OneChunk()),
         real_meshes(),

@@ -24,7 +24,7 @@ from ringspan.torch.model.support import refuse_config
 from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.torch.transport.clock import Moment, now, seconds, synchronize
 from ringspan.torch.transport.collectives import gather
-from ringspan.torch.transport.exchange import COUNTERS
+from ringspan.torch.transport.exchange import recorded
 
 PHASES: Final = ("forward", "loss", "backward", "optimizer")
 NUM_STEPS: Final = 3  # one to settle, one for memory, one for time
@@ -135,14 +135,12 @@ class Profiler:
     def _timed(self) -> Iterator[None]:
         """The step whose seconds count."""
         self._phases.clear()
-        COUNTERS.transfers, COUNTERS.hops = [], []
         started = now(self._device)
         try:
-            yield
+            with recorded() as (transfers, hops):
+                yield
         finally:
             ended = now(self._device)
-            transfers, hops = COUNTERS.transfers, COUNTERS.hops
-            COUNTERS.transfers = COUNTERS.hops = None
             for handle in self._handles:
                 handle.remove()
         synchronize(self._device)

@@ -26,10 +26,11 @@ from ringspan.plan.memory import training_memory
 from ringspan.plan.planner import Plan
 from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import ModelShape
-from ringspan.torch.attention import op as attention
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport.clock import Moment, now, seconds, synchronize
-from ringspan.torch.transport.exchange import COUNTERS, Exchange, PendingReceive, TensorSpec, Transfer, TransferRecord
+from ringspan.torch.transport.exchange import PendingReceive, TransferRecord, recorded
+from ringspan.torch.transport.fake import FakeTransport, MessageKey, Nobody
+from ringspan.torch.transport.protocol import transport_registered
 
 _TIMED_STEPS: Final = 3
 
@@ -111,13 +112,19 @@ def rehearse(config: PreTrainedConfig, setting: Setting, rank: int, bandwidth: f
     dryrun.check_rank(config, setting, rank)
     device = local_device()
     torch.manual_seed(0)
-    with dryrun.fake_mesh(setting, rank, device.type) as mesh, _made_up_neighbours() as arrivals:
+    arrivals = _MadeUp()
+    with (
+        dryrun.fake_mesh(setting, rank, device.type) as mesh,
+        transport_registered(mesh["ring"].get_group(), lambda signature: FakeTransport(arrivals)),
+    ):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
         model, optimizer, batch = dryrun.prepare(model, mesh, setting)
         with MemoryTracker() as tracker:  # from the first step on, in which FSDP makes its buffers
+            arrivals.seen = tracker.communicate
             tracker.watch_model(model)
             for _ in range(2):
                 dryrun.watch_step(tracker, model, optimizer, batch)
+        arrivals.seen = None
 
         def step() -> None:
             train_step(MemoryTracker(), model, optimizer, batch)
@@ -137,36 +144,21 @@ def rehearse(config: PreTrainedConfig, setting: Setting, rank: int, bandwidth: f
     )
 
 
-class _Arrivals(Exchange):
-    """An exchange in which what would arrive is made up."""
+class _MadeUp(Nobody):
+    """A network from which random numbers arrive."""
 
-    seconds = 0.0
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        """Spent on making them up, on a CPU."""
 
-    def post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
-    ) -> tuple[Transfer, list[PendingReceive]]:
-        transfer, pending = super().post(sends, receives, message)
+    def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> None:
+        """Make up what arrives."""
+        super().receive(pending, key)
         started = time.perf_counter()
-        for receive in pending:
-            receive.read().normal_()
-        _Arrivals.seconds += time.perf_counter() - started
-        if COUNTERS.transfers and pending:
-            # Making up the message is no part of its transfer.
-            COUNTERS.transfers[-1].posted = now(pending[0].read().device)
-        return transfer, pending
-
-    def among(self, ranks: Sequence[int], name: str) -> "_Arrivals":
-        return _Arrivals(self._group, f"{self._signature} {name}", ranks)
-
-
-@contextmanager
-def _made_up_neighbours() -> Iterator[type[_Arrivals]]:
-    """Let the ring talk to nobody; the ring's operator has no argument for whom it talks through."""
-    attention.Exchange = _Arrivals
-    try:
-        yield _Arrivals
-    finally:
-        attention.Exchange = Exchange
+        for each in pending:
+            each.read().normal_()
+        self.seconds += time.perf_counter() - started
 
 
 @dataclass(frozen=True)
@@ -176,18 +168,17 @@ class _Timed:
     events: list[tuple[float, int, int]]
 
 
-def _timed_step(step: Any, model: Any, device: torch.device, arrivals: type[_Arrivals]) -> _Timed:
+def _timed_step(step: Any, model: Any, device: torch.device, arrivals: _MadeUp) -> _Timed:
     """One step, its layers, and the moments at which its blocks were posted and needed.
 
     On a CPU the time in which blocks were made up is taken out of the step.
     """
-    COUNTERS.transfers, before = [], arrivals.seconds
-    with _layer_moments(model, device) as layers:
+    before = arrivals.seconds
+    with recorded() as (transfers, _), _layer_moments(model, device) as layers:
         started = now(device)
         step()
         ended = now(device)
     synchronize(device)
-    transfers, COUNTERS.transfers = COUNTERS.transfers, None
     made_up = arrivals.seconds - before if device.type == "cpu" else 0.0
     return _Timed(seconds(started, ended) - made_up, layers.seconds(), _events(transfers, started))
 

@@ -128,6 +128,13 @@ class MemoryTracker(TorchDispatchMode):
         states = (value for state in optimizer.state.values() for value in state.values())
         self.watch("optimizer", (value for value in states if isinstance(value, Tensor)))
 
+    def communicate(self, message: Tensor) -> None:
+        """Count a message that no operator sends as communication, unless it is kept for something else."""
+        known = self._storages.get(message.untyped_storage()._cdata)
+        if known is not None and known.category == "temporaries":
+            self._move(known, "communication")
+        self._note()
+
     def restart(self) -> None:
         """Forget the moments so far; what is held is still known."""
         self.watch("parameters", self._sharded)  # FSDP pads uneven ones anew in the first step

@@ -47,7 +47,7 @@ from ringspan.torch.attention.ring import (
 from ringspan.torch.attention.ulysses import Ulysses
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.agreement import agree, one_at_a_time
-from ringspan.torch.transport.exchange import Exchange
+from ringspan.torch.transport.protocol import Transport, transport_of
 
 _log: Final = logging.getLogger(__name__)
 _told: Final[set[Choice]] = set()
@@ -322,14 +322,14 @@ def _prepare(
     agree(group, facts | {"kernel": f"{options.kernel} ({refusal})"} if refusal else facts)
     if refusal:
         raise kernels.refused(options.kernel, refusal)
-    exchange = Exchange(group, f"{what} {facts}")
+    exchange = transport_of(group, f"{what} {facts}")
     return assemble(rank, ranks, exchange, q, k, slopes, options, is_backward=what == "backward")
 
 
 def assemble(
     rank: int,
     ranks: int,
-    exchange: Exchange,
+    exchange: Transport,
     q: Tensor,
     k: Tensor,
     slopes: Tensor | None,

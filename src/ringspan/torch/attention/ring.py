@@ -27,7 +27,8 @@ from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.memory import is_in_rows
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.clock import now
-from ringspan.torch.transport.exchange import COUNTERS, Exchange, HopRecord, PendingReceive, Transfer
+from ringspan.torch.transport.exchange import COUNTERS, HopRecord, PendingReceive, Transfer
+from ringspan.torch.transport.protocol import Transport
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -55,7 +56,7 @@ class Ring:
     """
 
     schedule: Schedule
-    exchange: Exchange
+    exchange: Transport
     scores: Scores
     head_groups: int = 1
     positions: tuple[Callable[[int], Tensor], Callable[[int], Tensor]] | None = None

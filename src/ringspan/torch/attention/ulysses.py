@@ -15,7 +15,8 @@ from ringspan.core.layout import Layout
 from ringspan.core.route import Heads
 from ringspan.torch.attention import ring as rings
 from ringspan.torch.attention.ring import Ring
-from ringspan.torch.transport.exchange import Exchange, TensorSpec
+from ringspan.torch.transport.exchange import TensorSpec
+from ringspan.torch.transport.protocol import Transport
 
 _TO_HEADS, _TO_TOKENS = 0, 1  # message numbers
 
@@ -36,7 +37,7 @@ class Ulysses:
     shares: tuple[Heads, ...]
     layout: Layout
     key_layout: Layout
-    exchange: Exchange
+    exchange: Transport
 
     @property
     def mine(self) -> Heads:

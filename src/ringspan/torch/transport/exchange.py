@@ -3,7 +3,8 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -47,7 +48,7 @@ class Counters:
 
     Written by the ring, read by benchmarks and, in another thread, by the watchdog. ``hop`` is that of the last
     exchange in its pass, which numbers two messages a hop; each further group of heads goes on counting. ``transfers``
-    and ``hops`` are None; put lists there, and every exchange and every hop is recorded in them.
+    and ``hops`` are lists while ``recorded`` is active, else None.
     """
 
     num_posts: int = 0
@@ -60,6 +61,16 @@ class Counters:
 
 
 COUNTERS: Final = Counters()
+
+
+@contextmanager
+def recorded() -> Iterator[tuple[list[TransferRecord], list[HopRecord]]]:
+    """The records of every exchange and every hop while this context is active."""
+    COUNTERS.transfers, COUNTERS.hops = records = list[TransferRecord](), list[HopRecord]()
+    try:
+        yield records
+    finally:
+        COUNTERS.transfers = COUNTERS.hops = None
 
 
 @dataclass(frozen=True)
@@ -184,12 +195,8 @@ class Exchange:
         operations = [self._operation(dist.irecv, r.sender, r.read(), message) for r in pending if not r.expected]
         operations += [self._operation(dist.isend, rank, buffer, message) for rank, buffer in outgoing]
         works = dist.batch_isend_irecv(operations) if operations else []
-        COUNTERS.num_posts += 1
-        COUNTERS.hop = message // 2
-        COUNTERS.num_sends += len(sends)
-        COUNTERS.sent_bytes += sum(buffer.nbytes for _, buffer in sends)
         kept = [buffer for _, buffer in outgoing]
-        return Transfer(works, kept, _record(sends, receives, message), partial(self._receive, pending)), pending
+        return Transfer(works, kept, note_post(sends, receives, message), partial(self._receive, pending)), pending
 
     def _rank(self, peer: int) -> int:
         return peer if self._ranks is None else self._ranks[peer]
@@ -223,10 +230,14 @@ class Exchange:
         return dist.P2POp(call, buffer, group=self._group, tag=self._tag + message, group_peer=rank)
 
 
-def _record(
+def note_post(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
 ) -> TransferRecord | None:
-    """The record of an exchange that has just been posted; None where none are kept."""
+    """Count what has just been posted; its record, or None where none are kept."""
+    COUNTERS.num_posts += 1
+    COUNTERS.hop = message // 2
+    COUNTERS.num_sends += len(sends)
+    COUNTERS.sent_bytes += sum(buffer.nbytes for _, buffer in sends)
     messages = [*sends, *receives]
     if COUNTERS.transfers is None or not messages:
         return None

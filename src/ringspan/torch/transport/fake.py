@@ -1,0 +1,75 @@
+"""A transport without processes: where messages go, and what comes, is up to whoever plays the other ranks.
+
+Traces, rehearsals, benchmarks of one rank and the tests' rings of threads all use this one, each with its network.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ringspan.torch.transport.exchange import PendingReceive, TensorSpec, Transfer, note_post
+
+MessageKey = tuple[str, int]
+"""Which part of a pass a message belongs to (see ``Transport.among``), and its number there."""
+
+
+class Network(Protocol):
+    """The other ranks, as one rank sees them."""
+
+    def send(self, to: int, message: Tensor, key: MessageKey) -> None:
+        """Take a message, which stays as it is only until its transfer was waited for."""
+        ...
+
+    def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> Callable[[], None] | None:
+        """Start to fill the messages of one post; the call that waits until all of them are there, if any."""
+        ...
+
+
+class Nobody:
+    """A network that takes every message and brings none: buffers hold whatever they hold. ``seen`` is told of each."""
+
+    def __init__(self, seen: Callable[[Tensor], None] | None = None) -> None:
+        self.seen = seen
+
+    def send(self, to: int, message: Tensor, key: MessageKey) -> None:
+        """Let it go."""
+        if self.seen is not None:
+            self.seen(message)
+
+    def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> Callable[[], None] | None:
+        """Leave the buffers as they are."""
+        if self.seen is not None:
+            for each in pending:
+                self.seen(each.read())
+
+
+class FakeTransport:
+    """One rank's messages to and from a network; they count like real ones."""
+
+    def __init__(self, network: Network, name: str = "", ranks: Sequence[int] | None = None) -> None:
+        """Peers are ranks of the network, or indices into ``ranks`` when it is given."""
+        self._network, self._name, self._ranks = network, name, ranks
+
+    def among(self, ranks: Sequence[int], name: str) -> "FakeTransport":
+        """The same network, between some of its ranks."""
+        return FakeTransport(self._network, f"{self._name} {name}", ranks)
+
+    def empty(self, spec: TensorSpec) -> Tensor:
+        """A tensor like any other."""
+        return spec.empty()
+
+    def post(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
+    ) -> tuple[Transfer, list[PendingReceive]]:
+        """Give the network what is sent, and let it start to fill what is received."""
+        key = self._name, message
+        pending = [PendingReceive(self._rank(peer), spec, spec.empty()) for peer, spec in receives]
+        wait = self._network.receive(pending, key) if pending else None
+        for peer, buffer in sends:
+            assert buffer.is_contiguous(), "messages are contiguous"
+            self._network.send(self._rank(peer), buffer, key)
+        return Transfer((), [buffer for _, buffer in sends], note_post(sends, receives, message), wait), pending
+
+    def _rank(self, peer: int) -> int:
+        return peer if self._ranks is None else self._ranks[peer]
