@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,6 +63,13 @@ def step(mesh: DeviceMesh, what: str) -> None:
             model(**batch(mesh), num_items_in_batch=14 if odd else 15)
         case "mode":
             model.train(not odd)(**batch(mesh))
+        case "autocast":
+            with torch.autocast("cpu", torch.bfloat16 if odd else torch.float16):
+                model(**batch(mesh))
+        case "a skipped step before saving":
+            if not odd:
+                optimizer.step()
+            model.save_pretrained("/proc/nothing")
         case "gradients":
             with torch.set_grad_enabled(not odd):
                 model(**batch(mesh))
@@ -122,6 +130,8 @@ CASES = {
     "num_items_in_batch": "different num_items_in_batch: ",
     "mode": "different mode: ",
     "gradients": "different gradients: ",
+    "autocast": "different autocast: ",
+    "a skipped step before saving": "different steps of the optimizer SGD: ",
     "trained parameters": "different trained parameters: ",
     "learning rate": "different optimizer setting lr of SGD: ",
     "optimizer steps": "different steps of the optimizer SGD: ",
@@ -287,6 +297,22 @@ def test_a_loader_gives_rings_equal_and_replicas_different_examples(pool, shuffl
         seen = [number for rank in (0, 2) for batch in ranks[rank][epoch] for number in batch]
         assert sorted(set(seen)) == list(range(11)) and len(seen) == 12  # one more than there are: it comes out even
     assert (ranks[0][0] != ranks[0][1]) == shuffle
+
+
+def test_a_loop_that_leaves_an_epoch_early_sees_other_examples_in_the_next():
+    sampler = rs.sampler(range(64), Replica(0), shuffle=True)
+    first = [next(iter(sampler)) for _ in range(8)]
+    assert len(set(first)) > 1
+
+
+@pytest.mark.parametrize("count", [torch.tensor(15), torch.tensor([15]), np.int64(15), np.array(15), 15.0], ids=repr)
+def test_a_count_may_be_an_integer_of_any_library(pool, count):
+    assert pool.run(counted, 2, count) == pool.run(counted, 2, 15)
+
+
+def counted(mesh: DeviceMesh, count: Any) -> float:
+    model = rs.parallelize(build("llama"), mesh)
+    return float(model(**batch(mesh), num_items_in_batch=count).loss.detach())
 
 
 class Stream(torch.utils.data.IterableDataset):

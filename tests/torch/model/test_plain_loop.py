@@ -7,7 +7,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from tests.torch.models import build, tokens
+from tests.torch.models import build, relative, tokens
+from tests.torch.test_parallelize import whole
 
 STEPS = 3
 
@@ -105,3 +106,76 @@ def test_an_evaluation_of_a_compiled_model_in_between_changes_nothing(pool, how)
     expected = losses(build("llama"), {"input_ids": ids, "labels": ids}, "nothing", "never")
     for found in pool.run(losses_on_ring, 2, how, "before the update", True):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def stay_whole(mesh: DeviceMesh) -> list[float]:
+    """Layers that FSDP is told not to split again after a backward pass."""
+    model = rs.parallelize(build("llama"), mesh)
+    model.set_reshard_after_backward(False)
+    ids = tokens(1, 37)
+    return losses(model, rs.shard_batch({"input_ids": ids, "labels": ids}, mesh), "nothing", "never")
+
+
+def test_layers_that_stay_whole_after_backward_compute_with_updated_weights(pool):
+    ids = tokens(1, 37)
+    expected = losses(build("llama"), {"input_ids": ids, "labels": ids}, "nothing", "never")
+    for found in pool.run(stay_whole, 2):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def write_a_copy(mesh: DeviceMesh, then: str) -> None:
+    model = rs.parallelize(build("llama"), mesh)
+    ids = tokens(1, 16)
+    batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
+    model(**batch).loss.backward()
+    model(**batch)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    if then == "forward":
+        model(**batch)
+    else:
+        list(model.parameters())
+
+
+@pytest.mark.parametrize("then", ["forward", "parameters"])
+def test_a_weight_that_is_changed_while_it_is_a_copy_is_named(pool, then):
+    for outcome in pool.outcomes(write_a_copy, 2, then):
+        assert isinstance(outcome, rs.UnsupportedError) and "lm_head.weight was changed between" in str(outcome)
+
+
+def load(mesh: DeviceMesh | None, kind: str, what: str, assign: bool) -> dict[str, torch.Tensor]:
+    """The weights after those of a file were loaded and a step was made."""
+    model = build(kind)
+    if mesh is not None:
+        rs.parallelize(model, mesh)
+    ids = tokens(1, 19)
+    batch = {"input_ids": ids, "labels": ids}
+    part = batch if mesh is None else rs.shard_batch(batch, mesh)
+    model(**part)  # and no backward pass
+    module = model.get_submodule(what)
+    module.load_state_dict(build(kind, seed=7).get_submodule(what).state_dict(), assign=assign)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(**part).loss.backward()
+    optimizer.step()
+    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize(
+    ("kind", "what"), [("llama", ""), ("llama", "model.layers.1"), ("llama-tied", ""), ("qwen3", "")]
+)
+@pytest.mark.parametrize(("ranks", "replicate", "tp"), [(3, 1, 1), (4, 2, 1), (4, 1, 2)])
+def test_weights_of_a_file_are_loaded_as_on_one_process(pool, kind, what, assign, ranks, replicate, tp):
+    expected = load(None, kind, what, False)
+    for weights in pool.run(load, ranks, kind, what, assign, replicate=replicate, tp=tp):
+        for name, weight in expected.items():
+            assert relative(weights[name], weight) < 1e-5, name
+
+
+def test_weights_of_another_shape_are_named(pool):
+    for outcome in pool.outcomes(load_another, 2):
+        assert isinstance(outcome, RuntimeError) and "size mismatch for lm_head.weight" in str(outcome)
+
+
+def load_another(mesh: DeviceMesh) -> None:
+    rs.parallelize(build("llama"), mesh).load_state_dict(build("llama", vocab_size=101).state_dict())

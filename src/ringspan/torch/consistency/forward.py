@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.layout import Layout
+from ringspan.core.numbers import integer
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import check_parameters, check_structure
 from ringspan.torch.consistency.optimizers import optimizer_facts
@@ -66,11 +67,12 @@ def check_forward(
 
 def _facts(model: Any, arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """What all ranks must have alike."""
-    number = arguments.get("num_items_in_batch")
+    number, kind = arguments.get("num_items_in_batch"), model.ring_mesh.device_type
     facts: dict[str, Any] = {
         "model": model.ring_number,
         "mode": "training" if model.training else "evaluation",
         "gradients": torch.is_grad_enabled(),
+        "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         "labels": arguments.get("shift_labels") is not None,
         "output_router_logits": wanted_router(model, arguments.get("output_router_logits")) is not None,
         "num_items_in_batch": None if number is None else _whole_number(number),
@@ -101,12 +103,10 @@ def _facts_of_ring(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole_number(number: Any) -> int:
-    """``num_items_in_batch`` as the whole number that it must be."""
+    """``num_items_in_batch`` as the whole number that it must be, of whatever library."""
     if isinstance(number, Tensor) and number.numel() == 1:
         number = number.item()
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise UnsupportedError(f"num_items_in_batch must be a whole number of at least 0, got {number!r}")
-    return number
+    return integer(number, "num_items_in_batch", UnsupportedError, at_least=0)
 
 
 def _check_batch(

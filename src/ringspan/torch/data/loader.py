@@ -20,8 +20,9 @@ class RingSampler(DistributedSampler[Any]):
     """
 
     def __iter__(self) -> Iterator[Any]:
-        yield from super().__iter__()
-        self.set_epoch(self.epoch + 1)
+        order = super().__iter__()
+        self.set_epoch(self.epoch + 1)  # at once: a loop may leave its epoch early
+        return order
 
 
 def sampler(

@@ -1,12 +1,16 @@
 """Weights, gradients and optimizer state in shards over the ring (FSDP2), and what is left of a pass that failed."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ringspan.core.errors import UnsupportedError
 
 
 def shard_weights(
@@ -25,6 +29,38 @@ def shard_weights(
             # The loss is already divided by the global count, and gloo has no scaled sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        if module._parameters:
+            module.register_load_state_dict_pre_hook(partial(_take_whole_tensors, model))
+
+
+def _take_whole_tensors(model: Any, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let ``load_state_dict`` of a module of the model take tensors as files have them: of each, this rank's part."""
+    settle(model)
+    for name, parameter in module._parameters.items():
+        given: Any = state.get(prefix + name)
+        is_whole = isinstance(given, Tensor) and not isinstance(given, DTensor)
+        # The module itself says what it thinks of other shapes.
+        if isinstance(parameter, DTensor) and is_whole and given.shape == parameter.shape:
+            state[prefix + name] = _as_sharded(given, parameter)
+
+
+def _as_sharded(given: Tensor, parameter: DTensor) -> DTensor:
+    """This rank's part of a whole tensor, split as a parameter is."""
+    # The places that torch.distributed.checkpoint plans with, for every kind of sharding.
+    places: Any = parameter.__create_chunk_list__()
+    local = given.detach().new_empty(parameter.to_local().shape)
+    for place in places:
+        if local.numel():
+            part = tuple(slice(start, start + size) for start, size in zip(place.offsets, place.sizes, strict=True))
+            local.copy_(given.detach()[part])
+    return DTensor.from_local(
+        local.to(parameter.to_local().device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 @torch.compiler.disable()
@@ -34,6 +70,9 @@ def settle(model: FSDPModule) -> None:
     FSDP leaves the outermost weights whole after a forward pass, for the backward pass. Where none follows, an
     optimizer made then would be given copies of the shards, and the next forward pass would compute with weights from
     before the update. After an exception FSDP takes the next forward pass for a part of the pass that failed.
+
+    Raises:
+        UnsupportedError: a weight was changed meanwhile, which would be lost.
     """
     state = _state_of(model)
     if torch._C._current_graph_task_id() != -1:  # somebody asks during backward
@@ -41,7 +80,35 @@ def settle(model: FSDPModule) -> None:
     if state._state_ctx.post_backward_final_callback_queued:  # which has ended without its last call
         recover(model)
     elif state._training_state.name == "IDLE":  # not during forward either
-        model.reshard()
+        written = _written_copies(model)
+        for group in _groups_of(model):  # layers too, where a user has them stay whole (set_reshard_after_backward)
+            if group.is_unsharded:
+                group.reshard()
+        if written:
+            raise UnsupportedError(
+                f"{written[0]} was changed between a forward pass and its backward pass, when it was a copy of its "
+                "shards: the change is lost. Change weights of model.named_parameters(), or run the forward pass under "
+                "torch.no_grad()"
+            )
+
+
+@torch.compiler.disable()
+def note_copies(model: FSDPModule) -> None:
+    """After a forward pass: remember the copies that stay whole for backward, to see if somebody writes them."""
+    for parameter in _whole_parameters(model):
+        parameter.ring_version = parameter._unsharded_param._version
+
+
+def _written_copies(model: FSDPModule) -> list[str]:
+    """The names of weights whose copies were written since the forward pass that gathered them."""
+    changed = [p for p in _whole_parameters(model) if getattr(p, "ring_version", None) != p._unsharded_param._version]
+    return [parameter._param_fqn or "a weight" for parameter in changed if hasattr(parameter, "ring_version")]
+
+
+def _whole_parameters(model: FSDPModule) -> list[Any]:
+    """What FSDP knows of the parameters that are whole now."""
+    groups = [group for group in _groups_of(model) if group.is_unsharded]
+    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def _state_of(module: FSDPModule) -> Any:

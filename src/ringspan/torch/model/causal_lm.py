@@ -28,6 +28,7 @@ from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import Fixed
 from ringspan.torch.consistency.forward import check_forward
 from ringspan.torch.consistency.loop_watch import in_call, watch_backward
+from ringspan.torch.consistency.optimizers import optimizer_facts
 from ringspan.torch.data.cross_entropy import LossOptions, blockwise_cross_entropy
 from ringspan.torch.layers.decoder import finished_logits
 from ringspan.torch.layers.head import called_cross_entropy, is_its_weight, kind_of_head, refuse_mixing
@@ -35,7 +36,7 @@ from ringspan.torch.layers.modules import local_part
 from ringspan.torch.layers.positions import as_trained, note_length
 from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.layers.router_loss import RouterLoss, real_tokens_of, wanted_router
-from ringspan.torch.memory.sharding import recover, renew_types, settle
+from ringspan.torch.memory.sharding import note_copies, recover, renew_types, settle
 from ringspan.torch.model.config_changes import ConfigCopy, check_configs
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.runtime.mesh import tensor_axis
@@ -76,6 +77,8 @@ class RingCausalLM(Fixed):
                 raise
         if not torch.is_grad_enabled():  # no backward pass will do it
             settle(self)
+        else:
+            note_copies(self)
         return result
 
     def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -180,7 +183,7 @@ _SIGNATURE: Final = inspect.signature(RingCausalLM.forward)
 def whole_weights(model: PreTrainedModel) -> dict[str, Any]:
     """All weights of a model that is split over ranks, in the memory of the host: on rank 0, and none on others."""
     ours: Any = model
-    check_call(ours.ring_mesh, Call("saving the model"))
+    check_call(ours.ring_mesh, Call("saving the model", optimizer_facts(model)))
     with _unadvised():
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
