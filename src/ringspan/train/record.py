@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import BaseModel
+
 from ringspan.core.errors import ConfigError
 from ringspan.core.files import read_small, why_no_folder
+from ringspan.train.config.problems import table_of
 from ringspan.train.config.tables import TrainConfig, parse_config
 
 RECORD: Final = "run.json"
@@ -42,7 +45,7 @@ def read_record(config: TrainConfig) -> RunRecord:
     path = run / RECORD
     try:
         values = json.loads(read_small(path))
-        run_id, began = values["run_id"], parse_config(values["config"])
+        run_id, (began, unknown) = values["run_id"], recorded(values["config"])
     except FileNotFoundError:
         if (run / "metrics.jsonl").exists():
             raise ConfigError(
@@ -54,7 +57,12 @@ def read_record(config: TrainConfig) -> RunRecord:
         raise ConfigError(f"{path}: is not the record of a run: {' '.join(str(error).split())}; remove it") from error
     if not isinstance(run_id, str) or not run_id.isalnum():
         raise ConfigError(f"{path}: run_id = {run_id!r} is no name; remove the file")
-    changes = []
+    if lost := [key for key in unknown if key.split(".")[0] in _FIXED]:
+        raise ConfigError(
+            f"{run} holds a run of another version of ringspan, with {lost[0]}, which this one does not know; use "
+            "that version, or choose another folder with run=..."
+        )
+    changes = [f"{key} is left out: this version of ringspan does not know it" for key in unknown]
     for key, before, now in _differences(began.model_dump(mode="json"), config.model_dump(mode="json")):
         if key == "data.on_change" or (key in _TEXT and config.data.on_change == "continue"):
             continue  # what that does is said when the text has been read
@@ -67,6 +75,31 @@ def read_record(config: TrainConfig) -> RunRecord:
         if key != "run":
             changes.append(f"{key} = {json.dumps(now)} (was {json.dumps(before)})")
     return RunRecord(run_id=run_id, is_new=False, changes=changes)
+
+
+def recorded(values: Any) -> tuple[TrainConfig, list[str]]:
+    """The configuration that a run began with, and the keys of it that only another version knows.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    unknown: list[str] = []
+    return parse_config(_known(values, TrainConfig, "", unknown)), unknown
+
+
+def _known(values: Any, table: type[BaseModel], prefix: str, unknown: list[str]) -> Any:
+    """The values of keys that a table has; the others' names are added to ``unknown``."""
+    if not isinstance(values, dict):
+        return values
+    kept = {}
+    for key, value in values.items():
+        field = table.model_fields.get(key)
+        if field is None:
+            unknown.append(prefix + key)
+            continue
+        inner = table_of(field)
+        kept[key] = value if inner is None else _known(value, inner, f"{prefix}{key}.", unknown)
+    return kept
 
 
 def refuse_finished(config: TrainConfig) -> None:

@@ -16,11 +16,11 @@ from ringspan.train.checkpoints.checkpoint import Checkpoints
 from ringspan.train.checkpoints.disk import sync_folder, write_synced
 from ringspan.train.checkpoints.manifest import Manifest
 from ringspan.train.config.paths import refuse_missing
-from ringspan.train.config.tables import TrainConfig, parse_config
+from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data import origin
 from ringspan.train.data.sequences import Data
 from ringspan.train.lock import RunLock
-from ringspan.train.record import RECORD, RunRecord, read_record, unusable
+from ringspan.train.record import RECORD, RunRecord, read_record, recorded, unusable
 
 
 def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
@@ -61,7 +61,8 @@ def begin_run(
         changed = origin.compare(run, config.data, data)
         if config.data.on_change == "continue":  # from now on it is this text, wherever it is
             began = json.loads((run / RECORD).read_text(encoding="utf-8"))["config"]
-            _write_record(run, record.run_id, parse_config(began | {"data": config.model_dump(mode="json")["data"]}))
+            begun, _ = recorded(began | {"data": config.model_dump(mode="json")["data"]})
+            _write_record(run, record.run_id, begun)
         return [changed] if changed else []
 
     def work() -> list[str] | None:

@@ -1,5 +1,6 @@
 """Text to sequences: every token is accounted for, every target comes once, and the order is a function of the step."""
 
+import errno
 import itertools
 import json
 import logging
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, Features, List, Value
+from datasets.exceptions import DatasetGenerationError
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
@@ -169,6 +171,23 @@ def test_what_cannot_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(ConfigError, match=r"cannot be read: .*Permission denied.*closed"):
         load_documents(data_config(tmp_path))
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path / "a.txt", "some text")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "a.txt" / "cache")
+    with pytest.raises(
+        ConfigError, match=r"a\.txt/cache: text cannot be cached there .*a\.txt is a file.; set HF_HOME"
+    ):
+        load_documents(data_config(tmp_path / "a.txt"))
+    monkeypatch.undo()
+
+    def full(*args: Any, **kwargs: Any) -> Dataset:
+        raise DatasetGenerationError from OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Dataset, "from_generator", full)
+    with pytest.raises(ConfigError, match=r"text cannot be cached there .No space left on device.; make room"):
+        load_documents(data_config(tmp_path / "a.txt"))
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path):

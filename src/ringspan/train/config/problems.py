@@ -60,7 +60,7 @@ def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, dic
             fields = dict(table.model_fields)
             field = fields.get(part)
             key += f".{part}" if key else part
-            table = _table_of(field)
+            table = table_of(field)
     return key, fields, field
 
 
@@ -78,11 +78,11 @@ def _nearest(key: str, fields: Mapping[str, Any], root: type[BaseModel]) -> str:
 def _known_keys(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in table.model_fields.items():
         yield prefix + name
-        if nested := _table_of(field):
+        if nested := table_of(field):
             yield from _known_keys(nested, f"{prefix}{name}.")
 
 
-def _table_of(field: FieldInfo | None) -> type[BaseModel] | None:
+def table_of(field: FieldInfo | None) -> type[BaseModel] | None:
     """The model of a field that is a table, else None."""
     kind: Any = None if field is None else field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None

@@ -1,5 +1,6 @@
 """Files, folders and Hub data sets -> documents: a row of text each, memory-mapped; unusable ones are counted."""
 
+import errno
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -10,9 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 from datasets import Dataset, Features, Value, concatenate_datasets, load_dataset
+from datasets import config as caches
 from datasets.exceptions import DatasetGenerationError
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.files import why_no_folder
 from ringspan.core.messages import one_line
 from ringspan.plan.hub import from_hub
 from ringspan.train.config.paths import FoundFiles, find_files, listed
@@ -53,6 +56,9 @@ def scan_documents(config: DataConfig) -> DocumentScan:
         ConfigError: a path does not exist, no file or no text is found, the text field is missing or no string, a file
             is malformed, or a Hub dataset cannot be loaded. One line each.
     """
+    cache = Path(caches.HF_DATASETS_CACHE)
+    if reason := why_no_folder(cache):
+        raise ConfigError(f"{cache}: text cannot be cached there ({reason}); set HF_HOME to a folder with room")
     local = [path for path in config.paths if not path.startswith("hub:")]
     found = find_files(local, config.extensions) if local else FoundFiles()
     for line in found.left_out:
@@ -97,6 +103,11 @@ def _load_files(files: Sequence[Path], text_field: str) -> Dataset:
             cause = cause.__cause__
         if isinstance(cause, ConfigError):
             raise cause from None
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            cache = caches.HF_DATASETS_CACHE
+            raise ConfigError(
+                f"{cache}: text cannot be cached there ({cause.strerror}); make room, or set HF_HOME"
+            ) from error
         raise ConfigError(f"data.paths: reading failed: {one_line(cause)}; repair or remove the file") from error
 
 
