@@ -191,7 +191,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     xs = [0.02 * step for step in range(1, 200)]
     by_ratio.plot(xs, [max(0.0, 1 - x) for x in xs], color="black", linewidth=1, label="the law: 1 - x, then 0")
     by_ratio.axvspan(1 / 1.5, 1.5, color="black", alpha=0.07, linewidth=0)
-    by_tokens.set(xlabel="tokens a rank (c); dashed: predicted crossing", ylabel="share of the transfer that shows")
+    by_tokens.set(xlabel="tokens per rank (c); dashed: predicted crossing", ylabel="share of the transfer that shows")
     by_ratio.set(xlabel="c over the predicted crossing; shaded: within a factor 1.5", xlim=(0.05, 4))
     for axes in (by_tokens, by_ratio):
         axes.set_xscale("log", base=2)
@@ -233,7 +233,7 @@ def main() -> None:
         said = (
             f"crossing {found:,.0f}, {result['crossing_over_predicted']:.2f}x" if found else "no crossing in the sweep"
         )
-        print(f"{name}: predicted {result['predicted_tokens']:,.0f} tokens a rank, {said}")
+        print(f"{name}: predicted {result['predicted_tokens']:,.0f} tokens per rank, {said}")
     if options.picture:
         draw(results, options.picture)
 

@@ -59,7 +59,7 @@ def devices() -> str:
 
 
 def minimal_blocks() -> str:
-    """Minimal block and tokens a device for each link of the published table."""
+    """Minimal block and tokens per device for each link of the published table."""
     links = (
         # The last two columns: table 2 of arXiv 2310.01889v4.
         ("A100 NVLink", "a100-80gb", True, "1.0", "6.2"),
@@ -113,7 +113,7 @@ def activations() -> str:
         million = layer_bytes(kind, 1, 1 << 20, hidden, 4096)
         hundred = layer_bytes(kind, 1, 10**8, 16 if kind == "vanilla" else 1024, 4096)
         rows.append((kind, formula, shown_bytes(million), shown_bytes(hundred)))
-    return _table(("attention", "bytes a layer", "1M tokens, h 4096", "100M tokens, h 1024"), rows)
+    return _table(("attention", "bytes per layer", "1M tokens, h 4096", "100M tokens, h 1024"), rows)
 
 
 def flops_ratios() -> str:
@@ -187,7 +187,7 @@ def utilizations() -> str:
 
 
 def _mfu(model: str, device: Device, devices: int, length: int) -> str:
-    """Of the plan for 4M tokens a step, or for one sequence if it is longer; with the ring that the plan chose."""
+    """Of the plan for 4M tokens per step, or for one sequence if it is longer; with the ring that the plan chose."""
     batch = max(devices, (4096 * K) // length) if length <= 32 * K else 1
     plan = make_plan(Question(shape=MODELS[model], device=device, devices=devices, length=length, batch=batch))
     split = f", tp {plan.setting.tp}" if plan.setting.tp > 1 else ""
@@ -217,7 +217,7 @@ def fine_tuning() -> str:
         (name, *(f"{memory.bytes[c] / 1e9:.1f}" for c in memory.bytes), f"{memory.peak_bytes / 1e9:.1f}", memory.moment)
         for name, memory in rows
     ]
-    return _table(("GB a device", *CATEGORIES, "peak", "highest moment"), table)
+    return _table(("GB per device", *CATEGORIES, "peak", "highest moment"), table)
 
 
 def _with(setting: Setting, length: int, checkpoint: str) -> Memory:

@@ -70,7 +70,7 @@ def tpus(topology: str, **axes: int) -> Mesh:
 
 
 def both_passes(mesh: Mesh, tokens: int, heads: tuple[int, int], size: int, dtype: Any, **options: Any) -> Any:
-    """Forward and backward of so many tokens a device, lowered for a TPU."""
+    """Forward and backward of so many tokens per device, lowered for a TPU."""
     split = NamedSharding(mesh, P(None, None, "sp"))
     length = tokens * mesh.shape["sp"]
     inputs = [jax.ShapeDtypeStruct((1, h, length, size), dtype, sharding=split) for h in (*heads, heads[1], heads[0])]

@@ -91,7 +91,6 @@ class Pool:
 
 def _serve(rank: int, pipe: Connection, store: str) -> None:
     settle()
-    _work_in_batch()
     torch.set_num_threads(1)
     _share_loop()
     share = shared._anonymous_file
@@ -121,20 +120,9 @@ def _serve(rank: int, pipe: Connection, store: str) -> None:
         pipe.send(result)
 
 
-def _work_in_batch() -> None:
-    """Let no message that arrives interrupt who sends, in this thread and those it starts.
-
-    Gloo holds a lock while it sends, for which its thread that receives spins; with more ranks than processors the one
-    who is woken takes the sender's, and the tests of training took a third longer.
-    """
-    if hasattr(os, "SCHED_BATCH"):
-        with suppress(OSError):  # a sandbox may forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
 def _share_loop() -> None:
-    """Let one thread serve gloo's messages of all groups: each group's own would look a hundred times a second whether
-    there are any, and a rank of the pool has thirty groups.
+    """Let one thread serve gloo's messages of all groups: each group's own would look a hundred times per second
+    whether there are any, and a rank of the pool has thirty groups.
     """
     make, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
 

@@ -59,7 +59,7 @@ ODD = Shape(1, 7, 7, 128, 128, 2)  # heads that no group of ranks divides
 
 
 def test_queries_travel_when_they_are_the_smaller_message():
-    """A query and its out and lse are 128 x 2 + 129 x 4 bytes a head, a key and its value 2 x 128 x 2."""
+    """A query and its out and lse are 128 x 2 + 129 x 4 bytes per head, a key and its value 2 x 128 x 2."""
     layout, speeds = rs.Layout("striped", 8 * 512, 8), Speeds(1e30, 1e9, 1e9, 8)
     for tokens, expected in ((771, "ring"), (773, "pass-q")):
         keys = rs.Layout("striped", 8 * tokens, 8)

@@ -303,7 +303,7 @@ def other_worlds(parent: Path, steps: int = 25, saved_at: int = 5) -> Row:
 def clean_run(parent: Path, steps: int = 500) -> Row:
     """Nothing happens: nobody raises an alarm, and what watches costs next to nothing."""
     row = Row(fault=f"{steps} clean steps", promise="no false alarm; guard, handshake and watchdog <= 1 % of a step")
-    # Of one such short sequence a step, a gradient in 500 is nine times the usual one, in float64 too: a true alarm.
+    # Of one such short sequence per step, a gradient in 500 is nine times the usual one, in float64 too: a true alarm.
     job = uninterrupted(parent, steps, every_steps=50, optimizer="batch_size = 8")
     alarms = [line for line in job.text().splitlines() if "standard deviations" in line or "ends at step" in line]
     row.count(len(job.curve()) == steps and not alarms, "; ".join(alarms))
@@ -362,7 +362,7 @@ def _measure_cost(folder: str, times: int) -> dict[str, float]:
             optimizer.zero_grad()
             steps.append(time.perf_counter() - started)
             before = time.perf_counter()
-            for _ in range(4):  # once a layer
+            for _ in range(4):  # once per layer
                 agree(mesh["ring"].get_group(), facts)
             handshakes.append(time.perf_counter() - before)
         thread = time.pthread_getcpuclockid(watchdog._thread.ident)

@@ -39,7 +39,7 @@ def errors(problem: Problem, results: list[np.ndarray]) -> list[float]:
 
 
 def check_any_mask(tokens, short, mask, layout, ranks, chunks, kernel="xla") -> tuple[Problem, list[np.ndarray]]:
-    """A ring of so many tokens a rank, of which the last may be padding, against the oracle: what it computed."""
+    """A ring of so many tokens per rank, of which the last may be padding, against the oracle: what it computed."""
     granularity = rs.Layout(layout, 1, ranks).granularity
     split = rs.Layout(layout, ranks * tokens - min(short, granularity - 1), ranks)
     problem = Problem(split.length, mask, heads=4, groups=2, size=8, value_size=6)

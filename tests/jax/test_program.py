@@ -99,7 +99,7 @@ def test_a_window_stops_the_ring():
     attention = jax.jit(
         lambda q, k, v: sharded_ring_attention(q, k, v, mesh=mesh(sp=8), mask="window:65", layout="contiguous")
     )
-    assert len(permutes(attention.lower(*x).compile().as_text())) == 1  # 64 tokens a rank: one neighbour
+    assert len(permutes(attention.lower(*x).compile().as_text())) == 1  # 64 tokens per rank: one neighbour
 
 
 @pytest.mark.parametrize("ranks", [4, 8])

@@ -82,7 +82,7 @@ def test_routes_that_cannot_win_are_not_timed_and_would_not_have_won(monkeypatch
 def test_a_larger_micro_batch_is_proposed_where_one_sequence_waits_for_parameters():
     plan = plan_for(devices=64, length=4096, batch=256)
     assert plan.setting.batch > 1 and plan.as_json()["micro_steps"] * plan.setting.batch * plan.setting.replicate == 256
-    assert any(f"{plan.setting.batch} sequences a micro-step" in reason for reason in plan.reasons)
+    assert any(f"{plan.setting.batch} sequences per micro-step" in reason for reason in plan.reasons)
     one = step_cost(LLAMA, replace(plan.setting, batch=1), H100, 256)
     assert plan.cost.seconds < 0.6 * one.seconds
     assert plan_for(length=131_072, batch=16).setting.batch == 1
@@ -203,7 +203,7 @@ def test_layers_share_inputs_where_these_do_not_fit_and_the_ring_need_not_run_ag
     plan = plan_for(devices=8, length=1 << 20)
     setting = plan.setting
     assert (setting.checkpoint, setting.layers_per_checkpoint, setting.offload) == ("attention", 2, "none")
-    assert any("2 layers a checkpoint" in reason for reason in plan.reasons)
+    assert any("2 layers per checkpoint" in reason for reason in plan.reasons)
     alone = replace(setting, layers_per_checkpoint=1)
     assert not plan.question.fits(alone)
     again = step_cost(plan.question.shape, alone, H100, 1)

@@ -47,7 +47,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded numbers": lambda x: x[..., :1].clone().expand(x.shape),
     "expanded scalar": lambda x: x[:1, :1, :1, :1].clone().expand(x.shape),
 }
-# The same for one number a head (H,).
+# The same for one number per head (H,).
 VECTORS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "every other": lambda x: _strided(x, 0),

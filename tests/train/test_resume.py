@@ -203,7 +203,7 @@ def test_another_batch_size_takes_up_the_data_where_it_was(pool, text):  # noqa:
     first = config(text, "batch", steps=2, optimizer=OPTIMIZER | {"batch_size": 3})
     pool.run(train_and_see, 4, first)
     positions = pool.run(positions_after_resume, 4, config(text, "batch", steps=4))
-    assert positions == [[[6], [7]]] * 4  # six sequences were taken; then one a step
+    assert positions == [[[6], [7]]] * 4  # six sequences were taken; then one per step
 
 
 def positions_after_resume(mesh, config):

@@ -22,7 +22,7 @@ EPILOG = "Example: ringspan demo --steps 10 --length 4096"
 
 def command(
     run: Annotated[str, typer.Option(help="Folder of the results; an earlier demo in it is replaced.")] = "runs/demo",
-    ranks: Annotated[int, typer.Option(min=1, help="Processes of the ring; on CUDA at most one a device.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes of the ring; on CUDA at most one per device.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
     length: Annotated[int, typer.Option(min=16, help="Tokens of a sequence.")] = 8192,
     layout: Annotated[str, typer.Option(help="zigzag, striped or contiguous.")] = "zigzag",
@@ -59,7 +59,7 @@ def command(
         yield
         seconds[name] = time.perf_counter() - started
 
-    with part("train", f"1  Train: {length:,} tokens a sequence over a ring of {ranks}"):
+    with part("train", f"1  Train: {length:,} tokens per sequence over a ring of {ranks}"):
         trained = launch(train_rank, ranks, config)[0]
     with part("proof", "2  Prove: the same batch on one process and on the ring"):
         proof = launch(_prove_rank, ranks, trained.model, options, threads=1)[0]

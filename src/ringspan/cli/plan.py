@@ -123,7 +123,11 @@ def planned(
     parameter_dtype: str,
     route: str,
 ) -> "Plan":
-    """The plan that the options of the command line ask for."""
+    """The plan that the options of the command line ask for.
+
+    Raises:
+        ConfigError: nodes that do not share the devices.
+    """
     from dataclasses import replace
 
     from ringspan.core.errors import ConfigError

@@ -51,7 +51,7 @@ def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
     sequences = f"{question.batch:,} sequence{'s' * (question.batch > 1)} of {question.length:,} tokens"
     paragraph(
         out,
-        f"asked: {question.shape.name} ({question.shape.parameters / 1e9:.3g}B parameters), {sequences} a step, on "
+        f"asked: {question.shape.name} ({question.shape.parameters / 1e9:.3g}B parameters), {sequences} per step, on "
         f"{question.devices:,} x {device.title}",
     )
 
@@ -62,7 +62,7 @@ def _settings(answer: Plan, result: dict[str, Any], mesh: str) -> Iterator[tuple
     yield "layout, route", f"{result['layout']}, {result['route']}"
     yield "checkpoint", result["checkpoint"]
     if result["layers_per_checkpoint"] > 1:
-        yield "layers a checkpoint", str(result["layers_per_checkpoint"])
+        yield "layers per checkpoint", str(result["layers_per_checkpoint"])
     if result["feedforward_chunk_tokens"]:
         yield "feed-forward", f"in chunks of {result['feedforward_chunk_tokens']:,} tokens"
     if result["host_bytes"]:

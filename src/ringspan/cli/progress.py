@@ -1,4 +1,4 @@
-"""How a run shows itself: a progress bar on a terminal, a line a step elsewhere."""
+"""How a run shows itself: a progress bar on a terminal, a line per step elsewhere."""
 
 import logging
 import sys

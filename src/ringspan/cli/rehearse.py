@@ -117,6 +117,6 @@ def _show(result: dict[str, Any]) -> None:
         [
             ("computing", f"{step}; a layer {forward} forward, {backward} backward"),
             ("model FLOPs used", share),
-            ("waiting for links", f"{exposed} more at {link}, so {whole} a step"),
+            ("waiting for links", f"{exposed} more at {link}, so {whole} per step"),
         ],
     )

@@ -56,7 +56,7 @@ def keys_a_row(tiles: tuple[Tile, ...]) -> float:
 
 @lru_cache(_CACHED)
 def bands(tiles: tuple[Tile, ...]) -> Launches:
-    """A call a tile, whatever its band."""
+    """A call per tile, whatever its band."""
     return tuple(Launch.of(tile) for tile in tiles)
 
 

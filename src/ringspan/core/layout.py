@@ -100,6 +100,8 @@ class Layout:
         if self.name == "striped":
             return (Span(rank, tokens, self.ranks),)
         chunk = tokens // 2
+        # Chunks r and 2N - 1 - r: an early one that sees little and a late one that sees much.
+        # Four ranks hold 0 7, 1 6, 2 5 and 3 4; the last two lie side by side and are one span.
         mirrored = 2 * self.ranks - 1 - rank
         if mirrored == rank + 1:
             return (Span(rank * chunk, tokens),)
@@ -130,6 +132,7 @@ class Layout:
             return (slice(member, whole, self.members),)
         if self.name == "contiguous":
             return (slice(member * each, (member + 1) * each),)
+        # The members of a group hold its first chunk from its start on, and its mirrored chunk from its end back.
         chunk = each // 2
         return (
             slice(member * chunk, (member + 1) * chunk),

@@ -89,6 +89,7 @@ class Mask:
     def overlap(self) -> tuple[Region, Region] | None:
         """Two regions that allow the same pair, whose score would count twice; None if there are none."""
         near: list[Region] = []  # those whose queries may still meet the next one's: few, in packed documents one
+        # A sweep in the order of the first query: of many documents, each is compared with few.
         for region in sorted(region for region in self.regions if not region.is_empty):
             near = [other for other in near if other.q1 > region.q0]
             for other in near:
@@ -195,6 +196,7 @@ class Mask:
         Raises:
             MaskError: two regions allow the same pair (the regions were not disjoint).
         """
+        # Counted, not combined with or: regions that overlap would go unnoticed.
         q, k = query_positions[:, None], key_positions[None, :]
         counts = np.zeros((len(query_positions), len(key_positions)), dtype=np.int64)
         for q0, q1, k0, k1, lo, hi in self.regions:
@@ -251,6 +253,7 @@ def prefix_lm(prefix: int) -> Mask:
     prefix = integer(prefix, "prefix", MaskError)
     if prefix < 0:
         raise MaskError(f"a prefix must not be negative, got {prefix}")
+    # Split by key, not by query: the two regions share no pair, and each has one bound on q - k.
     seen = (Region(k1=prefix),) if prefix else ()
     return Mask((*seen, Region(k0=prefix, lo=0)), f"prefix:{prefix}")
 
@@ -295,5 +298,6 @@ def chunked(size: int, *, length: int) -> Mask:
     size, length = integer(size, "size", MaskError), integer(length, "length", MaskError)
     if size < 1 or length < 1:
         raise MaskError(f"chunked attention needs a positive size and length, got size={size}, length={length}")
+    # Chunks are documents of one length; the last one is shorter where the length asks for it.
     whole, rest = divmod(length, size)
     return Mask(documents([size] * whole + ([rest] if rest else [])).regions, f"chunked:{size}")

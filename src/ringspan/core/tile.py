@@ -4,6 +4,9 @@ tiles.
 A query span (start a, step s) and a key span (start b, same step) meet a region ``lo <= q - k <= hi``. With ``q = a + s
 i`` and ``k = b + s j`` the bound on ``s (i - j) + (a - b)`` becomes ``ceil((lo - (a - b)) / s) <= i - j <= floor((hi -
 (a - b)) / s)``.
+
+For example, causal (lo = 0) on two striped ranks: rank 0's queries 0, 2, 4 and rank 1's keys 1, 3, 5 meet in ``i - j >=
+ceil((0 - (0 - 1)) / 2) = 1``: query 0 sees none of them, query 2 sees key 1, query 4 sees keys 1 and 3.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -70,7 +73,10 @@ class Tile:
         return self._pairs_from(self.lo) - self._pairs_from(self.hi + 1)
 
     def _pairs_from(self, bound: int) -> int:
-        """Pairs of the rectangle with ``i - j >= bound``: row i has clip(i - bound + 1, 0, num_keys) of them."""
+        """Pairs of the rectangle with ``i - j >= bound``: row i has clip(i - bound + 1, 0, num_keys) of them.
+
+        Of 3 rows, 4 keys and bound -1 the rows have 2, 3 and 4.
+        """
         rows, keys = self.num_rows, self.num_keys
         first = min(max(bound, 0), rows)  # rows before see nothing
         saturated = min(max(bound + keys - 1, first), rows)  # rows from here see every key
@@ -123,9 +129,8 @@ class Tile:
         width = self.hi - self.lo + 1
         for first in range(0, self.num_rows, width):
             rows = first, min(first + width, self.num_rows)
-            keys = (
-                first - self.hi
-            )  # the first one that row ``first`` sees; before keys + width no row sees too far ahead
+            # The first key that row ``first`` sees; before keys + width no row sees too far ahead.
+            keys = first - self.hi
             for k0, k1 in ((keys, keys + width), (keys + width, rows[1] - self.lo)):
                 piece = cut(*rows, max(k0, 0), min(k1, self.num_keys), self.lo, self.hi)
                 if piece is not None:
@@ -136,10 +141,12 @@ def cut(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None:
     """The part of a rectangle with ``lo <= i - j <= hi`` (i, j counted as the rectangle is), trimmed; None when
     empty.
     """
+    # Rows first that are out of reach of every key, then keys out of reach of every row that is left.
     q0, q1 = max(q0, k0 + lo), min(q1, k1 + hi)
     k0, k1 = max(k0, q0 - hi), min(k1, q1 - lo)
     if q0 >= q1 or k0 >= k1:
         return None
+    # The bounds move with the corner. Those that do not bind get one value, so that equal tiles are equal.
     rows, columns = q1 - q0, k1 - k0
     return Tile(q0, q1, k0, k1, max(lo - q0 + k0, 1 - columns), min(hi - q0 + k0, rows - 1))
 
@@ -163,6 +170,7 @@ def meet(
     i0, i1 = _clip_to_span(q0, q1, q_start, q_count, step)
     j0, j1 = _clip_to_span(k0, k1, k_start, k_count, step)
     empty = (i1 <= i0) | (j1 <= j0) | (lo > hi)
+    # As in ``cut``: rows that see no key, then keys that no row sees.
     i0, i1 = np.maximum(i0, j0 + lo), np.minimum(i1, j1 + hi)
     j0, j1 = np.maximum(j0, i0 - hi), np.minimum(j1, i1 - lo)
     i1 = np.where(empty | (j1 <= j0), i0, i1)
@@ -225,6 +233,8 @@ def _join_causal(tiles: list[Tile]) -> list[Tile]:
     pool = {(tile.q0, tile.k0): tile for tile in tiles}
     for corner in sorted(pool):
         while (upper := pool.get(corner)) is not None and upper.is_causal and upper.num_rows == upper.num_keys:
+            # Two causal squares down the diagonal and the rectangle left of the lower one make a larger causal square.
+            # It stays in the pool, where it may be the upper one of the next pair.
             lower, left = pool.get((upper.q1, upper.k1)), pool.get((upper.q1, upper.k0))
             if lower is None or left is None or not lower.is_causal or not left.is_full:
                 break
@@ -237,6 +247,7 @@ def _join_causal(tiles: list[Tile]) -> list[Tile]:
 
 def _join_full(tiles: list[Tile]) -> list[Tile]:
     rest = [tile for tile in tiles if not tile.is_full]
+    # Side by side first, by equal rows; then what came of it one below the other, by equal keys.
     rows = {(tile.q0, tile.q1, tile.k0): tile for tile in tiles if tile.is_full}
     for key in sorted(rows, key=lambda key: key[2]):
         while (left := rows.get(key)) and (right := rows.pop((left.q0, left.q1, left.k1), None)):

@@ -88,6 +88,6 @@ class Returning:
 
 
 def merge_bytes(shape: Shape, rows: int, *, converts: bool = False) -> int:
-    """What merging a partial of some rows takes in plain PyTorch: two numbers a row, or one and a float32 copy."""
+    """What merging a partial of some rows takes in plain PyTorch: two numbers per row, or one and a float32 copy."""
     row = shape.batch * shape.heads * shape.sum_itemsize
     return rows * (row + max(row, row * shape.value_dim if converts else 0))

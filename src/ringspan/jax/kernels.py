@@ -243,7 +243,7 @@ class XlaKernel(Kernel):
         table = jnp.asarray(self.program.bands)
 
         def inside(n: Array) -> Array:
-            """A band is one run of keys a row, so that two comparisons a pair are enough."""
+            """A band is one run of keys per row, so that two comparisons a pair are enough."""
             q0, q1, k0, k1, lo, hi = table[n]
             first = jnp.where((row >= q0) & (row < q1), jnp.maximum(row - hi, k0), k1)
             return (column >= first) & (column < jnp.minimum(row - lo + 1, k1))

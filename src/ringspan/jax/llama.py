@@ -69,6 +69,7 @@ class LlamaConfig:
     """What computes a block of attention, see ``ring_attention``."""
 
     def __post_init__(self) -> None:
+        """Raise ``ConfigError`` where ``layers_per_checkpoint`` does not divide the layers."""
         size = self.layers_per_checkpoint
         if size < 1 or self.num_hidden_layers % size:
             raise ConfigError(f"layers_per_checkpoint={size} does not divide {self.num_hidden_layers} layers")

@@ -17,7 +17,8 @@ from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import ModelShape
 
 _GRADIENT_BYTES: Final = 4  # FSDP reduces in float32
-# AdamW on the host: gradients and weights go there, weights come back; it reads four numbers a weight and writes three.
+# AdamW on the host: gradients and weights go there, weights come back; it reads four numbers per weight and writes
+# three.
 _HOST_STEP_COPIES: Final = 3
 _HOST_STEP_ACCESSES: Final = 7
 
@@ -254,7 +255,7 @@ def _shares(ranks: int, distance: int, per_node: int) -> dict[bool, float]:
 def dataset_flops_ratio(hidden: int, length: int, base_length: int) -> float:
     """How much dearer a dataset becomes at a longer context: ``(6 C + S2) / (6 C + S1)``.
 
-    From 24 C^2 + 4 S C FLOPs a token and layer (Liu, Zaharia, Abbeel 2023, appendix D), causal or not.
+    From 24 C^2 + 4 S C FLOPs per token and layer (Liu, Zaharia, Abbeel 2023, appendix D), causal or not.
     """
     return (6 * hidden + length) / (6 * hidden + base_length)
 

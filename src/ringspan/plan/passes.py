@@ -87,8 +87,8 @@ def _passes(
 ) -> Iterable[Pass]:
     """``timing.passes``; of more than 64 ranks, or Ulysses groups, drawn on from those of 64 and 48.
 
-    With as many tokens a rank, a further one adds the same to every pass. Either nodes are added, or as many nodes have
-    more ranks. Rank by rank, for with more of them another one may take longest.
+    With as many tokens per rank, a further one adds the same to every pass. Either nodes are added, or as many nodes
+    have more ranks. Rank by rank, for with more of them another one may take longest.
     """
     groups, nodes = layout.ranks // route.ulysses, -(-layout.ranks // speeds.ranks_per_node)
     grows_inside = route.inner == 1 and _LARGEST_SCHEDULE * route.ulysses < 4 * speeds.ranks_per_node

@@ -17,7 +17,7 @@ def needs(setting: Setting) -> str:
     parts = [f"ring {setting.ring}", f"tp {setting.tp}" if setting.tp > 1 else "", f"route {setting.route}"]
     parts += [f"checkpoint {setting.checkpoint}"]
     if setting.layers_per_checkpoint > 1:
-        parts.append(f"{setting.layers_per_checkpoint} layers a checkpoint")
+        parts.append(f"{setting.layers_per_checkpoint} layers per checkpoint")
     if setting.feedforward_tokens:
         parts.append(f"feed-forward in chunks of {setting.feedforward_tokens}")
     if setting.offload != "none":
@@ -119,7 +119,7 @@ def _why_this_route(question: Question, setting: Setting, cost: StepCost) -> Ite
     need = training_memory(shape, around).peak_bytes
     verb = "would take" if need <= device.memory_bytes else f"would need {shown_bytes(need)} and take"
     yield (
-        f"route {setting.route}, {chosen}: {shown_seconds(cost.seconds)} a step, around the ring it {verb} "
+        f"route {setting.route}, {chosen}: {shown_seconds(cost.seconds)} per step, around the ring it {verb} "
         f"{shown_seconds(other)}"
     )
 
@@ -147,7 +147,7 @@ def _why_this_micro_batch(question: Question, setting: Setting, cost: StepCost) 
     if setting.batch > 1:
         one = question.step_cost(replace(setting, batch=1))
         yield (
-            f"{setting.batch} sequences a micro-step, for which parameters are gathered once: with one a step would "
+            f"{setting.batch} sequences per micro-step, for which parameters are gathered once: with one a step would "
             f"take {shown_seconds(one.seconds)}, not {shown_seconds(cost.seconds)}"
         )
 
@@ -174,7 +174,7 @@ def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
     if setting.layers_per_checkpoint > 1:
         need = training_memory(shape, replace(setting, layers_per_checkpoint=1)).peak_bytes
         yield (
-            f"{setting.layers_per_checkpoint} layers a checkpoint, the inputs of all but the first made again: with "
+            f"{setting.layers_per_checkpoint} layers per checkpoint, the inputs of all but the first made again: with "
             f"one they would need {shown_bytes(need)}"
         )
     if setting.feedforward_tokens and setting.checkpoint == "none":

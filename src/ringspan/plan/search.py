@@ -41,6 +41,7 @@ class Question:
     route: str = AUTO
 
     def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for numbers below one or above ``MOST``."""
         for name, most in MOST.items():
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} {getattr(self, name)}: at least 1 is needed")

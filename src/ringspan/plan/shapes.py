@@ -256,7 +256,11 @@ def read_config(path: Path) -> ModelShape:
 
 
 def from_config(values: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape that the values of a Hugging Face config describe; see ``read_config``."""
+    """The shape that the values of a Hugging Face config describe; see ``read_config``.
+
+    Raises:
+        UnsupportedError: a model type that the planner does not know, or heads that do not divide.
+    """
     kind = values.get("model_type")
     if kind not in _FAMILIES:
         raise UnsupportedError(

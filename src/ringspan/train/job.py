@@ -64,7 +64,7 @@ class Job:
         num_targets, parts = self.batches.step(step)
         loss = 0.0
         for number, part in enumerate(parts, start=1):
-            self.model.set_requires_all_reduce(number == settings.accumulation_steps)  # over replicas, once a step
+            self.model.set_requires_all_reduce(number == settings.accumulation_steps)  # over replicas, once per step
             micro = self.model(**part, num_items_in_batch=num_targets).loss
             micro.backward()
             loss += float(micro.detach())

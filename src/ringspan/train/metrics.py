@@ -1,4 +1,4 @@
-"""What a run reports: a line a step in metrics.jsonl, and in TensorBoard, and what the machine could do at most."""
+"""What a run reports: a line per step in metrics.jsonl, and in TensorBoard, and what the machine could do at most."""
 
 import json
 import math

@@ -211,7 +211,7 @@ def flops_per_token(model_config: Any, num_weights: int, length_tokens: float) -
     recomputation.
 
     Each weight is multiplied once in forward and twice in backward, 2 FLOPs each; a query meets S / 2 keys on average,
-    for 2 x 2 x head size FLOPs a head, three times over.
+    for 2 x 2 x head size FLOPs per head, three times over.
     """
     counts = zip(head_counts(model_config), head_sizes(model_config), strict=True)
     return 6.0 * num_weights + 6.0 * length_tokens * sum(heads * size for (heads, _), size in counts)

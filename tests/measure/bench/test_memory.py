@@ -83,7 +83,7 @@ def test_auto_has_layers_share_an_input_before_it_runs_the_ring_again():
         try:
             step = choose_checkpoint(model, 100, budget, torch.float32)
         except rs.ConfigError as error:
-            assert "checkpoint='full' and 4 layers a checkpoint" in str(error)
+            assert "checkpoint='full' and 4 layers per checkpoint" in str(error)
             break
         ladder.append(step)
         inputs = num_inputs(32, step[1]) if step[0] != "none" else 32

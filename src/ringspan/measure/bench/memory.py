@@ -31,7 +31,7 @@ VARIANTS: Final[dict[VariantName, dict[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCase:
-    """Rings to compare; each holds ``length`` tokens in all, and then ``length / max(rings)`` tokens a rank."""
+    """Rings to compare; each holds ``length`` tokens in all, and then ``length / max(rings)`` tokens per rank."""
 
     rings: tuple[int, ...] = (1, 2, 4)
     length: int = 8192
@@ -104,7 +104,7 @@ def held_activations(model: PreTrainedModel, batch: dict[str, Tensor]) -> int:
 
 
 def run(case: MemoryCase, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Activations per rank at a fixed length, and at fixed tokens a rank, for each ring and checkpoint policy.
+    """Activations per rank at a fixed length, and at fixed tokens per rank, for each ring and checkpoint policy.
 
     ``say`` is told what is measured next.
     """

@@ -159,7 +159,11 @@ class Copies:
 
 
 class Rehearsal:
-    """One rank's tensors, the blocks of the others, and the single sequence to compare with."""
+    """One rank's tensors, the blocks of the others, and the single sequence to compare with.
+
+    Raises:
+        ConfigError: a rank without any work, or a kernel that cannot serve the case.
+    """
 
     def __init__(self, case: RingCase) -> None:
         self.case, self.device, self.dtype = case, local_device(), getattr(torch, case.dtype)

@@ -213,7 +213,7 @@ def _problems_here(device: torch.device) -> Iterator[Problem]:
 def attention_flops(device: torch.device, dtype: torch.dtype, *, tokens: int | None = None) -> float:
     """FLOP/s of causal attention, forward and backward, with the kernel that the ring would choose: the best of a few.
 
-    8 heads of 128; 14 FLOPs a pair and entry of a head: two matrix products forward, five backward.
+    8 heads of 128; 14 FLOPs per pair and entry of a head: two matrix products forward, five backward.
     """
     heads, head_dim, tokens = 8, 128, tokens or (8192 if device.type == "cuda" else 1024)
     q, k, v, dout = (torch.randn(1, heads, tokens, head_dim, device=device).to(dtype) for _ in range(4))

@@ -90,7 +90,7 @@ def ring_attention(
             torch.distributed is not initialised.
         scale: factor on the scores; ``D ** -0.5`` when None.
         softcap: c > 0 turns a scaled score s into ``c tanh(s / c)`` (Gemma 2).
-        slopes: ALiBi, one a query head (H,), float32: ``slope_h |p - p'|`` of the global positions is subtracted from
+        slopes: ALiBi, one per query head (H,), float32: ``slope_h |p - p'|`` of the global positions is subtracted from
             a score (Press et al. 2022). Not differentiated.
         sinks: one logit a query head (H,) that takes its share of every row's softmax and has no value (gpt-oss).
             Its gradient is that of the local rows; sum it over the ranks as for any parameter.

@@ -85,23 +85,23 @@ class Fixed:
         return super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Never:
-        """Not on a ring."""
+        """Raise ``UnsupportedError``: it comes before ``parallelize``."""
         raise UnsupportedError("resize_token_embeddings comes before parallelize")
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> Never:
-        """Not on a ring."""
+        """Raise ``UnsupportedError``: it comes before ``parallelize``."""
         raise UnsupportedError("add_adapter comes before parallelize, which splits adapters with all other weights")
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Never:
-        """Not on a ring."""
+        """Raise ``UnsupportedError``: it comes before ``parallelize``."""
         raise UnsupportedError("load_adapter comes before parallelize, which splits adapters with all other weights")
 
     def delete_adapter(self, *args: Any, **kwargs: Any) -> Never:
-        """Not on a ring."""
+        """Raise ``UnsupportedError``: it comes before ``parallelize``."""
         raise UnsupportedError("delete_adapter comes before parallelize; on a ring, set_adapter and disable_adapters")
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> Never:
-        """Not on a ring."""
+        """Raise ``UnsupportedError``: ``parallelize(checkpoint=...)`` does that."""
         raise UnsupportedError(
             "layers on a ring are checkpointed by parallelize(checkpoint='attention'), 'full' or 'none'; leave "
             "gradient_checkpointing out"
@@ -112,7 +112,7 @@ class Fixed:
 
 
 def refuse_copy(model: Any, memo: Any) -> Never:
-    """``copy.deepcopy`` of a model on a ring."""
+    """Raise ``UnsupportedError`` in place of ``copy.deepcopy`` of a model on a ring."""
     raise UnsupportedError(
         f"{_name(model)} is on a ring and cannot be copied; build it again and parallelize that, or save_pretrained"
     )

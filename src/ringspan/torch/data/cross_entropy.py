@@ -132,7 +132,7 @@ def loss_bytes(
 ) -> int:
     """Bytes that ``blockwise_cross_entropy`` holds at most, beside its arguments and the gradient of ``hidden``.
 
-    With s bytes an entry and a = max(s, 4) bytes in a sum: ``V C a`` for the weight's gradient, ``n v a`` for the
+    With s bytes per entry and a = max(s, 4) bytes in a sum: ``V C a`` for the weight's gradient, ``n v a`` for the
     logits (twice that with a softcap) and, with several blocks of vocabulary, ``n C a`` for the gradient of hidden. A
     type below float32 adds the logits' gradient rounded to it, ``n v s``, and the product on its way into a sum,
     ``m C (s + a)`` with up to 4096 rows m of the weight or n tokens; or, at the end, the weight's gradient rounded,

@@ -146,7 +146,7 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
 def laid_out(names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as all of the serving kernels can read them: themselves, or copies where they lie otherwise.
 
-    The only place where that is seen to, once a pass; what arrives from other ranks is contiguous.
+    The only place where that is seen to, once per pass; what arrives from other ranks is contiguous.
     """
     return Memory.of_all(KERNELS[name].memory for name in names).laid_out(*tensors)
 

@@ -71,6 +71,7 @@ class Cudnn:
             return mirror.backward(self, dout, q, k, v, out, lse, launch, scores)
         size, value_size = q.shape[-1], v.shape[-1]
         dout, q, k, v, out = one_size(dout, q, k, v, out, multiple=_HEAD_MULTIPLE)
+        # The seed and offset of a random generator, which are read only where there is dropout.
         no_dropout = [torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2)]
         dq, dk, dv = _ops._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse.contiguous().unsqueeze(-1), *no_dropout, None, None, None, q.shape[2], k.shape[2],

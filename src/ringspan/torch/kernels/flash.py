@@ -96,6 +96,7 @@ class Flash:
         if self._calls.takes_windows:
             return chains(tiles)
         found = squares(tiles)
+        # These kernels mask a causal triangle alone: other bands come as squares, anticausal ones by their mirror.
         plain = (one.tile.shifted(one.q0, one.k0) for one in found if not one.tile.is_anticausal)
         return (*chains(tuple(plain)), *(one for one in found if one.tile.is_anticausal))
 
@@ -142,6 +143,8 @@ def _cuts(launch: Launch, batch: int, where: torch.device) -> Cuts:
     """The launch's tiles as sequences, of every batch entry; what lies between them as sequences without keys or
     queries.
     """
+    # Varlen kernels want every row and key in some sequence. Rows between tiles become a sequence without keys, and
+    # keys between tiles one without queries; ``groupby`` drops those that are empty on both sides.
     ends = [(0, 0)]
     for entry in range(batch):
         row, key = entry * launch.num_rows, entry * launch.num_keys
@@ -183,6 +186,7 @@ class TorchFlash:
         window: Window,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        # The state of a random generator, which is read only where there is dropout.
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         return torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse, *_cut(cuts, q, k), 0.0, _is_causal(window), *no_dropout, scale=scores.scale,

@@ -18,6 +18,7 @@ class _Kernel(Protocol):
 
 def forward(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]:
     """``kernel.forward`` of a launch of one tile, by its mirror image."""
+    # Copies of the tensors, in return for kernels that know one triangle only.
     out, lse = kernel.forward(q.flip(2), k.flip(2), v.flip(2), _mirrored(launch), scores)
     return out.flip(2), lse.flip(2)
 

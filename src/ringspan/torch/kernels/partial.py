@@ -30,6 +30,8 @@ class Partial:
         """Merge the partial of rows [start, stop); out 0 and lse -inf where a row saw nothing."""
         mine, mine_lse = self._out[:, :, start:stop], self._lse[:, :, start:stop]
         missing = self._rows.touch(start, stop)
+        # Rows that nothing has been written to take the partial as it is; where only some have been, the others become
+        # the partial of no keys, which merges like any other.
         if missing == stop - start:
             mine.copy_(out)
             mine_lse.copy_(lse)

@@ -4,7 +4,7 @@ The maths of FlashAttention (Dao et al. 2022) over chunks of rows and keys, in p
 ``Scores`` times log2(e), and ``exp2`` takes what is forbidden as fast as anything else, where a CPU's ``exp`` takes ten
 times as long. It runs where no fast kernel serves, and on CPUs where PyTorch's own is slower.
 
-B batch, H query heads, G key/value heads, P = H / G query heads a group, D head size, E value head size; g of the
+B batch, H query heads, G key/value heads, P = H / G query heads per group, D head size, E value head size; g of the
 key/value heads of one sequence at a time, n rows, m keys.
 """
 
@@ -116,6 +116,7 @@ def _partial(
     for keys in chunks:
         s, _ = _scores(q, k[:, keys].to(q.dtype), tile, rows, keys, scores, differentiate=False)
         values = v[:, keys].to(q.dtype)
+        # Softmax over chunk after chunk of keys, in powers of two: what came before is scaled to the new maximum.
         highest = s.amax(-1, keepdim=True).clamp_(min=_LOWEST)
         if keys is chunks[0]:
             p = _weights(s, highest, tile, rows, keys, scores)
@@ -149,6 +150,7 @@ def _gradient(
         s, slope = _scores(mine.q, k_keys, tile, rows, keys, scores, differentiate=True)
         p = _weights(s, mine.lse, tile, rows, keys, scores)
         dv[:, keys].baddbmm_(p.mT, mine.dout)
+        # p comes from the global lse and needs no maximum; ds is the gradient of the scaled, capped scores.
         ds = p.mul_(torch.bmm(mine.dout, v_keys.mT).sub_(mine.delta))
         if slope is not None:
             ds *= slope
@@ -231,6 +233,7 @@ def _of_heads(s: Tensor, rows: slice) -> Tensor:
 
 def _forbid(s: Tensor, tile: Tile, rows: slice, keys: slice) -> None:
     """Add -inf to the scores of pairs that the band leaves out, in the columns that it cuts."""
+    # Row i and column j of the chunk differ by i - j + corner in the tile. Only columns that the band cuts are touched.
     s, corner = _of_heads(s, rows), rows.start - keys.start
     late = max(0, corner - tile.lo + 1)  # the first column that is too late for some row
     if late < s.shape[-1]:

@@ -10,8 +10,8 @@ class Scores:
     """``s = scale q . k``, then ``s = softcap tanh(s / softcap)`` if there is a soft cap (Gemma 2), then ``s -= slope
     |p - p'|`` with the global positions p and p' of query and key if there are slopes (ALiBi, Press et al. 2022).
 
-    ``slopes`` (H,) float32, one a query head. ``query_positions`` (rows,) and ``key_positions`` (keys,) int64 are set,
-    for a tile, where there are slopes.
+    ``slopes`` (H,) float32, one per query head. ``query_positions`` (rows,) and ``key_positions`` (keys,) int64 are
+    set, for a tile, where there are slopes.
     """
 
     scale: float

@@ -63,7 +63,7 @@ def mixes_tokens(module: nn.Module, size: int, *, gives: int | None = None, trai
     """Try the module on tokens together, again, apart, in another order and all alike: why it cannot run in blocks, or
     nothing.
 
-    It takes hidden states of ``size`` and gives the same, or ``gives`` numbers a token, of any type then. It is tried
+    It takes hidden states of ``size`` and gives the same, or ``gives`` numbers per token, of any type then. It is tried
     as it trains, or as it evaluates.
     """
     generator = torch.Generator().manual_seed(0)
@@ -87,7 +87,7 @@ def mixes_tokens(module: nn.Module, size: int, *, gives: int | None = None, trai
             return f"does not take hidden states alone ({type(error).__name__})"
         wanted = tokens.shape if gives is None else (*tokens.shape[:2], gives)
         if not isinstance(whole, Tensor) or whole.shape != wanted or (gives is None and whole.dtype != tokens.dtype):
-            return "does not give hidden states" if gives is None else f"does not give {gives} numbers a token"
+            return "does not give hidden states" if gives is None else f"does not give {gives} numbers per token"
         again = run(tokens)
         apart = torch.cat([run(tokens[:1, i : i + 1]) for i in range(num_tokens)], 1)
         in_order = run(tokens[:, order])
@@ -125,7 +125,11 @@ class Blockwise:
     chunk_recorder: RouterRecorder | None
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """(B, T, C) -> (B, T, C), a block of the B x T tokens at a time."""
+        """(B, T, C) -> (B, T, C), a block of the B x T tokens at a time.
+
+        Raises:
+            UnsupportedError: more arguments than the hidden states, which no block could be given its part of.
+        """
         whole: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         chunk, recorder = self.chunk_tokens, self.chunk_recorder
         others: list[None] = []

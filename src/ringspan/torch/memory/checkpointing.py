@@ -34,7 +34,7 @@ def kept_bytes(
 ) -> int:
     """Bytes that one layer keeps of one token for its backward pass.
 
-    With hidden size C and s bytes an entry; H query heads and G key/value heads of size D and intermediate size F, of
+    With hidden size C and s bytes per entry; H query heads and G key/value heads of size D and intermediate size F, of
     which each of ``tp`` ranks has its share:
 
         full        s C                                   the layer's input
@@ -75,6 +75,7 @@ def choose_checkpoint(
     Raises:
         ConfigError: not even the last of them fits; the message says what it needs.
     """
+    # From what computes least again to what keeps least; the last attempt is what the message tells of.
     needed, sharing = 0, 1
     layers, own_input = config.num_hidden_layers, dtype.itemsize * config.hidden_size
     sizes = (layers_per_checkpoint,) if layers_per_checkpoint else segment_sizes(layers)
@@ -133,6 +134,7 @@ def checkpoint_layers(
         return
     store = Store() if offload == "activations" else Store(min_bytes=sys.maxsize)
     segments = Segments(layers_per_checkpoint, store, keeps_attention=policy == "attention")
+    # transformers gives each layer a function that checkpoints it; ours puts several layers behind one input.
     layers: list[Any] = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
         layer._gradient_checkpointing_func = partial(segments.checkpoint, layer)

@@ -25,7 +25,7 @@ def serve_forks(*modules: str) -> bool:
     """
     if sys.platform != "linux" or _has_gpu():
         return False
-    forkserver.set_forkserver_preload(["ringspan.torch.runtime.uncollected", *modules, "ringspan.torch.runtime.frozen"])
+    forkserver.set_forkserver_preload([*modules])
     start_resource_tracker()  # it would be started below, and unblock what is blocked
     # A stop signal for the whole process group is for the ranks, who take it from when they are at work.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

@@ -47,8 +47,8 @@ class Counters:
     """What this process has sent and how long it has waited, over all exchanges, and its current hop.
 
     Written by the ring, read by benchmarks and, in another thread, by the watchdog. ``hop`` is that of the last
-    exchange in its pass, which numbers two messages a hop; each further group of heads goes on counting. ``transfers``
-    and ``hops`` are lists while ``recorded`` is active, else None.
+    exchange in its pass, which numbers two messages per hop; each further group of heads goes on counting.
+    ``transfers`` and ``hops`` are lists while ``recorded`` is active, else None.
     """
 
     num_posts: int = 0

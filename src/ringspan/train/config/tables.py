@@ -418,7 +418,7 @@ class TrainConfig(_Table):
 
         Raises:
             ConfigError: ring times replicate times tp is not world_size, the sequence has fewer tokens than the layout
-                has chunks (two a rank for zigzag, one for the others), or the route does not exist for such a ring or
+                has chunks (two per rank for zigzag, one for the others), or the route does not exist for such a ring or
                 such a communication dtype.
         """
         replicate, tp = self.mesh.replicate, self.mesh.tp

@@ -18,6 +18,9 @@ class BatchOrder:
     exactly, on another number of replicas too. A batch that is larger than the data repeats sequences.
 
     A run that changed its G, or skipped data, has a `shift`: its step t takes what starts at shift + t x G.
+
+    Raises:
+        ConfigError: a number below one.
     """
 
     num_sequences: int
@@ -42,7 +45,11 @@ class BatchOrder:
         return self.shift + step * self.global_batch_size
 
     def step_indices(self, step: int) -> NDArray[np.int64]:
-        """The sequences of a step. int64, (accumulation_steps, replicate, batch_size)."""
+        """The sequences of a step. int64, (accumulation_steps, replicate, batch_size).
+
+        Raises:
+            IndexError: a step below 0.
+        """
         if step < 0:
             raise IndexError(f"step {step}: steps count from 0")
         places = self.place(step) + np.arange(self.global_batch_size, dtype=np.int64)
@@ -54,7 +61,11 @@ class BatchOrder:
         return indices.reshape(self.accumulation_steps, self.replicate, self.batch_size)
 
     def indices(self, step: int, micro: int, replica: int) -> list[int]:
-        """The `batch_size` sequences of one replica in one micro-step; replicas take neighbouring slices of it."""
+        """The `batch_size` sequences of one replica in one micro-step; replicas take neighbouring slices of it.
+
+        Raises:
+            IndexError: no such micro-step or replica.
+        """
         if not (0 <= micro < self.accumulation_steps and 0 <= replica < self.replicate):
             raise IndexError(
                 f"micro-step {micro} of {self.accumulation_steps}, replica {replica} of {self.replicate}: from 0"

@@ -61,7 +61,7 @@ def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     The tokenizer adds its own special tokens, as it does for inference (Llama: a begin-of-text token), and each
     document ends with the end-of-text token where the tokenizer has one. Special tokens that are spelt out in the
     text become these tokens. A document is tokenized as a whole, whatever the tokenizer's model_max_length; that
-    takes about 150 bytes of memory a byte of text, for the longest document or for 8 MiB of shorter ones.
+    takes about 150 bytes of memory per byte of text, for the longest document or for 8 MiB of shorter ones.
     """
     rows = rows_per_batch(documents)
     return documents.map(
@@ -148,7 +148,11 @@ class TokenStream:
         return np.concatenate([[start], self.document_starts[first:last]])
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The tokens at positions [start, stop). int64, (stop - start,)."""
+        """The tokens at positions [start, stop). int64, (stop - start,).
+
+        Raises:
+            IndexError: positions outside of the stream.
+        """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"[{start}, {stop}) is not within a stream of {len(self)} tokens")
         out = np.empty(stop - start, np.int64)
