@@ -1,0 +1,108 @@
+"""Plans that are committed (plans.json): what ``ringspan plan`` answers to some 700 questions.
+
+``python -m tests.plan.plans`` asks them again and writes the file: after a change that is meant to change plans, whose
+commit then shows which.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final
+
+from ringspan.core.errors import RingspanError
+from ringspan.plan.devices import DEVICES
+from ringspan.plan.planner import Plan, make_plan
+from ringspan.plan.search import Question
+from ringspan.plan.setting import Setting
+from ringspan.plan.shapes import MODELS
+
+FILE: Final = Path(__file__).with_suffix(".json")
+COUNT: Final = 700
+# Without the one that needs rings of thousands of small devices, whose schedules take gigabytes.
+_SHAPES: Final = {name: shape for name, shape in MODELS.items() if name != "gpt-175b"} | {
+    "windows": replace(MODELS["llama-3.2-1b"], name="windows", windows=(4096,) * 16),
+    "some-windows": replace(MODELS["qwen3-8b"], name="some-windows", windows=(1024, 1024, 1024, None) * 9),
+}
+_DEVICE_COUNTS: Final = (1, 2, 3, 4, 8, 12, 16, 32, 64, 512)
+_LENGTHS: Final = (1, 4096, 32_768, 131_072, 1_000_003, 1 << 20, 1 << 23, 1 << 26)
+# As often as each is here: most people give no route.
+_ROUTES: Final = (
+    *("auto",) * 12,
+    *("ring", "bidirectional", "double-ring:4", "all-gather", "pass-q", "ulysses", "ulysses:4", "ulysses:2+all-gather"),
+)
+_SETTING: Final = (
+    *("ring", "replicate", "tp", "batch", "layout", "route", "checkpoint", "layers_per_checkpoint"),
+    *("feedforward_tokens", "offload", "optimizer_on_host"),
+)
+
+
+def questions() -> Iterator[list[Any]]:
+    """Model, device, devices, devices of a node (0: as it is built), length, batch, both dtypes and route."""
+    draw = random.Random(0)
+    for number in range(COUNT):
+        yield [
+            list(_SHAPES)[number % len(_SHAPES)],
+            list(DEVICES)[number % len(DEVICES)],
+            draw.choice(_DEVICE_COUNTS),
+            draw.choice((0, 0, 0, 1, 4)),
+            draw.choice(_LENGTHS),
+            draw.choice((1, 1, 8, 64)),
+            draw.choice(("bfloat16", "bfloat16", "float32")),
+            draw.choice(("float32", "float32", "bfloat16")),
+            draw.choice(_ROUTES),
+        ]
+
+
+def answer(asked: list[Any]) -> list[Any]:
+    """The plan in numbers, or the kind of its error. Bytes are exact, times have six digits."""
+    shape, device, devices, per_node, length, batch, dtype, parameter_dtype, route = asked
+    kind = DEVICES[device]
+    try:
+        question = Question(
+            shape=_SHAPES[shape],
+            device=replace(kind, devices_per_node=per_node) if per_node else kind,
+            devices=devices,
+            length=length,
+            batch=batch,
+            dtype=dtype,
+            parameter_dtype=parameter_dtype,
+            route=route,
+        )
+        return _in_numbers(make_plan(question))
+    except RingspanError as error:
+        return [type(error).__name__]
+
+
+def answers(asked: list[list[Any]]) -> list[list[Any]]:
+    """The plans of many questions. Processes that end early hand back what schedules of large rings take."""
+    with get_context("spawn").Pool(2, maxtasksperchild=4) as pool:
+        return pool.map(answer, asked, chunksize=5)
+
+
+def _in_numbers(plan: Plan) -> list[Any]:
+    result, cost, longest = plan.as_json(), plan.cost, plan.longest
+    return [
+        _fields(plan.setting),
+        [longest.length, *_fields(longest)] if longest else [],
+        list(result["bytes"].values()),
+        result["host_bytes"],
+        list(result["link_bytes_per_step"].values()),
+        [float(f"{value:.6g}") for value in (cost.seconds, cost.compute_seconds, cost.flops, cost.mfu)],
+    ]
+
+
+def _fields(setting: Setting) -> list[Any]:
+    return [int(value) if isinstance(value := getattr(setting, name), bool) else value for name in _SETTING]
+
+
+def main() -> None:
+    asked = list(questions())
+    lines = (json.dumps(row, separators=(",", ":")) for row in zip(asked, answers(asked), strict=True))
+    FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main()
