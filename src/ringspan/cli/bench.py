@@ -116,12 +116,11 @@ def ring(
 ) -> None:
     """One rank's whole schedule on this device, blocks arriving by copies, against the fastest single kernel."""
     from ringspan.core.layout import layout_name
+    from ringspan.core.names import kernel_name
     from ringspan.measure.bench.ring import RingCase, run
-    from ringspan.torch.kernels import check_name
 
     _check_dtype(dtype)
     _check_heads(heads, kv_heads, head_dim)
-    check_name(kernel)
     sizes = _sizes("--error-ranks", error_ranks, "1,8,64") if error_ranks else ()
     _check_memory(f"--tokens {tokens}", 4 * tokens * heads * head_dim * _BYTES[dtype])
     case = RingCase(
@@ -134,7 +133,7 @@ def ring(
         dtype=dtype,
         mask=mask,
         layout=layout_name(layout),
-        kernel=kernel,
+        kernel=kernel_name(kernel),
         repeats=repeats,
         error_ranks=sizes,
         error_tokens=error_tokens,

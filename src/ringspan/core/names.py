@@ -5,7 +5,7 @@ A test holds what is looked up by these names (kernels, documentation, fields of
 
 from typing import Any, Final, Literal, TypeVar, get_args
 
-from ringspan.core.errors import ConfigError, RingspanError
+from ringspan.core.errors import ConfigError, RingspanError, UnsupportedError
 
 LayoutName = Literal["contiguous", "striped", "zigzag"]
 RouteName = Literal["ring", "bidirectional", "double-ring", "all-gather", "pass-q"]
@@ -62,3 +62,12 @@ def offload_name(name: str) -> OffloadName:
         ConfigError: there is no such name.
     """
     return find_name("offload", name, OFFLOAD_NAMES, ConfigError)
+
+
+def kernel_name(name: str) -> KernelName:
+    """``name`` as the name of a kernel of the PyTorch back end, or ``auto``.
+
+    Raises:
+        UnsupportedError: there is no such kernel.
+    """
+    return find_name("kernel", name, KERNEL_NAMES, UnsupportedError)

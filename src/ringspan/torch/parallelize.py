@@ -20,7 +20,15 @@ from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout, layout_name
 from ringspan.core.mask import Mask, causal, documents, sliding_window
-from ringspan.core.names import CheckpointName, ChunkTokens, LayoutName, OffloadName
+from ringspan.core.names import (
+    CheckpointName,
+    ChunkTokens,
+    CommDtypeName,
+    KernelName,
+    LayoutName,
+    OffloadName,
+    kernel_name,
+)
 from ringspan.core.numbers import check_whole
 from ringspan.torch import kernels
 from ringspan.torch.attention.op import ring_attention
@@ -60,8 +68,8 @@ def parallelize(
     *,
     layout: LayoutName = "zigzag",
     route: str = "ring",
-    comm_dtype: str = "exact",
-    kernel: str = "auto",
+    comm_dtype: CommDtypeName = "exact",
+    kernel: KernelName = "auto",
     checkpoint: CheckpointName = "attention",
     layers_per_checkpoint: int = 1,
     loss_chunk_tokens: int = 1024,
@@ -203,8 +211,8 @@ def _check(
     *,
     layout: LayoutName,
     route: str,
-    comm_dtype: str,
-    kernel: str,
+    comm_dtype: CommDtypeName,
+    kernel: KernelName,
     checkpoint: CheckpointName,
     layers_per_checkpoint: int,
     loss_chunk_tokens: int,
@@ -268,7 +276,7 @@ def _refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.d
     """Refuse a kernel that is none or cannot serve this model's attention on the ring's devices, wherever the model
     still is.
     """
-    kernels.check_name(kernel)
+    kernel_name(kernel)
     config, dtype = decoder.config, compute_dtype or next(decoder.parameters()).dtype
     probe = torch.empty(1, 1, 1, max(head_sizes(config)), dtype=dtype, device=ring.device_type)
     scores = Scores(1.0, softcap=getattr(config, "attn_logit_softcapping", None) or 0.0)
@@ -295,8 +303,8 @@ def _register(
     ring: dist.ProcessGroup,
     kinds: tuple[LayerKind, ...],
     route: str,
-    comm_dtype: str,
-    kernel: str,
+    comm_dtype: CommDtypeName,
+    kernel: KernelName,
 ) -> str:
     """Make this ring an attention implementation of transformers for a kind of decoder and return its name.
 

@@ -14,6 +14,7 @@ from ringspan.core.layout import CustomLayout
 from ringspan.core.schedule import plan
 from ringspan.torch.attention import ring
 from ringspan.torch.attention.op import _positions
+from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.score_mod import Scores
 from tests.core.strategies import custom_layouts, masks
 from tests.core.test_schedule import exists
@@ -68,7 +69,8 @@ class Problem:
             positions = tuple(partial(_positions, one, device=q.device) for one in (self.queries, self.keys))
         route = "ring" if route == "pass-q" and is_backward else route
         schedule = plan(self.queries, self.mask, rank, self.keys, route)
-        return ring.Ring(schedule, exchange, self.scores, ring.num_head_groups(q, k, schedule), positions)
+        spec = AttentionSpec(scale=self.scores.scale, mask=self.mask.spec, layout=self.queries.name, route=route)
+        return ring.Ring(schedule, exchange, self.scores, spec, ring.num_head_groups(q, k, schedule), positions)
 
     def local(self, x, layout, order, rank):
         return x[:, :, np.searchsorted(order, layout.positions(rank))]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.core import events
 from ringspan.core.launch import Launch, pieces, whole
-from ringspan.core.layout import LAYOUT_NAMES, CustomLayout
-from ringspan.core.names import COMM_DTYPE_NAMES, GRADIENT_COMM_DTYPE_NAMES
+from ringspan.core.layout import CustomLayout
+from ringspan.core.names import COMM_DTYPE_NAMES, GRADIENT_COMM_DTYPE_NAMES, LAYOUT_NAMES
 from ringspan.core.route import Route
 from ringspan.core.schedule import plan
 from ringspan.core.workspace import Returning, Shape, merge_bytes

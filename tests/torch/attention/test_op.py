@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ringspan as rs
+from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.transport.exchange import COUNTERS
 from tests.torch.models import relative
 
@@ -263,8 +264,8 @@ def test_an_odd_local_length_for_zigzag_says_what_to_do():
         rs.ring_attention(q, k, v)
 
 
-# The operator's arguments behind q, k and v, for eight tokens of one rank.
-PLAIN = (None, None, 0.25, 0.0, rs.causal().spec, "zigzag", 8, 8, "ring", "exact", "exact", "auto", "")
+# The operator's arguments behind q, k and v, for the tokens of one rank.
+PLAIN = (None, None, str(AttentionSpec(scale=0.25)))
 
 
 def test_the_operator_passes_torchs_own_checks():

@@ -13,7 +13,8 @@ from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.route import Route, member_heads
 from ringspan.core.schedule import plan
 from ringspan.torch.attention import ring
-from ringspan.torch.attention.op import _Options, assemble
+from ringspan.torch.attention.op import assemble
+from ringspan.torch.attention.spec import AttentionSpec
 from tests.core.strategies import masks
 from tests.fuzz import examples
 from tests.torch.views import VECTORS, VIEWS, numbers_for
@@ -138,9 +139,17 @@ class Problem:
         """out, lse, dq, dk, dv in order, and the exchanges of forward and backward."""
         layout = rs.Layout(name, self.length, ranks)
         keys = rs.Layout(name, self.keys, ranks) if self.is_cross else layout
-        lengths = name, self.length, self.keys
-        options = _Options(
-            self.scale, self.softcap, self.mask.spec, *lengths, route, comm_dtype, gradient_comm_dtype, kernel, ""
+        spec = AttentionSpec(
+            scale=self.scale,
+            softcap=self.softcap,
+            mask=self.mask.spec,
+            layout=name,
+            padding=layout.padded_length - layout.length,
+            key_padding=keys.padded_length - keys.length,
+            route=route,
+            comm_dtype=comm_dtype,
+            gradient_comm_dtype=gradient_comm_dtype,
+            kernel=kernel,
         )
 
         def local(rank):
@@ -150,14 +159,14 @@ class Problem:
 
         def forward(rank, exchange):
             q, k, v, _ = local(rank)
-            mine, ulysses = assemble(rank, ranks, exchange, q, k, self.slopes, options, is_backward=False)
+            mine, ulysses = assemble(rank, ranks, exchange, q, k, self.slopes, spec, is_backward=False)
             return (ulysses.forward if ulysses else ring.forward)(mine, q, k, v, self.sinks)
 
         partials, sent = on_ranks(ranks, forward)
 
         def backward(rank, exchange):
             q, k, v, dout = local(rank)
-            mine, ulysses = assemble(rank, ranks, exchange, q, k, self.slopes, options, is_backward=True)
+            mine, ulysses = assemble(rank, ranks, exchange, q, k, self.slopes, spec, is_backward=True)
             gradients = (ulysses.backward if ulysses else ring.backward)(mine, dout, q, k, v, *partials[rank])
             dsinks = None if self.sinks is None else ring.sink_gradient(dout, *partials[rank], self.sinks)
             return *gradients, dsinks

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.core.launch import Launch, Window, bands, chains, pieces, squares, whole
-from ringspan.core.names import LAYOUT_NAMES
+from ringspan.core.names import KERNEL_NAMES, LAYOUT_NAMES
 from ringspan.core.schedule import plan
 from ringspan.core.tile import Tile
 from ringspan.torch import kernels
@@ -257,7 +257,7 @@ def test_which_cpus_leave_16_bits_to_pytorch(monkeypatch, machine, instructions,
     assert multiplies_16_bits() is is_fast
 
 
-@pytest.mark.parametrize("kernel", [name for name in kernels.KERNEL_NAMES if name in OF_CUDA])
+@pytest.mark.parametrize("kernel", [name for name in KERNEL_NAMES if name in OF_CUDA])
 def test_a_kernel_of_cuda_is_refused_on_a_cpu(kernel):
     q = torch.zeros(1, 2, 8, 16)
     with pytest.raises(rs.UnsupportedError, match=f"kernel '{kernel}' cannot serve: it needs CUDA tensors"):

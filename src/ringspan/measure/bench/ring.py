@@ -19,7 +19,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.events import MESSAGES_PER_HOP
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
-from ringspan.core.names import LayoutName
+from ringspan.core.names import KernelName, LayoutName
 from ringspan.core.schedule import Schedule, plan
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.torch import kernels
@@ -27,6 +27,7 @@ from ringspan.torch.attention import ring
 from ringspan.torch.attention.block import Block
 from ringspan.torch.attention.op import check_tensors
 from ringspan.torch.attention.ring import Ring, num_head_groups
+from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels import InPlace
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.runtime.launch import local_device
@@ -52,7 +53,7 @@ class RingCase:
     dtype: str = "bfloat16"
     mask: str = "causal"
     layout: LayoutName = "zigzag"
-    kernel: str = "auto"
+    kernel: KernelName = "auto"
     repeats: int = 5
     error_ranks: tuple[int, ...] = (1, 8, 64)
     error_tokens: int = 4096
@@ -228,8 +229,8 @@ class Rehearsal:
 def ring_of(case: RingCase, layout: Layout, q: Tensor, k: Tensor) -> Ring:
     """The rank's part in the attention of a case, alone."""
     schedule = plan(layout, Mask.parse(case.mask), case.rank)
-    scores = Scores(case.head_dim**-0.5)
-    return Ring(schedule, FakeTransport(Nobody()), scores, num_head_groups(q, k, schedule), kernel=case.kernel)
+    spec = AttentionSpec(scale=case.head_dim**-0.5, mask=case.mask, layout=layout.name, kernel=case.kernel)
+    return Ring(schedule, FakeTransport(Nobody()), Scores(spec.scale), spec, num_head_groups(q, k, schedule))
 
 
 def _arriving(one: Ring, k: Tensor, of: Callable[[int, slice], tuple[Tensor, Tensor]]) -> dict[int, Tensor]:

@@ -8,7 +8,7 @@ import logging
 import os
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Final, NamedTuple, Never
+from typing import Any, Final, Never
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from ringspan.core.choice import Choice, choose_route
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask
-from ringspan.core.names import LayoutName
+from ringspan.core.names import CommDtypeName, GradientCommDtypeName, KernelName, LayoutName, kernel_name
 from ringspan.core.route import Route, member_heads
 from ringspan.core.schedule import Schedule, plan
 from ringspan.core.timing import Speeds
@@ -44,6 +44,7 @@ from ringspan.torch.attention.ring import (
     num_head_groups,
     sink_gradient,
 )
+from ringspan.torch.attention.spec import AttentionSpec, padding_of
 from ringspan.torch.attention.ulysses import Ulysses
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.agreement import agree, one_at_a_time
@@ -67,9 +68,9 @@ def ring_attention(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     route: str = "ring",
-    comm_dtype: str = "exact",
-    gradient_comm_dtype: str = "exact",
-    kernel: str = "auto",
+    comm_dtype: CommDtypeName = "exact",
+    gradient_comm_dtype: GradientCommDtypeName = "exact",
+    kernel: KernelName = "auto",
 ) -> Tensor:
     """Exact attention of the local queries to the keys of all ranks; differentiable. Every rank of the group calls it
     alike.
@@ -118,11 +119,10 @@ def ring_attention(
     q, k, v = _in_autocast(q, k, v)
     check_tensors(q, k, v)
     check_comm_dtype(comm_dtype, gradient_comm_dtype)
-    kernels.check_name(kernel)
+    kernel_name(kernel)
     check_scores(scale, softcap)
     check_heads(q, slopes, sinks)
     check_differentiation("ring_attention", q, k, v, sinks)
-    softcap = float(softcap or 0.0)
     group = find_group(group)
     ranks = dist.get_world_size(group) if group is not None else 1
     layout, key_layout = find_layouts(
@@ -134,11 +134,20 @@ def ring_attention(
     way = Route.parse(route, ranks)
     member_heads(q.shape[1], k.shape[1], way.ulysses)
     way.check_comm_dtype(comm_dtype)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    lengths = layout.name, layout.length, key_layout.length
-    name = group.group_name if group is not None else ""
-    comm_dtypes = comm_dtype, gradient_comm_dtype
-    out, _ = _forward(q, k, v, sinks, slopes, scale, softcap, mask.spec, *lengths, route, *comm_dtypes, kernel, name)
+    spec = AttentionSpec(
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        softcap=float(softcap or 0.0),
+        mask=mask.spec,
+        layout=layout.name,
+        padding=padding_of(layout),
+        key_padding=padding_of(key_layout),
+        route=route,
+        comm_dtype=comm_dtype,
+        gradient_comm_dtype=gradient_comm_dtype,
+        kernel=kernel,
+        group=group.group_name if group is not None else "",
+    )
+    out, _ = _forward(q, k, v, sinks, slopes, str(spec))
     return out
 
 
@@ -184,25 +193,13 @@ def _forward(
     v: Tensor,
     sinks: Tensor | None,
     slopes: Tensor | None,
-    scale: float,
-    softcap: float,
-    mask: str,
-    layout: str,
-    length: int,
-    key_length: int,
-    route: str,
-    comm_dtype: str,
-    gradient_comm_dtype: str,
-    kernel: str,
-    group: str,
+    spec: str,
 ) -> tuple[Tensor, Tensor]:
     check_differentiation("ring_attention", q, k, v, sinks)  # of who calls the operator itself
-    options = _Options(
-        scale, softcap, mask, layout, length, key_length, route, comm_dtype, gradient_comm_dtype, kernel, group
-    )
+    asked = AttentionSpec.parse(spec)
     # Without autocast, so that sums stay in float32.
-    with one_at_a_time(_group(options.group)), torch.autocast(q.device.type, enabled=False):
-        ring, ulysses = _prepare("forward", q, k, v, sinks, slopes, options)
+    with one_at_a_time(_group(asked.group)), torch.autocast(q.device.type, enabled=False):
+        ring, ulysses = _prepare("forward", q, k, v, sinks, slopes, asked)
         return ulysses.forward(ring, q, k, v, sinks) if ulysses else forward(ring, q, k, v, sinks)
 
 
@@ -216,25 +213,13 @@ def _backward(
     slopes: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    scale: float,
-    softcap: float,
-    mask: str,
-    layout: str,
-    length: int,
-    key_length: int,
-    route: str,
-    comm_dtype: str,
-    gradient_comm_dtype: str,
-    kernel: str,
-    group: str,
+    spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options = _Options(
-        scale, softcap, mask, layout, length, key_length, route, comm_dtype, gradient_comm_dtype, kernel, group
-    )
+    asked = AttentionSpec.parse(spec)
     inputs = dout, q, k, v, out, lse
     # Autocast: of a backward pass that is called in its region.
-    with one_at_a_time(_group(options.group)), torch.autocast(q.device.type, enabled=False):
-        ring, ulysses = _prepare("backward", q, k, v, sinks, slopes, options)
+    with one_at_a_time(_group(asked.group)), torch.autocast(q.device.type, enabled=False):
+        ring, ulysses = _prepare("backward", q, k, v, sinks, slopes, asked)
         dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
         return *(ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)), dsinks
 
@@ -254,7 +239,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, slopes, *ctx.options = inputs
+    q, k, v, sinks, slopes, ctx.spec = inputs
     ctx.save_for_backward(q, k, v, sinks, slopes, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # no zeros for it
@@ -262,8 +247,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
     check_differentiation("ring_attention", dout)
-    dq, dk, dv, dsinks = _backward(dout, *ctx.saved_tensors, *ctx.options)
-    return dq, dk, dv, dsinks if ctx.needs_input_grad[3] else None, None, *(None for _ in ctx.options)
+    dq, dk, dv, dsinks = _backward(dout, *ctx.saved_tensors, ctx.spec)
+    return dq, dk, dv, dsinks if ctx.needs_input_grad[3] else None, None, None
 
 
 def _refuse_again(ctx: Any, *gradients: Tensor) -> Never:
@@ -274,22 +259,6 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 _backward.register_autograd(_refuse_again)
 
 
-class _Options(NamedTuple):
-    """The operator's arguments that are not tensors, under their names."""
-
-    scale: float
-    softcap: float
-    mask: str
-    layout: str
-    length: int
-    key_length: int
-    route: str
-    comm_dtype: str
-    gradient_comm_dtype: str
-    kernel: str
-    group: str
-
-
 def _group(name: str) -> dist.ProcessGroup | None:
     """The operator's arguments are plain values, so a group is a name; torch's own functional collectives look it up
     alike.
@@ -298,32 +267,33 @@ def _group(name: str) -> dist.ProcessGroup | None:
 
 
 def _prepare(
-    what: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, options: _Options
+    what: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, spec: AttentionSpec
 ) -> tuple[Ring, Ulysses | None]:
     """This rank's part in a pass on which all ranks agree."""
-    group = _group(options.group)
+    group = _group(spec.group)
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+    layout, keys = spec.layouts(q.shape[2], k.shape[2], ranks)
     facts = {
         "queries": tuple(q.shape),
         "keys": tuple(k.shape),
         "values": tuple(v.shape),
         "dtype": str(q.dtype),
-        "layout": f"{options.layout} over {ranks} ranks for {options.length} tokens and {options.key_length} keys",
-        "mask": options.mask,
-        "route": options.route,
-        "comm_dtype": f"{options.comm_dtype}, gradients {options.gradient_comm_dtype}",
-        "scores": f"scale {options.scale}, softcap {options.softcap}",
+        "layout": f"{spec.layout} over {ranks} ranks for {layout.length} tokens and {keys.length} keys",
+        "mask": spec.mask,
+        "route": spec.route,
+        "comm_dtype": f"{spec.comm_dtype}, gradients {spec.gradient_comm_dtype}",
+        "scores": f"scale {spec.scale}, softcap {spec.softcap}",
         "slopes": slopes is not None,
         "sinks": sinks is not None,
-        "kernel": options.kernel,
+        "kernel": spec.kernel,
         "threads": torch.get_num_threads() if q.device.type == "cpu" else 0,  # by which heads are grouped
     }
-    refusal = kernels.why_not(options.kernel, q, v, Scores(options.scale, options.softcap, slopes))
-    agree(group, facts | {"kernel": f"{options.kernel} ({refusal})"} if refusal else facts)
+    refusal = kernels.why_not(spec.kernel, q, v, Scores(spec.scale, spec.softcap, slopes))
+    agree(group, facts | {"kernel": f"{spec.kernel} ({refusal})"} if refusal else facts)
     if refusal:
-        raise kernels.refused(options.kernel, refusal)
+        raise kernels.refused(spec.kernel, refusal)
     exchange = transport_of(group, f"{what} {facts}")
-    return assemble(rank, ranks, exchange, q, k, slopes, options, is_backward=what == "backward")
+    return assemble(rank, ranks, exchange, q, k, slopes, spec, is_backward=what == "backward")
 
 
 def assemble(
@@ -333,15 +303,15 @@ def assemble(
     q: Tensor,
     k: Tensor,
     slopes: Tensor | None,
-    options: _Options,
+    spec: AttentionSpec,
     *,
     is_backward: bool,
 ) -> tuple[Ring, Ulysses | None]:
     """The ring of one rank and, when the route has groups, its trade within them."""
-    route = Route.parse(options.route, ranks)
+    route = Route.parse(spec.route, ranks)
     if is_backward:
         route = route.backward
-    layout, keys = (Layout(options.layout, n, ranks) for n in (options.length, options.key_length))  # pyright: ignore[reportArgumentType]
+    layout, keys = spec.layouts(q.shape[2], k.shape[2], ranks)
     ulysses = None
     if route.ulysses > 1:
         layout, keys = layout.grouped(route.ulysses), keys.grouped(route.ulysses)
@@ -356,16 +326,14 @@ def assemble(
     positions = None
     if slopes is not None:
         positions = partial(_positions, layout, device=q.device), partial(_positions, keys, device=q.device)
-    schedule = _schedule(layout, keys, options.mask, rank, replace(route, ulysses=1))
+    schedule = _schedule(layout, keys, spec.mask, rank, replace(route, ulysses=1))
     ring = Ring(
         schedule,
         exchange,
-        Scores(options.scale, options.softcap, slopes),
+        Scores(spec.scale, spec.softcap, slopes),
+        spec,
         num_head_groups(q, k, schedule, layout.ranks if route.name == "all-gather" else 2),
         positions,
-        options.comm_dtype,
-        options.gradient_comm_dtype,
-        options.kernel,
     )
     return ring, ulysses
 

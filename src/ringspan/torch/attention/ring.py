@@ -22,6 +22,7 @@ from ringspan.core.schedule import Hop, Schedule, Send
 from ringspan.torch import kernels
 from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, RunningSum
 from ringspan.torch.attention.comm_dtype import decode, encode
+from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels import InPlace
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.memory import is_in_rows
@@ -50,19 +51,16 @@ def empty_like(x: Tensor, size: int | None = None, dtype: torch.dtype | None = N
 class Ring:
     """One rank's part in one attention: its schedule, its communication, the scores, and how many heads at a time.
 
-    ``positions`` are those of each rank's queries and of each rank's keys, where ``scores`` needs them. ``comm_dtype``
-    and ``gradient_comm_dtype`` are what keys, values and gradients are sent as
-    (``ringspan.torch.attention.comm_dtype``), ``kernel`` who computes (``ringspan.torch.kernels``).
+    ``positions`` are those of each rank's queries and of each rank's keys, where ``scores`` needs them. ``spec`` is of
+    the whole attention, of which this may be what one member of a Ulysses group does.
     """
 
     schedule: Schedule
     exchange: Transport
     scores: Scores
+    spec: AttentionSpec
     head_groups: int = 1
     positions: tuple[Callable[[int], Tensor], Callable[[int], Tensor]] | None = None
-    comm_dtype: str = "exact"
-    gradient_comm_dtype: str = "exact"
-    kernel: str = "auto"
 
     def heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
         """Number, query heads and key/value heads of each group; a key/value head stays with the queries that share
@@ -90,7 +88,7 @@ class Ring:
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients are sent."""
-        return torch.bfloat16 if self.gradient_comm_dtype == "bfloat16" else accumulation_dtype(dtype)
+        return torch.bfloat16 if self.spec.gradient_comm_dtype == "bfloat16" else accumulation_dtype(dtype)
 
 
 def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -> int:
@@ -131,7 +129,7 @@ def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, 
             coded = under_way.pop(hop.index).wait()
             block = decode(coded, own.k.dtype)
         else:
-            block, coded = own, encode(own, ring.comm_dtype) if hop.sends else own
+            block, coded = own, encode(own, ring.spec.comm_dtype) if hop.sends else own
         packed: dict[Ranges, Block] = {}
         for index, (peer, ranges) in hop.sends:
             if ranges not in packed:
@@ -173,7 +171,7 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
     dtype = accumulation_dtype(q.dtype)
     out = empty_like(q, v.shape[-1])
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
-    serving = kernels.serving(ring.kernel, q, v, ring.scores)
+    serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
     q, k, v = kernels.laid_out(serving, q, k, v)
     passes_queries = ring.schedule.passes_queries
     for number, heads, kv_heads in ring.heads(q, k):
@@ -228,7 +226,7 @@ def backward(
     are returned in ``kv_dtype``, that of the keys when None.
     """
     dq, dk, dv = empty_like(q), *(empty_like(x, dtype=kv_dtype) for x in (k, v))
-    serving = kernels.serving(ring.kernel, q, v, ring.scores)
+    serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
     dout, q, k, v, out = kernels.laid_out(serving, dout, q, k, v, out)
     unfinished: list[Callable[[], None]] = []
     for number, heads, kv_heads in ring.heads(q, k):

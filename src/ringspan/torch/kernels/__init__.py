@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.launch import Launch, Launches
-from ringspan.core.names import KERNEL_NAMES, find_name
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels.cpu import CpuFlash, is_slow_at
 from ringspan.torch.kernels.cudnn import Cudnn
@@ -115,11 +114,6 @@ def registered(*kernels: Returning | InPlace) -> Iterator[None]:
         yield
     finally:
         register(*before.values())
-
-
-def check_name(kernel: str) -> None:
-    """Refuse a name that is no kernel."""
-    find_name("kernel", kernel, KERNEL_NAMES, UnsupportedError)
 
 
 def why_not(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> str | None:
