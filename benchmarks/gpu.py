@@ -108,7 +108,7 @@ def errors_by_ranks(quick: bool) -> dict[str, Any]:
 
 def merge(quick: bool) -> dict[str, Any]:
     """The eager merge of a partial into the running result, and the fused one."""
-    from ringspan.torch.kernels.partial import merge_into
+    from ringspan.torch.kernels.partials.partial import merge_into
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = 64 if quick else 8192
@@ -116,7 +116,7 @@ def merge(quick: bool) -> dict[str, Any]:
     new, new_lse = torch.randn_like(out).bfloat16(), torch.randn_like(lse)
     found = {"rows": rows, "eager_seconds": _seconds(lambda: merge_into(out, lse, new, new_lse))}
     if device == "cuda":
-        from ringspan.torch.kernels import triton_merge
+        from ringspan.torch.kernels.partials import triton_merge
 
         found["fused_seconds"] = _seconds(lambda: triton_merge.merge_into(out, lse, new, new_lse))
         moved = 2 * (out.nbytes + lse.nbytes) + new.nbytes + new_lse.nbytes

@@ -33,7 +33,8 @@ from ringspan.core.launch import whole
 from ringspan.core.tile import Tile
 from ringspan.gpu.support import interprets_triton
 from ringspan.measure.bench.machine import describe_machine
-from ringspan.torch.kernels import triton_attention, triton_merge
+from ringspan.torch.kernels import triton_attention
+from ringspan.torch.kernels.partials import triton_merge
 from ringspan.torch.kernels.score_mod import Scores
 
 RESULT: Final = Path(__file__).parent / "results" / "triton-compiled.json"

@@ -42,21 +42,21 @@ CARRIED = "core/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gr
 MUTANTS = [
     Mutant(
         "merge by plain mean",
-        "torch/kernels/merge.py",
+        "torch/kernels/partials/merge.py",
         "weight = torch.sigmoid(new_lse - lse)",
         "weight = torch.full_like(lse, 0.5)",
         RING_FULL,
     ),
     Mutant(
         "lse not updated by the merge",
-        "torch/kernels/merge.py",
+        "torch/kernels/partials/merge.py",
         "torch.logaddexp(lse, new_lse.to(lse.dtype), out=lse)",
         "lse.copy_(lse)",
         RING_FULL,
     ),
     Mutant(
         "merge weight the wrong way round",
-        "torch/kernels/merge.py",
+        "torch/kernels/partials/merge.py",
         "torch.sigmoid(new_lse - lse)",
         "torch.sigmoid(lse - new_lse)",
         RING_FULL,
@@ -128,7 +128,7 @@ MUTANTS = [
     ),
     Mutant(
         "queries that saw nothing merged as if they had",
-        "torch/kernels/merge.py",
+        "torch/kernels/partials/merge.py",
         "torch.sigmoid(new_lse - lse).nan_to_num_(0.0)",
         "torch.sigmoid(new_lse - lse)",
         "torch/attention/test_ring.py::test_queries_that_nobody_answers_between_others_that_several_answer",
@@ -268,7 +268,7 @@ MUTANTS = [
     ),
     Mutant(
         "sinks left out of the log-sum-exp",
-        "torch/kernels/partial.py",
+        "torch/kernels/partials/partial.py",
         "            self._lse.copy_(total)\n",
         "",
         ANY,
@@ -416,7 +416,7 @@ MUTANTS = [
     ),
     Mutant(
         "row without keys divided by a sink of minus infinity",
-        "torch/kernels/partial.py",
+        "torch/kernels/partials/partial.py",
         ".masked_fill_(total == -torch.inf, 1)",
         "",
         "torch/attention/test_ring.py::test_a_row_without_keys_and_with_a_sink_of_minus_infinity_gives_zeros[cpu]",

@@ -8,7 +8,7 @@ from ringspan.core import softmax
 
 def check_merge(dtype: torch.dtype, size: int, device: str) -> None:
     """Rows with and without keys on either side, in slices of larger tensors; neighbours must be left alone."""
-    from ringspan.torch.kernels.triton_merge import merge_into
+    from ringspan.torch.kernels.partials.triton_merge import merge_into
 
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(2, 301, 3, size, generator=generator).to(device)

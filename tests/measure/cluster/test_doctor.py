@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringspan as rs
 from ringspan.measure.cluster import cluster, doctor
 from ringspan.measure.cluster.cluster import clock_offsets, examine_ranks, listeners, listening, problems_between
-from ringspan.torch.kernels import partial as softmax
+from ringspan.torch.kernels.partials import partial as softmax
 
 # Two listening sockets, one of them open to every network, and a connection.
 TCP = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode

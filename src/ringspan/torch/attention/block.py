@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ringspan.core.ranges import Ranges, offset, size
-from ringspan.torch.kernels.partial import Partial
-from ringspan.torch.kernels.rows import Rows
+from ringspan.torch.kernels.partials.partial import Partial
+from ringspan.torch.kernels.partials.rows import Rows
 from ringspan.torch.transport.exchange import TensorSpec
 
 

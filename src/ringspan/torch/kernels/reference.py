@@ -20,7 +20,7 @@ from ringspan.core.launch import SHORT, Launch, Launches, bands
 from ringspan.core.tile import Tile
 from ringspan.torch.kernels.device import ChunkSize, rules_of
 from ringspan.torch.kernels.memory import ANY
-from ringspan.torch.kernels.merge import merge_into
+from ringspan.torch.kernels.partials.merge import merge_into
 from ringspan.torch.kernels.score_mod import Scores
 
 _LOG2E: Final = 1 / log(2)

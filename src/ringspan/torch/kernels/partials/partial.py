@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ringspan.torch.kernels.device import runs_triton
-from ringspan.torch.kernels.merge import merge_into
-from ringspan.torch.kernels.rows import Rows
+from ringspan.torch.kernels.partials.merge import merge_into
+from ringspan.torch.kernels.partials.rows import Rows
 
 
 class Partial:
@@ -39,7 +39,7 @@ class Partial:
         if missing:
             self.running(start, stop)
         if runs_triton(mine):
-            from ringspan.torch.kernels import triton_merge
+            from ringspan.torch.kernels.partials import triton_merge
 
             triton_merge.merge_into(mine, mine_lse, out, lse)
         else:

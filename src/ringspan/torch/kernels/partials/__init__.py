@@ -1,0 +1,1 @@
+"""Partial results of attention, and their exact merge."""
