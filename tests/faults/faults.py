@@ -295,7 +295,7 @@ def other_worlds(parent: Path, steps: int = 25, saved_at: int = 5) -> Row:
         worst[name] = max(differences[saved_at:], default=1.0)
         tolerance = 0.0 if name == "2 ranks" else 1e-6
         right = code == 0 and found.keys() == expected.keys() and worst[name] <= tolerance
-        row.count(right and f"goes on after step {saved_at}" in job.text(), f"{name}: {code}, {worst[name]}")
+        row.count(right and f"resuming after step {saved_at}" in job.text(), f"{name}: {code}, {worst[name]}")
     row.figures = {"largest_relative_difference": worst, "losses": steps - saved_at}
     return row
 

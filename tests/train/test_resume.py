@@ -87,7 +87,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(pool, text, uninterrupted, stop_after
     if stop_after + 1 < STEPS:
         assert not (run / "model").exists()
         (_, _, lines), *_ = pool.run(train_and_see, 4, stopped)
-        assert any(line.startswith(f"goes on after step {stop_after + 1} from") for line in lines)
+        assert any(line.startswith(f"resuming after step {stop_after + 1} from") for line in lines)
     assert curve(run) == curve(uninterrupted)
     assert equal(weights(run), weights(uninterrupted))
 
@@ -161,7 +161,7 @@ def test_a_run_that_lost_its_newest_checkpoint_goes_on_from_the_one_before_and_s
         file.write('{"step": 5, "lo')  # a line cut by a crash
     (_, _, lines), *_ = pool.run(train_and_see, 4, damaged)
     assert any("skipped" in line and "step_00000004/rank_00002.safetensors" in line for line in lines)
-    assert any(line.startswith("goes on after step 2 from") for line in lines)
+    assert any(line.startswith("resuming after step 2 from") for line in lines)
     assert curve(run) == curve(uninterrupted)
     assert equal(weights(run), weights(uninterrupted))
 
@@ -179,7 +179,7 @@ def test_another_mesh_or_layout_goes_on_with_the_same_tokens(pool, text, name, c
     pool.run(train_and_see, 4, config(text, f"whole {name}", **two))
     pool.run(train_and_see, 4, config(text, f"moved {name}", **two), 2)
     (_, _, lines), *_ = pool.run(train_and_see, 4, config(text, f"moved {name}", **changes))
-    assert any("goes on after step 3" in line for line in lines)
+    assert any("resuming after step 3" in line for line in lines)
     expected, found = curve(text / f"whole {name}"), curve(text / f"moved {name}")
     assert found.keys() == expected.keys()
     for (step, what), value in found.items():
@@ -226,7 +226,7 @@ def positions_after_resume(mesh, config):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({}, ConfigError, "is finished at step 5; raise steps = 5"),
+        ({}, ConfigError, "is finished at step 5; set steps above 5 to go on"),
         ({"seed": 3}, ConfigError, "holds a run with seed = 0, now it is 3"),
         ({"model": {"path": "elsewhere"}}, ConfigError, "holds a run with model.path = null"),
     ],

@@ -75,7 +75,7 @@ def _started(console: Console) -> Any:
             + (f" x {facts['replicate']} replicas" if facts["replicate"] > 1 else "")
             + (f", heads split over {facts['tp']}" if facts["tp"] > 1 else "")
             + f", {facts['sequence_length_tokens']:,} tokens per sequence, {facts['tokens_per_step']:,} per step; "
-            f"{facts['tokens']:,} tokens in {facts['documents']:,} documents"
+            f"{facts['tokens']:,} tokens in {facts['documents']:,} document" + ("s" if facts["documents"] != 1 else "")
         )
 
     return show

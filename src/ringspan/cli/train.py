@@ -58,7 +58,9 @@ def _show(result: "TrainResult", as_json: bool) -> None:
         print(json.dumps(asdict(result)))
         return
     if result.stopped_by:
-        print(f"stopped by {result.stopped_by} and saved after step {result.steps}; the same command goes on")
+        print(
+            f"stopped by {result.stopped_by} and saved after step {result.steps}; run the same command again to resume"
+        )
         return
     print(f"loss {result.loss:.4f} after {result.steps} steps", end="")
     print(f", {result.eval_loss:.4f} on held-out text" if result.eval_loss is not None else "")

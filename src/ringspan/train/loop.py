@@ -224,7 +224,7 @@ class _Run:
             except CheckpointError as error:
                 raise CheckpointError(
                     f"{problem}, and no checkpoint of step {self._step} either: {error}; make room, then the same "
-                    "command goes on after the newest one"
+                    "command resumes from the newest one"
                 ) from error
         raise CheckpointError(
             f"{problem}; the weights of step {self._step} are in {self._checkpoints.folder}: make room, then the same "
@@ -265,10 +265,10 @@ class _Run:
         if found.folder is None or found.manifest is None:
             if found.skipped:
                 raise CheckpointError(
-                    f"no checkpoint in {self._checkpoints.folder} is valid; remove the folder to begin anew. "
-                    + "; ".join(found.skipped)
+                    f"no checkpoint in {self._checkpoints.folder} is valid; remove the folder to start from the "
+                    "beginning. " + "; ".join(found.skipped)
                 )
-            self._notice(f"{self._folder} has no checkpoint yet: begins anew")
+            self._notice(f"{self._folder} has no checkpoint yet: starting from the beginning")
             return
         if found.manifest.step >= self._config.steps and self._is_exported(found.manifest.step):
             raise finished(self._config, found.manifest.step)
@@ -281,7 +281,7 @@ class _Run:
         self._step = found.manifest.step
         self._job.batches.seek(self._step, found.manifest.state["num_sequences"])
         self._notice(
-            f"goes on after step {self._step} from {found.folder} (saved on "
+            f"resuming after step {self._step} from {found.folder} (saved on "
             + " x ".join(f"{axis} {size}" for axis, size in found.manifest.mesh.items())
             + ")"
         )
@@ -307,7 +307,7 @@ class _Run:
             self._job.batches.seek(self._step, num_sequences)
             if self._writer:
                 self._writer.rewind(self._step)
-            self._notice(f"rewound to step {self._step}; the data goes on at sequence {num_sequences}")
+            self._notice(f"rewound to step {self._step}; the data continues at sequence {num_sequences}")
         return True
 
     def _notice(self, what: object) -> None:

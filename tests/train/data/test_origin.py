@@ -82,7 +82,7 @@ def test_a_changed_text_is_named_and_asks_for_a_flag_and_the_tokenizer_stays(poo
         assert part in message
     assert curve(folder / "run") == first
     lines, *_ = pool.run(train_and_listen, 4, run_settings(folder, 2 * STEPS, on_change="continue"))
-    assert any("goes on with another text" in line and "1.txt is changed" in line for line in lines)
+    assert any("continuing with another text" in line and "1.txt is changed" in line for line in lines)
     assert vocabulary(folder / "run" / "tokenizer") == vocabulary(folder / "run" / "model") == began
     losses = [value for (_, name), value in curve(folder / "run").items() if name == "loss"]
     assert len(losses) == 2 * STEPS

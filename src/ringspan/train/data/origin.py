@@ -68,7 +68,7 @@ def compare(run: Path, settings: DataConfig, data: Data) -> str | None:
             "with the new one with data.on_change=continue"
         )
     _write(run, now)
-    return f"goes on with another text: {line}"
+    return f"continuing with another text: {line}"
 
 
 def _write(run: Path, values: dict[str, Any]) -> None:
