@@ -79,6 +79,13 @@ def test_what_is_sent_is_what_the_other_rank_receives(layout, mask, route):
     assert all(size(ranges) <= layout.tokens_of(owner) for _, _, owner, ranges in sent)
 
 
+def test_keys_that_nobody_holds_are_seen_by_nobody():
+    queries = CustomLayout.of([[(3, 2)]])
+    keys = CustomLayout("custom", 5, 1, parts=((),))
+    for route in ("ring", "pass-q"):
+        assert plan(queries, causal(), 0, keys, route).num_pairs == 0
+
+
 def test_unequal_shares_are_counted_and_have_no_tokens_per_rank():
     layout = CustomLayout.of([[(0, 3), (10, 2)], [(3, 7)], []])
     assert [layout.tokens_of(rank) for rank in range(3)] == [5, 7, 0]

@@ -248,8 +248,6 @@ def misuse(mesh: DeviceMesh, how: str) -> None:
             model(**rs.shard_batch(whole_batch, mesh, layout="striped"), pixel_values=torch.zeros(1, 3, 8, 8))
         case "twice":
             rs.parallelize(model, mesh)
-        case "generate":
-            model.generate(ids, max_new_tokens=2)
         case name:
             model(**rs.shard_batch(whole_batch, mesh, layout="striped"), **{name: name != "return_dict"})
 
@@ -274,7 +272,6 @@ def spoiled_on_one_rank(mesh: DeviceMesh, name: str, value: int) -> None:
         ("output_hidden_states", rs.UnsupportedError, "output_hidden_states=True"),
         ("return_dict", rs.UnsupportedError, "return_dict=False"),
         ("twice", rs.UnsupportedError, "LlamaForCausalLM is on a ring already"),
-        ("generate", rs.UnsupportedError, "save_pretrained"),
     ],
 )
 def test_what_a_model_on_the_ring_does_not_do_is_refused(pool, how, error, message):

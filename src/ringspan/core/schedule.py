@@ -299,7 +299,7 @@ def _num_pairs(met: IntArray) -> IntArray:
 
 
 def _most_spans(layout: Layout) -> int:
-    return max(len(layout.spans(rank)) for rank in range(layout.ranks))
+    return max(1, *(len(layout.spans(rank)) for rank in range(layout.ranks)))
 
 
 def _span_table(layout: Layout) -> IntArray:

@@ -31,6 +31,7 @@ from ringspan.core.names import (
 )
 from ringspan.core.numbers import check_whole
 from ringspan.torch import kernels
+from ringspan.torch.attention.cached import current_turn
 from ringspan.torch.attention.op import ring_attention
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import refuse_copy, structure_of
@@ -38,6 +39,7 @@ from ringspan.torch.consistency.loop_watch import watch_loop
 from ringspan.torch.consistency.optimizers import watch_optimizers
 from ringspan.torch.consistency.weights import describe_weights, share_weights
 from ringspan.torch.data.cross_entropy import LossOptions
+from ringspan.torch.generate.model import RingGenerator
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.blockwise import run_in_blocks
 from ringspan.torch.layers.decoder import LayerKind, decoder_of, head_sizes, layer_kinds, logit_scale, logit_softcap
@@ -58,6 +60,7 @@ from ringspan.torch.model.support import refuse_route, refuse_unsupported
 from ringspan.torch.runtime.mesh import check_mesh, tensor_axis
 from ringspan.torch.tensor_parallel.split import refuse_split, split_model
 
+_OVER_CACHE: Final = ("use_cache", "past_key_values", "logits_to_keep")  # which a pass over a cache honours elsewhere
 # How many models each mesh has been given, alike on all of its ranks.
 _numbers: Final[dict[tuple[int, ...], Iterator[int]]] = {}
 
@@ -160,7 +163,7 @@ def parallelize(
     where = next(name for name, module in model.named_modules() if module is decoder)
     mix_in(
         model,
-        RingCausalLM,
+        RingGenerator,
         ring_mesh=mesh,
         ring_layout=layout,
         ring_loss=parts.loss,
@@ -327,8 +330,16 @@ def _register(
         ring_packed: Packed | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        turn = current_turn()
+        if turn is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name not in _OVER_CACHE}
         check_attention(module, kwargs | {"attention_mask": attention_mask, "dropout": dropout})
         kind = _kind_of_layer(module, kinds, sliding_window, masked)
+        if turn is not None:
+            if getattr(module, "ring_temperature", False):
+                query = (query * _temperature(module, turn.positions[None]).to(query.device)).to(query.dtype)
+            scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
+            return turn.attend(query, key, value, kind, scores, s_aux, kernel).transpose(1, 2), None
         length = query.shape[2] * dist.get_world_size(ring)
         if getattr(module, "ring_temperature", False):
             positions = torch.from_numpy(

@@ -238,8 +238,6 @@ def refused(mesh: DeviceMesh, how: str) -> None:
             rs.parallelize(model, mesh)
         case "inner twice":
             rs.parallelize(model.get_base_model(), mesh)
-        case "generate":
-            model.generate(input_ids=tokens(1, 4))
         case "convert":
             model.save_pretrained("nowhere", True, None, "auto", True, "elsewhere")
         case "labels":
@@ -265,7 +263,6 @@ def refused(mesh: DeviceMesh, how: str) -> None:
         ("half", "before parallelize"),
         ("twice", "on a ring already"),
         ("inner twice", "on a ring already"),
-        ("generate", "does not generate yet"),
         ("convert", "path_initial_model_for_weight_conversion"),
         ("labels", "labels is not supported on a ring; make the batch with rs.shard_batch"),
     ],
@@ -414,3 +411,17 @@ def test_routers_stay_balanced_under_an_adapted_head(pool):
     expected = experts()
     for result in pool.run(experts, 2):
         check(result, expected)
+
+
+def text_of_adapted(mesh):
+    torch.manual_seed(2)
+    model = get_peft_model(
+        build("llama"), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    )
+    model = model.eval() if mesh is None else rs.parallelize(model.eval(), mesh)
+    return model.generate(input_ids=tokens(1, 37), max_new_tokens=8, do_sample=False)
+
+
+def test_an_adapted_model_generates_what_one_process_does(pool):
+    expected = text_of_adapted(None)
+    assert all(torch.equal(ids, expected) for ids in pool.run(text_of_adapted, 2))

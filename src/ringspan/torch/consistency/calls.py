@@ -48,8 +48,9 @@ class Call:
 
 
 @torch.compiler.disable()
-def check_call(mesh: DeviceMesh, call: Call) -> int:
-    """Make sure that all ranks make the same call alike; the sum of their targets.
+def check_call(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -> int:
+    """Make sure that all ranks make the same call alike; the sum of their targets. Without ``between_replicas`` those
+    of one replica, which others may make more or less often.
 
     Raises:
         PeerMismatch: they do not: on every rank, naming what differs and which rank has what.
@@ -66,9 +67,9 @@ def check_call(mesh: DeviceMesh, call: Call) -> int:
     # Of each ring one digest goes on to the other replicas: whether its ranks are alike.
     is_ring_alike = _are_alike(num_in_ring, sums[-2 * _NUM_WORDS :])
     sums = [*sums[: -2 * _NUM_WORDS], num_in_ring if is_ring_alike else 0]
-    ranks, fine, targets, *digests, alike_in_rings = _sum(mesh, "replicate", sums)
+    ranks, fine, targets, *digests, alike_in_rings = _sum(mesh, "replicate", sums) if between_replicas else sums
     if fine != ranks or alike_in_rings != ranks or not _are_alike(ranks, digests):
-        _explain(mesh, call)
+        _explain(mesh, call, [axis for axis in mesh.mesh_dim_names or () if between_replicas or axis != "replicate"])
     return targets
 
 
@@ -104,11 +105,11 @@ class _Told(NamedTuple):
     call: Call
 
 
-def _explain(mesh: DeviceMesh, call: Call) -> None:
-    """Raise what is wrong, on every rank alike."""
+def _explain(mesh: DeviceMesh, call: Call, axes: list[str]) -> None:
+    """Raise what is wrong, on every rank of some axes alike."""
     replica = mesh["replicate"].get_local_rank()
     told = [_Told(dist.get_rank(), replica, Call(call.name, call.alike, call.alike_in_ring, 0, _portable(call.error)))]
-    for axis in mesh.mesh_dim_names or ():
+    for axis in axes:
         told = [one for part in gather(told, mesh[axis].get_group()) for one in part]
     told.sort(key=lambda one: one.rank)
     if len({one.call.name for one in told}) > 1:

@@ -1,6 +1,7 @@
 """Weights, gradients and optimizer state in shards over the ring (FSDP2), and what is left of a pass that failed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -139,6 +140,29 @@ def recover(model: FSDPModule) -> None:
     context.post_backward_final_callback_queued = False
 
 
+@contextmanager
+def kept_whole(model: Any) -> Iterator[None]:
+    """While passes without gradients are made: weights that were gathered once stay so.
+
+    Afterwards all are shards again, so that an optimizer's next step does not leave gathered copies of old weights.
+    """
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    before = [
+        (_state_of(module)._auto_reshard_after_forward, [group.post_forward_mesh_info for group in _groups_in(module)])
+        for module in modules
+    ]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module, (automatic, infos) in zip(modules, before, strict=True):
+            _state_of(module)._auto_reshard_after_forward = automatic
+            for group, info in zip(_groups_in(module), infos, strict=True):
+                group.post_forward_mesh_info = info
+            module.reshard()
+
+
 def gathered_parameters(model: Any) -> list[nn.Parameter]:
     """What stands in the place of parameters while they are whole: copies, which no optimizer may be given."""
     parameters = [parameter for group in _groups_of(model) for parameter in group.fsdp_params]
@@ -159,7 +183,14 @@ def renew_types(model: FSDPModule) -> None:
 
 def _groups_of(model: FSDPModule) -> list[Any]:
     """What FSDP gathers together: the parameters of each layer, and those around the layers."""
-    groups: list[Any] = []
-    for state in _state_of(model)._state_ctx.all_states:
-        groups += state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for state in _state_of(model)._state_ctx.all_states for group in _groups_of_state(state)]
+
+
+def _groups_in(module: FSDPModule) -> list[Any]:
+    """What FSDP gathers for one module that was given to it."""
+    return _groups_of_state(_state_of(module))
+
+
+def _groups_of_state(state: Any) -> list[Any]:
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]

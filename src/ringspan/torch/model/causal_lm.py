@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Final, Never
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,8 @@ class RingCausalLM(Fixed):
     ring_head: Any
     """The kind of head that was tried out last."""
     ring_configs: tuple[ConfigCopy, ...]
+    ring_is_generating = False
+    """Weights may be whole between passes."""
     ring_router: RouterLoss | None
     """The auxiliary loss of a mixture of experts; None for a model without one."""
 
@@ -83,7 +85,7 @@ class RingCausalLM(Fixed):
 
     def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The shards, which an optimizer is to be given."""
-        if isinstance(self, FSDPModule):
+        if not self.ring_is_generating and isinstance(self, FSDPModule):
             settle(self)
         return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -169,12 +171,6 @@ class RingCausalLM(Fixed):
             except Exception as failure:  # a full disk, say, which all ranks are to hear of
                 error = failure
             check_call(self.ring_mesh, Call("the end of saving the model", error=error))
-
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Never:
-        """Not there yet."""
-        raise UnsupportedError(
-            "a model on a ring does not generate yet; save it with save_pretrained and open the folder on one process"
-        )
 
 
 _SIGNATURE: Final = inspect.signature(RingCausalLM.forward)

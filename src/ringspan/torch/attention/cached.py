@@ -1,0 +1,189 @@
+"""Attention of new tokens to all tokens so far, whose keys and values lie in shares on the ranks of a ring.
+
+B batch, H query heads, G key/value heads, n new tokens, D head size, E value head size, N ranks.
+
+Many new tokens are split over the ranks: the ring loop runs with the new tokens' runs as the layout of the queries and
+the shares as that of the keys, and queries travel where they are fewer bytes than keys and values (Yang et al. 2024,
+"Context Parallelism for Scalable Million-Token Inference"). Few are on every rank: each attends to its own share alone,
+the same loop with one rank, and one collective merges the partial results (flash decoding, over devices).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringspan.core.layout import CustomLayout, Layout
+from ringspan.core.mask import Mask
+from ringspan.core.schedule import plan
+from ringspan.core.timing import Shape, sent_bytes
+from ringspan.torch.attention.ring import Ring, accumulation_dtype, forward, num_head_groups
+from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.transport.agreement import agree, one_at_a_time
+from ringspan.torch.transport.exchange import Exchange
+
+_MERGED: Final = {"what": "attention to a cache that is split over the ring"}
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What layers of one kind attend to in a turn: where their keys lie, and the mask of each sequence of the batch."""
+
+    keys: CustomLayout
+    masks: tuple[Mask, ...]
+    """Of each sequence; a single one when all are alike."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One forward pass of new tokens over a cache: who computes which of them, and what each kind of layer sees."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    new: CustomLayout
+    """Where the new tokens' keys are kept."""
+    is_split: bool
+    """Whether each rank computes the tokens that it keeps, or all of them."""
+    reaches: Mapping[Any, Reach]
+    """By kind of layer."""
+    _rings: dict[object, Ring] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.new.ranks
+
+    @cached_property
+    def queries(self) -> CustomLayout:
+        """Where the queries are: split like the new keys, or all of them here, on a ring of one."""
+        if self.is_split:
+            return self.new
+        start = min(span.start for held in self.new.parts for span in held)
+        return CustomLayout.of([[(start, self.new.length - start)]])
+
+    @property
+    def positions(self) -> Tensor:
+        """Of the tokens that this rank computes, padding counted."""
+        return torch.from_numpy(self.queries.positions(self.rank if self.is_split else 0))
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """The new tokens that this rank keeps, counted from the first new one."""
+        return torch.from_numpy(self.new.positions(self.rank)) - self.start
+
+    @cached_property
+    def start(self) -> int:
+        """The position of the first new token."""
+        return min(span.start for held in self.new.parts for span in held)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While layers compute this turn."""
+        token = _turn.set(self)
+        try:
+            yield
+        finally:
+            _turn.reset(token)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kind: object, scores: Scores, sinks: Tensor | None, kernel: str
+    ) -> Tensor:
+        """Attention of the new tokens of this rank, q (B, H, n, D), to all keys so far, of which k (B, G, M, D) and v
+        (B, G, M, E) are this rank's share: (B, H, n, E) in q's dtype.
+        """
+        reach = self.reaches[kind]
+        if len(reach.masks) == 1:
+            return self._attend(q, k, v, reach.keys, reach.masks[0], scores, sinks, kernel)
+        result = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        for mask, rows in _alike(reach.masks).items():
+            result[rows] = self._attend(q[rows], k[rows], v[rows], reach.keys, mask, scores, sinks, kernel)
+        return result
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: CustomLayout,
+        mask: Mask,
+        scores: Scores,
+        sinks: Tensor | None,
+        kernel: str,
+    ) -> Tensor:
+        key = keys, mask, scores, kernel, q.shape[:2], k.shape[1]
+        if key not in self._rings:
+            self._rings[key] = self._ring(q, k, v, keys, mask, scores, kernel)
+        ring = self._rings[key]
+        with one_at_a_time(self.group), torch.autocast(q.device.type, enabled=False):
+            if self.is_split or self.ranks == 1:
+                return forward(ring, q, k, v, sinks)[0]
+            return merged(*forward(ring, q, k, v), sinks, self.group).to(q.dtype)
+
+    def _ring(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: CustomLayout, mask: Mask, scores: Scores, kernel: str
+    ) -> Ring:
+        """This rank's part in the attention of all heads."""
+        if not self.is_split:
+            mine = CustomLayout("custom", keys.length, 1, parts=(keys.parts[self.rank],))  # pyright: ignore[reportArgumentType]
+            return Ring(plan(self.queries, mask, 0, mine), Exchange(None, ""), scores, kernel=kernel)
+        agree(self.group, _MERGED)
+        shape = Shape(len(q), q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], k.dtype.itemsize)
+        route = cheaper_route(self.queries, keys, mask, shape)
+        schedule = plan(self.queries, mask, self.rank, keys, route)
+        exchange = Exchange(self.group, f"{_MERGED} {self.start} {self.new.length} {route} {mask.spec}")
+        return Ring(schedule, exchange, scores, num_head_groups(q, k, schedule), kernel=kernel)
+
+
+_turn: ContextVar[Turn | None] = ContextVar("turn", default=None)
+
+
+def current_turn() -> Turn | None:
+    """The turn that layers compute now; None outside of generation."""
+    return _turn.get()
+
+
+def cheaper_route(queries: Layout, keys: Layout, mask: Mask, shape: Shape) -> str:
+    """``ring`` or ``pass-q``, whichever sends fewer bytes: new keys that see no old ones travel, and beside a long
+    cache the queries and their results do.
+    """
+    everyone = range(queries.ranks)
+    return min(("ring", "pass-q"), key=lambda route: sent_bytes(queries, keys, mask, route, shape, everyone))
+
+
+def merged(out: Tensor, lse: Tensor, sinks: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+    """The attention to all shares from each rank's out (B, H, n, E) and lse (B, H, n) to its own.
+
+    ``sum_r w_r out_r`` with ``w_r = exp(lse_r) / (sum_r exp(lse_r) + exp(sink))``, added up in the order of the ranks
+    on each of them, so that all have the same bits.
+    """
+    dtype = accumulation_dtype(out.dtype)
+    mine = torch.cat((out.to(dtype), lse.to(dtype).unsqueeze(-1)), -1)
+    every = mine.new_empty((dist.get_world_size(group), *mine.shape))
+    dist.all_gather(list(every.unbind()), mine.contiguous(), group=group)
+    outs, lses = every[..., :-1], every[..., -1]
+    top = lses.amax(0)
+    if sinks is not None:
+        top = torch.maximum(top, sinks.to(dtype)[:, None])
+    top = top.masked_fill(top == -torch.inf, 0)  # nothing to see: padding
+    weights = torch.exp(lses - top)
+    total = weights.sum(0)
+    if sinks is not None:
+        total = total + torch.exp(sinks.to(dtype)[:, None] - top)
+    result = (outs * weights.unsqueeze(-1)).sum(0)
+    return result / total.masked_fill(total == 0, 1).unsqueeze(-1)
+
+
+def _alike(masks: tuple[Mask, ...]) -> dict[Mask, slice | Tensor]:
+    """The sequences of each mask: a slice where they are neighbours."""
+    rows: dict[Mask, list[int]] = {}
+    for row, mask in enumerate(masks):
+        rows.setdefault(mask, []).append(row)
+    return {
+        mask: slice(those[0], those[-1] + 1) if those[-1] - those[0] + 1 == len(those) else torch.tensor(those)
+        for mask, those in rows.items()
+    }

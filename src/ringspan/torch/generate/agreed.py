@@ -1,0 +1,70 @@
+"""What each rank would decide for itself while all generate one text: random numbers, clocks, stopping criteria."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+
+@contextmanager
+def first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
+    """Let all ranks draw the random numbers that the first rank of the groups would; the others' own go on afterwards
+    where they were.
+    """
+    states: list[Any] = [(torch.get_rng_state, torch.set_rng_state)]
+    if device.type == "cuda":
+        states.append((lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)))
+    is_first = all(dist.get_rank(group) == 0 for group in groups)
+    before = [get() for get, _ in states]
+    for (_, put), state in zip(states, before, strict=True):
+        first = state.clone().to(device)
+        for group in groups:
+            dist.broadcast(first, group_src=0, group=group)
+        put(first.cpu())
+    try:
+        yield
+    finally:
+        if not is_first:
+            for (_, put), state in zip(states, before, strict=True):
+                put(state)
+
+
+class Clock(StoppingCriteria):
+    """Stops after some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        is_over = time.monotonic() >= self._end
+        return torch.full((len(input_ids),), is_over, dtype=torch.bool, device=input_ids.device)
+
+
+class AgreedCriteria(StoppingCriteria):
+    """A criterion of the user's, decided by the first rank for all: clocks and files may tell each something else."""
+
+    def __init__(self, criterion: Any, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._criterion, self._groups = criterion, groups
+        if hasattr(criterion, "eos_token_id"):
+            self.eos_token_id = criterion.eos_token_id
+        if hasattr(criterion, "max_length"):
+            self.max_length = criterion.max_length
+
+    @staticmethod
+    def of(criteria: Sequence[Any], groups: Sequence[dist.ProcessGroup]) -> StoppingCriteriaList:
+        """Each of some criteria, agreed."""
+        return StoppingCriteriaList(AgreedCriteria(each, groups) for each in criteria)
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        mine = self._criterion(input_ids, scores, **kwargs)
+        if not isinstance(mine, Tensor):
+            mine = torch.full((len(input_ids),), bool(mine), device=input_ids.device)
+        verdict = mine.to(torch.uint8)
+        for group in self._groups:
+            dist.broadcast(verdict, group_src=0, group=group)
+        return verdict.bool()

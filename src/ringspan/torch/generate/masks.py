@@ -1,0 +1,46 @@
+"""Whom new tokens see, for each kind of layer and each sequence of a batch, where padding may lie anywhere.
+
+Positions count padding, as transformers' caches do: causality, windows and chunks go by them.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ringspan.core.mask import UNBOUNDED, Mask, Region, causal, sliding_window
+from ringspan.core.shares import Runs
+from ringspan.torch.layers.decoder import LayerKind
+
+
+def real_runs(attention_mask: Tensor) -> tuple[Runs, ...]:
+    """Of each sequence of a mask (B, S) of ones and zeros the runs (start, count) of ones."""
+    edges = torch.nn.functional.pad(attention_mask.bool().int(), (1, 1)).diff(dim=1)
+    found: list[Runs] = []
+    for row in edges:
+        starts, ends = ((row == sign).nonzero().flatten().tolist() for sign in (1, -1))
+        found.append(tuple((start, end - start) for start, end in zip(starts, ends, strict=True)))
+    return tuple(found)
+
+
+def layer_mask(kind: LayerKind, start: int, length: int, real: Runs | None) -> Mask:
+    """What queries at [start, length) see of keys at [0, length): those of ``real`` runs, all when None."""
+    if real is None and kind.chunk is None:
+        return causal() if kind.window is None else sliding_window(kind.window)
+    hi = UNBOUNDED if kind.window is None else kind.window - 1
+    regions = [
+        Region(q0, q1, max(k0, first), min(k1, first + count), 0, hi)
+        for q0, q1, k0, k1 in _chunks(kind.chunk, start, length, real)
+        for first, count in (((0, UNBOUNDED),) if real is None else real)
+    ]
+    return Mask(tuple(region for region in regions if not region.is_empty))
+
+
+def _chunks(size: int | None, start: int, length: int, real: Runs | None) -> list[tuple[int, int, int, int]]:
+    """Queries and the keys of their chunk; chunks count from the first token that is no padding on the left."""
+    if size is None:
+        return [(0, UNBOUNDED, 0, UNBOUNDED)]
+    origin = real[0][0] if real else 0
+    first = origin + (start - origin) // size * size
+    edges = range(first, length + size, size)
+    return [(one, other, one, other) for one, other in pairwise(edges)]

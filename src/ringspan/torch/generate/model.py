@@ -1,0 +1,117 @@
+"""transformers' own ``generate`` for a model on a ring: every rank gives the whole prompt and gets the whole text.
+
+The cache is split over the ring, the model's forward pass splits the tokens that it is given, and every rank gets the
+logits of the last ones, the first rank's, so that all of them draw the same token. B batch, n new tokens, V vocabulary.
+"""
+
+from contextlib import ExitStack
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ringspan.torch.consistency.loop_watch import in_call
+from ringspan.torch.generate.agreed import first_ranks_numbers
+from ringspan.torch.generate.cache import RingCache
+from ringspan.torch.generate.options import agreed_options, cache_bytes, text_groups
+from ringspan.torch.generate.passes import agreed_pass, over_cache, unchecked
+from ringspan.torch.generate.weights import weights_for_tokens
+from ringspan.torch.layers.decoder import layer_kinds
+from ringspan.torch.memory.sharding import recover, settle
+from ringspan.torch.model.causal_lm import RingCausalLM
+
+PREFILL_TOKENS: Final = 4096  # that a rank reads at once: what a chunk computes stays small beside a long cache
+SPLIT_FROM_TOKENS: Final = 32  # fewer are computed by every rank: each pass is then one message per layer, not N
+
+
+class RingGenerator(RingCausalLM):
+    """What ``parallelize`` adds to a model's class so that it generates."""
+
+    ring_is_generating = False
+    ring_prefill_tokens = PREFILL_TOKENS
+    ring_split_from = SPLIT_FROM_TOKENS
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """A pass of training or evaluation, or one over a cache: inside of ``generate``, and given a ``RingCache``."""
+        if not (self.ring_is_generating or isinstance(kwargs.get("past_key_values"), RingCache)):
+            return super().__call__(*args, **kwargs)
+        if torch.is_inference_mode_enabled():  # in which FSDP would gather weights that no later pass can differentiate
+            with torch.inference_mode(False), torch.no_grad():
+                return self(*args, **kwargs)
+        with in_call("generating"):
+            asked = agreed_pass(self, RingGenerator.forward, args, kwargs)
+            if not self.ring_is_generating:
+                settle(self)
+            try:
+                with unchecked(self), torch.no_grad():
+                    return nn.Module.__call__(self, ring_over_cache=asked)
+            except BaseException:
+                recover(self)
+                raise
+            finally:
+                if not self.ring_is_generating:
+                    settle(self)
+
+    @torch.compiler.disable(recursive=False)
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: RingCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        ring_over_cache: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """``RingCausalLM.forward``; over a cache, the logits (B, n, V) of the last new tokens, on every rank.
+
+        Those who look find what transformers' forward passes take: ``generate`` and Trainer do.
+        """
+        if ring_over_cache is not None:
+            return over_cache(self, **ring_over_cache)
+        given = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+        return super().forward(**given, attention_mask=attention_mask, **kwargs)
+
+    def new_cache(self: Any) -> RingCache:
+        """An empty cache for this model, to be handed to ``generate`` as ``past_key_values`` over several turns."""
+        ring = self.ring_mesh["ring"]
+        decoder = self.get_submodule(self.ring_decoder)
+        return RingCache(layer_kinds(decoder.config), ring.size(), ring.get_local_rank())
+
+    @torch.no_grad()
+    def generate(self: Any, *args: Any, weights: str = "auto", **kwargs: Any) -> Any:
+        """``transformers.GenerationMixin.generate``, on every rank with the whole prompt; each returns the whole text.
+
+        In float32 the tokens are those of one process. Greedy, sampling, beams, assisted decoding, processors,
+        streamers and ``past_key_values`` from ``new_cache()`` are transformers' own. Ranks draw by the first rank's
+        random numbers and stop by its clock. Replicas may have prompts of their own.
+
+        Args:
+            args: what transformers' ``generate`` takes.
+            weights: ``whole`` keeps all weights gathered on each rank meanwhile, ``sharded`` gathers them for every
+                token, ``auto`` does the first where they fit beside the cache.
+            kwargs: what transformers' ``generate`` takes.
+
+        Raises:
+            UnsupportedError: what a ring cannot honour: a foreign cache, hidden states, embeddings for a prompt.
+            PeerMismatch: the ranks of a ring were given different things; on every rank.
+        """
+        plain = super().generate  # pyright: ignore[reportAttributeAccessIssue]
+        with in_call("generating"):
+            arguments = agreed_options(self, plain, args, kwargs, weights)
+        if self.ring_is_generating:  # an assistant, or a processor that asks the model
+            return plain(**arguments)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self.generate(**arguments, weights=weights)
+        settle(self)
+        groups = text_groups(self)
+        with ExitStack() as stack:
+            stack.callback(vars(self).pop, "ring_is_generating", None)
+            vars(self)["ring_is_generating"] = True
+            stack.enter_context(weights_for_tokens(self, weights, cache_bytes(self, arguments)))
+            stack.enter_context(first_ranks_numbers(groups, self.device))
+            return plain(**arguments)

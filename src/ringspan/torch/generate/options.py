@@ -1,0 +1,112 @@
+"""What ``generate`` is asked for: the same on every rank of a ring, and what a ring can honour."""
+
+import inspect
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.utils import GenerationMixin
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.fixed import check_parameters, check_structure
+from ringspan.torch.generate.agreed import AgreedCriteria, Clock
+from ringspan.torch.generate.cache import RingCache
+from ringspan.torch.generate.tokens import check_entries, digest, name_of
+from ringspan.torch.generate.weights import check_weights
+from ringspan.torch.layers.decoder import head_counts, head_sizes
+from ringspan.torch.model.config_changes import check_configs
+from ringspan.torch.runtime.mesh import tensor_axis
+
+
+def agreed_options(
+    model: Any, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: str
+) -> dict[str, Any]:
+    """What to call transformers' ``generate`` with, after all ranks have found that they were given the same."""
+    arguments: dict[str, Any] = {}
+    try:
+        if not issubclass(type(model), GenerationMixin):
+            raise UnsupportedError(f"{name_of(model)} does not generate: its class is no GenerationMixin")
+        bound = inspect.signature(plain).bind(*args, **kwargs).arguments
+        arguments = {**bound.pop("kwargs", {}), **bound}
+        check_weights(weights)
+        if not model.ring_is_generating:
+            check_structure(model)
+            check_parameters(model)
+        check_configs(model.ring_configs)
+        config = arguments.get("generation_config") or model.generation_config
+        _refuse_options(model, config, arguments)
+        settings = {**config.to_dict(), **arguments}
+        texts = {name: str(settings[name]) for name in sorted(settings) if _is_plain(settings[name])}
+        tensors = {name: digest(value) for name, value in arguments.items() if isinstance(value, Tensor)}
+        call = Call("generate", {"model": model.ring_number, "weights": weights}, {**texts, **tensors})
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        call = Call("generate", error=error)
+    check_call(model.ring_mesh, call)
+    config = arguments.get("generation_config") or model.generation_config
+    arguments.setdefault("synced_gpus", False)  # replicas gather no weights from each other
+    if (seconds := _asked(config, arguments, "max_time")) is not None:
+        arguments["max_time"] = None
+        clock = Clock(float(seconds))
+        arguments["stopping_criteria"] = [*(arguments.get("stopping_criteria") or ()), clock]
+        if config.max_time is not None:
+            arguments["generation_config"] = config = GenerationConfig(**{**config.to_dict(), "max_time": None})
+    if arguments.get("stopping_criteria"):
+        arguments["stopping_criteria"] = AgreedCriteria.of(arguments["stopping_criteria"], text_groups(model))
+    if arguments.get("past_key_values") is None and _asked(config, arguments, "use_cache") is not False:
+        arguments["past_key_values"] = model.new_cache()
+    if (cache := arguments.get("past_key_values")) is not None and not model.ring_is_generating:
+        cache.records_past = False  # an earlier call may have ended while it did
+    return arguments
+
+
+def _asked(config: GenerationConfig, arguments: dict[str, Any], name: str) -> Any:
+    return arguments[name] if name in arguments else getattr(config, name, None)
+
+
+def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, Any]) -> None:
+    """Raise an UnsupportedError for what generation on a ring does not honour."""
+    cache = arguments.get("past_key_values")
+    if cache is not None and not isinstance(cache, RingCache):
+        raise UnsupportedError(
+            f"past_key_values is a {type(cache).__name__}, which is whole on one process; use model.new_cache()"
+        )
+    if cache is not None and cache.shares.ranks != model.ring_mesh["ring"].size():
+        raise UnsupportedError(f"the cache is for a ring of {cache.shares.ranks}; use model.new_cache()")
+    for name in ("cache_implementation", "output_attentions", "output_hidden_states"):
+        if value := _asked(config, arguments, name):
+            remedy = "leave it out, the cache is split over the ring" if "cache" in name else "leave it out"
+            raise UnsupportedError(f"{name}={value!r} is not supported on a ring; {remedy}")
+    for name in ("inputs_embeds", "custom_generate", "negative_prompt_ids"):
+        if arguments.get(name) is not None:
+            raise UnsupportedError(f"generate with {name} is not supported on a ring; give input_ids alone")
+    inputs = arguments.get("inputs", arguments.get("input_ids"))
+    if not isinstance(inputs, Tensor) or inputs.ndim != 2 or inputs.is_floating_point():
+        raise UnsupportedError("generate needs input_ids, token ids of shape (batch, tokens)")
+    if not inputs.numel():
+        raise UnsupportedError(f"generate needs a prompt of at least one token, got the shape {tuple(inputs.shape)}")
+    check_entries(model, inputs)
+
+
+def text_groups(model: Any) -> list[dist.ProcessGroup]:
+    """Of the ranks that generate the same text."""
+    axes = [model.ring_mesh["ring"], tensor_axis(model.ring_mesh)]
+    return [axis.get_group() for axis in axes if axis is not None and axis.size() > 1]
+
+
+def cache_bytes(model: Any, arguments: dict[str, Any]) -> int:
+    """About what this rank's share of the cache will take."""
+    config = model.get_submodule(model.ring_decoder).config
+    inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
+    settings = arguments.get("generation_config") or model.generation_config
+    new = _asked(settings, arguments, "max_new_tokens") or 0
+    longest = max(inputs.shape[1] + new, _asked(settings, arguments, "max_length") or 0)
+    numbers = sum(2 * heads * size for (_, heads), size in zip(head_counts(config), head_sizes(config), strict=True))
+    rows = len(inputs) * max(_asked(settings, arguments, "num_beams") or 1, 1)
+    return rows * longest * numbers * model.dtype.itemsize // model.ring_mesh["ring"].size()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether the text of a value is the same on every rank that was given the same."""
+    return isinstance(value, (bool, int, float, str, list, tuple, dict)) and " at 0x" not in str(value)

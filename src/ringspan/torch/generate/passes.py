@@ -1,0 +1,172 @@
+"""A forward pass over a cache that is split over the ring: new tokens in, logits of the last ones out, on every rank.
+
+B batch, n new tokens, V vocabulary.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.shares import Runs
+from ringspan.torch.attention.cached import Reach, Turn
+from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.generate.cache import RingCache
+from ringspan.torch.generate.masks import layer_mask, real_runs
+from ringspan.torch.generate.tokens import check_entries, digest, name_of
+from ringspan.torch.layers.decoder import finished_logits
+from ringspan.torch.layers.positions import beyond_table
+from ringspan.torch.layers.rope import set_global_length
+from ringspan.torch.model.forward_arguments import check_arguments
+
+_OURS: Final = "past_key_values", "attention_mask", "position_ids", "input_ids", "use_cache", "logits_to_keep"
+
+
+def agreed_pass(
+    model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """What a pass over a cache was asked for, which the ranks of a ring were asked alike."""
+    asked: dict[str, Any] = {}
+    try:
+        names = [name for name in inspect.signature(forward).parameters if name != "self"]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        asked = {name: given.pop(name) for name in _OURS if name in given}
+        check_arguments(name_of(model), {name: value for name, value in given.items() if name != "return_dict"})
+        if given.get("return_dict") is False:
+            raise UnsupportedError("return_dict=False is not supported on a ring; it must be True")
+        _check_pass(model, asked)
+        facts: dict[str, Any] = {
+            name: digest(value) if isinstance(value, Tensor) else str(value) for name, value in asked.items()
+        }
+        cache = asked.get("past_key_values")
+        facts["past_key_values"] = None if cache is None else f"{cache.shares.length} tokens"
+        facts |= {"model": model.ring_number, "mode": "training" if model.training else "evaluation"}
+        call = Call("a forward pass over a cache", alike_in_ring=facts)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        call = Call("a forward pass over a cache", error=error)
+    check_call(model.ring_mesh, call, between_replicas=False)
+    return asked
+
+
+def _check_pass(model: Any, asked: dict[str, Any]) -> None:
+    """Raise an UnsupportedError for tensors that do not fit, and for what a pass over a cache does not do."""
+    ids, mask, positions = (asked.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    cache, keep = asked.get("past_key_values"), asked.get("logits_to_keep")
+    if torch.is_grad_enabled() and not model.ring_is_generating:
+        raise UnsupportedError("a pass over a cache is not differentiated; call it under torch.no_grad()")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
+        raise UnsupportedError("input_ids of shape (batch, tokens), at least one, are needed over a cache")
+    check_entries(model, ids)
+    if cache is not None and not isinstance(cache, RingCache):
+        raise UnsupportedError(f"past_key_values is a {type(cache).__name__}; use model.new_cache()")
+    if cache is not None and asked.get("use_cache") is False:
+        raise UnsupportedError("use_cache=False with past_key_values, which the pass would add to; leave one out")
+    if not isinstance(keep if keep is not None else 0, int):
+        raise UnsupportedError(f"logits_to_keep must be a number of last tokens, got a {type(keep).__name__}")
+    length = ids.shape[1] + (0 if cache is None else cache.shares.length)
+    if mask is not None and tuple(mask.shape) != (len(ids), length):
+        raise UnsupportedError(
+            f"attention_mask has the shape {tuple(mask.shape)}; for {len(ids)} x {length} tokens, those in the cache "
+            f"included, it must be {(len(ids), length)}"
+        )
+    if positions is not None and positions.shape[-1] != ids.shape[1]:
+        raise UnsupportedError(f"position_ids are {positions.shape[-1]} for {ids.shape[1]} tokens")
+    if cache is not None and (rows := cache.num_sequences) not in (None, len(ids)):
+        raise UnsupportedError(f"the cache holds {rows} sequences, input_ids {len(ids)}")
+    last = length if positions is None else int(positions.max()) + 1
+    if error := beyond_table(model, model.get_submodule(model.ring_decoder), last):
+        raise error
+
+
+def over_cache(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: RingCache | None = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int | None = 0,
+) -> CausalLMOutputWithPast:
+    """New tokens (B, n), the same on every rank, over a cache: logits of the last ``logits_to_keep`` of them, all when
+    0, and the cache with these tokens in it.
+    """
+    cache = model.new_cache() if past_key_values is None else past_key_values
+    device = next(iter(model.get_input_embeddings().parameters())).device
+    ids, count, before = input_ids.to(device), input_ids.shape[1], cache.shares.length
+    real = None
+    if attention_mask is not None and not bool(attention_mask.all()):
+        real = real_runs(attention_mask)
+    if position_ids is None:
+        position_ids = torch.arange(before, before + count)[None]
+        if attention_mask is not None:
+            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -count:]
+    position_ids = position_ids.to(device).expand(len(ids), -1)
+    set_global_length(model.get_submodule(model.ring_decoder), int(position_ids.max()) + 1)
+    keep = min(logits_to_keep or count, count)
+    chunk = model.ring_prefill_tokens * cache.shares.ranks
+    last: list[Tensor] = []
+    for first in range(0, count, chunk):
+        part = slice(first, min(first + chunk, count))
+        hidden = _turn(
+            model, cache, ids[:, part], position_ids[:, part], real, max(0, part.stop - max(first, count - keep))
+        )
+        last.append(hidden)
+    logits = finished_logits(model.get_output_embeddings()(torch.cat(last, 1)), model.config)
+    logits = logits.contiguous()
+    if cache.shares.ranks > 1:  # the same bits on every rank, whatever its processor
+        dist.broadcast(logits, group_src=0, group=model.ring_mesh["ring"].get_group())
+    return CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)  # pyright: ignore[reportArgumentType]
+
+
+def _turn(
+    model: Any, cache: RingCache, ids: Tensor, positions: Tensor, real: tuple[Runs, ...] | None, wanted: int
+) -> Tensor:
+    """One pass of the decoder over new tokens (B, n): hidden states of the last ``wanted`` of them, on every rank."""
+    ring, decoder = model.ring_mesh["ring"], model.get_submodule(model.ring_decoder)
+    start, count = cache.shares.length, ids.shape[1]
+    is_split = cache.shares.ranks > 1 and count >= max(model.ring_split_from, 2 * cache.shares.ranks)
+    firsts = cache.firsts
+    new = cache.add(count, is_split=is_split)
+    reaches = {
+        kind: Reach(
+            cache.shares.held(first),
+            tuple(layer_mask(kind, start, start + count, each) for each in (real or (None,))),
+        )
+        for kind, first in firsts.items()
+    }
+    turn = Turn(ring.get_group(), ring.get_local_rank(), new, is_split, reaches)
+    mine = turn.kept.to(ids.device) if is_split else slice(None)
+    others = {} if model.ring_router is None else {"output_router_logits": False}
+    with turn.active():
+        out = decoder(
+            input_ids=ids[:, mine], position_ids=positions[:, mine], past_key_values=cache, use_cache=True, **others
+        )
+    cache.check_updated(name_of(model))
+    hidden = out.last_hidden_state
+    if not is_split:
+        return hidden[:, count - wanted :]
+    whole = hidden.new_zeros((len(ids), wanted, hidden.shape[-1]))
+    here = turn.kept >= count - wanted
+    if wanted:
+        whole[:, (turn.kept[here] - (count - wanted)).to(ids.device)] = hidden[:, here.to(ids.device)]
+        dist.all_reduce(whole, group=ring.get_group())
+    return whole
+
+
+@contextmanager
+def unchecked(model: nn.Module) -> Iterator[None]:
+    """Without activation checkpointing, in which transformers' layers forget their cache: nothing is differentiated."""
+    modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in modules:
+        module.gradient_checkpointing = False  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.gradient_checkpointing = True  # pyright: ignore[reportArgumentType]

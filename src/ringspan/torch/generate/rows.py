@@ -1,0 +1,65 @@
+"""Keys or values of one layer on one rank, which grow by a few tokens at a time. B batch, G heads, M tokens, D size."""
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_ROOM_TOKENS: Final = 64  # kept free when rows are copied to a larger place, so that not every new token copies all
+
+
+class Rows:
+    """A tensor (B, G, M, D) that grows at its end and is cut at both."""
+
+    def __init__(self) -> None:
+        self._place: Tensor | None = None
+        self._first = self._end = 0
+
+    @property
+    def count(self) -> int:
+        return self._end - self._first
+
+    @property
+    def tensor(self) -> Tensor:
+        """All rows so far."""
+        assert self._place is not None, "nothing was added yet"
+        return self._place[:, :, self._first : self._end]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are taken, room included."""
+        return 0 if self._place is None else self._place.nbytes
+
+    def append(self, new: Tensor) -> None:
+        """Add rows (B, G, n, D) behind the others."""
+        if self._place is None or self._end + new.shape[2] > self._place.shape[2]:
+            self._move(new)
+        assert self._place is not None
+        self._place[:, :, self._end : self._end + new.shape[2]] = new
+        self._end += new.shape[2]
+
+    def cut(self, first: int, last: int) -> None:
+        """Drop the ``first`` rows at the beginning and the ``last`` ones at the end."""
+        self._first += first
+        self._end -= last
+        if self._place is not None and self._first > max(self.count, _ROOM_TOKENS):  # the larger part is waste
+            kept = self.tensor
+            self._place, self._first, self._end = _with_room(kept, 0), 0, kept.shape[2]
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace what is held by a function of it that leaves dimension 2 as it is."""
+        if self._place is not None:
+            self._place = function(self._place)
+
+    def _move(self, new: Tensor) -> None:
+        old = new[:, :, :0] if self._place is None else self.tensor
+        self._place, self._first, self._end = _with_room(old, new.shape[2]), 0, old.shape[2]
+
+
+def _with_room(rows: Tensor, more: int) -> Tensor:
+    """A place for the rows and ``more`` of them, with the rows in it."""
+    tokens = -(-(rows.shape[2] + more) // _ROOM_TOKENS) * _ROOM_TOKENS
+    place = torch.empty((*rows.shape[:2], tokens, rows.shape[3]), dtype=rows.dtype, device=rows.device)
+    place[:, :, : rows.shape[2]] = rows
+    return place

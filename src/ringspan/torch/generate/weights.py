@@ -1,0 +1,88 @@
+"""Whether weights stay whole on every rank while it generates, or are gathered for every token."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.units import shown_bytes
+from ringspan.torch.layers.modules import local_part
+from ringspan.torch.memory.sharding import kept_whole
+
+WeightsName = Literal["auto", "whole", "sharded"]
+WEIGHTS_NAMES: Final[tuple[str, ...]] = get_args(WeightsName)
+_SPARE: Final = 0.9  # of what is free; the rest is for what a chunk computes
+
+_log: Final = logging.getLogger(__name__)
+
+
+def check_weights(weights: Any) -> None:
+    """Refuse a name that is none.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if weights not in WEIGHTS_NAMES:
+        raise ConfigError(f"weights must be one of {', '.join(WEIGHTS_NAMES)}, got {weights!r}")
+
+
+@contextmanager
+def weights_for_tokens(model: Any, weights: str, cache_bytes: int) -> Iterator[None]:
+    """While ``model`` generates: all weights whole on each rank, or gathered for each pass and let go again.
+
+    ``auto`` keeps them whole where they fit beside a cache of ``cache_bytes``, on all ranks alike, and logs why.
+    """
+    ring = model.ring_mesh["ring"]
+    if ring.size() == 1 or weights == "sharded" or not isinstance(model, FSDPModule):
+        yield
+        return
+    if weights == "auto":
+        more = _missing_bytes(model)
+        free = _free_bytes(ring)
+        fits = more + cache_bytes <= _SPARE * free
+        _log.info(
+            "weights stay %s while generating: %s more per rank and a cache of %s, %s free",
+            "whole" if fits else "sharded, gathered for every token",
+            *map(shown_bytes, (more, cache_bytes, free)),
+        )
+        if not fits:
+            yield
+            return
+    with kept_whole(model):
+        yield
+
+
+def _missing_bytes(model: Any) -> int:
+    """Bytes of the weights of other ranks."""
+    precision = model._get_fsdp_state()._mp_policy.param_dtype
+    return sum(
+        (parameter.numel() - local_part(parameter).numel()) * (precision or parameter.dtype).itemsize
+        for parameter in model.parameters()
+    )
+
+
+def _free_bytes(ring: DeviceMesh) -> int:
+    """Memory that is free for each rank: the least over the ring."""
+    device = torch.device(ring.device_type)
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        free = _free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", ring.size()))
+    least = torch.tensor(free, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=ring.get_group())
+    return int(least)
+
+
+def _free_host_bytes() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,285 @@
+"""transformers' ``generate`` on a ring against one process: the same tokens, and the same logits to 1e-5."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import GenerationConfig
+
+import ringspan as rs
+from tests.pool import Pool
+from tests.torch.generate import models
+
+LIMIT = 1e-5
+LENGTHS = (1, 33, 131)
+
+
+def padded_batch() -> dict[str, torch.Tensor]:
+    """Three prompts of different lengths, padded on the left as transformers' tokenizers do."""
+    ids = models.prompt(45, batch=3)
+    mask = torch.ones_like(ids)
+    mask[0, :11] = mask[2, :3] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def fresh_cache(model: Any) -> Any:
+    """What keeps keys and values over two calls: the ring's own, or transformers'."""
+    return {"past_key_values": model.new_cache()} if hasattr(model, "new_cache") else {}
+
+
+def two_turns(model: Any, first: int = 40, second: int = 37) -> Any:
+    """A second question after the answer to the first."""
+    kept = model.generate(models.prompt(first), max_new_tokens=5, return_dict_in_generate=True, **fresh_cache(model))
+    more = torch.cat((kept.sequences, models.prompt(second)), 1)
+    return model.generate(
+        more, max_new_tokens=6, past_key_values=kept.past_key_values, output_logits=True, return_dict_in_generate=True
+    )
+
+
+def plain(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+    return model.generate(ids, output_logits=True, return_dict_in_generate=True, **{"max_new_tokens": 8, **options})
+
+
+def sampled(model: Any) -> Any:
+    torch.manual_seed(5)
+    return plain(model, models.prompt(41), do_sample=True, top_p=0.9, temperature=0.8, num_return_sequences=2)
+
+
+def without_cache(model: Any) -> Any:
+    return plain(model, models.prompt(37), use_cache=False)
+
+
+WAYS = {
+    "sampling": sampled,
+    "beams": lambda model: plain(model, models.prompt(41), num_beams=3),
+    "left padding": lambda model: model.generate(
+        **padded_batch(), max_new_tokens=8, output_logits=True, return_dict_in_generate=True
+    ),
+    "padding in the middle": lambda model: model.generate(
+        input_ids=models.prompt(50),
+        attention_mask=torch.cat((torch.ones(1, 20), torch.zeros(1, 9), torch.ones(1, 21)), 1).long(),
+        max_new_tokens=6,
+        output_logits=True,
+        return_dict_in_generate=True,
+    ),
+    "two turns": two_turns,
+    "a short second turn": lambda model: two_turns(model, 40, 3),
+    "prompt lookup": lambda model: plain(model, models.prompt(40).repeat(1, 2), prompt_lookup_num_tokens=4),
+    "prefill chunks": lambda model: plain(model, models.prompt(83), prefill_chunk_size=35),
+    "no cache": without_cache,
+    "repetition penalty": lambda model: plain(model, models.prompt(41), repetition_penalty=1.3, no_repeat_ngram_size=2),
+    "guidance": lambda model: plain(model, models.prompt(41), guidance_scale=1.5),
+    "two prompts": lambda model: plain(model, models.prompt(41, batch=2)),
+}
+
+
+def results(way: Any, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        out = way(model)
+    return out.sequences, torch.stack(out.logits)
+
+
+def greedy(length: int) -> Any:
+    return lambda model: plain(model, models.prompt(length))
+
+
+@cache
+def expected(name: str, way: str | int) -> tuple[torch.Tensor, torch.Tensor]:
+    return results(greedy(way) if isinstance(way, int) else WAYS[way], models.model(name))
+
+
+def on_ring(mesh: DeviceMesh, name: str, ways: list[Any], prefill_tokens: int, options: dict[str, Any]) -> list[Any]:
+    model: Any = rs.parallelize(models.model(name), mesh, **options)
+    type(model).ring_prefill_tokens = prefill_tokens
+    return [results(greedy(way) if isinstance(way, int) else WAYS[way], model) for way in ways]
+
+
+def check(pool: Pool, ranks: int, name: str, ways: list[Any], prefill_tokens: int = 4096, **mesh: Any) -> None:
+    options = mesh.pop("options", {})
+    for got in pool.run(on_ring, ranks, name, ways, prefill_tokens, options, **mesh):
+        for way, (ids, logits) in zip(ways, got, strict=True):
+            ids_expected, logits_expected = expected(name, way)
+            assert torch.equal(ids, ids_expected), way
+            error = (logits - logits_expected).norm() / logits_expected.norm()
+            assert error < LIMIT, (way, float(error))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_tokens_and_logits_are_those_of_one_process(pool, name, ranks):
+    """The longest prompt is read in chunks whose size divides nothing."""
+    check(pool, ranks, name, list(LENGTHS), prefill_tokens=23)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_generate_is_that_of_one_process(pool, way, ranks):
+    """With windows, full attention, sinks and a mixture of experts in one model: what a cache has to know."""
+    check(pool, ranks, "gpt_oss", [way])
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "gemma3_text", "deepseek_v3"])
+def test_padding_and_turns_of_chunks_windows_and_latents(pool, name):
+    check(pool, 2, name, ["left padding", "two turns", "prompt lookup", "beams"], prefill_tokens=11)
+
+
+def test_with_split_heads(pool):
+    check(pool, 4, "llama", ["sampling", "beams", "left padding", 131], tp=2)
+
+
+@pytest.mark.parametrize("weights", ["whole", "sharded"])
+def test_weights_whole_or_sharded(pool, weights, monkeypatch):
+    for ids, _ in pool.run(with_weights, 2, weights):
+        assert torch.equal(ids, expected("llama", 33)[0])
+
+
+def with_weights(mesh: DeviceMesh, weights: str) -> Any:
+    model: Any = rs.parallelize(models.model("llama"), mesh)
+    return results(lambda model: plain(model, models.prompt(33), weights=weights), model)
+
+
+def test_replicas_answer_prompts_of_their_own(pool):
+    for rank, ids in enumerate(pool.run(own_prompt, 4, replicate=2)):
+        length = (33, 131)[rank // 2]
+        assert torch.equal(ids, expected("llama", length)[0])
+
+
+def own_prompt(mesh: DeviceMesh) -> torch.Tensor:
+    model: Any = rs.parallelize(models.model("llama"), mesh)
+    return plain(model, models.prompt((33, 131)[mesh["replicate"].get_local_rank()])).sequences
+
+
+def train_and_generate(mesh: DeviceMesh | None, weights: str, generates: bool) -> Any:
+    """Losses of three steps, with text in between, and the text at the end."""
+    model: Any = models.model("llama").train()
+    ids = models.prompt(37)
+    batch = {"input_ids": ids, "labels": ids}
+    extra = {}
+    if mesh is not None:
+        model, batch, extra = rs.parallelize(model, mesh), rs.shard_batch(batch, mesh), {"weights": weights}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model(**batch).loss
+        if generates:
+            model.generate(ids, max_new_tokens=2, **extra)
+        loss.backward()
+        if generates:
+            model.generate(ids, max_new_tokens=2, **extra)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, model.generate(ids, max_new_tokens=12, **extra)
+
+
+@pytest.mark.parametrize("weights", ["auto", "whole", "sharded"])
+def test_training_goes_on_and_the_text_is_of_the_new_weights(pool, weights):
+    losses, text = train_and_generate(None, weights, generates=False)
+    for got, ids in pool.run(train_and_generate, 2, weights, True):
+        assert got == pytest.approx(losses, rel=1e-5)
+        assert torch.equal(ids, text)
+
+
+def test_ranks_that_are_seeded_differently_draw_the_same(pool):
+    texts = pool.run(seeded_apart, 3)
+    assert all(torch.equal(text, texts[0][0]) for text, _ in texts)
+    assert len({number for _, number in texts}) == 3, "each goes on with its own numbers"
+
+
+def seeded_apart(mesh: DeviceMesh) -> Any:
+    model: Any = rs.parallelize(models.model("llama"), mesh)
+    torch.manual_seed(mesh.get_rank())
+    return model.generate(models.prompt(33), max_new_tokens=12, do_sample=True), float(torch.rand(()))
+
+
+def refused(mesh: DeviceMesh, case: str) -> None:
+    from transformers import DynamicCache
+
+    model: Any = rs.parallelize(models.model("llama"), mesh)
+    rank, ids = mesh.get_rank(), models.prompt(33)
+    match case:
+        case "a cache of transformers":
+            model.generate(ids, past_key_values=DynamicCache(), max_new_tokens=2)
+        case "a static cache":
+            model.generate(ids, cache_implementation="static", max_new_tokens=2)
+        case "hidden states":
+            model.generate(ids, output_hidden_states=True, return_dict_in_generate=True, max_new_tokens=2)
+        case "an empty prompt":
+            model.generate(ids[:, :0], max_new_tokens=2)
+        case "no such token":
+            model.generate(ids + 97, max_new_tokens=2)
+        case "embeddings":
+            model.generate(inputs_embeds=torch.zeros(1, 3, 32), max_new_tokens=2)
+        case "unknown weights":
+            model.generate(ids, weights="half", max_new_tokens=2)
+        case "a misspelt option":
+            model.generate(ids, max_new_tokns=2)
+        case "different prompts":
+            model.generate(models.prompt(33, seed=rank), max_new_tokens=2)
+        case "different settings":
+            model.generate(ids, max_new_tokens=2 + rank)
+        case "one rank trains":
+            if rank:
+                model.generate(ids, max_new_tokens=2)
+            else:
+                model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh))
+        case "gradients through a cache":
+            model(ids, past_key_values=model.new_cache(), use_cache=True)
+        case "a cache of another size":
+            cache = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+            model.generate(models.prompt(60, batch=2), past_key_values=cache, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("a cache of transformers", r"model.new_cache\(\)"),
+        ("a static cache", "cache_implementation='static'"),
+        ("hidden states", "output_hidden_states"),
+        ("an empty prompt", "at least one token"),
+        ("no such token", "outside of the vocabulary"),
+        ("embeddings", "inputs_embeds"),
+        ("unknown weights", "whole, sharded"),
+        ("a misspelt option", "max_new_tokns"),
+        ("different prompts", "different input"),
+        ("different settings", "different max_new_tokens"),
+        ("one rank trains", "different things"),
+        ("gradients through a cache", "no_grad"),
+        ("a cache of another size", "holds 1 sequences"),
+    ],
+)
+def test_what_cannot_be_honoured_raises_on_every_rank(pool, case, says):
+    for outcome in pool.outcomes(refused, 2, case):
+        assert isinstance(outcome, ValueError), outcome
+        assert str(outcome)
+        with pytest.raises(ValueError, match=says):
+            raise outcome
+    pool.run(own_prompt, 2)  # and nobody waits for anybody
+
+
+def stopped(mesh: DeviceMesh, way: str) -> int:
+    """Ranks whose clocks and criteria disagree."""
+    model: Any = rs.parallelize(models.model("llama"), mesh)
+    rank = mesh.get_rank()
+
+    def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> bool:
+        return ids.shape[1] >= 9 + 4 * rank
+
+    return model.generate(models.prompt(5), max_new_tokens=30, stopping_criteria=[criterion]).shape[1]
+
+
+def test_the_first_rank_decides_when_to_stop(pool):
+    assert pool.run(stopped, 3, "criterion") == [9] * 3
+
+
+def test_a_config_of_the_user_is_left_as_it_was(pool):
+    assert pool.run(keeps_config, 2) == [0.5] * 2
+
+
+def keeps_config(mesh: DeviceMesh) -> float:
+    model: Any = rs.parallelize(models.model("llama"), mesh)
+    config = GenerationConfig(max_time=0.5, max_new_tokens=500)
+    model.generate(models.prompt(5), generation_config=config)
+    return config.max_time
