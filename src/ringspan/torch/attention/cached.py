@@ -26,7 +26,7 @@ from ringspan.core.timing import Shape, sent_bytes
 from ringspan.torch.attention.ring import Ring, accumulation_dtype, forward, num_head_groups
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.agreement import agree, one_at_a_time
-from ringspan.torch.transport.exchange import Exchange
+from ringspan.torch.transport.protocol import transport_of
 
 _MERGED: Final = {"what": "attention to a cache that is split over the ring"}
 
@@ -130,12 +130,12 @@ class Turn:
         """This rank's part in the attention of all heads."""
         if not self.is_split:
             mine = CustomLayout("custom", keys.length, 1, parts=(keys.parts[self.rank],))  # pyright: ignore[reportArgumentType]
-            return Ring(plan(self.queries, mask, 0, mine), Exchange(None, ""), scores, kernel=kernel)
+            return Ring(plan(self.queries, mask, 0, mine), transport_of(None, ""), scores, kernel=kernel)
         agree(self.group, _MERGED)
         shape = Shape(len(q), q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], k.dtype.itemsize)
         route = cheaper_route(self.queries, keys, mask, shape)
         schedule = plan(self.queries, mask, self.rank, keys, route)
-        exchange = Exchange(self.group, f"{_MERGED} {self.start} {self.new.length} {route} {mask.spec}")
+        exchange = transport_of(self.group, f"{_MERGED} {self.start} {self.new.length} {route} {mask.spec}")
         return Ring(schedule, exchange, scores, num_head_groups(q, k, schedule), kernel=kernel)
 
 
