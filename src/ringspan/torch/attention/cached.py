@@ -24,6 +24,7 @@ from ringspan.core.mask import Mask
 from ringspan.core.schedule import plan
 from ringspan.core.timing import Shape, sent_bytes
 from ringspan.torch.attention.ring import Ring, accumulation_dtype, forward, num_head_groups
+from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.agreement import agree, one_at_a_time
 from ringspan.torch.transport.protocol import transport_of
@@ -91,7 +92,7 @@ class Turn:
             _turn.reset(token)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, kind: object, scores: Scores, sinks: Tensor | None, kernel: str
+        self, q: Tensor, k: Tensor, v: Tensor, kind: object, scores: Scores, sinks: Tensor | None, kernel: KernelName
     ) -> Tensor:
         """Attention of the new tokens of this rank, q (B, H, n, D), to all keys so far, of which k (B, G, M, D) and v
         (B, G, M, E) are this rank's share: (B, H, n, E) in q's dtype.
@@ -113,7 +114,7 @@ class Turn:
         mask: Mask,
         scores: Scores,
         sinks: Tensor | None,
-        kernel: str,
+        kernel: KernelName,
     ) -> Tensor:
         key = keys, mask, scores, kernel, q.shape[:2], k.shape[1]
         if key not in self._rings:
@@ -128,15 +129,16 @@ class Turn:
         self, q: Tensor, k: Tensor, v: Tensor, keys: CustomLayout, mask: Mask, scores: Scores, kernel: str
     ) -> Ring:
         """This rank's part in the attention of all heads."""
+        spec = AttentionSpec(scale=scores.scale, softcap=scores.softcap, mask=mask.spec, kernel=kernel)
         if not self.is_split:
             mine = CustomLayout("custom", keys.length, 1, parts=(keys.parts[self.rank],))  # pyright: ignore[reportArgumentType]
-            return Ring(plan(self.queries, mask, 0, mine), transport_of(None, ""), scores, kernel=kernel)
+            return Ring(plan(self.queries, mask, 0, mine), transport_of(None, ""), scores, spec)
         agree(self.group, _MERGED)
         shape = Shape(len(q), q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], k.dtype.itemsize)
         route = cheaper_route(self.queries, keys, mask, shape)
         schedule = plan(self.queries, mask, self.rank, keys, route)
         exchange = transport_of(self.group, f"{_MERGED} {self.start} {self.new.length} {route} {mask.spec}")
-        return Ring(schedule, exchange, scores, num_head_groups(q, k, schedule), kernel=kernel)
+        return Ring(schedule, exchange, scores, spec, num_head_groups(q, k, schedule))
 
 
 _turn: ContextVar[Turn | None] = ContextVar("turn", default=None)
