@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ringspan.core.layout import CustomLayout, Layout
 from ringspan.core.mask import Mask
+from ringspan.core.names import KernelName
 from ringspan.core.schedule import plan
 from ringspan.core.timing import Shape, sent_bytes
 from ringspan.torch.attention.ring import Ring, accumulation_dtype, forward, num_head_groups
@@ -126,7 +127,7 @@ class Turn:
             return merged(*forward(ring, q, k, v), sinks, self.group).to(q.dtype)
 
     def _ring(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: CustomLayout, mask: Mask, scores: Scores, kernel: str
+        self, q: Tensor, k: Tensor, v: Tensor, keys: CustomLayout, mask: Mask, scores: Scores, kernel: KernelName
     ) -> Ring:
         """This rank's part in the attention of all heads."""
         spec = AttentionSpec(scale=scores.scale, softcap=scores.softcap, mask=mask.spec, kernel=kernel)
