@@ -1,6 +1,7 @@
 """AdamW with its moments elsewhere is AdamW."""
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch.distributed.tensor import DTensor
 
 import ringspan as rs
 from ringspan.core.errors import ConfigError
+from ringspan.train.checkpoints.checkpoint import Checkpoints
 from ringspan.train.config.tables import OptimizerConfig
 from ringspan.train.optimizer import build_optimizer, set_learning_rate
+from ringspan.train.resume import run_state
 from tests.torch.models import build, relative, tokens
 
 RATES = (3e-2, 1e-2, 2e-2)
@@ -68,3 +71,37 @@ def test_moments_in_8_bits_are_near():
         [p.detach().flatten() for p in build("llama", hidden_size=64, intermediate_size=256).parameters()]
     )
     assert relative(weights[1] - start, weights[0] - start) < 0.1
+
+
+def moments_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Any:
+    moment = optimizer.state[parameter]["exp_avg"]
+    local = moment.to_local() if isinstance(moment, DTensor) else moment
+    return torch.empty(local.shape).copy_(local)  # whatever form it is in
+
+
+def saved_in_8_bits(mesh: DeviceMesh, folder: Path) -> tuple[float, float]:
+    """How far a moment in 8 bits is from what it was before it was saved and read, and how large."""
+    found = []
+    for seed in range(2):
+        model = rs.parallelize(build("llama", hidden_size=64, intermediate_size=256, vocab_size=256), mesh)
+        optimizer = build_optimizer(model, OptimizerConfig(state="8bit", learning_rate=1e-2))
+        checkpoints = Checkpoints(folder, run_id="run1", asynchronous=False)
+        ids = tokens(1, 24)
+        if seed == 0:
+            model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss.backward()
+            optimizer.step()
+            assert checkpoints.save(1, run_state(model, optimizer), {}, {}, mesh={}, layout="zigzag") is None
+        else:
+            folder_, manifest = checkpoints.find().folder, checkpoints.find().manifest
+            assert folder_ is not None and manifest is not None
+            checkpoints.load(folder_, manifest, run_state(model, optimizer), None)
+            assert float(optimizer.state[model.lm_head.weight]["step"]) == 1
+        found.append(moments_of(optimizer, model.lm_head.weight))
+        checkpoints.close()
+    return relative(found[1], found[0]), float(found[0].norm())
+
+
+def test_moments_in_8_bits_are_saved_and_read(pool, tmp_path):
+    pytest.importorskip("torchao")
+    for error, size in pool.run(saved_in_8_bits, 4, tmp_path):
+        assert error < 0.02 and size > 0

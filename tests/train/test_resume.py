@@ -268,3 +268,12 @@ def test_a_run_that_was_stopped_at_its_last_step_is_evaluated_there(pool, text):
     losses = pool.run(eval_loss_at_the_end, 4, config(text, "late", steps=4, evaluation={"every_steps": 3}))
     found = {step: value for (step, name), value in curve(text / "late").items() if name == "eval_loss"}
     assert sorted(found) == [3, 4] and losses == [found[4]] * 4 and found[3] != found[4]
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("the same", {}), ("heads over 2", {"tp": 2})])
+def test_moments_on_the_host_go_on_too(pool, text, uninterrupted, name, mesh):  # noqa: F811
+    on_host = OPTIMIZER | {"on_host": True}
+    pool.run(train_and_see, 4, config(text, f"on host, {name}", optimizer=on_host), 2)
+    pool.run(train_and_see, 4, config(text, f"on host, {name}", optimizer=on_host, mesh=mesh))
+    for step, loss in curve(uninterrupted).items():
+        assert curve(text / f"on host, {name}")[step] == pytest.approx(loss, rel=1e-4), step

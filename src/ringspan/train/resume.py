@@ -3,18 +3,20 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from ringspan.core.errors import CheckpointError, ConfigError, RingspanError
 from ringspan.train.checkpoints.checkpoint import Checkpoints
 from ringspan.train.checkpoints.disk import sync_folder, write_synced
 from ringspan.train.checkpoints.manifest import Manifest
+from ringspan.train.checkpoints.shards import Part
 from ringspan.train.config.paths import refuse_missing
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data import origin
@@ -95,33 +97,52 @@ def _on_first_rank(work: Callable[[], Any]) -> Any:
     return found
 
 
-def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | Part]:
     """Every tensor that a run goes on with, by name: parameters, buffers, and the optimizer's state of each parameter.
 
-    A fresh optimizer gets the state that its first step would give it, so that there is something to load into.
+    A fresh optimizer gets the state that its first step would give it, so that there is something to load into; what a
+    rank holds in host memory is a part of what is split as its weight.
     """
+    _make_state(optimizer)
     parameters: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:  # tied weights have two names
             seen.add(id(tensor))
             parameters[name] = tensor
-    tensors = {f"model/{name}": tensor for name, tensor in parameters.items()}
+    tensors: dict[str, Tensor | Part] = {f"model/{name}": tensor for name, tensor in parameters.items()}
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
-            for key, value in _optimizer_state(optimizer, parameter).items():
-                tensors[f"optimizer/{name}/{key}"] = value
+            for key, value in optimizer.state[parameter].items():
+                is_split = isinstance(parameter, DTensor) and value.ndim > 0
+                is_part = is_split and not isinstance(value, DTensor)
+                tensors[f"optimizer/{name}/{key}"] = Part(value, cast(DTensor, parameter)) if is_part else value
     return tensors
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-    assert isinstance(optimizer, torch.optim.AdamW), "the state below is that of AdamW"
-    state = optimizer.state[parameter]
-    if not state:
-        state["step"] = torch.tensor(0.0)
-        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    return state
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make the state that it lacks, by a step of no gradient at a rate of 0, which changes no weight:
+    it alone knows where its moments are, and in how many bits.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    fresh = [p for p in parameters if p.requires_grad and not optimizer.state[p]]
+    if not fresh:
+        return
+    for p in parameters:
+        p.grad = None
+    for p in fresh:
+        p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    optimizer.step()
+    for p in fresh:
+        optimizer.state[p]["step"].zero_()
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from ringspan.train.checkpoints.manifest import (
     read_manifest,
     verify,
 )
-from ringspan.train.checkpoints.shards import Chunk, dtype_name, read_tensors, write_shard, written_by_me
+from ringspan.train.checkpoints.shards import Chunk, Part, dtype_name, read_tensors, write_shard, written_by_me
 
 _LATEST: Final = "latest"
 _HEADROOM_BYTES: Final = 1 << 20  # headers, the manifest, and folders
@@ -83,7 +83,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        shared: Mapping[str, Tensor],
+        shared: Mapping[str, Tensor | Part],
         own: Mapping[str, Tensor],
         state: dict[str, Any],
         *,
@@ -96,7 +96,7 @@ class Checkpoints:
 
         Args:
             step: its number; an existing checkpoint of that step gives way only when this one is complete.
-            shared: tensors of the whole job by name: DTensors, or plain tensors that are the same on every rank.
+            shared: tensors of the whole job by name: split ones, or plain tensors that are the same on every rank.
             own: plain tensors that belong to this rank alone.
             state: JSON values, the same on every rank.
             mesh: sizes of the mesh, for the reader.
@@ -159,7 +159,7 @@ class Checkpoints:
         return manifest
 
     def load(
-        self, folder: Path, manifest: Manifest, shared: Mapping[str, Tensor], own: Mapping[str, Tensor] | None
+        self, folder: Path, manifest: Manifest, shared: Mapping[str, Tensor | Part], own: Mapping[str, Tensor] | None
     ) -> None:
         """Fill tensors in place from a checkpoint that was checked, whatever mesh it was saved on.
 
@@ -180,7 +180,7 @@ class Checkpoints:
     def _snapshot(
         self,
         step: int,
-        shared: Mapping[str, Tensor],
+        shared: Mapping[str, Tensor | Part],
         own: Mapping[str, Tensor],
         state: dict[str, Any],
         mesh: dict[str, int],

@@ -33,26 +33,44 @@ class Chunk:
         return Chunk(self.offset, copy.copy_(self.data))
 
 
-def held_here(tensor: Tensor) -> Iterator[Chunk]:
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of a tensor that is split as another one, wherever it lies itself: moments in host memory."""
+
+    local: Tensor
+    like: DTensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        return self.like.shape
+
+
+def held_here(tensor: Tensor | Part) -> Iterator[Chunk]:
     """What this rank holds of a tensor, at its place in the whole; nothing where it holds an empty part."""
-    if not isinstance(tensor, DTensor):
+    if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
         yield Chunk((0,) * tensor.ndim, tensor.detach())
         return
     # The places that torch.distributed.checkpoint plans with, for every kind of sharding.
-    places: Any = tensor.__create_chunk_list__()
+    places: Any = (tensor.like if isinstance(tensor, Part) else tensor).__create_chunk_list__()
     assert len(places) == 1, "a DTensor has one local shard"
-    local = tensor.to_local().detach()
+    local = (tensor.local if isinstance(tensor, Part) else tensor.to_local()).detach()
     if local.numel():
         assert tuple(local.shape) == tuple(places[0].sizes), "the shard is where the mesh says"
         yield Chunk(tuple(places[0].offsets), local)
 
 
-def written_by_me(tensor: Tensor) -> Iterator[Chunk]:
+def written_by_me(tensor: Tensor | Part) -> Iterator[Chunk]:
     """What this rank writes of a tensor: of replicas, only the first does."""
-    if isinstance(tensor, DTensor):
-        coordinate = tensor.device_mesh.get_coordinate()
+    split = tensor.like if isinstance(tensor, Part) else tensor
+    if isinstance(split, DTensor):
+        coordinate = split.device_mesh.get_coordinate()
         assert coordinate is not None, "the rank is in the mesh"
-        first = all(place == 0 for place, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
+        first = all(place == 0 for place, p in zip(coordinate, split.placements, strict=True) if p.is_replicate())
     else:
         first = dist.get_rank() == 0
     if first:
@@ -72,7 +90,7 @@ def write_shard(path: Path, chunks: Mapping[str, Chunk], origin: dict[str, str])
     return entry
 
 
-def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor | Part]) -> None:
     """Fill this rank's part of each tensor with the slices of the checkpoint's pieces that it meets.
 
     Raises:
@@ -90,6 +108,7 @@ def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
                     f"{folder}: {name} is {entry.dtype} {list(entry.shape)}, expected {wanted[0]} {list(wanted[1])}"
                 )
             for chunk in held_here(tensor):
+                data = _plain(chunk.data)
                 for piece in entry.pieces:
                     meeting = _meeting(chunk, piece)
                     if meeting is None:
@@ -98,7 +117,14 @@ def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
                         files[piece.file] = stack.enter_context(_open_shard(folder / piece.file))
                     here, there = meeting
                     shard, path = files[piece.file], folder / piece.file
-                    chunk.data[here].copy_(_read_slice(shard, path, name, piece, there, tensor.dtype))
+                    data[here].copy_(_read_slice(shard, path, name, piece, there, tensor.dtype))
+                if data is not chunk.data:
+                    chunk.data.copy_(data)
+
+
+def _plain(data: Tensor) -> Tensor:
+    """The tensor itself or, of one that is held in another form (8 bits), what its numbers are read into."""
+    return data if type(data) is Tensor else torch.empty(data.shape, dtype=data.dtype, device=data.device)
 
 
 def _meeting(chunk: Chunk, piece: Piece) -> tuple[_Slices, _Slices] | None:
@@ -133,6 +159,6 @@ def _read_slice(shard: Any, path: Path, name: str, piece: Piece, part: _Slices, 
     return values
 
 
-def dtype_name(tensor: Tensor) -> str:
+def dtype_name(tensor: Tensor | Part) -> str:
     """As torch calls it: float32."""
     return str(tensor.dtype).removeprefix("torch.")
