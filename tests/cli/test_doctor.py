@@ -86,7 +86,7 @@ def test_bad_input_is_refused(monkeypatch, capsys, ranks, message):
 
 
 def test_ranks_are_not_started_under_torchrun(monkeypatch, capsys):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
     assert "under torchrun" in refusal(monkeypatch, capsys, "doctor", "--ranks", "2")
 

@@ -71,7 +71,7 @@ def test_bad_input_is_refused_and_nothing_is_written(monkeypatch, capsys, model,
 
 
 def test_ranks_are_not_started_under_torchrun(monkeypatch, capsys):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
     assert "under torchrun" in refusal(monkeypatch, capsys, "profile", "--ranks", "2")
 
