@@ -16,6 +16,7 @@ GradientCommDtypeName = Literal["exact", "bfloat16"]
 KernelName = Literal["auto", "cudnn", "flash", "flash2", "flash3", "flash4", "triton", "cpu", "reference"]
 JaxKernelName = Literal["xla", "pallas", "triton"]
 LossName = Literal["auto", "blockwise", "liger"]
+ReductionName = Literal["sum", "none"]  # of the losses of all tokens
 DtypeName = Literal["float32", "bfloat16"]  # of a training run
 Category = Literal["parameters", "gradients", "optimizer", "activations", "temporaries", "communication"]  # of memory
 ChunkTokens = int | Literal["auto"]
@@ -29,6 +30,7 @@ GRADIENT_COMM_DTYPE_NAMES: Final[tuple[GradientCommDtypeName, ...]] = get_args(G
 KERNEL_NAMES: Final[tuple[KernelName, ...]] = get_args(KernelName)
 JAX_KERNEL_NAMES: Final[tuple[JaxKernelName, ...]] = get_args(JaxKernelName)
 LOSS_NAMES: Final[tuple[LossName, ...]] = get_args(LossName)
+REDUCTION_NAMES: Final[tuple[ReductionName, ...]] = get_args(ReductionName)
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
 
 _Name = TypeVar("_Name", bound=str)

@@ -38,7 +38,7 @@ from ringspan.torch.consistency.fixed import refuse_copy, structure_of
 from ringspan.torch.consistency.loop_watch import watch_loop
 from ringspan.torch.consistency.optimizers import watch_optimizers
 from ringspan.torch.consistency.weights import describe_weights, share_weights
-from ringspan.torch.data.cross_entropy import LossOptions
+from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.generate.model import RingGenerator
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.blockwise import run_in_blocks

@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy
 import ringspan as rs
 from ringspan.measure.trace.peak import allocated_bytes
 from ringspan.torch.data import cross_entropy as loss_module
-from ringspan.torch.data.cross_entropy import LossOptions, loss_bytes
+from ringspan.torch.data.cross_entropy import loss_bytes
+from ringspan.torch.data.loss_blocks import LossOptions
 from tests.torch.models import relative
 
 
@@ -66,6 +67,26 @@ def test_loss_and_gradients_are_those_of_whole_logits(chunk_tokens, chunk_vocabu
     chunks = {"chunk_tokens": chunk_tokens, "chunk_vocabulary": chunk_vocabulary}
     check(torch.float64, 1e-13, chunks, extras)
     check(torch.float32, 1e-6, chunks, extras)
+
+
+@pytest.mark.parametrize(("chunk_tokens", "chunk_vocabulary"), CHUNKS)
+@pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: "-".join(extras) or "plain")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
+def test_the_loss_of_each_token_and_any_function_of_it(dtype, bound, chunk_tokens, chunk_vocabulary, extras):
+    inputs, targets = example(dtype)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    chunks = {"chunk_tokens": chunk_tokens, "chunk_vocabulary": chunk_vocabulary}
+    ours = rs.blockwise_cross_entropy(*inputs[:2], targets, bias=inputs[2], reduction="none", **chunks, **extras)
+    one = [(exact[0][i : i + 1], *exact[1:], targets[i : i + 1]) for i in range(len(targets))]
+    truth = torch.stack([whole(*each, **extras) for each in one])
+    assert ours.dtype == dtype and relative(ours, truth) < bound and torch.equal(ours == 0, targets == -100)
+    factors = torch.linspace(-1, 2, len(targets))
+    for _ in range(2):  # what it keeps is good for as many backward passes as there are
+        found = torch.autograd.grad((ours * factors).sum(), inputs, retain_graph=True)
+        wanted = torch.autograd.grad((truth * factors).sum(), exact, retain_graph=True)
+        assert max(map(relative, found, wanted)) < bound
+    undefined = ours / (targets != -100)  # NaN where there is no target, as a mean over none is
+    assert all(x.isfinite().all() for x in torch.autograd.grad(undefined.sum(), inputs))
 
 
 @pytest.mark.parametrize("ignored", ["some", "all", "none"])
@@ -158,6 +179,8 @@ def test_memory_is_that_of_one_block_at_any_length(chunk_tokens, chunk_vocabular
         ({"logit_scale": 0.0}, "logit_scale"),
         ({"impl": "magic"}, "magic"),
         ({"impl": "liger"}, "runs on CUDA, not on cpu"),
+        ({"impl": "liger", "reduction": "none"}, "use 'blockwise' for reduction='none'"),
+        ({"reduction": "mean"}, "unknown reduction 'mean'; choose one of sum, none"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):
@@ -191,6 +214,7 @@ def test_ligers_kernel_is_chosen_on_cuda_where_it_sums_in_float32(monkeypatch):
     assert loss_module._choose_liger("auto", on_cpu) is None
     assert loss_module._choose_liger("blockwise", on_cuda) is None
     assert loss_module._choose_liger("auto", on_cuda, logit_scale=0.5) is None
+    assert loss_module._choose_liger("auto", on_cuda, reduction="none") is None
     with pytest.raises(rs.ConfigError, match=r"logit_scale=0\.5"):
         loss_module._choose_liger("liger", on_cuda, logit_scale=0.5)
     functional.liger_fused_linear_cross_entropy = older

@@ -127,14 +127,18 @@ def shared_loss(mesh: DeviceMesh, chunk_tokens: int, chunk_vocabulary: int | Non
     chunks = {"chunk_tokens": chunk_tokens, "chunk_vocabulary": chunk_vocabulary}
     hidden.requires_grad_()
     loss = rs.blockwise_cross_entropy(hidden, weight, targets, bias=bias, group=group, **chunks, **extras)
-    d_hidden, *others = torch.autograd.grad(loss * 0.3, [hidden, weight, bias])
+    losses = rs.blockwise_cross_entropy(
+        hidden, weight, targets, bias=bias, group=group, reduction="none", **chunks, **extras
+    )
+    each = (loss + (losses * torch.linspace(-1, 2, len(losses))).sum()) * 0.3
+    d_hidden, *others = torch.autograd.grad(each, [hidden, weight, bias])
     dist.all_reduce(d_hidden, group=group)
     gathered = []
     for x in others:
         parts = [torch.empty_like(x) for _ in range(mesh["tp"].size())]
         dist.all_gather(parts, x, group=group)
         gathered.append(torch.cat(parts))
-    return loss.detach(), [d_hidden, *gathered]
+    return loss.detach(), [d_hidden, *gathered], losses.detach()
 
 
 @pytest.mark.parametrize(("chunk_tokens", "chunk_vocabulary"), [(1, None), (7, 1), (7, 13), (64, 25), (1000, 5000)])
@@ -142,9 +146,13 @@ def shared_loss(mesh: DeviceMesh, chunk_tokens: int, chunk_vocabulary: int | Non
 def test_ranks_that_share_the_vocabulary_get_the_whole_loss(pool, chunk_tokens, chunk_vocabulary, extras):
     inputs, targets = example(torch.float64, vocabulary=100)
     truth = whole(*inputs, targets, **extras)
-    wanted = torch.autograd.grad(truth * 0.3, inputs)
-    for loss, gradients in pool.run(shared_loss, 4, chunk_tokens, chunk_vocabulary, extras, torch.float64, tp=4):
-        assert relative(loss, truth) < 1e-13
+    hidden, *others = inputs
+    tokens = torch.stack([whole(hidden[i : i + 1], *others, targets[i : i + 1], **extras) for i in range(len(targets))])
+    wanted = torch.autograd.grad((truth + (tokens * torch.linspace(-1, 2, len(tokens))).sum()) * 0.3, inputs)
+    for loss, gradients, losses in pool.run(
+        shared_loss, 4, chunk_tokens, chunk_vocabulary, extras, torch.float64, tp=4
+    ):
+        assert relative(loss, truth) < 1e-13 and relative(losses, tokens) < 1e-13
         for gradient, expected in zip(gradients, wanted, strict=True):
             assert relative(gradient, expected) < 1e-13
 

@@ -5,44 +5,18 @@ T local tokens, C hidden size, V vocabulary, n tokens of a chunk, v vocabulary e
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.names import LOSS_NAMES, LossName, find_name
-from ringspan.core.numbers import check_real, check_whole
+from ringspan.core.names import LOSS_NAMES, REDUCTION_NAMES, LossName, ReductionName, find_name
 from ringspan.torch.attention.arguments import check_loss, find_group
 from ringspan.torch.data.batch import IGNORED
-
-# Rows of a weight gradient of lower precision that exist before they are added to the sum of higher precision.
-_PRODUCT_ROWS: Final = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossOptions:
-    """What is added to a cross-entropy, and in which blocks it is computed."""
-
-    chunk_tokens: int = 1024
-    chunk_vocabulary: int | None = None
-    z_loss: float = 0.0
-    label_smoothing: float = 0.0
-    logit_scale: float = 1.0
-    softcap: float | None = None
-
-    def __post_init__(self) -> None:
-        check_whole("loss_chunk_tokens", self.chunk_tokens)
-        if self.chunk_vocabulary is not None:
-            check_whole("loss_chunk_vocabulary", self.chunk_vocabulary, otherwise="; None is for all")
-        check_real("z_loss", self.z_loss, 0)
-        check_real("label_smoothing", self.label_smoothing, 0, 1)
-        check_real("logit_scale", self.logit_scale, 0, above=True)
-        if self.softcap is not None:
-            check_real("softcap", self.softcap, 0, above=True)
+from ringspan.torch.data.loss_blocks import PRODUCT_ROWS, LossBlocks, LossOptions, Normalizers
 
 
 def blockwise_cross_entropy(
@@ -59,8 +33,9 @@ def blockwise_cross_entropy(
     softcap: float | None = None,
     impl: LossName = "auto",
     group: dist.ProcessGroup | None = None,
+    reduction: ReductionName = "sum",
 ) -> Tensor:
-    """Summed cross-entropy of ``hidden @ weight.T + bias`` in float32, a block of tokens x vocabulary at a time.
+    """Cross-entropy of ``hidden @ weight.T + bias`` in float32, a block of tokens x vocabulary at a time.
 
     Equals, with its gradients,
 
@@ -70,8 +45,9 @@ def blockwise_cross_entropy(
         cross_entropy(logits, targets, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing)
             + z_loss * (lse ** 2).sum()
 
-    The gradients are computed with the loss, so one backward pass consumes them; the weight's adds up in float32. With
-    more than one block of vocabulary the logits are computed twice: once for their log-sum-exp, once for the gradients.
+    The sum's gradients are computed with it, so one backward pass consumes them; the weight's adds up in float32. With
+    more than one block of vocabulary the logits are computed twice: once for their log-sum-exp, once for the gradients;
+    so they are for ``reduction="none"``, the second time in backward.
     What it holds beside the gradient of ``hidden`` is ``loss_bytes``, whatever T.
 
     Args:
@@ -87,13 +63,14 @@ def blockwise_cross_entropy(
         group: ranks that share the vocabulary, each calling with the same hidden and targets: weight and bias are this
             rank's share of V, all of one size and in the order of the ranks. The loss is the whole one on each; the
             gradient of hidden is this rank's part, still to be summed.
+        reduction: ``sum``; or ``none`` for the loss of each token, which Liger's does not give.
 
     Returns:
-        A scalar in float32, or in float64 when hidden is; 0 when no token has a target.
+        A scalar, or (T,) without a reduction, in float32, or in float64 when hidden is; 0 where no token has a target.
 
     Raises:
-        ConfigError: an option outside of its range, or ``impl="liger"`` where it is not installed, not on CUDA, or has
-            a share of the vocabulary.
+        ConfigError: an option outside of its range, or ``impl="liger"`` where it is not installed, not on CUDA, has a
+            share of the vocabulary, or is asked for the loss of each token.
         UnsupportedError: a target that is no entry of the vocabulary; shapes, dtypes or devices that do not fit.
 
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Liu and Abbeel 2023, "Blockwise
@@ -110,7 +87,8 @@ def blockwise_cross_entropy(
     check_loss(hidden, weight, targets, bias)
     group = None if group is None else find_group(group)
     _check_targets(targets, len(weight) * _size(group))
-    if fused := _choose_liger(impl, hidden, group, logit_scale):
+    find_name("reduction", reduction, REDUCTION_NAMES, ConfigError)
+    if fused := _choose_liger(impl, hidden, group, logit_scale, reduction):
         return fused(
             hidden,
             weight,
@@ -123,8 +101,9 @@ def blockwise_cross_entropy(
             softcap=softcap,
             accum_dtype=torch.float32,
         ).float()
-    differentiate = torch.is_grad_enabled()
-    return _BlockwiseCrossEntropy.apply(hidden, weight, bias, targets, options, differentiate, group)
+    if reduction == "none":
+        return _PerToken.apply(hidden, weight, bias, targets, options, group)
+    return _Summed.apply(hidden, weight, bias, targets, options, torch.is_grad_enabled(), group)
 
 
 def loss_bytes(
@@ -145,7 +124,7 @@ def loss_bytes(
     block, several = options.chunk_tokens * v, v < vocabulary
     total = (2 if options.softcap else 1) * block * a
     if s < a:
-        total += block * s + max(min(_PRODUCT_ROWS, v), options.chunk_tokens if several else 0) * hidden_size * (s + a)
+        total += block * s + max(min(PRODUCT_ROWS, v), options.chunk_tokens if several else 0) * hidden_size * (s + a)
     if several:
         total += options.chunk_tokens * hidden_size * a
     rounded = vocabulary * hidden_size * s if s < a else 0
@@ -161,13 +140,20 @@ def _check_targets(targets: Tensor, vocabulary: int) -> None:
 
 
 def _choose_liger(
-    impl: LossName, hidden: Tensor, group: dist.ProcessGroup | None = None, logit_scale: float = 1.0
+    impl: LossName,
+    hidden: Tensor,
+    group: dist.ProcessGroup | None = None,
+    logit_scale: float = 1.0,
+    reduction: ReductionName = "sum",
 ) -> Callable[..., Tensor] | None:
     """Liger's fused linear cross-entropy when it is wanted and can add the weight's gradient up in float32."""
     find_name("loss", impl, LOSS_NAMES, ConfigError)
-    unfit = group is not None or logit_scale != 1 or not _is_cuda(hidden) or hidden.dtype == torch.float64
+    other = reduction == "none" or group is not None or logit_scale != 1
+    unfit = other or not _is_cuda(hidden) or hidden.dtype == torch.float64
     if impl == "blockwise" or (impl == "auto" and unfit):
         return None
+    if reduction == "none":
+        raise ConfigError("loss 'liger' adds up the losses of all tokens; use 'blockwise' for reduction='none'")
     if group is not None:
         raise ConfigError("loss 'liger' needs the whole vocabulary on every rank; use 'blockwise'")
     if logit_scale != 1:
@@ -193,7 +179,9 @@ def _is_cuda(x: Tensor) -> bool:
     return x.device.type == "cuda"
 
 
-class _BlockwiseCrossEntropy(torch.autograd.Function):
+class _Summed(torch.autograd.Function):
+    """The gradients are computed with the loss: its own is one number, by which they are scaled."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -206,7 +194,7 @@ class _BlockwiseCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         wants = [differentiate and wanted for wanted in ctx.needs_input_grad[:3]]
-        total, gradients = _Blocks(hidden, weight, bias, options, group).run(targets, wants)
+        total, gradients = LossBlocks(hidden, weight, bias, targets, options, group).sum(wants)
         # Kept as attributes: the one backward pass takes them away and scales them where they are.
         ctx.gradients = gradients
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
@@ -214,11 +202,7 @@ class _BlockwiseCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():  # for which once_differentiable would return constants: d_total needs no gradient
-            raise UnsupportedError(
-                "blockwise_cross_entropy is differentiated once; call backward or torch.autograd.grad without "
-                "create_graph=True"
-            )
+        _refuse_second_derivative()
         if ctx.gradients is None:
             raise RuntimeError("the blockwise loss keeps its gradients for one backward pass; compute the loss again")
         [d_total] = gradients
@@ -231,154 +215,39 @@ class _BlockwiseCrossEntropy(torch.autograd.Function):
         return (*results, None, None, None, None)
 
 
-class _Blocks:
-    """One pass over the blocks of tokens, and within each over the blocks of vocabulary."""
+class _PerToken(torch.autograd.Function):
+    """The gradient of each token's loss is known in backward only, which computes the logits again."""
 
-    def __init__(
-        self,
+    @staticmethod
+    def forward(
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        targets: Tensor,
         options: LossOptions,
         group: dist.ProcessGroup | None,
-    ) -> None:
-        self.hidden, self.weight, self.bias, self.options, self.group = hidden, weight, bias, options, group
-        self.vocabulary = len(weight) * _size(group)
-        self.first = 0 if group is None else len(weight) * dist.get_rank(group)
-        self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        size = min(options.chunk_vocabulary or len(weight), len(weight))
-        self.columns = list(slices(len(weight), size))
-        block = min(options.chunk_tokens, len(hidden)) * size
-        self.buffer = self._new(block)
-        self.slopes = self._new(block) if options.softcap else None
+    ) -> Tensor:
+        losses, normalizers = LossBlocks(hidden, weight, bias, targets, options, group).per_token()
+        ctx.save_for_backward(hidden, weight, bias, targets, *normalizers)
+        ctx.options, ctx.group = options, group
+        return losses
 
-    def run(self, targets: Tensor, wants: list[bool]) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss, and of hidden, weight and bias the gradients that are wanted, where the loss's own is 1."""
-        hidden, several = self.hidden, len(self.columns) > 1
-        d_hidden = torch.empty_like(hidden) if wants[0] else None
-        d_weight = self._new(*self.weight.shape).zero_() if wants[1] else None
-        d_bias = self._new(len(self.weight)).zero_() if wants[2] else None
-        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        for rows in slices(len(hidden), self.options.chunk_tokens):
-            target, chunk = targets[rows] - self.first, hidden[rows]
-            valid = (targets[rows] != IGNORED).to(self.dtype)
-            top, exponentials, picked, mean = self._scan(chunk, target)
-            smoothing, lse = self.options.label_smoothing, top + exponentials.log()
-            # From the largest logit, so that large ones do not cancel.
-            loss = exponentials.log() + (1 - smoothing) * (top - picked) + smoothing * (top - mean)
-            loss += self.options.z_loss * lse.square()
-            total += (loss * valid).sum()
-            if not any(wants):
-                continue
-            sums = self._new(*chunk.shape) if several else None
-            for columns in self.columns:
-                if several:
-                    self._logits(chunk, columns).sub_(top.unsqueeze(1)).exp_()
-                logits = self._block(self.buffer, chunk, columns).div_(exponentials.unsqueeze(1))
-                d_logits = self._differentiate(logits, lse, target, valid, columns).to(hidden.dtype)
-                if d_bias is not None:
-                    d_bias[columns] += logits.sum(0)
-                if d_hidden is not None:
-                    _add_product(d_hidden[rows], d_logits, self.weight[columns], sums, first=columns.start == 0)
-                if d_weight is not None:
-                    _add_outer(d_weight[columns], d_logits, chunk)
-                del d_logits
-            if d_hidden is not None and sums is not None:
-                d_hidden[rows] = sums
-        return total.to(self.dtype), [d_hidden, d_weight, d_bias]
-
-    def _scan(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of each token: its largest logit, the sum of all ``exp(logit - largest)``, the target's logit (0 without one)
-        and the mean of all logits; each (n,). Leaves ``exp(logit - largest)`` of the last block in the buffer.
-        """
-        top = self._new(len(chunk)).fill_(-torch.inf)
-        total, picked, mean = (torch.zeros_like(top) for _ in range(3))
-        for columns in self.columns:
-            logits = self._logits(chunk, columns)
-            index, here = _local(target, columns)
-            picked += logits.gather(1, index).squeeze(1) * here
-            if self.options.label_smoothing:
-                mean += logits.sum(1) / self.vocabulary
-            highest = torch.maximum(top, logits.amax(1))
-            total.mul_((top - highest).exp_()).add_(logits.sub_(highest.unsqueeze(1)).exp_().sum(1))
-            top = highest
-        return self._over_ranks(top, total, picked, mean) if self.group else (top, total, picked, mean)
-
-    def _over_ranks(self, top: Tensor, *sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What ``_scan`` found in the whole vocabulary, from what it found in this rank's share of it."""
-        highest = top.clone()
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
-        shrink = (top - highest).exp_()
-        self._block(self.buffer, top, self.columns[-1]).mul_(shrink.unsqueeze(1))
-        total, picked, mean = sums
-        parts = torch.stack((total * shrink, picked, mean))
-        dist.all_reduce(parts, group=self.group)
-        return highest, parts[0], parts[1], parts[2]
-
-    def _logits(self, chunk: Tensor, columns: slice) -> Tensor:
-        """The block's logits in the buffer, and with a softcap the slopes of the cap beside it."""
-        logits = _multiply(chunk, self.weight[columns].T, self._block(self.buffer, chunk, columns))
-        if self.bias is not None:
-            logits += self.bias[columns]
-        if self.options.logit_scale != 1:
-            logits.mul_(self.options.logit_scale)
-        if self.slopes is not None and self.options.softcap:
-            slopes = self._block(self.slopes, chunk, columns)
-            logits.div_(self.options.softcap).tanh_()
-            torch.mul(logits, logits, out=slopes).neg_().add_(1)
-            logits.mul_(self.options.softcap)
-        return logits
-
-    def _differentiate(self, softmax: Tensor, lse: Tensor, target: Tensor, valid: Tensor, columns: slice) -> Tensor:
-        """The loss's gradient for what the head computed of the block, in the softmax's own memory."""
-        smoothing = self.options.label_smoothing
-        d_logits = softmax.mul_((valid * (1 + 2 * self.options.z_loss * lse)).unsqueeze(1))
-        index, here = _local(target, columns)
-        d_logits.scatter_add_(1, index, (-(1 - smoothing) * valid * here).unsqueeze(1))
-        if smoothing:
-            d_logits.sub_((valid * smoothing / self.vocabulary).unsqueeze(1))
-        if self.slopes is not None:
-            d_logits.mul_(self._block(self.slopes, d_logits, columns))
-        return d_logits if self.options.logit_scale == 1 else d_logits.mul_(self.options.logit_scale)
-
-    def _block(self, buffer: Tensor, chunk: Tensor, columns: slice) -> Tensor:
-        shape = len(chunk), columns.stop - columns.start
-        return buffer[: shape[0] * shape[1]].view(shape)
-
-    def _new(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.hidden.device)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _refuse_second_derivative()
+        [d_losses], (hidden, weight, bias, targets, *normalizers) = gradients, ctx.saved_tensors
+        blocks = LossBlocks(hidden, weight, bias, targets, ctx.options, ctx.group)
+        found = blocks.gradients(Normalizers(*normalizers), d_losses, ctx.needs_input_grad[:3])
+        like = hidden, weight, bias
+        results = (None if g is None or x is None else g.to(x.dtype) for g, x in zip(found, like, strict=True))
+        return (*results, None, None, None)
 
 
-def slices(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
-
-
-def _local(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Where in a block of vocabulary each target is, (n, 1), and whether it is there at all, (n,)."""
-    here = (target >= columns.start) & (target < columns.stop)
-    return (target - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1), here
-
-
-def _multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    return torch.mm(a, b, out=out) if a.dtype == out.dtype else out.copy_(a @ b)
-
-
-def _add_product(out: Tensor, d_logits: Tensor, weight: Tensor, sums: Tensor | None, *, first: bool) -> None:
-    """``d_logits @ weight``: into ``out``, or added to ``sums`` where it is one of several parts."""
-    if sums is None:
-        torch.mm(d_logits, weight, out=out)
-    elif first:
-        _multiply(d_logits, weight, sums)
-    elif sums.dtype == weight.dtype:
-        sums.addmm_(d_logits, weight)
-    else:
-        sums += d_logits @ weight
-
-
-def _add_outer(sums: Tensor, d_logits: Tensor, chunk: Tensor) -> None:
-    """``sums += d_logits.T @ chunk``, in parts where the product has a lower precision than the sums."""
-    if sums.dtype == chunk.dtype:
-        sums.addmm_(d_logits.T, chunk)
-        return
-    for rows in slices(len(sums), _PRODUCT_ROWS):
-        sums[rows] += d_logits[:, rows].T @ chunk
+def _refuse_second_derivative() -> None:
+    """For which once_differentiable would return constants where the gradient of a loss needs none itself."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "blockwise_cross_entropy is differentiated once; call backward or torch.autograd.grad without "
+            "create_graph=True"
+        )

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.names import ReductionName
 from ringspan.torch.data.batch import IGNORED
-from ringspan.torch.data.cross_entropy import LossOptions, slices
+from ringspan.torch.data.loss_blocks import LossOptions, slices
 from ringspan.torch.layers.blockwise import accumulate, mixes_tokens
 from ringspan.torch.layers.modules import autocast_now, computes_as, forward_of, hooks_of
 
@@ -77,7 +78,9 @@ def kind_of_head(head: nn.Module) -> Any:
     return tuple((forward_of(part), hooks_of(part)) for part in head.modules())
 
 
-def called_cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor, options: LossOptions) -> Tensor:
+def called_cross_entropy(
+    hidden: Tensor, head: nn.Module, targets: Tensor, options: LossOptions, reduction: ReductionName = "sum"
+) -> Tensor:
     """``blockwise_cross_entropy`` of ``head(hidden)``, by calling the head on ``chunk_tokens`` tokens at a time.
 
     Hooks on the head see blocks (1, n, C), each twice where there is a backward pass: dropout draws the same both
@@ -86,6 +89,7 @@ def called_cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor, optio
     Args:
         hidden: (T, C); targets (T,) int64, -100 for none.
         head: (1, n, C) -> (1, n, V), each token by itself.
+        reduction: ``sum``, or ``none`` for the loss of each token (T,).
 
     Raises:
         UnsupportedError: ``chunk_vocabulary``, since a head gives all of its logits; or a head that uses what was
@@ -93,42 +97,44 @@ def called_cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor, optio
     """
     refuse_blocks_of_vocabulary(head, options.chunk_vocabulary)
     blocks = _Blocks(head, targets, options, hidden.device)
-    if not torch.is_grad_enabled():
-        return blocks.total(hidden)
-    total, leaves = blocks.total_and_leaves(hidden)
-    return _Called.apply(total, hidden, blocks, *leaves)
+    if torch.is_grad_enabled():
+        losses, leaves = blocks.losses_and_leaves(hidden)
+        losses = _Called.apply(losses, hidden, blocks, *leaves)
+    else:
+        losses = blocks.losses(hidden)
+    return losses if reduction == "none" else losses.sum(dtype=torch.float64).to(losses.dtype)
 
 
 class _Blocks:
-    """The loss of a sequence as the sum over its blocks, with the autocast and the random numbers of its making."""
+    """The losses of a sequence block by block, with the autocast and the random numbers of their making."""
 
     def __init__(self, head: nn.Module, targets: Tensor, options: LossOptions, device: torch.device) -> None:
         self._head, self._targets, self._options, self._device = head, targets, options, device
         self._autocast = autocast_now(device.type)
         self._random = torch.get_rng_state(), *get_device_states(torch.empty(0, device=device))
 
-    def total(self, hidden: Tensor) -> Tensor:
-        losses = [self._loss(hidden[rows], rows) for rows in self._slices(hidden)]
-        return _sum(losses, hidden.device)
+    def losses(self, hidden: Tensor) -> Tensor:
+        """Of each token (T,)."""
+        return _cat([self._losses(hidden[rows], rows) for rows in self._slices(hidden)], hidden.device)
 
-    def total_and_leaves(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The loss, and every parameter that needs a gradient from it: the head's own on every rank, whatever blocks a
-        rank has, and those that hooks bring along.
+    def losses_and_leaves(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The losses, and every parameter that needs a gradient from them: the head's own on every rank, whatever
+        blocks a rank has, and those that hooks bring along.
         """
         leaves = {id(p): p for p in self._head.parameters() if p.requires_grad}
-        losses: list[Tensor] = []
+        parts: list[Tensor] = []
         for rows in self._slices(hidden):
             chunk = hidden[rows].detach().requires_grad_(hidden.requires_grad)
             now = torch.zeros((), requires_grad=True).neg().grad_fn
-            loss = self._loss(chunk, rows)
-            leaves |= {id(leaf): leaf for leaf in _leaves(loss, since=now) if leaf is not chunk}
-            losses.append(loss.detach())
-        return _sum(losses, hidden.device), list(leaves.values())
+            losses = self._losses(chunk, rows)
+            leaves |= {id(leaf): leaf for leaf in _leaves(losses, since=now) if leaf is not chunk}
+            parts.append(losses.detach())
+        return _cat(parts, hidden.device), list(leaves.values())
 
     def gradients(
-        self, hidden: Tensor, leaves: Sequence[Tensor], d_total: Tensor, *, of_hidden: bool
+        self, hidden: Tensor, leaves: Sequence[Tensor], d_losses: Tensor, *, of_hidden: bool
     ) -> list[Tensor | None]:
-        """Of hidden, where it is wanted, and of the leaves."""
+        """Of hidden, where it is wanted, and of the leaves; from that of each token's loss (T,)."""
         sums: list[Tensor | None] = [None] * len(leaves)
         d_hidden = torch.empty_like(hidden) if of_hidden else None
         state, devices, states = self._random
@@ -139,12 +145,13 @@ class _Blocks:
             for rows in self._slices(hidden):
                 chunk = hidden[rows].detach().requires_grad_(d_hidden is not None)
                 with self._autocast():
-                    loss = self._loss(chunk, rows)
+                    losses = self._losses(chunk, rows)
                 wanted = [chunk, *leaves] if d_hidden is not None else list(leaves)
                 parts: list[Tensor | None] = [None] * len(wanted)
-                if loss.requires_grad:
-                    parts = list(torch.autograd.grad(loss, wanted, d_total.to(loss.dtype), allow_unused=True))
-                del loss
+                if losses.requires_grad:
+                    d_block = d_losses[rows].to(losses.dtype)
+                    parts = list(torch.autograd.grad(losses, wanted, d_block, allow_unused=True))
+                del losses
                 if d_hidden is not None:
                     d_chunk = parts.pop(0)
                     d_hidden[rows] = 0 if d_chunk is None else d_chunk
@@ -158,56 +165,54 @@ class _Blocks:
     def _slices(self, hidden: Tensor) -> Iterator[slice]:
         return slices(len(hidden), self._options.chunk_tokens)
 
-    def _loss(self, chunk: Tensor, rows: slice) -> Tensor:
-        return summed_cross_entropy(self._head(chunk[None])[0], self._targets[rows], self._options)
+    def _losses(self, chunk: Tensor, rows: slice) -> Tensor:
+        return token_cross_entropy(self._head(chunk[None])[0], self._targets[rows], self._options)
 
 
-def summed_cross_entropy(products: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-    """What ``blockwise_cross_entropy`` says it equals, of what a head computed, (n, V)."""
+def token_cross_entropy(products: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+    """What ``blockwise_cross_entropy`` says it adds up, of what a head computed, (n, V) -> (n,)."""
     logits = products if products.dtype == torch.float64 else products.float()
     logits = logits * options.logit_scale if options.logit_scale != 1 else logits
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     with torch.autocast(logits.device.type, enabled=False):
-        total = cross_entropy(
-            logits, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=options.label_smoothing
+        losses = cross_entropy(
+            logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=options.label_smoothing
         )
         if options.z_loss:
-            total = total + options.z_loss * ((targets != IGNORED) * logits.logsumexp(-1).square()).sum()
-    return total
+            losses = losses + options.z_loss * logits.logsumexp(-1).square() * (targets != IGNORED)
+    return losses
 
 
 class _Called(torch.autograd.Function):
-    """A loss that is known already, whose gradients are computed when they are asked for."""
+    """Losses that are known already, whose gradients are computed when they are asked for."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, hidden: Tensor, blocks: _Blocks, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, losses: Tensor, hidden: Tensor, blocks: _Blocks, *leaves: Tensor) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.blocks, ctx.leaves = blocks, leaves  # FSDP has the whole parameters in them again when backward comes
-        return total.clone()
+        return losses.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        [hidden], [d_total] = ctx.saved_tensors, gradients
-        d_hidden, *others = ctx.blocks.gradients(hidden, ctx.leaves, d_total, of_hidden=ctx.needs_input_grad[1])
+        [hidden], [d_losses] = ctx.saved_tensors, gradients
+        d_hidden, *others = ctx.blocks.gradients(hidden, ctx.leaves, d_losses, of_hidden=ctx.needs_input_grad[1])
         return None, d_hidden, None, *others
 
 
-def _sum(losses: list[Tensor], device: torch.device) -> Tensor:
-    if not losses:
-        return torch.zeros((), device=device)
-    return torch.stack(losses).sum(dtype=torch.float64).to(losses[0].dtype)
+def _cat(losses: list[Tensor], device: torch.device) -> Tensor:
+    return torch.cat(losses) if losses else torch.zeros(0, device=device)
 
 
-def _leaves(loss: Tensor, since: Any) -> list[Tensor]:
+def _leaves(losses: Tensor, since: Any) -> list[Tensor]:
     """The parameters that a value was computed from, after the operation ``since``.
 
     Raises:
         UnsupportedError: it comes from something that was computed before.
     """
     found: list[Tensor] = []
-    waiting = [loss.grad_fn] if loss.grad_fn is not None else []
+    waiting = [losses.grad_fn] if losses.grad_fn is not None else []
     seen: set[Any] = set(waiting)
     while waiting:
         node: Any = waiting.pop()
