@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ringspan.torch.data.batch import shard, shard_batch, unshard
     from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
     from ringspan.torch.data.loader import loader, sampler
+    from ringspan.torch.model.logprobs import token_logprobs
     from ringspan.torch.parallelize import parallelize
     from ringspan.torch.runtime.mesh import init_mesh
 
@@ -51,6 +52,7 @@ _MODULES = {
     "shard": "ringspan.torch.data.batch",
     "shard_batch": "ringspan.torch.data.batch",
     "sliding_window": "ringspan.core.mask",
+    "token_logprobs": "ringspan.torch.model.logprobs",
     "unshard": "ringspan.torch.data.batch",
 }
 
@@ -90,5 +92,6 @@ __all__ = [
     "shard",
     "shard_batch",
     "sliding_window",
+    "token_logprobs",
     "unshard",
 ]

@@ -26,6 +26,9 @@ FULL_QUEUE = "torch/transport/test_shared_memory.py::test_a_full_queue_waits_for
 FREE = "torch/transport/test_shared_memory.py::test_a_slot_is_free_when_nobody_has_a_tensor_on_its_message"
 ANY = "torch/attention/test_ring.py::test_any_mask_on_any_layout"
 LOSS = "torch/data/test_cross_entropy.py::test_loss_and_gradients_are_those_of_whole_logits[plain-7-13]"
+TOKEN_LOSSES = (
+    "torch/data/test_cross_entropy.py::test_the_loss_of_each_token_and_any_function_of_it[dtype0-1e-13-plain-7-13]"
+)
 IGNORED_TARGETS = (
     "torch/data/test_cross_entropy.py::test_tokens_without_targets_and_heads_without_biases[None-False-some]"
 )
@@ -337,6 +340,20 @@ MUTANTS = [
         LOSS,
     ),
     Mutant(
+        "every block of tokens weighed as the first",
+        "torch/data/loss_blocks.py",
+        "self._differentiate(rows, normalizers.of(rows), d_losses[rows], sums, is_scanned=False)",
+        "self._differentiate(rows, normalizers.of(rows), d_losses[: rows.stop - rows.start], sums, is_scanned=False)",
+        TOKEN_LOSSES,
+    ),
+    Mutant(
+        "a token's softmax not the one of its loss",
+        "torch/data/loss_blocks.py",
+        "return Normalizers(self.top[rows], self.exponentials[rows])",
+        "return Normalizers(self.top[rows], self.exponentials.flip(0)[rows])",
+        TOKEN_LOSSES,
+    ),
+    Mutant(
         "target looked up in the wrong block of vocabulary",
         "torch/data/loss_blocks.py",
         "return (target - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1), here",
@@ -480,7 +497,7 @@ MUTANTS = [
     Mutant(
         "gradients of a called head for its own parameters alone",
         "torch/layers/head.py",
-        "leaves |= {id(leaf): leaf for leaf in _leaves(loss, since=now) if leaf is not chunk}",
+        "leaves |= {id(leaf): leaf for leaf in _leaves(losses, since=now) if leaf is not chunk}",
         "pass",
         "torch/layers/test_head.py::test_loss_and_gradients_are_those_of_whole_logits[some-dtype0-1e-13-plain-7]",
     ),

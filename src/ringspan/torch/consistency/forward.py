@@ -28,12 +28,12 @@ _DIGESTS: Final = ("input_ids", "labels", "position_ids")  # in the order of a b
 
 @torch.compiler.disable()
 def check_forward(
-    model: Any, bind: Callable[[], BoundArguments], check_others: Callable[[dict[str, Any]], Any]
+    model: Any, bind: Callable[[], BoundArguments], check_others: Callable[[dict[str, Any]], Any], name: str
 ) -> dict[str, Any]:
     """The arguments of a forward pass, with the targets of the whole batch and its length where they were not given.
 
     ``bind`` gives the arguments their names, ``check_others`` raises what is wrong with those that ``forward`` does not
-    name.
+    name. ``name`` is what the pass is called in errors; ranks whose passes have other names raise.
 
     Raises:
         PeerMismatch: the ranks were given different things; on every rank.
@@ -55,9 +55,9 @@ def check_forward(
         _check_batch(model, **arguments)
         targets = arguments.get("shift_labels")
         number = 0 if targets is None else int((targets != IGNORED).sum())
-        call = Call("a forward pass", _facts(model, arguments, others), _facts_of_ring(arguments), number)
+        call = Call(name, _facts(model, arguments, others), _facts_of_ring(arguments), number)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        call = Call("a forward pass", error=error)
+        call = Call(name, error=error)
     total = check_call(model.ring_mesh, call)
     tokens = arguments["input_ids"].shape[1] * model.ring_mesh["ring"].size()
     defaults = {"num_items_in_batch": total, "sequence_length": tokens}

@@ -47,10 +47,9 @@ class LoopWatch:
         atexit.register(self._leave)
 
     @contextmanager
-    def call(self, name: str) -> Iterator[None]:
+    def call(self, name: str, *, is_pass: bool) -> Iterator[None]:
         """While this rank waits for the others in a call."""
-        if name == "a forward pass":
-            self._num_passes += 1
+        self._num_passes += is_pass
         self._watchdog.be(self._num_passes, name, self.patience_seconds)
         try:
             yield
@@ -91,12 +90,12 @@ def watch_loop(mesh: DeviceMesh) -> None:
 
 
 @contextmanager
-def in_call(name: str) -> Iterator[None]:
-    """While this rank is in a call that all ranks make."""
+def in_call(name: str, *, is_pass: bool = False) -> Iterator[None]:
+    """While this rank is in a call that all ranks make, a forward pass or another one."""
     if _watch is None:
         yield
         return
-    with _watch.call(name):
+    with _watch.call(name, is_pass=is_pass):
         yield
 
 

@@ -4,11 +4,12 @@ B batch, S global tokens, N ranks, T tokens per rank.
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.arguments import check_sharding
@@ -20,6 +21,19 @@ from ringspan.torch.runtime.mesh import check_mesh
 from ringspan.torch.transport.digest import digest_integers
 
 IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
+
+# What ``shard_batch`` returns.
+SHARDED: Final = frozenset(
+    {
+        "batch_digest",
+        "document_lengths",
+        "input_ids",
+        "position_ids",
+        "real_tokens",
+        "sequence_length",
+        "shift_labels",
+    }
+)
 
 _INTEGERS: Final = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _KEYS: Final = frozenset({"input_ids", "labels", "shift_labels", "attention_mask", "position_ids"})
@@ -70,6 +84,23 @@ def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | N
         dist.all_gather(parts, x, group=group)
     order = torch.from_numpy(layout.inverse[: layout.length]).to(x.device)
     return torch.cat(parts).index_select(0, order).movedim(0, dim)
+
+
+class Unsharded(torch.autograd.Function):
+    """``unshard``, after which every rank computes the same of the whole; its gradient is each rank's own part.
+
+    As with ``Sum``: the parts of all ranks are the gradient, counted once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.layout, ctx.rank, ctx.dim = layout, dist.get_rank(group), dim
+        return unshard(x, layout, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return shard(gradients[0], ctx.layout, ctx.rank, ctx.dim), None, None, None
 
 
 def shard_batch(

@@ -52,7 +52,7 @@ def loader(
     dataset: Dataset[Any],
     mesh: DeviceMesh,
     *,
-    batch_size: int = 1,
+    batch_size: int | None = 1,
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
@@ -65,7 +65,7 @@ def loader(
         dataset: with a length, see ``sampler``; or iterable, of which replica r of R takes examples r, r + R, ... as
             long as there is one for each.
         mesh: from ``init_mesh``.
-        batch_size: examples per replica.
+        batch_size: examples per replica; None where each example is a batch already.
         shuffle: see ``sampler``; an iterable data set has its own order.
         seed: of the order, and of what workers draw.
         drop_last: leave out what does not come out even, and a batch that is not full.

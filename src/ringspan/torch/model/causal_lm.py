@@ -7,9 +7,10 @@ B batch, S global tokens, T local tokens, V vocabulary.
 import inspect
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from enum import Enum
 from functools import partial
 from typing import Any, Final
 
@@ -23,13 +24,16 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.names import LayoutName
+from ringspan.core.layout import Layout
+from ringspan.core.names import LayoutName, ReductionName
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import Fixed
 from ringspan.torch.consistency.forward import check_forward
 from ringspan.torch.consistency.loop_watch import in_call, watch_backward
 from ringspan.torch.consistency.optimizers import optimizer_facts
-from ringspan.torch.data.cross_entropy import LossOptions, blockwise_cross_entropy
+from ringspan.torch.data.batch import SHARDED, Unsharded
+from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
+from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.layers.decoder import finished_logits
 from ringspan.torch.layers.head import called_cross_entropy, is_its_weight, kind_of_head, refuse_mixing
 from ringspan.torch.layers.modules import local_part
@@ -42,6 +46,13 @@ from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import splits_vocabulary
 from ringspan.torch.transport.sums import Sum, SumOfGradients
+
+
+class Asked(Enum):
+    """What a forward pass is called for, as errors name the call."""
+
+    LOSS = "a forward pass"
+    LOGPROBS = "token_logprobs"
 
 
 class RingCausalLM(Fixed):
@@ -70,8 +81,10 @@ class RingCausalLM(Fixed):
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
-        with in_call("a forward pass"):
-            kwargs = check_forward(self, partial(_SIGNATURE.bind, self, *args, **kwargs), partial(_check_asked, self))
+        asked = _asked(kwargs)
+        with in_call(asked.value, is_pass=True):
+            bind = partial(_bind, self, args, kwargs)
+            kwargs = check_forward(self, bind, partial(_check_asked, self), asked.value)
             try:
                 result = call(**kwargs)
             except BaseException:
@@ -104,7 +117,7 @@ class RingCausalLM(Fixed):
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | Tensor:
         """Local tokens (B, T) and their positions -> the global loss, or local logits when there are no labels.
 
         ``document_lengths`` (B, documents), 0 behind the last one: tokens see their own document only, and positions
@@ -112,6 +125,8 @@ class RingCausalLM(Fixed):
         ``output_router_logits``, of the config when None: the auxiliary loss of a mixture of experts is computed over
         the tokens of all ranks that are no padding, and is a part of the loss. ``real_tokens`` (B, T) says which those
         are; all but the padding of the layout when None.
+        ``kwargs`` has at most ``ring_asked``, by which ``token_logprobs`` asks for log-probabilities (B, S) in place of
+        the loss.
         ``labels`` and ``attention_mask`` raise in ``__call__``. They are named for those who look (transformers'
         Trainer keeps the columns of a data set that are arguments here); ``shard_batch`` takes both.
 
@@ -122,7 +137,8 @@ class RingCausalLM(Fixed):
         assert input_ids is not None and position_ids is not None, "checked by __call__"
         assert num_items_in_batch is not None and sequence_length is not None, "filled in by __call__"
         renew_types(self)
-        router = wanted_router(self, output_router_logits)
+        is_scored = _asked(kwargs) is Asked.LOGPROBS
+        router = None if is_scored else wanted_router(self, output_router_logits)
         decoder = self.get_submodule(self.ring_decoder)
         longest = int(sequence_length)
         set_global_length(decoder, longest)
@@ -142,6 +158,10 @@ class RingCausalLM(Fixed):
                 f"{_name(self)} does not hand its keyword arguments on to attention, so "
                 "packed documents would see each other; give it one document a sequence"
             )
+        if is_scored:
+            assert shift_labels is not None, "checked by __call__"
+            whole = longest if document_lengths is None else int(document_lengths.sum(1).max())
+            return watch_backward(_logprobs(self, hidden, shift_labels, whole))
         auxiliary = None
         if router is not None:
             if real_tokens is None:
@@ -217,22 +237,40 @@ def _note_length(model: Any, length: int) -> None:
 def _loss(model: Any, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
     """The sum over the targets of the whole batch, over their count."""
     # Evaluation is plain cross-entropy, whatever training adds to it.
-    loss = model.ring_loss if model.training else replace(model.ring_loss, z_loss=0.0, label_smoothing=0.0)
+    total = _cross_entropy(model, hidden, targets, model.ring_loss if model.training else _plain(model), "sum")
+    return Sum.apply(total / max(count, 1), _groups(model))
+
+
+@torch.compiler.disable()
+def _logprobs(model: Any, hidden: Tensor, targets: Tensor, length: int) -> Tensor:
+    """Of each target of the whole sequences (B, S), on every rank of the ring; 0 where there is none."""
+    losses = _cross_entropy(model, hidden, targets, _plain(model), "none").view(targets.shape)
+    ring = model.ring_mesh["ring"]
+    return Unsharded.apply(0.0 - losses, Layout(model.ring_layout, length, ring.size()), ring.get_group(), 1)
+
+
+def _plain(model: Any) -> LossOptions:
+    return replace(model.ring_loss, z_loss=0.0, label_smoothing=0.0)
+
+
+def _cross_entropy(
+    model: Any, hidden: Tensor, targets: Tensor, options: LossOptions, reduction: ReductionName
+) -> Tensor:
+    """Of the local tokens: their sum, or that of each (B T)."""
     tp, head = tensor_axis(model.ring_mesh), model.get_output_embeddings()
     share = tp.get_group() if tp is not None and splits_vocabulary(head) else None
     if is_its_weight(head):
-        total = blockwise_cross_entropy(
+        return blockwise_cross_entropy(
             (hidden if share is None else SumOfGradients.apply(hidden, share)).flatten(0, 1),
             local_part(head.weight),
             targets.flatten(),
             bias=None if head.bias is None else local_part(head.bias),
             group=share,
-            **asdict(loss),
+            reduction=reduction,
+            **asdict(options),
         )
-    else:
-        _refuse_head(model, head, is_split=share is not None)
-        total = called_cross_entropy(hidden.flatten(0, 1), head, targets.flatten(), loss)
-    return Sum.apply(total / max(count, 1), _groups(model))
+    _refuse_head(model, head, is_split=share is not None)
+    return called_cross_entropy(hidden.flatten(0, 1), head, targets.flatten(), options, reduction)
 
 
 def _refuse_head(model: Any, head: nn.Module, *, is_split: bool) -> None:
@@ -262,7 +300,31 @@ def _name(model: Any) -> str:
     return type(model).__name__.removeprefix("FSDP")
 
 
+def _asked(arguments: dict[str, Any]) -> Asked:
+    """Only ``token_logprobs`` has another one to give."""
+    asked = arguments.get("ring_asked")
+    return asked if isinstance(asked, Asked) else Asked.LOSS
+
+
+def _bind(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    """The arguments of a call by the names that ``forward`` has for them.
+
+    Raises:
+        TypeError: they do not fit.
+        UnsupportedError: no targets where log-probabilities are asked for, or what has no meaning there.
+    """
+    bound = _SIGNATURE.bind(model, *args, **kwargs)
+    if _asked(kwargs) is Asked.LOGPROBS:
+        given = {name for name, value in kwargs.items() if value is not None} - {"ring_asked"}
+        if unknown := sorted(given - SHARDED):
+            raise UnsupportedError(f"token_logprobs takes what rs.shard_batch returned, and no {', '.join(unknown)}")
+        if "input_ids" in given and "shift_labels" not in given:
+            raise UnsupportedError("token_logprobs needs targets; give rs.shard_batch labels or shift_labels")
+    return bound
+
+
 def _check_asked(model: Any, arguments: dict[str, Any]) -> None:
     """Raise what a caller, or the config meanwhile, asks for and a model on a ring does not do."""
-    check_arguments(_name(model), arguments)
+    others = {name: value for name, value in arguments.items() if not isinstance(value, Asked)}
+    check_arguments(_name(model), others)
     check_configs(model.ring_configs)
