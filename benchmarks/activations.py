@@ -10,7 +10,6 @@ Results go to ``benchmarks/results/activations-cpu.json``, the picture of the lo
 import copy
 import json
 import sys
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -74,12 +73,9 @@ TIMES: Final[dict[str, dict[str, Any]]] = {
 def count_bytes() -> dict[str, Any]:
     """The highest moment of a step of a Llama of 130M parameters, as rank 1 of 2, in bfloat16."""
     rows: list[dict[str, Any]] = []
-    known = {field.name for field in fields(Setting)}
     for tokens in (8192, 32_768, 131_072):
         for name, options in BYTES.items():
-            chosen = {key: value for key, value in options.items() if key in known}
-            others = {key: value for key, value in options.items() if key not in known}
-            setting = Setting(length=2 * tokens, ring=2, on_gpu=False, **chosen)
+            setting = Setting(length=2 * tokens, ring=2, on_gpu=False, **options)
             config = LlamaConfig(
                 vocab_size=32_000,
                 hidden_size=768,
@@ -90,7 +86,7 @@ def count_bytes() -> dict[str, Any]:
                 max_position_embeddings=2 * tokens,
                 use_cache=False,
             )
-            peak = trace(config, setting, 1, **others).peak
+            peak = trace(config, setting, 1).peak
             row = {"ring": 2, "tokens_per_rank": tokens, "checkpoint": setting.checkpoint, "variant": name}
             rows.append(row | {"phase": peak.phase, "peak_bytes": peak.total_bytes, "bytes": peak.bytes})
             print(tokens, name, f"{peak.total_bytes / 1e9:.2f} GB", file=sys.stderr, flush=True)

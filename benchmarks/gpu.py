@@ -180,7 +180,7 @@ def _setup(step: Step) -> tuple[Any, Any]:
         tie_word_embeddings=False,
     )
     length = step.ring * step.tokens
-    return config, Setting(length=length, ring=step.ring, dtype=step.dtype, parameter_dtype=step.dtype)
+    return config, Setting(length=length, ring=step.ring, compute_dtype=step.dtype, parameter_dtype=step.dtype)
 
 
 def _small(step: Step) -> Step:

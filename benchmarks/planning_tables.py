@@ -144,7 +144,7 @@ def longest_contexts(kind: str, devices: int, model: str) -> tuple[Setting, Sett
 
 def _context_row(title: str, kind: str, devices: int, model: str, blockwise: int, ring: int) -> tuple[str, ...]:
     shape, device = MODELS[model], DEVICES[kind]
-    as_published = Setting(length=ring * K, ring=devices, checkpoint="full", dtype="float32", on_gpu=False)
+    as_published = Setting(length=ring * K, ring=devices, checkpoint="full", compute_dtype="float32", on_gpu=False)
     need = training_memory(shape, as_published).peak_bytes
     on_devices, with_host = longest_contexts(kind, devices, model)
     memory = training_memory(shape, on_devices)

@@ -18,7 +18,7 @@ from ray.train.torch import TorchTrainer
 
 from ringspan.cli.train import train_rank
 from ringspan.core.errors import RingspanError
-from ringspan.train.config.tables import load_config, parse_config
+from ringspan.train.config.load import load_config, parse_config
 
 
 def worker(job: dict[str, Any]) -> None:

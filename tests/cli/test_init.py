@@ -6,7 +6,7 @@ import pytest
 
 import ringspan
 from ringspan.cli.main import main
-from ringspan.train.config.tables import load_config
+from ringspan.train.config.load import load_config
 from tests.cli.test_bad_input import refusal
 
 

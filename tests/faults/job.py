@@ -35,7 +35,7 @@ def main(path: str, nproc: str, max_restarts: str) -> None:
     serve_forks("ringspan.train.loop")
 
     from ringspan.torch.runtime.launch import launch
-    from ringspan.train.config.tables import load_config
+    from ringspan.train.config.load import load_config
     from ringspan.train.signals import EXIT_STOPPED
 
     pids = Path(path).with_suffix(".pids")

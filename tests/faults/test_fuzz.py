@@ -27,7 +27,7 @@ from ringspan.train.checkpoints.manifest import (
     verify,
 )
 from ringspan.train.checkpoints.shards import read_tensors
-from ringspan.train.config.tables import load_config
+from ringspan.train.config.load import load_config
 
 TIMES = int(os.environ.get("RINGSPAN_FUZZ_FILES", "250"))  # of each of four kinds; make faults: 2,500
 SHARDS = ("rank_00000.safetensors", "rank_00001.safetensors")

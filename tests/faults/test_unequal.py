@@ -7,7 +7,7 @@ import torch.distributed as dist
 import ringspan as rs
 from ringspan.core.errors import RingspanError
 from ringspan.torch.runtime.mesh import split_world
-from ringspan.train.config.tables import parse_config
+from ringspan.train.config.load import parse_config
 
 # What the last rank is given instead of: batch 2, 4 and 2 heads, 8 tokens, head size 16, causal, zigzag.
 UNEQUAL = {

@@ -30,7 +30,7 @@ def unreachable(monkeypatch, tmp_path):
     ],
 )
 def test_a_run_that_needs_the_hub_is_refused_at_once(monkeypatch, capsys, workplace, unreachable, arguments, key):  # noqa: F811
-    from ringspan.train.config.tables import load_config
+    from ringspan.train.config.load import load_config
     from ringspan.train.data.documents import load_documents
     from ringspan.train.model import load_model_config, load_tokenizer
 

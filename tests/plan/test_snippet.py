@@ -17,14 +17,14 @@ from ringspan.plan.setting import Setting
 from ringspan.plan.shapes import MODELS
 from ringspan.plan.snippet import python_call, toml_tables, train_command
 from ringspan.torch.memory.host_optimizer import HostAdamW
-from ringspan.train.config.tables import load_config
+from ringspan.train.config.load import load_config
 
 MINIMAL = '[model]\npath = "a-model"\n[data]\npaths = ["text"]\nsequence_length_tokens = 2\n'
 SETTINGS = {
     "plain": Setting(length=4096, checkpoint="none", feedforward_chunk_tokens=0),
     "ring": Setting(length=1 << 20, ring=8, route="bidirectional", feedforward_chunk_tokens=FREE_CHUNK_TOKENS),
     "chunks without a checkpoint": Setting(length=8192, ring=8, checkpoint="none", feedforward_chunk_tokens=4096),
-    "whole feed-forwards": Setting(length=8192, ring=2, tp=4, dtype="float32", feedforward_chunk_tokens=0),
+    "whole feed-forwards": Setting(length=8192, ring=2, tp=4, compute_dtype="float32", feedforward_chunk_tokens=0),
     "everything": Setting(
         length=1 << 22, ring=2, replicate=2, tp=2, batch=3, layout="contiguous", route="ulysses:2", checkpoint="full",
         layers_per_checkpoint=4, offload="activations", optimizer_on_host=True,
@@ -34,7 +34,7 @@ SETTINGS = {
 
 def question_for(setting, **changes):
     asked = {"devices": setting.devices, "length": setting.length, "batch": 2 * setting.replicate * setting.batch}
-    asked |= {"shape": MODELS["llama-3.1-8b"], "device": device("h100"), "dtype": setting.dtype}
+    asked |= {"shape": MODELS["llama-3.1-8b"], "device": device("h100"), "dtype": setting.compute_dtype}
     return Question(**asked | changes)
 
 
@@ -48,7 +48,7 @@ def loaded(folder, question, setting):
 
 def check(folder, question, setting):
     config, words = loaded(folder, question, setting)
-    assert config.data.sequence_length_tokens == setting.length and config.model.dtype == setting.dtype
+    assert config.data.sequence_length_tokens == setting.length and config.model.dtype == setting.compute_dtype
     assert config.resolve_mesh(question.devices) == (setting.replicate, setting.ring)
     assert (config.mesh.tp, config.attention.layout, config.attention.route) == (
         setting.tp, setting.layout, setting.route,
@@ -106,7 +106,7 @@ def test_the_call_has_only_parameters_that_there_are(setting):
     options = calls["parallelize"]
     assert options["layout"] == calls["shard_batch"]["layout"] == setting.layout
     assert options["route"] == setting.route and options["checkpoint"] == setting.checkpoint
-    assert options["compute_dtype"] == getattr(torch, setting.dtype)
+    assert options["compute_dtype"] == getattr(torch, setting.compute_dtype)
     assert options.get("offload", "none") == setting.offload
     assert options.get("layers_per_checkpoint", 1) == setting.layers_per_checkpoint
     assert made == ([HostAdamW] if setting.optimizer_on_host else [])

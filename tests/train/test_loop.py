@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ringspan.cli.main import main
 from ringspan.torch.data.batch import IGNORED
-from ringspan.train.config.tables import OptimizerConfig, TrainConfig, parse_config
+from ringspan.train.config.load import parse_config
+from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.order import BatchOrder
 from ringspan.train.data.sequences import build_data
 from ringspan.train.job import _peak_flops, learning_rate, prepare

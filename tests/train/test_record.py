@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ringspan.core.errors import ConfigError
-from ringspan.train.config.tables import parse_config
+from ringspan.train.config.load import parse_config
 from ringspan.train.record import read_record, recorded
 
 

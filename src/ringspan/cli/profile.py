@@ -72,7 +72,7 @@ def command(
         route=route,
         checkpoint=checkpoint_name(checkpoint),
         layers_per_checkpoint=layers_per_checkpoint,
-        dtype=dtype,
+        compute_dtype=dtype,
         parameter_dtype=parameter_dtype,
     )
     for name in (dtype, parameter_dtype):
@@ -119,7 +119,7 @@ def _show(profiles: "list[RankProfile]", name: str, setting: "Setting", out: Pat
     from ringspan.core.units import shown_bytes, shown_seconds
     from ringspan.report.profile_page import write_report
 
-    title = f"{name}: {setting.length:,} tokens on a ring of {setting.ring}, {setting.dtype}"
+    title = f"{name}: {setting.length:,} tokens on a ring of {setting.ring}, {setting.compute_dtype}"
     paths = write_report(profiles, out, title)
     if as_json:
         files = [str(path) for path in paths]

@@ -66,7 +66,7 @@ def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
     micro_steps = question.batch // (setting.replicate * setting.batch)
     step_seconds = micro_steps * measured.step_seconds
     flops = question.batch * model_flops(question.shape, setting.length) / question.devices
-    peak_flops = measure_flops(local_device(), getattr(torch, setting.dtype))
+    peak_flops = measure_flops(local_device(), getattr(torch, setting.compute_dtype))
     predicted = max(
         step_seconds + micro_steps * measured.exposed_seconds,
         (answer.cost.ring_bytes + answer.cost.shard_bytes) / measured.bandwidth,

@@ -41,7 +41,7 @@ def command(
     A run that is there already goes on from its newest valid checkpoint. SIGTERM, SIGINT and SIGUSR1 save and end with
     exit code 75.
     """
-    from ringspan.train.config.tables import load_config
+    from ringspan.train.config.load import load_config
 
     settings = load_config(config, overrides or [])
     result, is_first = run(settings, nproc, max_restarts)

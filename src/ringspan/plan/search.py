@@ -84,7 +84,7 @@ def meshes(question: Question) -> tuple[Setting, ...]:
                 replicate=question.devices // tp // ring,
                 tp=tp,
                 layout=layouts(ring)[0],
-                dtype=question.dtype,
+                compute_dtype=question.dtype,
                 parameter_dtype=question.parameter_dtype,
             )
             granularity = Layout(setting.layout, 1, ring).granularity

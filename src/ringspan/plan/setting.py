@@ -2,28 +2,27 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal
+from typing import Final
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.choice import check_segments
 from ringspan.core.errors import ConfigError
 from ringspan.core.layout import Layout
-from ringspan.core.names import LayoutName, checkpoint_name, offload_name
+from ringspan.core.names import ChunkTokens, checkpoint_name, offload_name
 from ringspan.core.route import Route, member_heads
+from ringspan.core.step_config import StepConfig
 from ringspan.plan.shapes import ModelShape
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One training step: its length, how it is split, and what it computes and keeps in.
+class Setting(StepConfig):
+    """One training step: the options of ``parallelize``, its length, how it is split, and what it keeps numbers in.
 
-    ``batch`` is the number of sequences of a rank's micro-step; ``dtype`` what layers compute in, ``parameter_dtype``
-    what parameters, gradients and moments are kept in. ``layers_per_checkpoint``, ``feedforward_chunk_tokens``,
-    ``norm_chunk_tokens`` and ``offload`` are the options of ``parallelize``; ``optimizer_on_host`` has AdamW's moments
-    in host memory. ``on_gpu`` is what a GPU does where it differs from a CPU: fewer groups of heads, and the optimizer
-    on all parameters at once.
+    ``batch`` is the number of sequences of a rank's micro-step; ``parameter_dtype`` what parameters, gradients and
+    moments are kept in; ``optimizer_on_host`` has AdamW's moments in host memory. ``on_gpu`` is what a GPU does where
+    it differs from a CPU: fewer groups of heads, and the optimizer on all parameters at once.
     """
 
     length: int
@@ -31,16 +30,8 @@ class Setting:
     replicate: int = 1
     tp: int = 1
     batch: int = 1
-    layout: LayoutName = "zigzag"
-    route: str = "ring"
-    checkpoint: str = "attention"
-    layers_per_checkpoint: int = 1
-    dtype: str = "bfloat16"
+    compute_dtype: str = "bfloat16"  # pyright: ignore[reportIncompatibleVariableOverride]
     parameter_dtype: str = "float32"
-    loss_chunk_tokens: int = 1024
-    feedforward_chunk_tokens: int | Literal["auto"] = "auto"
-    norm_chunk_tokens: int | Literal["auto"] = "auto"
-    offload: str = "none"
     optimizer_on_host: bool = False
     on_gpu: bool = True
 
@@ -60,7 +51,7 @@ class Setting:
 
     @property
     def number_bytes(self) -> int:
-        return dtype_bytes(self.dtype)
+        return dtype_bytes(self.compute_dtype)
 
     @property
     def feedforward_tokens(self) -> int:
@@ -74,7 +65,7 @@ class Setting:
             return 0
         return self._chunk_tokens(self.norm_chunk_tokens)
 
-    def _chunk_tokens(self, chosen: int | Literal["auto"]) -> int:
+    def _chunk_tokens(self, chosen: ChunkTokens) -> int:
         if chosen == "auto":
             return 0 if self.checkpoint == "none" else FREE_CHUNK_TOKENS
         return chosen

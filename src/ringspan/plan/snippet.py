@@ -40,7 +40,7 @@ def train_command(question: Question, setting: Setting, file: str) -> str:
             nodes += 1
         per_node = question.devices // nodes
         start = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} ... -m ringspan train {file}"
-    return f"{start} \\\n    model.dtype={setting.dtype} data.sequence_length_tokens={setting.length}"
+    return f"{start} \\\n    model.dtype={setting.compute_dtype} data.sequence_length_tokens={setting.length}"
 
 
 def python_call(setting: Setting) -> str:
@@ -57,7 +57,7 @@ def python_call(setting: Setting) -> str:
         "    model,",
         "    mesh,",
         *(f"    {name}={json.dumps(value)}," for name, value in options.items()),
-        f"    compute_dtype=torch.{setting.dtype},",
+        f"    compute_dtype=torch.{setting.compute_dtype},",
         ")",
         f"batch = rs.shard_batch(batch, mesh, layout={json.dumps(setting.layout)})",
     ]

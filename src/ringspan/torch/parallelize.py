@@ -3,23 +3,20 @@
 B batch, S global tokens, T local tokens, V vocabulary.
 """
 
-import hashlib
-from collections.abc import Container, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator
+from dataclasses import fields
 from itertools import count
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.layout import Layout, layout_name
-from ringspan.core.mask import Mask, causal, documents, sliding_window
+from ringspan.core.layout import layout_name
 from ringspan.core.names import (
     CheckpointName,
     ChunkTokens,
@@ -30,9 +27,8 @@ from ringspan.core.names import (
     kernel_name,
 )
 from ringspan.core.numbers import check_whole
+from ringspan.core.step_config import StepConfig
 from ringspan.torch import kernels
-from ringspan.torch.attention.cached import current_turn
-from ringspan.torch.attention.op import ring_attention
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import refuse_copy, structure_of
 from ringspan.torch.consistency.loop_watch import watch_loop
@@ -42,7 +38,7 @@ from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.generate.model import RingGenerator
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.blockwise import run_in_blocks
-from ringspan.torch.layers.decoder import LayerKind, decoder_of, head_sizes, layer_kinds, logit_scale, logit_softcap
+from ringspan.torch.layers.decoder import decoder_of, head_sizes, layer_kinds, logit_scale, logit_softcap
 from ringspan.torch.layers.embedding import sum_embedding_gradients
 from ringspan.torch.layers.feedforward import find_feedforwards, free_feedforwards
 from ringspan.torch.layers.head import kind_of_head, refuse_blocks_of_vocabulary, vocabularies
@@ -53,14 +49,13 @@ from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_r
 from ringspan.torch.memory.checkpointing import check_checkpointing, checkpoint_layers
 from ringspan.torch.memory.sharding import shard_weights
 from ringspan.torch.model.adapters import base_of, is_peft, put_on_ring
-from ringspan.torch.model.causal_lm import Packed, RingCausalLM
+from ringspan.torch.model.attention_function import register_attention
+from ringspan.torch.model.causal_lm import RingCausalLM
 from ringspan.torch.model.config_changes import copy_configs
-from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
 from ringspan.torch.model.support import refuse_route, refuse_unsupported
 from ringspan.torch.runtime.mesh import check_mesh, tensor_axis
 from ringspan.torch.tensor_parallel.split import refuse_split, split_model
 
-_OVER_CACHE: Final = ("use_cache", "past_key_values", "logits_to_keep")  # which a pass over a cache honours elsewhere
 # How many models each mesh has been given, alike on all of its ranks.
 _numbers: Final[dict[tuple[int, ...], Iterator[int]]] = {}
 
@@ -110,8 +105,9 @@ def parallelize(
         checkpoint: what layers keep for backward, see ``checkpoint_layers``.
         layers_per_checkpoint: consecutive layers of which only the first keeps its input, see ``checkpoint_layers``.
         loss_chunk_tokens: tokens whose logits exist at once.
-        loss_chunk_vocabulary: vocabulary entries for which they do, all when None; see ``blockwise_cross_entropy``, for
-            ``z_loss`` and ``label_smoothing`` too.
+        loss_chunk_vocabulary: vocabulary entries for which they do, all when None; see ``blockwise_cross_entropy``.
+        z_loss: factor on the squared log-sum-exp of the logits.
+        label_smoothing: share of each target that is spread over the vocabulary.
         feedforward_chunk_tokens: tokens that a feed-forward works on at once, see ``chunk_feedforwards``; 0 for all.
             ``auto`` takes 4,096 where that costs next to nothing: in checkpointed layers, of models whose feed-forwards
             can be cut and come last.
@@ -130,15 +126,39 @@ def parallelize(
     Each is raised on every rank alike, and leaves the model as it was. Where ranks have other weights, all of them get
     those of the first.
     """
-    options = {name: value for name, value in locals().items() if name not in ("model", "mesh", "watchdog")}
+    is_dtype = isinstance(compute_dtype, torch.dtype)
+    dtype = str(compute_dtype).removeprefix("torch.") if is_dtype else repr(compute_dtype)  # which is no name of one
+    config = StepConfig(
+        layout=layout,
+        route=route,
+        comm_dtype=comm_dtype,
+        kernel=kernel,
+        checkpoint=checkpoint,
+        layers_per_checkpoint=layers_per_checkpoint,
+        loss_chunk_tokens=loss_chunk_tokens,
+        loss_chunk_vocabulary=loss_chunk_vocabulary,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+        feedforward_chunk_tokens=feedforward_chunk_tokens,
+        norm_chunk_tokens=norm_chunk_tokens,
+        offload=offload,
+        compute_dtype=None if compute_dtype is None else dtype,
+        watchdog=watchdog,
+    )
+    return put_on_mesh(model, mesh, config)
+
+
+def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> PreTrainedModel:
+    """``parallelize`` with its options in one value."""
     check_mesh(mesh)
     given, parts = model, None
     try:
         model = base_of(given) if is_peft(given) else given
-        parts = _check(model, mesh, **options)
-        facts = {name: str(value) for name, value in options.items()} | describe_weights(model)
+        parts = _check(model, mesh, config)
+        facts = {field.name: str(getattr(config, field.name)) for field in fields(StepConfig)}
+        facts |= describe_weights(model)
         facts |= {f"config.{name}": str(value) for name, value in model.config.to_dict().items()}
-        call = Call("parallelize", {"model": type(model).__name__, "watchdog": watchdog} | facts)
+        call = Call("parallelize", {"model": type(model).__name__} | facts)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         call = Call("parallelize", error=error)
     check_call(mesh, call)
@@ -149,7 +169,7 @@ def parallelize(
     decoder: Any = parts.decoder
     ring, kinds = mesh["ring"].get_group(), layer_kinds(decoder.config)
     layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
-    decoder.set_attn_implementation(_register(type(decoder).__name__, layout, ring, kinds, route, comm_dtype, kernel))
+    decoder.set_attn_implementation(register_attention(type(decoder).__name__, ring, kinds, config))
     attention: Any
     for attention in decoder.modules():
         if getattr(attention, "attn_temperature_tuning", False):
@@ -157,7 +177,7 @@ def parallelize(
             attention.attn_temperature_tuning, attention.ring_temperature = False, not attention.use_rope
     if parts.router is not None:
         record_routers(model, parts.router)
-    checkpoint_layers(model, checkpoint, offload, layers_per_checkpoint)
+    checkpoint_layers(model, config.checkpoint, config.offload, config.layers_per_checkpoint)
     chunk_rotary_tables(decoder)
     sum_embedding_gradients(decoder)
     where = next(name for name, module in model.named_modules() if module is decoder)
@@ -165,7 +185,7 @@ def parallelize(
         model,
         RingGenerator,
         ring_mesh=mesh,
-        ring_layout=layout,
+        ring_layout=config.layout,
         ring_loss=parts.loss,
         ring_decoder=where,
         ring_vocabularies=parts.vocabularies,
@@ -178,9 +198,9 @@ def parallelize(
     recorder = None if parts.router is None else parts.router.recorder
     for modules, chunk_tokens, option, from_tokens in parts.in_blocks:
         run_in_blocks(modules, chunk_tokens, option, from_tokens=from_tokens, recorder=recorder)
-    shard_weights(model, layers, mesh, compute_dtype)
+    shard_weights(model, layers, mesh, _compute_dtype(config))
     watch_optimizers(model)
-    if watchdog:
+    if config.watchdog:
         watch_loop(mesh)
     kind: Any = type(model)
     kind.__deepcopy__, kind.ring_structure = refuse_copy, structure_of(model)
@@ -208,25 +228,7 @@ class _Parts(NamedTuple):
     router: RouterLoss | None
 
 
-def _check(
-    model: PreTrainedModel,
-    mesh: DeviceMesh,
-    *,
-    layout: LayoutName,
-    route: str,
-    comm_dtype: CommDtypeName,
-    kernel: KernelName,
-    checkpoint: CheckpointName,
-    layers_per_checkpoint: int,
-    loss_chunk_tokens: int,
-    loss_chunk_vocabulary: int | None,
-    z_loss: float,
-    label_smoothing: float,
-    feedforward_chunk_tokens: ChunkTokens,
-    norm_chunk_tokens: ChunkTokens,
-    offload: OffloadName,
-    compute_dtype: torch.dtype | None,
-) -> _Parts:
+def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Parts:
     """Raise what ``parallelize`` cannot do with a model, and leave it as it is."""
     tp = tensor_axis(mesh)
     if isinstance(model, RingCausalLM):
@@ -235,37 +237,35 @@ def _check(
     decoder: Any = decoder_of(model)
     if tp is not None:
         refuse_split(model, tp.size())
-    layout_name(layout)
-    is_real = isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
-    if compute_dtype is not None and not is_real:
-        raise ConfigError(f"compute_dtype must be a dtype such as torch.bfloat16, or None, got {compute_dtype!r}")
-    refuse_route(decoder.config, mesh["ring"].size(), route, comm_dtype, 1 if tp is None else tp.size())
-    _refuse_kernel(decoder, kernel, compute_dtype, mesh["ring"])
-    check_checkpointing(model, checkpoint, offload, layers_per_checkpoint)
+    layout_name(config.layout)
+    compute_dtype = _compute_dtype(config)
+    refuse_route(decoder.config, mesh["ring"].size(), config.route, config.comm_dtype, 1 if tp is None else tp.size())
+    _refuse_kernel(decoder, config.kernel, compute_dtype, mesh["ring"])
+    check_checkpointing(model, config.checkpoint, config.offload, config.layers_per_checkpoint)
     in_blocks: list[tuple[list[nn.Module], int, str, int]] = []
     # Both try modules out, on this process alone: before attention is the ring's.
     option = "feedforward_chunk_tokens"
-    if feedforward_chunk_tokens == "auto":
+    if config.feedforward_chunk_tokens == "auto":
         logs = mesh.get_rank() == int(mesh.mesh.min())
-        feedforwards = free_feedforwards(model, checkpointed=checkpoint != "none", logs=logs)
+        feedforwards = free_feedforwards(model, checkpointed=config.checkpoint != "none", logs=logs)
         in_blocks.append((feedforwards, FREE_CHUNK_TOKENS, option, 0))
-    elif feedforward_chunk_tokens != 0:
-        check_whole(option, feedforward_chunk_tokens, 0)
-        in_blocks.append((find_feedforwards(model), feedforward_chunk_tokens, option, 0))
+    elif config.feedforward_chunk_tokens != 0:
+        check_whole(option, config.feedforward_chunk_tokens, 0)
+        in_blocks.append((find_feedforwards(model), config.feedforward_chunk_tokens, option, 0))
     option = "norm_chunk_tokens"
-    if norm_chunk_tokens == "auto":
-        norms = [] if checkpoint == "none" else find_norms(decoder)
+    if config.norm_chunk_tokens == "auto":
+        norms = [] if config.checkpoint == "none" else find_norms(decoder)
         in_blocks.append((norms, FREE_CHUNK_TOKENS, option, FREE_NORM_TOKENS))
-    elif norm_chunk_tokens != 0:
-        check_whole(option, norm_chunk_tokens, 0)
-        in_blocks.append((find_norms(decoder), norm_chunk_tokens, option, 0))
+    elif config.norm_chunk_tokens != 0:
+        check_whole(option, config.norm_chunk_tokens, 0)
+        in_blocks.append((find_norms(decoder), config.norm_chunk_tokens, option, 0))
     head: Any = model.get_output_embeddings()
-    refuse_blocks_of_vocabulary(head, loss_chunk_vocabulary)
+    refuse_blocks_of_vocabulary(head, config.loss_chunk_vocabulary)
     loss = LossOptions(
-        chunk_tokens=loss_chunk_tokens,
-        chunk_vocabulary=loss_chunk_vocabulary,
-        z_loss=z_loss,
-        label_smoothing=label_smoothing,
+        chunk_tokens=config.loss_chunk_tokens,
+        chunk_vocabulary=config.loss_chunk_vocabulary,
+        z_loss=config.z_loss,
+        label_smoothing=config.label_smoothing,
         logit_scale=logit_scale(model.config),
         softcap=logit_softcap(model.config),
     )
@@ -273,6 +273,21 @@ def _check(
     if router is None and getattr(decoder.config, "output_router_logits", False):
         raise no_router_loss(type(model).__name__)
     return _Parts(decoder, head, vocabularies(model), loss, in_blocks, router)
+
+
+def _compute_dtype(config: StepConfig) -> torch.dtype | None:
+    """What layers compute in; the parameters' own dtype when None.
+
+    Raises:
+        ConfigError: it is no dtype of real numbers.
+    """
+    if config.compute_dtype is None:
+        return None
+    dtype = getattr(torch, config.compute_dtype, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        shown = f"torch.{config.compute_dtype}" if isinstance(dtype, torch.dtype) else config.compute_dtype
+        raise ConfigError(f"compute_dtype must be a dtype such as torch.bfloat16, or None, got {shown}")
+    return dtype
 
 
 def _refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.dtype | None, ring: DeviceMesh) -> None:
@@ -285,137 +300,3 @@ def _refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.d
     scores = Scores(1.0, softcap=getattr(config, "attn_logit_softcapping", None) or 0.0)
     if refusal := kernels.why_not(kernel, probe, probe, scores):
         raise kernels.refused(kernel, refusal)
-
-
-@lru_cache(maxsize=64)
-def _layer_mask(kind: LayerKind, length: int, lengths: tuple[int, ...] | None) -> Mask:
-    """Whom the queries of a layer see in a sequence of some documents, or of one; chunks count within a document."""
-    if kind.chunk is not None:
-        whole = lengths or (length,)
-        return documents(
-            piece for each in whole for piece in (*[kind.chunk] * (each // kind.chunk), each % kind.chunk) if piece
-        )
-    if lengths is not None:
-        return documents(lengths, window=kind.window)
-    return causal() if kind.window is None else sliding_window(kind.window)
-
-
-def _register(
-    decoder: str,
-    layout: LayoutName,
-    ring: dist.ProcessGroup,
-    kinds: tuple[LayerKind, ...],
-    route: str,
-    comm_dtype: CommDtypeName,
-    kernel: KernelName,
-) -> str:
-    """Make this ring an attention implementation of transformers for a kind of decoder and return its name.
-
-    ``kinds`` is what the config says of each layer; a layer that asks for something else is refused.
-    """
-    masked: set[int | None] = set()  # windows of the masks that the decoder has made, None for one without
-
-    def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        sliding_window: int | Unsaid | None = UNSAID,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        ring_packed: Packed | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        turn = current_turn()
-        if turn is not None:
-            kwargs = {name: value for name, value in kwargs.items() if name not in _OVER_CACHE}
-        check_attention(module, kwargs | {"attention_mask": attention_mask, "dropout": dropout})
-        kind = _kind_of_layer(module, kinds, sliding_window, masked)
-        if turn is not None:
-            if getattr(module, "ring_temperature", False):
-                query = (query * _temperature(module, turn.positions[None]).to(query.device)).to(query.dtype)
-            scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
-            return turn.attend(query, key, value, kind, scores, s_aux, kernel).transpose(1, 2), None
-        length = query.shape[2] * dist.get_world_size(ring)
-        if getattr(module, "ring_temperature", False):
-            positions = torch.from_numpy(
-                Layout(layout, length, dist.get_world_size(ring)).positions(dist.get_rank(ring))
-            )
-            factors = _temperature(module, ring_packed.positions if ring_packed else positions[None])
-            query = (query * factors.to(query.device)).to(query.dtype)
-        sequences: Sequence[tuple[int, ...] | None] = (None,)
-        if ring_packed:
-            ring_packed.is_seen, sequences = True, ring_packed.rows
-        rows = [slice(None)] if len(sequences) == 1 else [slice(row, row + 1) for row in range(len(sequences))]
-        parts = [
-            ring_attention(
-                *(x[part] for x in (query, key, value)),
-                mask=_layer_mask(kind, length, lengths),
-                layout=layout,
-                group=ring,
-                scale=scaling,
-                softcap=softcap,
-                sinks=s_aux,
-                route=route,
-                comm_dtype=comm_dtype,
-                kernel=kernel,
-            )
-            for part, lengths in zip(rows, sequences, strict=True)
-        ]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out.transpose(1, 2), None
-
-    def no_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> None:
-        """No S x S mask is ever built: the schedule knows who sees whom."""
-        if attention_mask is not None and not bool(attention_mask.all()):  # some decoders make one of ones
-            raise UnsupportedError(
-                "attention_mask of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
-            )
-        masked.add(local_size)
-
-    settings = decoder, layout, ring.group_name, route, comm_dtype, kernel, kinds
-    name = f"ringspan_{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, no_mask)
-    return name
-
-
-def _kind_of_layer(
-    module: Any, kinds: Sequence[LayerKind], asked: int | Unsaid | None, masked: Container[int | None]
-) -> LayerKind:
-    """Whom the queries of an attention module see: what its config says, where the module and its masks agree.
-
-    On one process a window is one of the mask. Not every model gives it to attention too, and not every model that has
-    one in its config makes such a mask (Moshi).
-
-    Raises:
-        UnsupportedError: they do not agree.
-    """
-    layer = getattr(module, "layer_idx", None)
-    if layer is None and len(set(kinds)) > 1:
-        raise UnsupportedError(f"{type(module).__name__} does not say which layer it is of (layer_idx), which differ")
-    kind = kinds[layer or 0]
-    if asked is UNSAID:
-        return kind if kind.window in masked else kind._replace(window=None)
-    if asked != kind.window:
-        raise UnsupportedError(
-            f"layer {layer} of {type(module).__name__} attends to {_reach(asked)}, but its config says "
-            f"{_reach(kind.window)}; set layer_types and sliding_window of the config to what the layers do"
-        )
-    return kind
-
-
-def _reach(window: Any) -> str:
-    return "all earlier tokens" if window is None else f"the last {window} tokens"
-
-
-def _temperature(module: Any, positions: Tensor) -> Tensor:
-    """Llama 4's factor on the queries of a layer without RoPE: ``1 + attn_scale log(1 + floor((p + 1) / floor_scale))``
-    at position p. positions (B, T) -> (B, 1, T, 1).
-    """
-    steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
-    return (torch.log1p(steps) * module.attn_scale + 1.0)[:, None, :, None]

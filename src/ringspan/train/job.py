@@ -22,7 +22,7 @@ from ringspan.torch.data.batch import IGNORED, shard_batch
 from ringspan.torch.layers.decoder import decoder_of, text_config
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.memory.checkpointing import choose_checkpoint
-from ringspan.torch.parallelize import parallelize
+from ringspan.torch.parallelize import put_on_mesh
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
@@ -112,25 +112,8 @@ def prepare(
     mesh = init_mesh(ring=ring, replicate=replicate, tp=config.mesh.tp)
     text = text_config(model_config)
     checkpoint, layers_per_checkpoint = _checkpoint(config, text, ring, dtype)
-    model = parallelize(
-        model.train(),  # still on the host: a device need not hold more than its shards and one layer
-        mesh,
-        layout=config.attention.layout,
-        route=config.attention.route,
-        comm_dtype=config.attention.comm_dtype,
-        kernel=config.attention.kernel,
-        checkpoint=checkpoint,
-        layers_per_checkpoint=layers_per_checkpoint,
-        loss_chunk_tokens=config.memory.loss_chunk_tokens,
-        loss_chunk_vocabulary=config.memory.loss_chunk_vocabulary,
-        z_loss=config.optimizer.z_loss,
-        label_smoothing=config.optimizer.label_smoothing,
-        feedforward_chunk_tokens=config.memory.feedforward_chunk_tokens,
-        norm_chunk_tokens=config.memory.norm_chunk_tokens,
-        offload=config.memory.offload,
-        compute_dtype=dtype,
-        watchdog=False,  # the run has its own
-    )
+    # Still on the host: a device need not hold more than its shards and one layer.
+    model = put_on_mesh(model.train(), mesh, config.step_config(checkpoint, layers_per_checkpoint))
     settings, length = config.optimizer, config.data.sequence_length_tokens
     # Documents that are separate count positions anew, so the model's first step is the first to know.
     if config.data.documents != "separate" and (error := beyond_table(model, decoder_of(model), length)):

@@ -11,8 +11,9 @@ from pydantic import BaseModel
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.files import read_small, why_no_folder
+from ringspan.train.config.load import parse_config
 from ringspan.train.config.problems import table_of
-from ringspan.train.config.tables import TrainConfig, parse_config
+from ringspan.train.config.tables import TrainConfig
 
 RECORD: Final = "run.json"
 EXPORTED: Final = "exported"  # the step whose model has been written

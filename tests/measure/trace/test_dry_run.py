@@ -27,18 +27,21 @@ SIZES = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 501, "max_p
 HAS_MALLINFO = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallinfo2")
 
 MEASURED = [
-    ("llama", {"length": 1400, "ring": 1, "checkpoint": "attention", "dtype": "float32"}),
-    ("llama", {"length": 900, "ring": 1, "checkpoint": "none", "dtype": "bfloat16"}),
-    ("qwen3", {"length": 1300, "ring": 1, "checkpoint": "full", "dtype": "bfloat16", "parameter_dtype": "bfloat16"}),
-    ("llama", {"length": 2500, "ring": 2, "checkpoint": "attention", "dtype": "float32"}),
+    ("llama", {"length": 1400, "ring": 1, "checkpoint": "attention", "compute_dtype": "float32"}),
+    ("llama", {"length": 900, "ring": 1, "checkpoint": "none", "compute_dtype": "bfloat16"}),
     (
         "qwen3",
-        {"length": 2302, "ring": 2, "checkpoint": "full", "layers_per_checkpoint": 2, "dtype": "float32"}
+        {"length": 1300, "ring": 1, "checkpoint": "full", "compute_dtype": "bfloat16", "parameter_dtype": "bfloat16"},
+    ),
+    ("llama", {"length": 2500, "ring": 2, "checkpoint": "attention", "compute_dtype": "float32"}),
+    (
+        "qwen3",
+        {"length": 2302, "ring": 2, "checkpoint": "full", "layers_per_checkpoint": 2, "compute_dtype": "float32"}
         | {"layout": "striped"},
     ),
-    ("llama-tied", {"length": 1500, "ring": 2, "checkpoint": "none", "dtype": "bfloat16", "batch": 2}),
-    ("llama", {"length": 4004, "ring": 4, "checkpoint": "attention", "dtype": "float32"}),
-    ("qwen2", {"length": 2404, "ring": 4, "checkpoint": "none", "dtype": "float32", "layout": "contiguous"}),
+    ("llama-tied", {"length": 1500, "ring": 2, "checkpoint": "none", "compute_dtype": "bfloat16", "batch": 2}),
+    ("llama", {"length": 4004, "ring": 4, "checkpoint": "attention", "compute_dtype": "float32"}),
+    ("qwen2", {"length": 2404, "ring": 4, "checkpoint": "none", "compute_dtype": "float32", "layout": "contiguous"}),
 ]
 
 
@@ -61,9 +64,9 @@ SHARED = {"intermediate_size": 256}
 DEEP = {"num_hidden_layers": 6}
 ROUTES = ["ring", "bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses:2", "ulysses"]
 DTYPES = [
-    {"dtype": "float32"},
-    {"dtype": "bfloat16"},
-    {"dtype": "bfloat16", "parameter_dtype": "bfloat16"},
+    {"compute_dtype": "float32"},
+    {"compute_dtype": "bfloat16"},
+    {"compute_dtype": "bfloat16", "parameter_dtype": "bfloat16"},
 ]
 
 
@@ -71,7 +74,7 @@ DTYPES = [
     ("kind", "changes", "options"),
     [
         ("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "attention"}),
-        ("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "full", "dtype": "float32"}),
+        ("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "full", "compute_dtype": "float32"}),
         ("llama", {}, {"length": 16_384, "ring": 3, "checkpoint": "none"}),
         ("llama", {"vocab_size": 64_000}, {"length": 4096, "ring": 2, "checkpoint": "attention"}),
         ("llama", {"num_key_value_heads": 4}, {"length": 8192, "ring": 1, "checkpoint": "attention", "batch": 2}),
@@ -91,11 +94,11 @@ DTYPES = [
             DEEP,
             {"length": 8192, "checkpoint": "full", "offload": "activations", "feedforward_chunk_tokens": 512},
         ),
-        ("llama", {}, {"length": 16_384, "ring": 2, "tp": 2, "checkpoint": "full", "dtype": "float32"}),
+        ("llama", {}, {"length": 16_384, "ring": 2, "tp": 2, "checkpoint": "full", "compute_dtype": "float32"}),
         ("qwen3", {"head_dim": 64}, {"length": 16_384, "ring": 2, "tp": 2, "feedforward_chunk_tokens": 1024}),
         ("llama", {}, {"length": 16_384, "ring": 2, "tp": 2, "route": "ulysses"}),
         *(("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4} | types) for types in DTYPES),
-        ("llama-tied", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "dtype": "float32"}),
+        ("llama-tied", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "compute_dtype": "float32"}),
         ("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "optimizer_on_host": True}),
     ],
 )
@@ -121,7 +124,9 @@ def test_what_the_loop_holds_is_counted_to_a_percent(route):
 def test_what_the_loop_holds_where_members_share_a_head_is_counted_to_a_percent(dtype):
     """Their gradients stay float32 sums until the owner has them, whatever the dtype of the model."""
     route = "ulysses:4+all-gather"
-    setting = Setting(length=32_768, ring=16, checkpoint="full", route=route, norm_chunk_tokens=1024, dtype=dtype)
+    setting = Setting(
+        length=32_768, ring=16, checkpoint="full", route=route, norm_chunk_tokens=1024, compute_dtype=dtype
+    )
     config = models.config("llama", **WIDE | THIN | {"num_key_value_heads": 2})
     traced = trace(config, setting, 0).peak
     formula = training_memory(from_config(config.to_dict(), "llama"), setting)

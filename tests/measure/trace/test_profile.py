@@ -21,7 +21,7 @@ from ringspan.torch.transport.exchange import COUNTERS
 from tests.torch import models
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 301, "max_position_embeddings": 4096}
-SETTING = Setting(length=390, ring=3, dtype="float32", on_gpu=False, loss_chunk_tokens=64)
+SETTING = Setting(length=390, ring=3, compute_dtype="float32", on_gpu=False, loss_chunk_tokens=64)
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 

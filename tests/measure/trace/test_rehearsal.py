@@ -31,9 +31,9 @@ def one_thread():
 
 
 CASES = [
-    ("llama", {"length": 1501, "ring": 3, "checkpoint": "attention", "dtype": "float32"}),
-    ("qwen3", {"length": 1200, "ring": 2, "checkpoint": "full", "dtype": "float32", "layout": "striped"}),
-    ("llama", {"length": 700, "ring": 1, "checkpoint": "none", "dtype": "float32", "batch": 2}),
+    ("llama", {"length": 1501, "ring": 3, "checkpoint": "attention", "compute_dtype": "float32"}),
+    ("qwen3", {"length": 1200, "ring": 2, "checkpoint": "full", "compute_dtype": "float32", "layout": "striped"}),
+    ("llama", {"length": 700, "ring": 1, "checkpoint": "none", "compute_dtype": "float32", "batch": 2}),
 ]
 
 
@@ -72,7 +72,7 @@ def test_blocks_that_arrive_are_normal_numbers_of_the_right_size(monkeypatch):
 
     monkeypatch.setattr(_Coming, "wait", looking)
     config = models.config("llama", **SIZES | {"num_hidden_layers": 1})
-    rehearse(config, Setting(length=96, ring=3, dtype="float32", on_gpu=False), 1, bandwidth=1e9)
+    rehearse(config, Setting(length=96, ring=3, compute_dtype="float32", on_gpu=False), 1, bandwidth=1e9)
     block = 32 * config.num_key_value_heads * 2 * config.hidden_size // config.num_attention_heads
     assert arrived and sum(size for size, *_ in arrived) % (block // 2) == 0
     assert all(abs(mean) < 0.2 and 0.8 < std < 1.2 for _, mean, std in arrived)
@@ -80,7 +80,7 @@ def test_blocks_that_arrive_are_normal_numbers_of_the_right_size(monkeypatch):
 
 def test_a_slower_link_exposes_more():
     config = models.config("llama", **SIZES | {"num_hidden_layers": 1})
-    setting = Setting(length=96, ring=3, dtype="float32", on_gpu=False)
+    setting = Setting(length=96, ring=3, compute_dtype="float32", on_gpu=False)
     measured = rehearse(config, setting, 0, bandwidth=1e3)
     sent = 2 * 32 * 2 * config.num_key_value_heads * 4 * config.hidden_size // config.num_attention_heads
     assert measured.exposed_seconds > sent / 1e3 / 2

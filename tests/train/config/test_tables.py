@@ -11,7 +11,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from ringspan.core.errors import ConfigError
-from ringspan.train.config.tables import TrainConfig, load_config, parse_config
+from ringspan.train.config.load import load_config, parse_config
+from ringspan.train.config.tables import TrainConfig
 from ringspan.train.config.template import config_template
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "finetune.toml"

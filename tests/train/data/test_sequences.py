@@ -24,7 +24,8 @@ from tokenizers.processors import TemplateProcessing
 
 from ringspan.core.errors import ConfigError
 from ringspan.torch.data.batch import IGNORED
-from ringspan.train.config.tables import DataConfig, TrainConfig, parse_config
+from ringspan.train.config.load import parse_config
+from ringspan.train.config.tables import DataConfig, TrainConfig
 from ringspan.train.data.documents import load_documents, scan_documents
 from ringspan.train.data.order import BatchOrder
 from ringspan.train.data.sequences import TokenSequences, build_data
@@ -544,7 +545,7 @@ def test_building_twice_gives_the_same_files_and_the_same_sequences(tmp_path: Pa
 SECOND_PROCESS = """
 import sys
 from ringspan.torch.data.batch import IGNORED
-from ringspan.train.config.tables import parse_config
+from ringspan.train.config.load import parse_config
 from ringspan.train.data.sequences import build_data
 from ringspan.train.data.tokens import train_tokenizer
 from ringspan.train.data.documents import load_documents

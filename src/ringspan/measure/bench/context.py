@@ -110,7 +110,9 @@ def _longest(case: ContextCase) -> int:
     options = OPTIONS[case.options]
     if "offload" not in options or local_device().type != "cpu":
         return case.max_length
-    setting = Setting(length=case.start_tokens, ring=case.ranks, checkpoint=options["checkpoint"], dtype=case.dtype)
+    setting = Setting(
+        length=case.start_tokens, ring=case.ranks, checkpoint=options["checkpoint"], compute_dtype=case.dtype
+    )
     shape = from_config(_config(case, case.start_tokens).to_dict(), "the benchmark's model")
     room = shutil.disk_usage(tempfile.gettempdir()).free
     return min(case.max_length, room // saved_per_token(shape, setting, case.layers))

@@ -21,7 +21,8 @@ from ringspan.torch.memory.checkpointing import checkpoint_layers
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh
-from ringspan.train.config.tables import TrainConfig, parse_config
+from ringspan.train.config.load import parse_config
+from ringspan.train.config.tables import TrainConfig
 
 Say = Callable[[str], None]
 

@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.layout import Layout
-from ringspan.core.names import checkpoint_name, offload_name
 from ringspan.core.tile import Tile
 from ringspan.measure.trace.torch_seams import real_meshes
 from ringspan.measure.trace.tracker import MemoryTracker, Moment, end_step, train_step
@@ -31,7 +30,7 @@ from ringspan.torch.kernels.device import ChunkSize, DeviceRules, ruled_by, rule
 from ringspan.torch.kernels.reference import Blockwise
 from ringspan.torch.memory.host_optimizer import HostAdamW
 from ringspan.torch.model.support import refuse_config
-from ringspan.torch.parallelize import parallelize
+from ringspan.torch.parallelize import put_on_mesh
 from ringspan.torch.runtime.mesh import make_mesh
 from ringspan.torch.transport.fake import FakeTransport, Nobody
 from ringspan.torch.transport.protocol import transport_registered
@@ -51,10 +50,8 @@ class Trace:
         return max(self.moments, key=lambda moment: moment.total_bytes)
 
 
-def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: Any) -> Trace:
+def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
     """Trace ``parallelize``, forward, loss, backward, clipping and AdamW as ``rank`` of ``replicate x ring x tp``.
-
-    ``options`` are further ones of ``parallelize``.
 
     The process must not be in a process group: a fake one is made, in which nothing is sent.
 
@@ -75,7 +72,7 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: 
     ):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
         on_host = _FarHostAdamW if setting.on_gpu else HostAdamW
-        model, optimizer, batch = prepare(model, mesh, setting, host_optimizer=on_host, **options)
+        model, optimizer, batch = prepare(model, mesh, setting, host_optimizer=on_host)
         tracker.watch_model(model)
         _settle(tracker, model, optimizer)
         watch_step(tracker, model, optimizer, batch)
@@ -83,23 +80,10 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0, **options: 
 
 
 def prepare(
-    model: Any, mesh: DeviceMesh, setting: Setting, *, host_optimizer: type[HostAdamW] = HostAdamW, **options: Any
+    model: Any, mesh: DeviceMesh, setting: Setting, *, host_optimizer: type[HostAdamW] = HostAdamW
 ) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tensor]]:
     """The model on a mesh, its optimizer and a batch of one token over and over."""
-    model = parallelize(
-        model,
-        mesh,
-        layout=setting.layout,
-        route=setting.route,
-        checkpoint=checkpoint_name(setting.checkpoint),
-        layers_per_checkpoint=setting.layers_per_checkpoint,
-        loss_chunk_tokens=setting.loss_chunk_tokens,
-        feedforward_chunk_tokens=setting.feedforward_chunk_tokens,
-        norm_chunk_tokens=setting.norm_chunk_tokens,
-        offload=offload_name(setting.offload),
-        compute_dtype=getattr(torch, setting.dtype),
-        **options,
-    )
+    model = put_on_mesh(model, mesh, setting)
     if setting.optimizer_on_host:
         optimizer: torch.optim.Optimizer = host_optimizer(model.parameters(), lr=1e-4)
     else:

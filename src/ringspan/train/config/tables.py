@@ -5,135 +5,24 @@ model.path, model.tokenizer and model.config where they are local) are taken fro
 file's own folder.
 """
 
-import json
-import tomllib
-from collections.abc import Mapping, Sequence
-from datetime import date, time
-from pathlib import Path
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.extras import require
-from ringspan.core.files import read_small
 from ringspan.core.layout import Layout
-from ringspan.core.messages import one_line
-from ringspan.core.names import CheckpointName, CommDtypeName, DtypeName, KernelName, LayoutName, OffloadName
+from ringspan.core.names import CheckpointName, CommDtypeName, KernelName, LayoutName, OffloadName
 from ringspan.core.route import Route
-from ringspan.train.config.problems import explain, shown
-from ringspan.train.config.toml import read_toml
+from ringspan.core.step_config import StepConfig
+from ringspan.train.config.model_table import ModelConfig
+from ringspan.train.config.table import Table
 
 DocumentsName = Literal["pack", "separate", "cut"]
 
-# A byte-level BPE has one token for each byte and <|endoftext|>.
-MIN_VOCAB_SIZE = 257
 
-
-class _Table(BaseModel):
-    """A TOML table: no unknown key, no conversion between types ("5" is not 5), no change after loading."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class ModelConfig(_Table):
-    """[model]: which model, and where its weights and its tokenizer come from."""
-
-    path: str | None = Field(default=None, examples=["Qwen/Qwen3-0.6B"])
-    """Local folder or Hub id of the model; needed where init is "pretrained"."""
-    init: Literal["pretrained", "scratch"] = "pretrained"
-    """"pretrained" loads the weights of path; "scratch" draws new ones for the architecture in config, and is the
-    default where config is given and path is not."""
-    config: str | dict[str, Any] | None = Field(
-        default=None, examples=[{"model_type": "llama", "vocab_size": 2048, "hidden_size": 128}]
-    )
-    """For init = "scratch": a table of Hugging Face config values with model_type, or the path of a config.json."""
-    tokenizer: str | None = Field(default=None, examples=["train"])
-    """Local folder or Hub id of the tokenizer; default: path. "train" trains a byte-level BPE on the data."""
-    dtype: DtypeName = "float32"
-    """What layers compute in, and what the finished model is saved in: "float32" or "bfloat16"."""
-    parameter_dtype: DtypeName = "float32"
-    """What parameters, gradients and AdamW's moments are kept in. "bfloat16" takes half the memory, and loses updates
-    that are smaller than a 256th of a weight: use it where float32 does not fit. Gradients are summed over ranks in
-    float32 either way."""
-    trust_remote_code: bool = False
-    """Run the Python files that come with the model and its tokenizer; without it nothing of them is run."""
-    rope: dict[str, Any] | None = Field(default=None, examples=[{"type": "yarn", "factor": 4.0}])
-    """Scaling of rotary positions: a table with type "linear", "dynamic", "yarn", "llama3" or "longrope", factor, and
-    what else transformers takes for that type; default: the model's own."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _scratch_where_only_that_fits(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "init" not in values and values.get("config") is not None:
-            return values if values.get("path") is not None else values | {"init": "scratch"}
-        return values
-
-    @field_validator("dtype", "parameter_dtype", mode="before")
-    @classmethod
-    def _refuse_float16(cls, value: object, info: ValidationInfo) -> object:
-        if value in ("float16", "fp16", "half"):
-            raise ConfigError(
-                f'model.{info.field_name} = "{value}": float16 overflows without loss scaling, which ringspan does not '
-                'do; use "bfloat16" or "float32"'
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _check_sources(self) -> "ModelConfig":
-        if self.init == "pretrained":
-            if self.path is None:
-                raise ConfigError('model.path: missing; init = "pretrained" needs a local folder or a Hub id')
-            if self.config is not None:
-                raise ConfigError('model.config: only for init = "scratch"; remove it, or set model.init = "scratch"')
-            if self.tokenizer == "train":
-                raise ConfigError(
-                    'model.tokenizer = "train": a pretrained model needs the tokenizer it was trained with; '
-                    'remove the key, or set model.init = "scratch"'
-                )
-        else:
-            if self.config is None:
-                raise ConfigError(
-                    'model.config: missing; init = "scratch" needs a table such as { model_type = "llama", '
-                    "hidden_size = 64 } or the path of a config.json"
-                )
-            if self.tokenizer_source is None:
-                raise ConfigError(
-                    'model.tokenizer: missing; give a local folder or a Hub id, or "train" to train one on the data'
-                )
-        return self
-
-    @property
-    def tokenizer_source(self) -> str | None:
-        """Where the tokenizer comes from: a folder, a Hub id or "train". Never None in a loaded configuration."""
-        return self.tokenizer or self.path
-
-    def config_values(self) -> dict[str, Any]:
-        """The Hugging Face config values of a model from scratch, read from the file where config is a path.
-
-        Raises:
-            ConfigError: the file is missing or no JSON object, model_type is missing, or vocab_size is too small for
-                the tokenizer that is to be trained.
-        """
-        values = self.config
-        if isinstance(values, str):
-            values = _read_json(values)
-        if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-            raise ConfigError(
-                f'model.config = {shown(self.config)}: has no model_type; add one, such as model_type = "llama"'
-            )
-        size = values.get("vocab_size", MIN_VOCAB_SIZE)
-        if self.tokenizer == "train" and (not isinstance(size, int) or size < MIN_VOCAB_SIZE):
-            raise ConfigError(
-                f"model.config.vocab_size = {size}: a trained byte-level tokenizer needs at least {MIN_VOCAB_SIZE} "
-                "tokens; raise it"
-            )
-        return dict(values)
-
-
-class DataConfig(_Table):
+class DataConfig(Table):
     """[data]: which text, and how it becomes sequences of one length."""
 
     paths: tuple[str, ...] = Field(strict=False, min_length=1, examples=[["data"]])
@@ -173,7 +62,7 @@ class DataConfig(_Table):
         return value
 
 
-class MeshConfig(_Table):
+class MeshConfig(Table):
     """[mesh]: how the processes are arranged; ring times replicate times tp is their number."""
 
     ring: int | None = Field(default=None, ge=1, examples=[8])
@@ -184,7 +73,7 @@ class MeshConfig(_Table):
     """Processes that share a part and split heads, feed-forward and vocabulary (tensor parallelism)."""
 
 
-class AttentionConfig(_Table):
+class AttentionConfig(Table):
     """[attention]: how the ring computes attention."""
 
     layout: LayoutName = "zigzag"
@@ -199,7 +88,7 @@ class AttentionConfig(_Table):
     """What computes attention on each device, see docs/kernels.md; "auto": the fastest that serves."""
 
 
-class MemoryConfig(_Table):
+class MemoryConfig(Table):
     """[memory]: what is kept for the backward pass."""
 
     checkpoint: Literal[CheckpointName, "auto"] = "attention"
@@ -251,7 +140,7 @@ class MemoryConfig(_Table):
         return self
 
 
-class OptimizerConfig(_Table):
+class OptimizerConfig(Table):
     """[optimizer]: AdamW with linear warm-up and cosine decay, and the size of a batch."""
 
     learning_rate: float = Field(default=3e-4, gt=0)
@@ -298,7 +187,7 @@ class OptimizerConfig(_Table):
         return value
 
 
-class EvaluationConfig(_Table):
+class EvaluationConfig(Table):
     """[evaluation]: the loss on the text that data.eval_fraction holds out."""
 
     every_steps: int = Field(default=0, ge=0)
@@ -307,7 +196,7 @@ class EvaluationConfig(_Table):
     """Sequences per evaluation, at most."""
 
 
-class CheckpointsConfig(_Table):
+class CheckpointsConfig(Table):
     """[checkpoints]: what a run goes on from after it was stopped, by whatever."""
 
     every_steps: int = Field(default=100, ge=0)
@@ -319,7 +208,7 @@ class CheckpointsConfig(_Table):
     """Write while training goes on, from a copy of this rank's shards in CPU memory; false: training waits."""
 
 
-class GuardConfig(_Table):
+class GuardConfig(Table):
     """[guard]: what happens to a step whose loss or gradient is out of the ordinary."""
 
     non_finite: Literal["skip", "stop"] = "skip"
@@ -337,7 +226,7 @@ class GuardConfig(_Table):
     """Rewinds of a run; after that, spikes are only reported."""
 
 
-class WatchdogConfig(_Table):
+class WatchdogConfig(Table):
     """[watchdog]: when ranks that wait for one that is gone give up."""
 
     enabled: bool = True
@@ -352,7 +241,7 @@ class WatchdogConfig(_Table):
     """Time after which a rank of which nothing is heard, stopped or cut off, is stalled whatever it was doing."""
 
 
-class TrainConfig(_Table):
+class TrainConfig(Table):
     """A training run. Made by `load_config` or `parse_config`; built directly, pydantic's ValidationError is raised."""
 
     run: str = Field(default="runs/finetune", min_length=1)
@@ -413,6 +302,20 @@ class TrainConfig(_Table):
         if self.profile:
             require("profile = true", "matplotlib")
 
+    def step_config(self, checkpoint: CheckpointName, layers_per_checkpoint: int) -> StepConfig:
+        """How ``parallelize`` runs a step of this run, with what "auto" chose for the memory."""
+        tables = (self.attention, self.memory, self.optimizer)
+        # An option has the name that it has in its table.
+        options = {
+            field.name: getattr(table, field.name)
+            for table in tables
+            for field in fields(StepConfig)
+            if field.name in type(table).model_fields
+        }
+        chosen = {"checkpoint": checkpoint, "layers_per_checkpoint": layers_per_checkpoint}
+        # The run has a watchdog of its own.
+        return StepConfig(**options | chosen, compute_dtype=self.model.dtype, watchdog=False)
+
     def resolve_mesh(self, world_size: int) -> tuple[int, int]:
         """The mesh (replicate, ring) for this number of processes; the sequence is known to fill the ring.
 
@@ -447,73 +350,3 @@ class TrainConfig(_Table):
             except UnsupportedError as error:
                 raise ConfigError(f"attention.route: {error}") from None
         return replicate, ring
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a TOML file and apply overrides such as ``optimizer.learning_rate=1e-4``, the last one winning.
-
-    The value of an override is parsed as TOML; what is not TOML is taken as a string, so ``model.dtype=bfloat16`` needs
-    no quotes.
-
-    Raises:
-        ConfigError: one line that names the key, its value and the remedy.
-    """
-    values = read_toml(path)
-    for override in overrides:
-        _apply_override(values, override)
-    config = parse_config(values)
-    if config.model.init == "scratch":
-        config.model.config_values()
-    return config
-
-
-def parse_config(values: Mapping[str, Any]) -> TrainConfig:
-    """Check the nested values of a configuration; reads no file.
-
-    Raises:
-        ConfigError: one line that names the key, its value and the remedy.
-    """
-    try:
-        return TrainConfig.model_validate(dict(values))
-    except ValidationError as error:
-        raise ConfigError(explain(error, TrainConfig)) from error
-
-
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    *tables, name = (part.strip() for part in key.split("."))
-    if not equals or not name or not all(tables):
-        raise ConfigError(
-            f"{shown(override)}: is not an override; write key=value, such as optimizer.learning_rate=1e-4"
-        )
-    table = values
-    for part in tables:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"{shown(override)}: {part} = {shown(table)} is not a table, so it has no key {name}")
-    table[name] = _override_value(text)
-
-
-def _override_value(text: str) -> object:
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        return text.strip()
-    # More than one key: the text held a line break and went on as TOML. No key is a date, but run=2026-01-31 is a name.
-    if parsed.keys() != {"value"} or isinstance(parsed["value"], date | time):
-        return text.strip()
-    return parsed["value"]
-
-
-def _read_json(path: str) -> Any:
-    try:
-        return json.loads(read_small(Path(path).expanduser()))
-    except OSError as error:
-        raise ConfigError(
-            f"model.config = {json.dumps(path)}: cannot be read ({error.strerror}); give a table or the path of a "
-            "config.json"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"model.config = {json.dumps(path)}: is not valid JSON: {one_line(error)}; repair it"
-        ) from error

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ringspan.core.errors import ConfigError
-from ringspan.train.config.tables import MIN_VOCAB_SIZE
+from ringspan.train.config.model_table import MIN_VOCAB_SIZE
 from ringspan.train.data.documents import column_of, rows_per_batch
 
 END_OF_TEXT = "<|endoftext|>"

@@ -1,0 +1,153 @@
+"""The ring as an attention function of transformers: who sees whom in each layer, and what a layer may ask for.
+
+B batch, T local tokens.
+"""
+
+import hashlib
+from collections.abc import Container, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.layout import Layout
+from ringspan.core.mask import Mask, causal, documents, sliding_window
+from ringspan.core.step_config import StepConfig
+from ringspan.torch.attention.cached import current_turn
+from ringspan.torch.attention.op import ring_attention
+from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.layers.decoder import LayerKind
+from ringspan.torch.model.causal_lm import Packed
+from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
+
+_OVER_CACHE: Final = ("use_cache", "past_key_values", "logits_to_keep")  # which a pass over a cache honours elsewhere
+
+
+@lru_cache(maxsize=64)
+def _layer_mask(kind: LayerKind, length: int, lengths: tuple[int, ...] | None) -> Mask:
+    """Whom the queries of a layer see in a sequence of some documents, or of one; chunks count within a document."""
+    if kind.chunk is not None:
+        whole = lengths or (length,)
+        return documents(
+            piece for each in whole for piece in (*[kind.chunk] * (each // kind.chunk), each % kind.chunk) if piece
+        )
+    if lengths is not None:
+        return documents(lengths, window=kind.window)
+    return causal() if kind.window is None else sliding_window(kind.window)
+
+
+def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[LayerKind, ...], config: StepConfig) -> str:
+    """Make this ring an attention implementation of transformers for a kind of decoder and return its name.
+
+    ``kinds`` is what the config says of each layer; a layer that asks for something else is refused.
+    """
+    masked: set[int | None] = set()  # windows of the masks that the decoder has made, None for one without
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | Unsaid | None = UNSAID,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        ring_packed: Packed | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        turn = current_turn()
+        if turn is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name not in _OVER_CACHE}
+        check_attention(module, kwargs | {"attention_mask": attention_mask, "dropout": dropout})
+        kind = _kind_of_layer(module, kinds, sliding_window, masked)
+        if turn is not None:
+            if getattr(module, "ring_temperature", False):
+                query = (query * _temperature(module, turn.positions[None]).to(query.device)).to(query.dtype)
+            scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
+            return turn.attend(query, key, value, kind, scores, s_aux, config.kernel).transpose(1, 2), None
+        length = query.shape[2] * dist.get_world_size(ring)
+        if getattr(module, "ring_temperature", False):
+            positions = torch.from_numpy(
+                Layout(config.layout, length, dist.get_world_size(ring)).positions(dist.get_rank(ring))
+            )
+            factors = _temperature(module, ring_packed.positions if ring_packed else positions[None])
+            query = (query * factors.to(query.device)).to(query.dtype)
+        sequences: Sequence[tuple[int, ...] | None] = (None,)
+        if ring_packed:
+            ring_packed.is_seen, sequences = True, ring_packed.rows
+        rows = [slice(None)] if len(sequences) == 1 else [slice(row, row + 1) for row in range(len(sequences))]
+        parts = [
+            ring_attention(
+                *(x[part] for x in (query, key, value)),
+                mask=_layer_mask(kind, length, lengths),
+                layout=config.layout,
+                group=ring,
+                scale=scaling,
+                softcap=softcap,
+                sinks=s_aux,
+                route=config.route,
+                comm_dtype=config.comm_dtype,
+                kernel=config.kernel,
+            )
+            for part, lengths in zip(rows, sequences, strict=True)
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.transpose(1, 2), None
+
+    def no_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> None:
+        """No S x S mask is ever built: the schedule knows who sees whom."""
+        if attention_mask is not None and not bool(attention_mask.all()):  # some decoders make one of ones
+            raise UnsupportedError(
+                "attention_mask of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
+            )
+        masked.add(local_size)
+
+    settings = decoder, config.layout, ring.group_name, config.route, config.comm_dtype, config.kernel, kinds
+    name = f"ringspan_{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, no_mask)
+    return name
+
+
+def _kind_of_layer(
+    module: Any, kinds: Sequence[LayerKind], asked: int | Unsaid | None, masked: Container[int | None]
+) -> LayerKind:
+    """Whom the queries of an attention module see: what its config says, where the module and its masks agree.
+
+    On one process a window is one of the mask. Not every model gives it to attention too, and not every model that has
+    one in its config makes such a mask (Moshi).
+
+    Raises:
+        UnsupportedError: they do not agree.
+    """
+    layer = getattr(module, "layer_idx", None)
+    if layer is None and len(set(kinds)) > 1:
+        raise UnsupportedError(f"{type(module).__name__} does not say which layer it is of (layer_idx), which differ")
+    kind = kinds[layer or 0]
+    if asked is UNSAID:
+        return kind if kind.window in masked else kind._replace(window=None)
+    if asked != kind.window:
+        raise UnsupportedError(
+            f"layer {layer} of {type(module).__name__} attends to {_reach(asked)}, but its config says "
+            f"{_reach(kind.window)}; set layer_types and sliding_window of the config to what the layers do"
+        )
+    return kind
+
+
+def _reach(window: Any) -> str:
+    return "all earlier tokens" if window is None else f"the last {window} tokens"
+
+
+def _temperature(module: Any, positions: Tensor) -> Tensor:
+    """Llama 4's factor on the queries of a layer without RoPE: ``1 + attn_scale log(1 + floor((p + 1) / floor_scale))``
+    at position p. positions (B, T) -> (B, 1, T, 1).
+    """
+    steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
+    return (torch.log1p(steps) * module.attn_scale + 1.0)[:, None, :, None]

@@ -1,0 +1,126 @@
+"""[model]: which model, and where its weights and its tokenizer come from."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.files import read_small
+from ringspan.core.messages import one_line
+from ringspan.core.names import DtypeName
+from ringspan.train.config.problems import shown
+from ringspan.train.config.table import Table
+
+# A byte-level BPE has one token for each byte and <|endoftext|>.
+MIN_VOCAB_SIZE = 257
+
+
+class ModelConfig(Table):
+    """[model]: which model, and where its weights and its tokenizer come from."""
+
+    path: str | None = Field(default=None, examples=["Qwen/Qwen3-0.6B"])
+    """Local folder or Hub id of the model; needed where init is "pretrained"."""
+    init: Literal["pretrained", "scratch"] = "pretrained"
+    """"pretrained" loads the weights of path; "scratch" draws new ones for the architecture in config, and is the
+    default where config is given and path is not."""
+    config: str | dict[str, Any] | None = Field(
+        default=None, examples=[{"model_type": "llama", "vocab_size": 2048, "hidden_size": 128}]
+    )
+    """For init = "scratch": a table of Hugging Face config values with model_type, or the path of a config.json."""
+    tokenizer: str | None = Field(default=None, examples=["train"])
+    """Local folder or Hub id of the tokenizer; default: path. "train" trains a byte-level BPE on the data."""
+    dtype: DtypeName = "float32"
+    """What layers compute in, and what the finished model is saved in: "float32" or "bfloat16"."""
+    parameter_dtype: DtypeName = "float32"
+    """What parameters, gradients and AdamW's moments are kept in. "bfloat16" takes half the memory, and loses updates
+    that are smaller than a 256th of a weight: use it where float32 does not fit. Gradients are summed over ranks in
+    float32 either way."""
+    trust_remote_code: bool = False
+    """Run the Python files that come with the model and its tokenizer; without it nothing of them is run."""
+    rope: dict[str, Any] | None = Field(default=None, examples=[{"type": "yarn", "factor": 4.0}])
+    """Scaling of rotary positions: a table with type "linear", "dynamic", "yarn", "llama3" or "longrope", factor, and
+    what else transformers takes for that type; default: the model's own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scratch_where_only_that_fits(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "init" not in values and values.get("config") is not None:
+            return values if values.get("path") is not None else values | {"init": "scratch"}
+        return values
+
+    @field_validator("dtype", "parameter_dtype", mode="before")
+    @classmethod
+    def _refuse_float16(cls, value: object, info: ValidationInfo) -> object:
+        if value in ("float16", "fp16", "half"):
+            raise ConfigError(
+                f'model.{info.field_name} = "{value}": float16 overflows without loss scaling, which ringspan does not '
+                'do; use "bfloat16" or "float32"'
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> "ModelConfig":
+        if self.init == "pretrained":
+            if self.path is None:
+                raise ConfigError('model.path: missing; init = "pretrained" needs a local folder or a Hub id')
+            if self.config is not None:
+                raise ConfigError('model.config: only for init = "scratch"; remove it, or set model.init = "scratch"')
+            if self.tokenizer == "train":
+                raise ConfigError(
+                    'model.tokenizer = "train": a pretrained model needs the tokenizer it was trained with; '
+                    'remove the key, or set model.init = "scratch"'
+                )
+        else:
+            if self.config is None:
+                raise ConfigError(
+                    'model.config: missing; init = "scratch" needs a table such as { model_type = "llama", '
+                    "hidden_size = 64 } or the path of a config.json"
+                )
+            if self.tokenizer_source is None:
+                raise ConfigError(
+                    'model.tokenizer: missing; give a local folder or a Hub id, or "train" to train one on the data'
+                )
+        return self
+
+    @property
+    def tokenizer_source(self) -> str | None:
+        """Where the tokenizer comes from: a folder, a Hub id or "train". Never None in a loaded configuration."""
+        return self.tokenizer or self.path
+
+    def config_values(self) -> dict[str, Any]:
+        """The Hugging Face config values of a model from scratch, read from the file where config is a path.
+
+        Raises:
+            ConfigError: the file is missing or no JSON object, model_type is missing, or vocab_size is too small for
+                the tokenizer that is to be trained.
+        """
+        values = self.config
+        if isinstance(values, str):
+            values = _read_json(values)
+        if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+            raise ConfigError(
+                f'model.config = {shown(self.config)}: has no model_type; add one, such as model_type = "llama"'
+            )
+        size = values.get("vocab_size", MIN_VOCAB_SIZE)
+        if self.tokenizer == "train" and (not isinstance(size, int) or size < MIN_VOCAB_SIZE):
+            raise ConfigError(
+                f"model.config.vocab_size = {size}: a trained byte-level tokenizer needs at least {MIN_VOCAB_SIZE} "
+                "tokens; raise it"
+            )
+        return dict(values)
+
+
+def _read_json(path: str) -> Any:
+    try:
+        return json.loads(read_small(Path(path).expanduser()))
+    except OSError as error:
+        raise ConfigError(
+            f"model.config = {json.dumps(path)}: cannot be read ({error.strerror}); give a table or the path of a "
+            "config.json"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"model.config = {json.dumps(path)}: is not valid JSON: {one_line(error)}; repair it"
+        ) from error

@@ -1,0 +1,11 @@
+"""What every table of a training file is."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Table(BaseModel):
+    """A TOML table: no unknown key, no conversion between types ("5" is not 5), no change after loading."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
