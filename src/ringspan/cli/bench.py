@@ -15,6 +15,7 @@ app = typer.Typer(
     help="Measure speed and memory against one process. Close other programs first: everything here is timed.",
 )
 
+_READ_AND_WRITTEN = ("prompt", "prefill_seconds", "ratio_prefill"), ("token", "seconds_per_token", "ratio_token")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _MOST_RANKS = 1024
@@ -196,6 +197,35 @@ def step(
     speeds = [f"{result[f'{who}_tokens_per_second']:,.0f}" for who in ("ring", "baseline")]
     rows = [[*speeds, f"{result['ratio_tokens_per_second']:.3f}", shown_bytes(result["peak_bytes"])]]
     _table(f"one step of {length:,} tokens, {dtype}", ["ring tokens/s", "one process", "ratio", "peak"], rows)
+
+
+@app.command("generate", epilog="Example: ringspan bench generate --ranks 2 --length 32768 --json")
+def generate(
+    ranks: Ranks = 2,
+    length: Annotated[int, typer.Option(min=1, max=_MOST, help="Tokens of the prompt.")] = 32768,
+    new_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens to write after it.")] = 32,
+    dtype: Dtype = "float32",
+    repeats: Repeats = 3,
+    as_json: Json = False,
+) -> None:
+    """Reading a prompt and writing after it on the ring, against transformers' generate on one process of N threads."""
+    from ringspan.measure.bench.generate import GenerateCase, run
+
+    _check_dtype(dtype)
+    _check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
+    _say("a prompt read by a ring and by one process", quiet=as_json)
+    result = run(GenerateCase(ranks=ranks, length=length, new_tokens=new_tokens, dtype=dtype, repeats=repeats))
+    if as_json:
+        print(json.dumps(result))
+        return
+    rows = [
+        [what, *(shown_seconds(result[f"{who}{key}"]) for who in ("", "baseline_")), f"{result[ratio]:.3f}"]
+        for what, key, ratio in _READ_AND_WRITTEN
+    ]
+    _table(f"a prompt of {length:,} tokens, {dtype}", ["", "ring", "one process", "ratio"], rows)
+    print(
+        f"a rank allocates at most {shown_bytes(result['peak_bytes'])} while it reads, its share of the cache included"
+    )
 
 
 @app.command("memory", epilog="Example: ringspan bench memory --length 8192 --json")
