@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import CustomLayout, Layout
 from ringspan.core.mask import Mask
 from ringspan.core.names import KernelName
@@ -97,8 +98,16 @@ class Turn:
     ) -> Tensor:
         """Attention of the new tokens of this rank, q (B, H, n, D), to all keys so far, of which k (B, G, M, D) and v
         (B, G, M, E) are this rank's share: (B, H, n, E) in q's dtype.
+
+        Raises:
+            UnsupportedError: the cache holds what another kind of layer sees.
         """
-        reach = self.reaches[kind]
+        if (reach := self.reaches.get(kind)) is None:
+            known = ", ".join(map(str, self.reaches))
+            raise UnsupportedError(
+                f"a layer sees {kind}, and the config, by which the cache forgets, says {known}; set layer_types and "
+                "sliding_window of the config to what the layers do"
+            )
         if len(reach.masks) == 1:
             return self._attend(q, k, v, reach.keys, reach.masks[0], scores, sinks, kernel)
         result = q.new_empty((*q.shape[:-1], v.shape[-1]))

@@ -27,11 +27,12 @@ class RingCache(Cache):
 
     layers: list["RingLayer"]  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, kinds: Sequence[LayerKind], ranks: int, rank: int) -> None:
+    def __init__(self, kinds: Sequence[LayerKind | None], ranks: int, rank: int) -> None:
         self.shares = Shares(ranks)
         self.rank = rank
         self.records_past = False
         super().__init__(layers=[RingLayer(self, kind) for kind in kinds])
+        self._keepers = [layer for layer in self.layers if layer.kind is not None]
 
     @property
     def nbytes(self) -> int:
@@ -47,14 +48,31 @@ class RingCache(Cache):
     def firsts(self) -> dict[LayerKind, int]:
         """Of each kind of layer the first position that is still held."""
         firsts: dict[LayerKind, int] = {}
-        for layer in self.layers:
+        for layer in self._keepers:
+            assert layer.kind is not None
             firsts[layer.kind] = max(layer.first, firsts.get(layer.kind, 0))
         return firsts
 
+    @property
+    def behind(self) -> list[int]:
+        """Layers that lack keys and values of the last tokens: all have them, unless a pass ended in the middle."""
+        return [
+            number
+            for number, layer in enumerate(self.layers)
+            if layer.kind is not None and layer.length != self.shares.length
+        ]
+
+    def check_complete(self) -> None:
+        """Raise an UnsupportedError for a cache that a pass has left in the middle."""
+        if behind := ", ".join(map(str, self.behind)):
+            raise UnsupportedError(
+                f"the cache is incomplete: a pass over it failed, and layers {behind} lack its last tokens; call "
+                "reset() of it and read the text again"
+            )
+
     def check_updated(self, model_name: str) -> None:
         """Raise an UnsupportedError for a model that has not added its new keys and values, layer by layer."""
-        behind = [number for number, layer in enumerate(self.layers) if layer.length != self.shares.length]
-        if behind:
+        if behind := self.behind:
             raise UnsupportedError(
                 f"{model_name} does not generate on a ring: layers {', '.join(map(str, behind))} keep no keys "
                 "and values of their own in transformers' cache"
@@ -74,7 +92,7 @@ class RingCache(Cache):
         """
         length = self.get_seq_length()
         new = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
-        first = max((layer.first for layer in self.layers), default=0)
+        first = max((layer.first for layer in self._keepers), default=0)
         if not 0 <= new <= length:
             raise UnsupportedError(f"cannot crop a cache of {length} tokens to {new}")
         if new < length and any(layer.first > layer.first_seen_after(new) for layer in self.layers):
@@ -97,15 +115,15 @@ class RingCache(Cache):
 
 
 class RingLayer(CacheLayerMixin):
-    """This rank's share of the keys and values of one layer."""
+    """This rank's share of the keys and values of one layer; without a kind, one that keeps none."""
 
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, cache: RingCache, kind: LayerKind) -> None:
+    def __init__(self, cache: RingCache, kind: LayerKind | None) -> None:
         self._cache = cache
         self.kind = kind
-        self.is_sliding = kind.window is not None
+        self.is_sliding = kind is not None and kind.window is not None
         super().__init__()
         self.reset()
 
@@ -144,6 +162,8 @@ class RingLayer(CacheLayerMixin):
 
     def first_seen_after(self, length: int) -> int:
         """The first position that a token at ``length`` or later can see."""
+        if self.kind is None:
+            return 0
         if self.kind.window is not None:
             return max(0, length - self.kind.window + 1)
         if self.kind.chunk is not None:
@@ -180,7 +200,7 @@ class RingLayer(CacheLayerMixin):
         return self.length
 
     def get_max_length(self) -> int:
-        return -1 if self.kind.window is None else self.kind.window
+        return -1 if self.kind is None or self.kind.window is None else self.kind.window
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.2x
 

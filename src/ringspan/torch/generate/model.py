@@ -16,7 +16,7 @@ from ringspan.torch.generate.cache import RingCache
 from ringspan.torch.generate.options import agreed_options, cache_bytes, text_groups
 from ringspan.torch.generate.passes import agreed_pass, over_cache, unchecked
 from ringspan.torch.generate.weights import weights_for_tokens
-from ringspan.torch.layers.decoder import layer_kinds
+from ringspan.torch.layers.decoder import cached_kinds
 from ringspan.torch.memory.sharding import recover, settle
 from ringspan.torch.model.causal_lm import RingCausalLM
 
@@ -79,7 +79,7 @@ class RingGenerator(RingCausalLM):
         """An empty cache for this model, to be handed to ``generate`` as ``past_key_values`` over several turns."""
         ring = self.ring_mesh["ring"]
         decoder = self.get_submodule(self.ring_decoder)
-        return RingCache(layer_kinds(decoder.config), ring.size(), ring.get_local_rank())
+        return RingCache(cached_kinds(decoder.config), ring.size(), ring.get_local_rank())
 
     @torch.no_grad()
     def generate(self: Any, *args: Any, weights: str = "auto", **kwargs: Any) -> Any:

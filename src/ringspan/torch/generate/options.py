@@ -74,6 +74,8 @@ def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, A
         )
     if cache is not None and cache.shares.ranks != model.ring_mesh["ring"].size():
         raise UnsupportedError(f"the cache is for a ring of {cache.shares.ranks}; use model.new_cache()")
+    if cache is not None:
+        cache.check_complete()
     for name in ("cache_implementation", "output_attentions", "output_hidden_states"):
         if value := _asked(config, arguments, name):
             remedy = "leave it out, the cache is split over the ring" if "cache" in name else "leave it out"

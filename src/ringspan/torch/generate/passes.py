@@ -65,6 +65,8 @@ def _check_pass(model: Any, asked: dict[str, Any]) -> None:
     check_entries(model, ids)
     if cache is not None and not isinstance(cache, RingCache):
         raise UnsupportedError(f"past_key_values is a {type(cache).__name__}; use model.new_cache()")
+    if cache is not None:
+        cache.check_complete()
     if cache is not None and asked.get("use_cache") is False:
         raise UnsupportedError("use_cache=False with past_key_values, which the pass would add to; leave one out")
     if not isinstance(keep if keep is not None else 0, int):

@@ -66,6 +66,15 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
     )
 
 
+def cached_kinds(config: PreTrainedConfig) -> tuple[LayerKind | None, ...]:
+    """What the config says of each layer's attention; None of one without keys of its own: it takes those of an earlier
+    layer (Gemma 3n, Gemma 4), or an image's (Mllama).
+    """
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    others = {*range(own, config.num_hidden_layers), *(getattr(config, "cross_attention_layers", None) or ())}
+    return tuple(None if number in others else kind for number, kind in enumerate(layer_kinds(config)))
+
+
 def logit_scale(config: PreTrainedConfig) -> float:
     """The factor that a model's config puts on what its head computes (Cohere, Granite); 1 for none."""
     config = text_config(config)

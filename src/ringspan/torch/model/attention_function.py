@@ -71,7 +71,8 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
             if getattr(module, "ring_temperature", False):
                 query = (query * _temperature(module, turn.positions[None]).to(query.device)).to(query.dtype)
             scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
-            return turn.attend(query, key, value, kind, scores, s_aux, config.kernel).transpose(1, 2), None
+            out = turn.attend(query, key, value, kind, scores, s_aux, config.kernel)
+            return out.transpose(1, 2).contiguous(), None  # some models view it as (batch, tokens, hidden size)
         length = query.shape[2] * dist.get_world_size(ring)
         if getattr(module, "ring_temperature", False):
             positions = torch.from_numpy(

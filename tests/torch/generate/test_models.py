@@ -1,0 +1,57 @@
+"""Kinds of models of which a cache has to know something special: on a ring against one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringspan as rs
+from tests.every_model.tiny import tiny_model, tiny_tokens
+
+LIMIT = 1e-5
+
+
+def text(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        out = model.eval().generate(
+            tiny_tokens(40),
+            max_new_tokens=6,
+            min_new_tokens=6,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    return out.sequences, torch.stack(out.logits)
+
+
+def on_ring(mesh: DeviceMesh, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    model: Any = tiny_model(kind)
+    model = rs.parallelize(model, mesh, checkpoint="attention" if model.supports_gradient_checkpointing else "none")
+    type(model).ring_prefill_tokens = 9
+    return text(model)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "afmoe",  # views what attention returns
+        "gemma3n_text",  # layers that take the keys of earlier ones
+        "gemma4_text",
+        "mllama",  # layers that attend to images alone
+        "ministral3",  # a factor on queries by position
+    ],
+)
+def test_the_text_of_a_kind_that_is_special_is_that_of_one_process(pool, kind):
+    ids, logits = text(tiny_model(kind))
+    for found, found_logits in pool.run(on_ring, 2, kind):
+        assert torch.equal(found, ids)
+        assert (found_logits - logits).norm() < LIMIT * logits.norm()
+
+
+def test_a_layer_that_sees_more_than_its_config_says_is_refused_by_name(pool):
+    """Of Moshi's window the mask knows nothing, and on one process its cache forgets by it all the same."""
+    for outcome in pool.outcomes(on_ring, 2, "moshi"):
+        assert isinstance(outcome, rs.UnsupportedError)
+        assert "sliding_window" in str(outcome)
