@@ -74,6 +74,24 @@ def test_padding_on_the_right_has_no_targets():
     assert part["shift_labels"].tolist() == [[*ids[0, 1:4].tolist(), -100, -100, -100]]
 
 
+def test_padding_on_the_left_is_a_document():
+    ids = tokens(3, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0]])
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    [part] = parts(batch, 1)
+    assert part["document_lengths"].tolist() == [[2, 4], [6, 0], [1, 5]]
+    assert part["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4]]
+    assert torch.equal(part["real_tokens"], mask != 0) and part["sequence_length"] == 6
+    expected = torch.where((mask != 0) & (mask.roll(-1, 1) != 0), ids.roll(-1, 1), -100)
+    expected[:, -1] = -100
+    assert torch.equal(part["shift_labels"], expected)
+    # As transformers' generate makes them.
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)[:1]
+    first = {name: x[:1] for name, x in batch.items()}
+    [given] = parts(first | {"position_ids": positions}, 1)
+    assert given["document_lengths"].tolist() == [[1, 1, 4]]
+
+
 @pytest.mark.parametrize(
     ("change", "place"),
     [
@@ -100,8 +118,16 @@ def test_shifted_labels_are_taken_as_they_are():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "padding on the right"),
-        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "padding on the right"),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "padding left or right of the tokens"),
+        ({"attention_mask": torch.tensor([[0, 0, 0, 0]])}, "padding left or right of the tokens"),
+        (
+            {"attention_mask": torch.tensor([[0, 0, 1, 1]]), "position_ids": torch.tensor([[0, 0, 1, 0]])},
+            "position_ids must start from 0 behind padding on the left",
+        ),
+        (
+            {"attention_mask": torch.tensor([[0, 1, 1, 1]]), "position_ids": torch.tensor([[0, 1, 2, 3]])},
+            "position_ids must start from 0 behind padding on the left",
+        ),
         ({"position_ids": torch.tensor([[0, 1, 3, 4]])}, "count up by one"),
         ({"position_ids": torch.tensor([[1, 2, 3, 4]])}, "from 0 at the start"),
         ({"position_ids": torch.tensor([[0, 1]])}, "position_ids has shape"),

@@ -56,9 +56,12 @@ def whole_batch(rows: int, length: int, labels: str, documents: Any = None) -> d
         case "none":
             targets[:] = -100
     batch = {"input_ids": ids, "labels": targets}
-    if labels == "padded":
+    if "padded" in labels:
         mask = torch.ones_like(ids)
         mask[-1, length - 4 :] = 0
+        if labels == "padded left":  # a row on the left, one on both sides
+            mask[0, :9] = 0
+            mask[-1, :3] = 0
         batch["attention_mask"] = mask
     if documents:
         batch["position_ids"] = restarting(documents)
@@ -75,7 +78,8 @@ def prepared(kind: str, changes: dict[str, Any] | None, how: str | None) -> Any:
 def expected_logprobs(model: Any, batch: dict[str, Tensor], documents: Any = None) -> Tensor:
     ids, labels = batch["input_ids"], batch["labels"]
     if "attention_mask" in batch:
-        labels = labels.masked_fill(batch["attention_mask"] == 0, -100)
+        real = batch["attention_mask"] != 0
+        labels = labels.masked_fill(~(real & real.roll(1, 1)), -100)  # nor is there a target for padding
     if documents:  # each alone: not every model of transformers tells its masks of packed positions
         parts = [row.split(lengths) for row, lengths in zip(ids, documents, strict=True)]
         logits = torch.stack([torch.cat([model(input_ids=part[None]).logits[0] for part in row]) for row in parts])
@@ -121,6 +125,8 @@ CASES: list[tuple[Any, ...]] = [
     ("llama", 4, 1, 1, "zigzag", 3, 1, "all", {}),  # two ranks hold nothing but padding
     ("llama", 2, 1, 1, "zigzag", 30, 2, "none", {}),
     ("llama", 2, 1, 1, "striped", 37, 3, "padded", {}),
+    ("llama", 3, 1, 1, "zigzag", 37, 3, "padded left", {}),
+    ("mistral-window", 2, 1, 1, "zigzag", 37, 3, "padded left", {}),
     ("llama", 4, 2, 1, "zigzag", 37, 4, "completions", {}),
     ("llama", 4, 1, 2, "zigzag", 37, 3, "completions", {"changes": EVEN}),
     ("llama-tied", 4, 1, 2, "striped", 37, 2, "all", {"changes": EVEN, "loss_chunk_vocabulary": 13}),

@@ -114,8 +114,8 @@ def shard_batch(
 
     Args:
         batch: ``input_ids`` (B, S) and optionally ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry
-            i is the target of token i; an ``attention_mask`` that only marks padding on the right; ``position_ids``
-            (B, S) or (S,) that count up, from 0 anew for each packed document.
+            i is the target of token i; an ``attention_mask`` that marks padding on the right or left of each sequence;
+            ``position_ids`` (B, S) or (S,) that count up, from 0 anew for each packed document.
         mesh: the mesh of the model.
         layout: the layout that the model was parallelized with.
         device: where the result goes; where ``input_ids`` are when None.
@@ -123,9 +123,10 @@ def shard_batch(
     Returns:
         ``input_ids``, ``position_ids`` (int32) and, when there were labels, ``shift_labels``, each (B, T). For packed
         documents also ``document_lengths`` (B, most documents), 0 behind the last one: no document will see another
-        one. ``real_tokens`` (B, T) where an ``attention_mask`` marks padding, which routers of experts do not count.
-        ``sequence_length``, that of the longest document, stays on the CPU. ``batch_digest`` (3,) is by what the
-        ranks of a ring see that they were given the same batch: digests of its tokens, targets and documents.
+        one. Padding on the left is a document, so that positions count from the first token behind it. ``real_tokens``
+        (B, T) where an ``attention_mask`` marks padding, which routers of experts do not count. ``sequence_length``,
+        that of the longest document, stays on the CPU. ``batch_digest`` (3,) is by what the ranks of a ring see that
+        they were given the same batch: digests of its tokens, targets and documents.
 
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
@@ -146,6 +147,9 @@ def shard_batch(
         )
     targets = _targets(batch)
     lengths = _document_lengths(batch["position_ids"], tokens) if "position_ids" in batch else None
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        lengths = _behind_padding((mask != 0).cpu(), lengths, may_restart="position_ids" not in batch)
     ring = mesh["ring"]
     split = Layout(layout, tokens.shape[1], ring.size())
     rank = ring.get_local_rank()
@@ -155,8 +159,8 @@ def shard_batch(
     local = {"input_ids": shard(tokens, split, rank, 1), "position_ids": positions.int()}
     if lengths is not None:
         local["document_lengths"] = lengths
-    if "attention_mask" in batch and not bool(batch["attention_mask"].all()):
-        local["real_tokens"] = shard(batch["attention_mask"] != 0, split, rank, 1)
+    if mask is not None and not bool(mask.all()):
+        local["real_tokens"] = shard(mask != 0, split, rank, 1)
     if targets is not None:
         local["shift_labels"] = shard(targets, split, rank, 1, value=IGNORED)
     parts = {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
@@ -173,8 +177,8 @@ def _targets(batch: Mapping[str, Tensor]) -> Tensor | None:
             raise UnsupportedError(f"{name} has shape {tuple(batch[name].shape)}, input_ids {tuple(tokens.shape)}")
         if name in batch and name != "attention_mask" and batch[name].dtype not in _INTEGERS:
             raise UnsupportedError(f"{name} must be integers, got {batch[name].dtype}; convert them with .long()")
-    if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any() or (mask[:, 0] == 0).any()):
-        raise UnsupportedError("attention_mask may only mark padding on the right; set padding_side='right'")
+    if mask is not None and not bool((_beginnings(mask != 0).sum(1) == 1).all()):
+        raise UnsupportedError("attention_mask may only mark padding left or right of the tokens of each sequence")
     if "shift_labels" in batch:
         targets = batch["shift_labels"].long()
     elif "labels" in batch:
@@ -182,8 +186,26 @@ def _targets(batch: Mapping[str, Tensor]) -> Tensor | None:
     else:
         return None
     if mask is not None:
-        targets = targets.masked_fill(_shift(mask, 0) == 0, IGNORED)
+        targets = targets.masked_fill((mask == 0) | (_shift(mask, 0) == 0), IGNORED)
     return targets
+
+
+def _beginnings(real: Tensor) -> Tensor:
+    """The tokens (B, S) that are the first of a sequence, or the first behind padding."""
+    return real & torch.cat((real.new_ones(len(real), 1), ~real[:, :-1]), 1)
+
+
+def _behind_padding(real: Tensor, lengths: Tensor | None, *, may_restart: bool) -> Tensor | None:
+    """The lengths of the documents of each sequence, of which padding on the left is one."""
+    left = _beginnings(real).int().argmax(1, keepdim=True)
+    if not bool(left.any()):
+        return lengths
+    if may_restart:
+        rest = real.shape[1] - left
+        return torch.cat((torch.where(left > 0, left, rest), torch.where(left > 0, rest, 0)), 1)
+    if lengths is None or not bool(((lengths.cumsum(1) == left).any(1, keepdim=True) | (left == 0)).all()):
+        raise UnsupportedError("position_ids must start from 0 behind padding on the left; leave them out")
+    return lengths
 
 
 def _shift(x: Tensor, last: int) -> Tensor:
