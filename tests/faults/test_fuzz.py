@@ -15,14 +15,13 @@ import torch
 from safetensors.torch import save_file
 
 from ringspan.core.errors import CheckpointError, ConfigError
+from ringspan.core.signed import digest_of, file_digest
 from ringspan.train.checkpoints.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
     Piece,
     TensorEntry,
-    _digest,
-    file_digest,
     read_manifest,
     verify,
 )
@@ -213,7 +212,7 @@ def test_manifests_that_lie_with_a_right_digest(tmp_path):
     def prepare(generator: random.Random) -> None:
         lie = mutate_value(values, generator)
         try:
-            digest = _digest(lie)
+            digest = digest_of(lie)
         except ValueError:
             digest = "0" * 64
         (folder / MANIFEST).write_text(json.dumps({"sha256": digest, "manifest": lie}))

@@ -29,7 +29,7 @@ class Shares:
 
     def counts(self, first: int = 0) -> tuple[int, ...]:
         """Tokens of each rank from position ``first`` on."""
-        return tuple(sum(count for _, count in _from(runs, first)) for runs in self._runs)
+        return tuple(sum(count for _, count in runs_from(runs, first)) for runs in self._runs)
 
     def split(self, count: int) -> CustomLayout:
         """Add ``count`` new positions, at least two per rank, split over all ranks; the layout of these alone."""
@@ -77,7 +77,7 @@ class Shares:
         """All positions from ``first`` on, each where it is; a rank without any holds one of padding, since there are
         models that cannot compute with no token.
         """
-        held = (tuple(Span(*run) for run in _from(runs, first)) for runs in self._runs)
+        held = (tuple(Span(*run) for run in runs_from(runs, first)) for runs in self._runs)
         parts = tuple(spans or (Span(self.length + rank, 1),) for rank, spans in enumerate(held))
         return CustomLayout("custom", self.length, self.ranks, parts=parts)  # pyright: ignore[reportArgumentType]
 
@@ -101,7 +101,8 @@ def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
     return tuple(joined)
 
 
-def _from(runs: Iterable[tuple[int, int]], first: int) -> Iterable[tuple[int, int]]:
+def runs_from(runs: Iterable[tuple[int, int]], first: int) -> Iterable[tuple[int, int]]:
+    """The part of some runs from position ``first`` on."""
     for start, count in runs:
         if start + count > first:
             yield max(start, first), start + count - max(start, first)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ringspan.core.disk import write_synced
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.torch.consistency.watchdog import Watchdog
 from ringspan.train.checkpoints.checkpoint import Checkpoints
-from ringspan.train.checkpoints.disk import write_synced
 from ringspan.train.checkpoints.manifest import Manifest
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.origin import tokenizer_of

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
+from ringspan.core.disk import sync_folder, write_synced
 from ringspan.core.errors import CheckpointError, ConfigError, RingspanError
 from ringspan.train.checkpoints.checkpoint import Checkpoints
-from ringspan.train.checkpoints.disk import sync_folder, write_synced
 from ringspan.train.checkpoints.manifest import Manifest
 from ringspan.train.checkpoints.shards import Part
 from ringspan.train.config.paths import refuse_missing

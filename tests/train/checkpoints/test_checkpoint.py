@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ringspan.core.errors import CheckpointError
+from ringspan.core.signed import digest_of
 from ringspan.train.checkpoints.checkpoint import Checkpoints
 from ringspan.train.checkpoints.manifest import MANIFEST, read_manifest
 from ringspan.train.checkpoints.shards import held_here, read_tensors
@@ -294,10 +295,8 @@ def test_another_model_is_refused_on_all_ranks(pool, tmp_path, name, shape, dtyp
 def test_a_manifest_that_leads_out_of_its_folder_is_refused(pool, tmp_path):
     pool.run(save_steps, 4, tmp_path, [1])
     path = tmp_path / "step_00000001" / MANIFEST
-    from ringspan.train.checkpoints.manifest import _digest
-
     values = json.loads(path.read_text())["manifest"]
     values["files"]["../secret.safetensors"] = values["files"].pop("rank_00000.safetensors")
-    path.write_text(json.dumps({"sha256": _digest(values), "manifest": values}))
+    path.write_text(json.dumps({"sha256": digest_of(values), "manifest": values}))
     with pytest.raises(CheckpointError, match=r"'\.\./secret\.safetensors' is not the name of a shard"):
         read_manifest(path.parent)

@@ -31,6 +31,7 @@ class RingCache(Cache):
         self.shares = Shares(ranks)
         self.rank = rank
         self.records_past = False
+        self._ids = Rows()
         super().__init__(layers=[RingLayer(self, kind) for kind in kinds])
         self._keepers = [layer for layer in self.layers if layer.kind is not None]
 
@@ -38,6 +39,15 @@ class RingCache(Cache):
     def nbytes(self) -> int:
         """Bytes that this rank's share takes."""
         return sum(rows.nbytes for layer in self.layers for rows in layer.rows)
+
+    @property
+    def ids(self) -> Tensor:
+        """The tokens that it holds, (B, L), in CPU memory: every rank knows all."""
+        return self._ids.tensor[:, 0, :, 0]
+
+    def keep_ids(self, ids: Tensor) -> None:
+        """Note new tokens (B, n), which the layers were given."""
+        self._ids.append(ids.cpu()[:, None, :, None])
 
     @property
     def num_sequences(self) -> int | None:
@@ -101,6 +111,7 @@ class RingCache(Cache):
                 "activate_past_recording() before"
             )
         before = self.shares.counts()[self.rank]
+        self._ids.cut(0, length - new)
         self.shares.crop(new)
         for layer in self.layers:
             layer.take_back(before - self.shares.counts()[self.rank])
@@ -109,9 +120,21 @@ class RingCache(Cache):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.shares = Shares(self.shares.ranks)
+        self.shares, self._ids = Shares(self.shares.ranks), Rows()
         for layer in self.layers:
             layer.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
+        self._ids.change(lambda x: x[beam_idx.cpu()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._ids.change(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._ids.change(lambda x: x[indices.cpu()])
 
 
 class RingLayer(CacheLayerMixin):
@@ -159,6 +182,14 @@ class RingLayer(CacheLayerMixin):
             self.forget()
         self.keys, self.values = (rows.tensor for rows in self.rows)
         return share  # pyright: ignore[reportReturnType]
+
+    def fill(self, keys: Tensor, values: Tensor, length: int, first: int) -> None:
+        """Hold this rank's share (B, G, M, D) of a sequence of ``length`` tokens, from position ``first`` on."""
+        self.lazy_initialization(keys, values)
+        for rows, new in zip(self.rows, (keys, values), strict=True):
+            rows.append(new)
+        self.length, self.first = length, first
+        self._cut(0, 0)
 
     def first_seen_after(self, length: int) -> int:
         """The first position that a token at ``length`` or later can see."""

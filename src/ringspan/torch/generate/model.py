@@ -5,6 +5,7 @@ logits of the last ones, the first rank's, so that all of them draw the same tok
 """
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,7 @@ from ringspan.torch.generate.agreed import first_ranks_numbers
 from ringspan.torch.generate.cache import RingCache
 from ringspan.torch.generate.options import agreed_options, cache_bytes, text_groups
 from ringspan.torch.generate.passes import agreed_pass, over_cache, unchecked
+from ringspan.torch.generate.saved import load, save
 from ringspan.torch.generate.weights import weights_for_tokens
 from ringspan.torch.layers.decoder import cached_kinds
 from ringspan.torch.memory.sharding import recover, settle
@@ -80,6 +82,26 @@ class RingGenerator(RingCausalLM):
         ring = self.ring_mesh["ring"]
         decoder = self.get_submodule(self.ring_decoder)
         return RingCache(cached_kinds(decoder.config), ring.size(), ring.get_local_rank())
+
+    def save_cache(self: Any, cache: RingCache, folder: str | Path) -> None:
+        """Write a cache into a new folder, so that what it has read need not be read again; on every rank.
+
+        Raises:
+            UnsupportedError: the cache is empty, or not of this model.
+            CheckpointError: the folder exists, or cannot be written.
+            PeerMismatch: replicas hold different tokens.
+        """
+        with in_call("saving a cache"):
+            save(self, cache, folder)
+
+    def load_cache(self: Any, folder: str | Path) -> RingCache:
+        """A cache that ``save_cache`` wrote, on however many ranks; on every rank. ``cache.ids`` are its tokens.
+
+        Raises:
+            CheckpointError: a file is missing, damaged or cut, or the cache is another model's.
+        """
+        with in_call("loading a cache"):
+            return load(self, folder, self.new_cache())
 
     @torch.no_grad()
     def generate(self: Any, *args: Any, weights: str = "auto", **kwargs: Any) -> Any:

@@ -119,6 +119,7 @@ def over_cache(
             model, cache, ids[:, part], position_ids[:, part], real, max(0, part.stop - max(first, count - keep))
         )
         last.append(hidden)
+    cache.keep_ids(input_ids)
     logits = finished_logits(model.get_output_embeddings()(torch.cat(last, 1)), model.config)
     logits = logits.contiguous()
     if cache.shares.ranks > 1:  # the same bits on every rank, whatever its processor

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ringspan.core.disk import sync_folder, write_synced
 from ringspan.core.errors import CheckpointError
 from ringspan.torch.transport.collectives import gather
-from ringspan.train.checkpoints.disk import sync_folder, write_synced
 from ringspan.train.checkpoints.manifest import (
     MANIFEST,
     FileEntry,

@@ -1,11 +1,9 @@
 """What a checkpoint's folder says about itself, and whether its files are what was written.
 
-``manifest.json`` is ``{"sha256": ..., "manifest": {...}}``: the digest is that of the inner object as canonical JSON,
-so that a change to the manifest is found like one to a shard. Nothing here is executed: JSON and safetensors only.
+``manifest.json`` is signed, so that a change to it is found like one to a shard. Nothing here is executed: JSON and
+safetensors only.
 """
 
-import hashlib
-import json
 import math
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -14,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from safetensors import SafetensorError, safe_open
 
 from ringspan.core.errors import CheckpointError
-from ringspan.core.messages import one_line, shortened
+from ringspan.core.messages import shortened
+from ringspan.core.signed import read_signed, signed, why_not_written
 
 MANIFEST: Final = "manifest.json"
-_MAX_MANIFEST_BYTES: Final = 1 << 30
 
 
 class _Record(BaseModel):
@@ -88,8 +86,7 @@ class Manifest(_Record):
 
     def dump(self) -> str:
         """The text of ``manifest.json``."""
-        values = self.model_dump(mode="json")
-        return json.dumps({"sha256": _digest(values), "manifest": values}, allow_nan=False)
+        return signed(self.model_dump(mode="json"))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -100,27 +97,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for a manifest")
-        # Decoded here: json.loads guesses the encoding of bytes.
-        whole = json.loads(path.read_bytes().decode("utf-8"))
-        if not isinstance(whole, dict) or set(whole) != {"sha256", "manifest"}:
-            raise CheckpointError(f"{path}: is not a manifest of ringspan")
-        found = _digest(whole["manifest"])
-        if whole["sha256"] != found:
-            expected = shortened(str(whole["sha256"]))
-            raise CheckpointError(f"{path}: changed after it was written (sha256 {found}, expected {expected})")
-        return Manifest.model_validate(whole["manifest"])
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: is missing; the checkpoint was not finished") from None
+        return Manifest.model_validate(read_signed(path, "the checkpoint was not finished"))
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"])
         raise CheckpointError(f"{path}: {shortened(place)}: {shortened(problem['msg'])}") from error
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
 
 
 def verify(folder: Path, manifest: Manifest, name: str) -> None:
@@ -130,25 +111,8 @@ def verify(folder: Path, manifest: Manifest, name: str) -> None:
         CheckpointError: it is missing, of another length, from another save, or has any other content.
     """
     path, entry = folder / name, manifest.files[name]
-    try:
-        found = path.stat().st_size
-        if found != entry.bytes:
-            raise CheckpointError(f"{path}: has {found} bytes, expected {entry.bytes}{_origin(path, manifest)}")
-        digest = file_digest(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: is missing, expected {entry.bytes} bytes") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
-    if digest != entry.sha256:
-        raise CheckpointError(
-            f"{path}: has sha256 {digest[:16]}..., expected {entry.sha256[:16]}...{_origin(path, manifest)}"
-        )
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    if problem := why_not_written(path, entry.bytes, entry.sha256):
+        raise CheckpointError(f"{path}: {problem}{_origin(path, manifest)}")
 
 
 def origin_of(run_id: str, step: int) -> dict[str, str]:
@@ -166,8 +130,3 @@ def _origin(path: Path, manifest: Manifest) -> str:
     if origin != origin_of(manifest.run_id, manifest.step):
         return f"; it is of step {origin.get('step', '?')} of run {origin.get('run_id', '?')}: stale"
     return "; its content is damaged"
-
-
-def _digest(values: object) -> str:
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
