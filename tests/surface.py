@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 import ringspan
 from ringspan.cli.main import app
+from ringspan.generate.session import Answer
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.metrics import StepMetrics
 from ringspan.train.result import TrainResult
@@ -93,6 +94,7 @@ def surface() -> dict[str, dict[str, Any]]:
         "TOML keys": dict(toml_keys(TrainConfig)),
         "JSON keys": {
             "train": [field.name for field in fields(TrainResult)],
+            "generate": sorted(field.name for field in fields(Answer)),
             "metrics.jsonl": [field.name for field in fields(StepMetrics)],
         },
     }

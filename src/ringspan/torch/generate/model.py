@@ -4,6 +4,7 @@ The cache is split over the ring, the model's forward pass splits the tokens tha
 logits of the last ones, the first rank's, so that all of them draw the same token. B batch, n new tokens, V vocabulary.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +33,7 @@ class RingGenerator(RingCausalLM):
     ring_is_generating = False
     ring_prefill_tokens = PREFILL_TOKENS
     ring_split_from = SPLIT_FROM_TOKENS
+    ring_on_read: Callable[[int], None] | None = None  # told the length of the cache after each chunk
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:

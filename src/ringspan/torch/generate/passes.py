@@ -119,6 +119,8 @@ def over_cache(
             model, cache, ids[:, part], position_ids[:, part], real, max(0, part.stop - max(first, count - keep))
         )
         last.append(hidden)
+        if model.ring_on_read is not None:
+            model.ring_on_read(cache.shares.length)
     cache.keep_ids(input_ids)
     logits = finished_logits(model.get_output_embeddings()(torch.cat(last, 1)), model.config)
     logits = logits.contiguous()

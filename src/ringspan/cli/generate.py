@@ -1,0 +1,231 @@
+"""``ringspan generate``: ask a model's folder, with a prompt as long as a book."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ringspan.generate.session import Answer, Observer
+    from ringspan.generate.settings import GenerateSettings
+
+EPILOG = (
+    "Example: ringspan generate runs/demo/model --prompt-file book.txt --nproc 4. "
+    "On a cluster: torchrun --nnodes 2 --nproc-per-node 8 ... -m ringspan generate model --prompt-file book.txt"
+)
+
+
+def command(
+    model: Annotated[Path, typer.Argument(help="Folder of the model and its tokenizer.", show_default=False)],
+    prompt: Annotated[str | None, typer.Option(help="The prompt itself; - reads standard input.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A text file with the prompt; - for standard input.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 200,
+    temperature: Annotated[float | None, typer.Option(help="Sample; below 1 the likely tokens gain.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from so many of the likeliest tokens.")] = None,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto (that of the folder), float32 or bfloat16.")] = "auto",
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes to start on this machine; default: one a CUDA device, else one. Not under torchrun."
+        ),
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Ranks that split heads and weights; the others are the ring.")] = 1,
+    weights: Annotated[
+        str, typer.Option(help="whole on each rank, sharded (gathered for each token), or auto.")
+    ] = "auto",
+    prefill_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the prompt that a rank reads at once; default: 4096.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Read a prompt over a ring of processes, and print what the model writes after it.
+
+    The most likely tokens, or tokens drawn at random where --temperature, --top-p or --top-k are given.
+    """
+    from ringspan.core.errors import ConfigError
+    from ringspan.generate.settings import GenerateSettings
+
+    settings = GenerateSettings(
+        folder=str(model),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        dtype=dtype,
+        tp=tp,
+        weights=weights,
+        prefill_tokens=prefill_tokens,
+    )
+    if not model.is_dir():
+        raise ConfigError(f"{model}: there is no such folder; give one with a model and its tokenizer")
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"{model}: has no config.json; give the folder that a model was saved into")
+    if (prompt is None) == (prompt_file is None):
+        raise ConfigError("give either --prompt or --prompt-file")
+    answer, is_first = run(settings, lambda: _text(prompt, prompt_file), nproc, as_json)
+    if is_first and as_json:
+        print(json.dumps(asdict(answer)))
+
+
+def _text(prompt: str | None, file: Path | None) -> str:
+    """The prompt, from where it is.
+
+    Raises:
+        ConfigError: a file that cannot be read, or no text in it.
+    """
+    from ringspan.core.errors import ConfigError
+
+    name = "--prompt" if file is None else f"--prompt-file {file}"
+    try:
+        if "-" in (prompt, str(file)):
+            name, text = "standard input", sys.stdin.buffer.read().decode()
+        else:
+            text = prompt if file is None else file.read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: is not UTF-8 text (byte {error.start}); convert it") from error
+    if not text:
+        raise ConfigError(f"{name}: the prompt is empty; at least one token is needed")
+    return text
+
+
+def run(
+    settings: "GenerateSettings", text: Callable[[], str], nproc: int | None, quiet: bool = False
+) -> "tuple[Answer, bool]":
+    """Generate in the ranks that torchrun started, or in new local ones; the answer, and whether this is rank 0."""
+    from ringspan.cli.console import console
+    from ringspan.core.errors import ConfigError
+    from ringspan.torch.runtime.environment import is_rank
+
+    if is_rank():
+        if nproc is not None:
+            raise ConfigError(f"--nproc {nproc} under torchrun, which has started the processes; leave it out")
+        return _run_here(settings, text, quiet)
+    if nproc is not None:
+        settings.check_ranks(nproc)
+    prompt = text()
+    from ringspan.torch.runtime.forks import serve_forks
+
+    with console(stderr=True).status("importing PyTorch and transformers"):
+        serve_forks("ringspan.generate.session")  # it gets ready while this process checks the prompt
+        import torch
+
+        if nproc is None:
+            nproc = max(1, torch.cuda.device_count())
+            settings.check_ranks(nproc)
+        ids = prompt_ids(settings, prompt)
+    from ringspan.torch.runtime.launch import launch
+
+    print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
+    return launch(generate_rank, nproc, settings, ids, quiet)[0], True
+
+
+def _run_here(settings: "GenerateSettings", text: Callable[[], str], quiet: bool) -> "tuple[Answer, bool]":
+    """As one of the ranks that torchrun started; the first reads the prompt."""
+    if os.environ["RANK"] == "0":
+        print("importing PyTorch and transformers", file=sys.stderr, flush=True)
+    import torch.distributed as dist
+
+    from ringspan.generate.session import from_first_rank
+    from ringspan.torch.runtime.launch import join
+
+    settings.check_ranks(int(os.environ["WORLD_SIZE"]))
+    join()
+    try:
+        ids = from_first_rank(lambda: prompt_ids(settings, text()))
+        return generate_rank(settings, ids, quiet), dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+def prompt_ids(settings: "GenerateSettings", text: str) -> Any:
+    """The tokens of a prompt, which the model has a place for."""
+    import numpy as np
+
+    from ringspan.generate.folder import check_ids, load_config, load_tokenizer
+
+    _hush()
+    config = load_config(settings)
+    ids = load_tokenizer(settings.folder, config)(text).input_ids
+    check_ids(ids, settings, config)
+    return np.array(ids)
+
+
+def generate_rank(settings: "GenerateSettings", ids: Any, quiet: bool) -> "Answer":
+    """One rank's part; rank 0 shows how it goes, and the text as it comes unless ``quiet``."""
+    import torch.distributed as dist
+
+    from ringspan.generate.folder import load_config, load_tokenizer
+    from ringspan.generate.session import Observer, session
+
+    _hush()
+    config = load_config(settings)
+    tokenizer = load_tokenizer(settings.folder, config)
+    with _watched(quiet) if dist.get_rank() == 0 else _unwatched() as observer:
+        assert isinstance(observer, Observer)
+        with session(settings, config, tokenizer, observer) as model:
+            return model.answer(ids.tolist())
+
+
+def _hush() -> None:
+    """Silence what every rank would say: progress bars and warnings of the libraries."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+@contextmanager
+def _unwatched() -> "Iterator[Observer]":
+    from ringspan.generate.session import Observer
+
+    yield Observer()
+
+
+@contextmanager
+def _watched(quiet: bool) -> "Iterator[Observer]":
+    """An observer that shows progress on the standard error stream, and text on the standard output unless quiet."""
+    from ringspan.cli.console import console
+    from ringspan.generate.session import Observer
+
+    out = console(stderr=True)
+    status = out.status("starting")
+    wrote = False
+
+    def doing(what: str) -> None:
+        status.update(what)
+
+    def read(tokens: int, total: int) -> None:
+        if out.is_terminal:
+            status.update(f"read {tokens:,} of {total:,} tokens")
+        elif tokens < total or shown[0]:
+            shown[0] = True
+            print(f"read {tokens:,} of {total:,} tokens", file=sys.stderr, flush=True)
+
+    def write(text: str) -> None:
+        nonlocal wrote
+        status.stop()
+        if not quiet:
+            wrote = True
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    shown = [False]  # a prompt that is read at once needs no line
+    status.start()
+    try:
+        yield Observer(doing, read, write)
+    finally:
+        status.stop()
+        if wrote:
+            sys.stdout.write("\n")
+            sys.stdout.flush()

@@ -1,0 +1,138 @@
+"""A model's folder: its config, tokenizer and weights, refused in one line where they do not make a model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.messages import one_line
+from ringspan.generate.settings import GenerateSettings
+from ringspan.torch.layers.decoder import text_config
+from ringspan.torch.model.support import refuse_config
+from ringspan.torch.tensor_parallel.split import refuse_heads
+
+
+def load_config(settings: GenerateSettings) -> PreTrainedConfig:
+    """The config of the folder's model.
+
+    Raises:
+        ConfigError: there is none, or none of a causal language model.
+        UnsupportedError: it asks for something that the ring does not compute exactly, or heads that ``tp`` does not
+            divide.
+    """
+    try:
+        config = AutoConfig.from_pretrained(settings.folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(f"{settings.folder}: {one_line(error)}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"{settings.folder}: {config.model_type} is no causal language model of transformers")
+    refuse_config(config)
+    refuse_heads(config, settings.tp)
+    dtype_of(settings, config)
+    return config
+
+
+def dtype_of(settings: GenerateSettings, config: PreTrainedConfig) -> torch.dtype:
+    """The dtype to compute in: the folder's, unless the settings name one.
+
+    Raises:
+        ConfigError: the folder's is none that generation is tested in.
+    """
+    own = getattr(text_config(config), "dtype", None) or torch.float32
+    name = str(own).removeprefix("torch.") if settings.dtype == "auto" else settings.dtype
+    if name not in ("float32", "bfloat16"):
+        raise ConfigError(f"{settings.folder}: its weights are {name}; choose --dtype float32 or bfloat16")
+    return getattr(torch, name)
+
+
+def load_tokenizer(folder: str, config: PreTrainedConfig) -> Tokenizer:
+    """The folder's tokenizer.
+
+    Raises:
+        ConfigError: there is none, or one whose vocabulary the model does not have.
+    """
+    names = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"
+    if not any(Path(folder, name).exists() for name in names):
+        raise ConfigError(f"{folder}: has no tokenizer (tokenizer.json); save it there with save_pretrained")
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    # tokenizers raises plain Exceptions for files that it cannot read
+    except Exception as error:
+        raise ConfigError(f"{folder}: its tokenizer cannot be read: {one_line(error)}") from error
+    # Tokens that were added, an image's say, may have ids beyond a model of text; a prompt that has them is refused.
+    vocabulary = text_config(config).vocab_size
+    if tokenizer.vocab_size > vocabulary:
+        raise ConfigError(
+            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, the model only {vocabulary}; use the "
+            "tokenizer that belongs to the model"
+        )
+    return tokenizer
+
+
+def check_ids(ids: Sequence[int], settings: GenerateSettings, config: PreTrainedConfig) -> None:
+    """Refuse token ids that the model has no place for.
+
+    Raises:
+        ConfigError: no token, ids beyond its vocabulary, or more tokens, with those to come, than it has positions.
+    """
+    text = text_config(config)
+    if not len(ids):
+        raise ConfigError("the prompt is empty; at least one token is needed")
+    if (largest := max(ids)) >= text.vocab_size:
+        raise ConfigError(
+            f"{settings.folder}: its tokenizer makes token {largest} of this prompt, the model has {text.vocab_size}; "
+            "use the tokenizer that belongs to the model"
+        )
+    limit = num_positions(text)
+    if limit is not None and len(ids) + settings.max_new_tokens > limit:
+        raise ConfigError(
+            f"{len(ids):,} tokens of prompt and {settings.max_new_tokens:,} new ones are more than the {limit:,} "
+            "positions of the model; shorten the prompt, lower --max-new-tokens, or scale its rotary positions "
+            "(rope_parameters and max_position_embeddings in config.json)"
+        )
+
+
+def num_positions(text: Any) -> int | None:
+    """Positions that a text config is for; dynamic scaling keeps the length of training there, whatever its factor."""
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    factor = rope.get("factor", 1.0) if rope.get("rope_type") == "dynamic" else 1.0
+    return int(limit * factor)
+
+
+def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> Any:
+    """The whole model on the CPU.
+
+    Raises:
+        ConfigError: no weights in safetensors (a pickle, which runs code when it is loaded, is not opened), damaged
+            ones, some that are missing, or have another shape than the model's.
+    """
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            settings.folder,
+            config=config,
+            dtype=dtype_of(settings, config),
+            use_safetensors=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # refused below, in one line
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"{settings.folder}: {one_line(error)}") from error
+    model, found = loaded
+    remedy = "use the config.json that belongs to the weights"
+    if found["mismatched_keys"]:
+        name, here, wanted = min(found["mismatched_keys"])
+        raise ConfigError(f"{settings.folder}: {name} is {list(here)} there, {list(wanted)} in the model; {remedy}")
+    if found["missing_keys"]:  # which transformers would draw at random
+        raise ConfigError(f"{settings.folder}: has no weights {min(found['missing_keys'])}; {remedy}")
+    return model.eval()

@@ -1,0 +1,174 @@
+"""A model on the ring that answers prompts, as every rank runs it inside its process group."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.generation.streamers import BaseStreamer, TextStreamer
+
+from ringspan.core.errors import RingspanError
+from ringspan.generate.folder import load_model
+from ringspan.generate.settings import GenerateSettings
+from ringspan.torch.consistency.watchdog import Watchdog
+from ringspan.torch.parallelize import parallelize
+from ringspan.torch.runtime.launch import local_device
+from ringspan.torch.runtime.mesh import init_mesh
+
+_PATIENCE_SECONDS: Final = 600.0  # for ranks that are heard, and exchange nothing
+
+
+@dataclass
+class Observer:
+    """Who is told how it goes, on rank 0: a terminal, or nobody."""
+
+    doing: Callable[[str], None] = lambda what: None
+    read: Callable[[int, int], None] = lambda tokens, total: None
+    wrote: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model wrote, without the prompt, and what it took. ``ringspan generate --json`` prints it."""
+
+    text: str
+    token_ids: list[int]
+    prefill_seconds: float
+    """From the call until the first new token."""
+    seconds_per_token: float | None
+    """Of each after the first; None where there is no other."""
+    cache_bytes_per_rank: int
+    """The largest share."""
+
+
+@dataclass(frozen=True)
+class _Patience:
+    """When the watchdog ends all ranks; a token takes as long as it takes."""
+
+    silence_seconds: float
+    enabled: bool = True
+    timeout_steps: float = float("inf")
+    min_seconds: float = _PATIENCE_SECONDS
+    patience_seconds: float = _PATIENCE_SECONDS
+
+
+@dataclass
+class Session:
+    """The model on the ring, and its watchdog; every rank makes the same calls."""
+
+    settings: GenerateSettings
+    model: Any
+    tokenizer: Tokenizer
+    watchdog: Watchdog
+    observer: Observer = field(default_factory=Observer)
+
+    def answer(self, ids: Sequence[int], cache: Any = None) -> Answer:
+        """Tokens after ``ids``, whose beginning the cache may hold already."""
+        cache = self.model.new_cache() if cache is None else cache
+        listener = _Listener(self.watchdog, self.tokenizer, self.observer)
+        self.model.ring_on_read = self._on_read(len(ids))
+        self.watchdog.be(0, "reading the prompt", _PATIENCE_SECONDS)
+        prompt = torch.tensor([ids], device=local_device())
+        started = time.perf_counter()
+        whole = self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            past_key_values=cache,
+            streamer=listener,
+            weights=self.settings.weights,
+            **self.settings.options,
+        )
+        ended = time.perf_counter()
+        new = whole[0, len(ids) :].tolist()
+        largest = torch.tensor(cache.nbytes, device=local_device())
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return Answer(
+            text=str(self.tokenizer.decode(new, skip_special_tokens=True)),
+            token_ids=new,
+            prefill_seconds=listener.first - started,
+            seconds_per_token=(ended - listener.first) / (len(new) - 1) if len(new) > 1 else None,
+            cache_bytes_per_rank=int(largest),
+        )
+
+    def _on_read(self, total: int) -> Callable[[int], None]:
+        def read(tokens: int) -> None:
+            if tokens <= total:  # of the prompt, not of what follows
+                self.watchdog.be(0, "reading the prompt", _PATIENCE_SECONDS)
+                self.observer.read(tokens, total)
+
+        return read
+
+
+class _Listener(BaseStreamer):
+    """On every rank: beats of the watchdog and times; on rank 0 the text goes on to the observer."""
+
+    def __init__(self, watchdog: Watchdog, tokenizer: Tokenizer, observer: Observer) -> None:
+        self._watchdog, self._num_tokens, self.first = watchdog, -1, 0.0
+        self._text = _Text(tokenizer, observer) if dist.get_rank() == 0 else None
+
+    def put(self, value: Any) -> None:
+        """The prompt, then each new token."""
+        self._num_tokens += 1
+        if self._num_tokens == 1:
+            self.first = time.perf_counter()
+        if self._num_tokens:
+            self._watchdog.be(self._num_tokens, "writing", _PATIENCE_SECONDS)
+        if self._text is not None:
+            self._text.put(value)
+
+    def end(self) -> None:
+        """The last token has come."""
+        if self._text is not None:
+            self._text.end()
+
+
+class _Text(TextStreamer):
+    """transformers' streamer, for an observer."""
+
+    def __init__(self, tokenizer: Any, observer: Observer) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._observer = observer
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._observer.wrote(text)
+
+
+@contextmanager
+def session(
+    settings: GenerateSettings, config: PreTrainedConfig, tokenizer: Tokenizer, observer: Observer | None = None
+) -> Iterator[Session]:
+    """The model of a folder on all ranks of the process group, watched while it is used.
+
+    Raises:
+        RingspanError: anything in folder or model that is refused.
+    """
+    observer = observer or Observer()
+    observer.doing("loading the model")
+    model = load_model(settings, config)
+    mesh = init_mesh(tp=settings.tp)
+    model: Any = parallelize(model, mesh, watchdog=False)  # the session has its own
+    if settings.prefill_tokens is not None:
+        model.ring_prefill_tokens = settings.prefill_tokens
+    torch.manual_seed(settings.seed)
+    with Watchdog(_Patience(settings.silence_seconds), None) as watchdog:
+        yield Session(settings, model, tokenizer, watchdog, observer)
+
+
+def from_first_rank(function: Callable[[], Any]) -> Any:
+    """What a function returns on rank 0, or raises there, on every rank."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = function()
+        except RingspanError as error:
+            found[1] = error
+    dist.broadcast_object_list(found)
+    value, error = found
+    if error is not None:
+        raise error
+    return value

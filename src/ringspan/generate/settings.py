@@ -1,0 +1,72 @@
+"""What ``ringspan generate`` is asked for, checked without a framework."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ringspan.core.errors import ConfigError
+
+DTYPES: Final = "auto", "float32", "bfloat16"
+WEIGHTS: Final = "auto", "whole", "sharded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings:
+    """One run of the command.
+
+    Raises:
+        ConfigError: a value that cannot be meant, by the name of its option.
+    """
+
+    folder: str
+    max_new_tokens: int = 200
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
+    dtype: str = "auto"
+    tp: int = 1
+    weights: str = "auto"
+    prefill_tokens: int | None = None
+    """Tokens of the prompt that a rank reads at once; the library's own number when None."""
+    silence_seconds: float = 60.0
+    """How long a rank may not be heard before all are ended."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "tp", "prefill_tokens"):
+            value = getattr(self, name)
+            _check(name, value, value is None or value >= 1, "at least 1")
+        _check("seed", self.seed, 0 <= self.seed < 1 << 63, "from 0 to 2^63 - 1")
+        hint = "leave --temperature, --top-p and --top-k out for the most likely tokens"
+        temperature, top_p, top_k = self.temperature, self.top_p, self.top_k
+        _check(
+            "temperature", temperature, temperature is None or 0 < temperature < math.inf, f"above 0 and finite; {hint}"
+        )
+        _check("top_p", top_p, top_p is None or 0 < top_p <= 1, f"above 0 and at most 1; {hint}")
+        _check("top_k", top_k, top_k is None or top_k >= 1, f"at least 1; {hint}")
+        for name, names in (("dtype", DTYPES), ("weights", WEIGHTS)):
+            value = getattr(self, name)
+            _check(name, value, value in names, f"one of {', '.join(names)}")
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse a number of ranks that does not make rings of ``tp``.
+
+        Raises:
+            ConfigError: naming both.
+        """
+        if num_ranks < 1:
+            raise ConfigError(f"--nproc {num_ranks}: at least one process is needed")
+        if num_ranks % self.tp:
+            raise ConfigError(f"--tp {self.tp}: does not divide the {num_ranks} processes; choose a divisor")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What transformers' ``generate`` is told; what is left out is the model's generation_config."""
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        given = {name: value for name, value in sampling.items() if value is not None}
+        return {"max_new_tokens": self.max_new_tokens, "do_sample": bool(given), **given}
+
+
+def _check(name: str, value: Any, is_right: bool, should_be: str) -> None:
+    if not is_right:
+        raise ConfigError(f"--{name.replace('_', '-')} {value}: should be {should_be}")

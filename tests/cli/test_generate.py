@@ -1,0 +1,165 @@
+"""``ringspan generate``: the text of one process, from a prompt in a file; refusals before any rank starts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.cli.test_bad_input import refusal
+from tests.surface import check_object
+
+BOOK = "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea. "
+CONFIG: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A token a byte."""
+    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def save_model(folder: Path, **changes: Any) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**CONFIG, **changes}))
+    for parameter in model.parameters():  # larger than usual, so that the text is not one token
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    save_model(folder)
+    return folder
+
+
+def expected(folder: Path, prompt: str, **options: Any) -> list[int]:
+    """The new tokens of one process."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    ids = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt").input_ids
+    torch.manual_seed(options.pop("seed", 0))
+    return model.generate(ids, max_new_tokens=12, **options)[0, ids.shape[1] :].tolist()
+
+
+def printed(*arguments: Any, **options: Any) -> tuple[str, str]:
+    """What a command of its own prints: ranks write the text themselves."""
+    command = [sys.executable, "-m", "ringspan", "generate", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def test_it_prints_the_text_of_one_process_and_what_it_took(folder, tmp_path):
+    (tmp_path / "book.txt").write_text(BOOK)
+    given = (folder, "--prompt-file", tmp_path / "book.txt", "--max-new-tokens", 12, "--prefill-tokens", 16)
+    out, err = printed(*given, "--nproc", 2, "--json")
+    result = json.loads(out)
+    check_object("generate", result)
+    assert result["token_ids"] == expected(folder, BOOK)
+    assert result["text"] == AutoTokenizer.from_pretrained(folder).decode(result["token_ids"])
+    layers, heads, size = 2, 2, 8
+    tokens = len(BOOK) + 11  # the last one is not kept; a rank holds half of them, but for a block of 64
+    assert tokens * layers * 2 * heads * size * 4 // 2 <= result["cache_bytes_per_rank"]
+    assert result["prefill_seconds"] > 0 and result["seconds_per_token"] > 0
+    assert err.splitlines() == ["starting 2 ranks", *(f"read {n} of 79 tokens" for n in (32, 64, 79))]
+
+
+def test_it_prints_the_text_as_it_comes_and_samples_under_a_seed(folder):
+    options = ("--top-p", 0.9, "--temperature", 0.8, "--seed", 7, "--max-new-tokens", 12, "--nproc", 2, "--tp", 2)
+    out, err = printed(folder, "--prompt", BOOK, *options)
+    new = expected(folder, BOOK, seed=7, do_sample=True, top_p=0.9, temperature=0.8)
+    assert out == AutoTokenizer.from_pretrained(folder).decode(new) + "\n"
+    assert err == "starting 2 ranks\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "either --prompt or --prompt-file"),
+        (["--prompt", "a", "--prompt-file", "b"], "either --prompt or --prompt-file"),
+        (["--prompt", ""], "--prompt: the prompt is empty"),
+        (["--prompt-file", "nowhere.txt"], "--prompt-file nowhere.txt: cannot be read: No such file"),
+        (["--prompt-file", "/"], "--prompt-file /: cannot be read"),
+        (["--prompt-file", "{binary}"], "is not UTF-8 text (byte 1)"),
+        (["--prompt", BOOK * 4], "more than the 256 positions of the model; shorten the prompt"),
+        (["--prompt", BOOK], "79 tokens of prompt and 200 new ones are more than the 256 positions"),
+        (["--prompt", "a", "--temperature", "0"], "--temperature 0.0: should be above 0"),
+        (["--prompt", "a", "--temperature", "nan"], "--temperature nan: should be above 0"),
+        (["--prompt", "a", "--top-p", "2"], "--top-p 2.0: should be above 0 and at most 1"),
+        (["--prompt", "a", "--top-k", "0"], "--top-k 0: should be at least 1"),
+        (["--prompt", "a", "--top-q", "2"], "--top-q"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0: should be at least 1"),
+        (["--prompt", "a", "--prefill-tokens", "0"], "--prefill-tokens 0: should be at least 1"),
+        (["--prompt", "a", "--seed", "-1"], "--seed -1: should be from 0"),
+        (["--prompt", "a", "--weights", "half"], "--weights half: should be one of auto, whole, sharded"),
+        (["--prompt", "a", "--dtype", "float8"], "--dtype float8: should be one of auto, float32, bfloat16"),
+        (["--prompt", "a", "--nproc", "0"], "--nproc 0: at least one process"),
+        (["--prompt", "a", "--nproc", "3", "--tp", "2"], "--tp 2: does not divide the 3 processes"),
+        (["--prompt", "a", "--nproc", "4", "--tp", "4", "--max-new-tokens", "9"], "tp=4 does not divide"),
+    ],
+)
+def test_bad_input_is_refused(monkeypatch, capsys, folder, tmp_path, arguments, message):
+    (tmp_path / "binary").write_bytes(b"a\xff")
+    given = [argument.format(binary=tmp_path / "binary") for argument in arguments]
+    assert message in refusal(monkeypatch, capsys, "generate", folder, *given)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no folder", "there is no such folder"),
+        ("no config", "has no config.json"),
+        ("a damaged config", "config.json"),
+        ("no tokenizer", "has no tokenizer"),
+        ("a damaged tokenizer", "its tokenizer cannot be read"),
+        ("a larger tokenizer", "its tokenizer has 256 tokens, the model only 100"),
+        ("an added token", "makes token 256 of this prompt, the model has 256"),
+        ("half precision", "its weights are float16; choose --dtype"),
+        ("an encoder", "is no causal language model"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused(monkeypatch, capsys, tmp_path, what, message):
+    if what not in ("no folder", "no config"):
+        size = {"a larger tokenizer": 100, "an added token": 256}.get(what, 300)
+        dtype = "float16" if what == "half precision" else "float32"
+        AutoConfig.for_model("llama", **{**CONFIG, "vocab_size": size}, dtype=dtype).save_pretrained(tmp_path)
+    if what != "no tokenizer":
+        save_tokenizer(tmp_path)
+    match what:
+        case "a damaged config":
+            (tmp_path / "config.json").write_text("{")
+        case "a damaged tokenizer":
+            (tmp_path / "tokenizer.json").write_text('{"version": 1')
+        case "an added token":
+            tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+            tokenizer.add_tokens(["<image>"])
+            tokenizer.save_pretrained(tmp_path)
+        case "an encoder":
+            AutoConfig.for_model("t5", vocab_size=300).save_pretrained(tmp_path)
+    given = tmp_path / "nowhere" if what == "no folder" else tmp_path
+    prompt = "An <image> here"
+    line = refusal(monkeypatch, capsys, "generate", given, "--prompt", prompt, "--max-new-tokens", 5)
+    assert message in line and str(given) in line
+
+
+def test_help_has_an_example():
+    assert "Example" in printed("--help")[0]
