@@ -41,6 +41,10 @@ SEGMENTS = (
 EVENTS = "torch/attention/test_events.py::test_the_loop_sends_waits_and_holds_what_its_events_say"
 ROUTERS = "torch/layers/test_router_loss.py::"
 CARRIED = "core/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once"
+SHARES = "core/test_shares.py::"
+CACHED = "torch/attention/test_cached.py::"
+WRITTEN = f"{CACHED}test_a_prompt_and_then_token_after_token"
+MERGED = f"{CACHED}test_the_merge_weighs_shares_by_what_they_saw_and_counts_sinks_once"
 
 MUTANTS = [
     Mutant(
@@ -528,6 +532,76 @@ MUTANTS = [
         "if max_norm is not None or scale_grad_by_freq or sparse:",
         "if sparse:",
         "torch/layers/test_embedding.py::test_what_a_look_up_asks_for_is_not_dropped[options2]",
+    ),
+    Mutant(
+        "share of the first rank lost",
+        "torch/attention/cached.py",
+        "result = (outs * weights.unsqueeze(-1)).sum(0)",
+        "result = (outs * weights.unsqueeze(-1))[1:].sum(0)",
+        MERGED,
+    ),
+    Mutant(
+        "shares merged without weights",
+        "torch/attention/cached.py",
+        "weights = torch.exp(lses - top)",
+        "weights = torch.ones_like(lses)",
+        MERGED,
+    ),
+    Mutant(
+        "sinks counted once per rank",
+        "torch/attention/cached.py",
+        "merged(*forward(ring, q, k, v), sinks, self.group)",
+        "merged(*forward(ring, q, k, v, sinks), sinks, self.group)",
+        f"{WRITTEN}[kind0-None-True]",
+    ),
+    Mutant(
+        "each rank computes the tokens that it keeps as if all were its own",
+        "torch/attention/cached.py",
+        "self.queries.positions(self.rank if self.is_split else 0)",
+        "self.queries.positions(0)",
+        f"{WRITTEN}[kind0-None-False]",
+    ),
+    Mutant(
+        "window of a padded sequence one short",
+        "torch/generate/masks.py",
+        "UNBOUNDED if kind.window is None else kind.window - 1",
+        "UNBOUNDED if kind.window is None else kind.window - 2",
+        f"{WRITTEN}[kind3-real3-False]",
+    ),
+    Mutant(
+        "padding seen",
+        "torch/generate/masks.py",
+        "max(k0, first), min(k1, first + count)",
+        "k0, min(k1, first + count)",
+        f"{WRITTEN}[kind3-real3-False]",
+    ),
+    Mutant(
+        "chunks counted from the padding",
+        "torch/generate/masks.py",
+        "origin = real[0][0] if real else 0",
+        "origin = 0",
+        f"{WRITTEN}[kind4-real4-False]",
+    ),
+    Mutant(
+        "two ranks keep a token",
+        "core/shares.py",
+        "new[self._writer].append((start, size))",
+        "[of.append((start, size)) for of in (new[self._writer], new[0]) if size == 1]",
+        f"{SHARES}test_each_position_is_held_once_and_stays_where_it_is",
+    ),
+    Mutant(
+        "a block that never ends",
+        "core/shares.py",
+        "            self._left -= size\n",
+        "",
+        f"{SHARES}test_a_block_is_written_to_one_rank_over_many_steps",
+    ),
+    Mutant(
+        "held from one position later on",
+        "core/shares.py",
+        "        if start + count > first:",
+        "        if start + count > first + 1:",
+        f"{SHARES}test_what_is_held_from_a_position_on",
     ),
     # What only ranks of the pool execute:
     Mutant(

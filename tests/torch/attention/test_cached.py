@@ -1,0 +1,241 @@
+"""Attention to a cache in shares, on rings of threads, against the float64 oracle: any turns, masks and padding."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringspan.core import reference
+from ringspan.core.shares import Shares
+from ringspan.torch.attention import cached
+from ringspan.torch.attention.cached import Reach, Turn, merged
+from ringspan.torch.generate.masks import layer_mask
+from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.layers.decoder import LayerKind
+from ringspan.torch.transport.exchange import TensorSpec
+from ringspan.torch.transport.fake import FakeTransport
+from ringspan.torch.transport.protocol import transport_of
+from tests.fuzz import examples
+from tests.torch.virtual import on_ranks
+
+LIMIT = 3e-6  # the design's Numbers: float32, relative
+HEADS, GROUPS, SIZE, VALUE_SIZE = 4, 2, 8, 6
+
+
+class Group:
+    """A ring of threads where a process group is meant: its collectives go over the threads' messages."""
+
+    def __init__(self, rank: int, ranks: int, transport: FakeTransport) -> None:
+        self.rank, self.ranks, self.transport, self._calls = rank, ranks, transport, 0
+
+    def all_gather(self, places: list[Tensor], mine: Tensor) -> None:
+        self._calls += 1
+        spec, others = TensorSpec.like(mine), [rank for rank in range(self.ranks) if rank != self.rank]
+        messages = self.transport.among(range(self.ranks), "gather")
+        transfer, pending = messages.post(
+            [(rank, mine) for rank in others], [(rank, spec) for rank in others], self._calls
+        )
+        transfer.wait()
+        places[self.rank].copy_(mine)
+        for rank, each in zip(others, pending, strict=True):
+            places[rank].copy_(each.read())
+
+
+class Collectives:
+    """Of torch.distributed what ``cached`` uses."""
+
+    ProcessGroup = Group
+
+    @staticmethod
+    def get_world_size(group: Group) -> int:
+        return group.ranks
+
+    @staticmethod
+    def all_gather(places: list[Tensor], mine: Tensor, group: Group) -> None:
+        group.all_gather(places, mine)
+
+
+@pytest.fixture(autouse=True)
+def threads_for_processes(monkeypatch):
+    monkeypatch.setattr(cached, "dist", Collectives)
+    monkeypatch.setattr(cached, "agree", lambda group, facts: None)
+    monkeypatch.setattr(cached, "one_at_a_time", lambda group: torch.no_grad())
+
+    def messages(group: Any, name: str) -> Any:
+        return transport_of(None, name) if group is None else group.transport.among(range(group.ranks), name)
+
+    monkeypatch.setattr(cached, "transport_of", messages)
+
+
+class Text:
+    """Random queries, keys and values of a few sequences, and their dense truth."""
+
+    def __init__(
+        self,
+        length: int,
+        kind: LayerKind,
+        real: list[tuple[tuple[int, int], ...]] | None,
+        softcap: float = 0.0,
+        has_sinks: bool = False,
+    ) -> None:
+        generator = torch.Generator().manual_seed(length)
+        batch = len(real or (None,))
+        shapes = (HEADS, SIZE), (GROUPS, SIZE), (GROUPS, VALUE_SIZE)
+        self.q, self.k, self.v = (torch.randn(batch, h, length, d, generator=generator) for h, d in shapes)
+        self.k[:, :, length // 2 :] *= 3  # shares whose log-sum-exps are far apart
+        self.kind, self.real, self.length = kind, real, length
+        self.scores = Scores(SIZE**-0.5, softcap)
+        self.sinks = torch.randn(HEADS, generator=generator) + 1 if has_sinks else None
+
+    def seen(self, row: int) -> np.ndarray:
+        """(S, S), from the definition: key j of query i."""
+        i, j = np.arange(self.length)[:, None], np.arange(self.length)[None]
+        allowed = j <= i
+        origin = 0
+        if self.real is not None:
+            is_real = np.zeros(self.length, bool)
+            for start, count in self.real[row]:
+                is_real[start : start + count] = True
+            allowed = allowed & is_real
+            origin = int(is_real.argmax())
+        if self.kind.window is not None:
+            allowed = allowed & (i - j < self.kind.window)
+        if self.kind.chunk is not None:
+            allowed = allowed & ((i - origin) // self.kind.chunk == (j - origin) // self.kind.chunk)
+        return allowed
+
+    def truth(self) -> np.ndarray:
+        tensors = [x.double().numpy() for x in (self.q, self.k, self.v)]
+        sinks = None if self.sinks is None else self.sinks.double().numpy()
+        return np.concatenate(
+            [
+                reference.attention(
+                    *(x[row : row + 1] for x in tensors),
+                    self.seen(row),
+                    self.scores.scale,
+                    softcap=self.scores.softcap,
+                    sinks=sinks,
+                )[0]
+                for row in range(len(self.q))
+            ]
+        )
+
+    def first_seen(self, length: int) -> int:
+        """The first position that is kept for tokens at ``length`` and later."""
+        reach = self.kind.window or self.kind.chunk
+        return 0 if reach is None else max(0, length - reach + 1)
+
+    def on_ring(self, ranks: int, turns: list[tuple[int, bool]]) -> Tensor:
+        """What the ranks compute in turns of some tokens each, split over the ring or on every rank."""
+        results, _ = on_ranks(ranks, lambda rank, transport: self._on_rank(Group(rank, ranks, transport), turns))
+        whole = torch.full((*self.q.shape[:-1], VALUE_SIZE), torch.nan)
+        for (_, is_split), *parts in zip(turns, *results, strict=True):
+            for rows, out in parts:
+                whole[:, :, rows] = out
+                assert is_split or torch.equal(out, parts[0][1]), "all that compute a token get the same bits"
+        return whole
+
+    def _on_rank(self, group: Group, turns: list[tuple[int, bool]]) -> list[tuple[Tensor, Tensor]]:
+        shares, results = Shares(group.ranks), []
+        for count, is_split in turns:
+            start = shares.length
+            first = self.first_seen(start)
+            new = shares.split(count) if is_split else shares.deal(count)
+            keys = shares.held(first)
+            held = torch.from_numpy(keys.positions(group.rank)).clamp_max(self.length - 1)
+            masks = tuple(layer_mask(self.kind, start, start + count, real) for real in (self.real or (None,)))
+            turn = Turn(group, group.rank, new, is_split, {self.kind: Reach(keys, masks)})  # pyright: ignore[reportArgumentType]
+            out = turn.attend(
+                self.q[:, :, turn.positions],
+                self.k[:, :, held],
+                self.v[:, :, held],
+                self.kind,
+                self.scores,
+                self.sinks,
+                "auto",
+            )
+            results.append((turn.positions, out))
+        return results
+
+
+def check(text: Text, ranks: int, turns: list[tuple[int, bool]]) -> None:
+    expected = text.truth()
+    error = np.linalg.norm(text.on_ring(ranks, turns).double().numpy() - expected) / np.linalg.norm(expected)
+    assert error < LIMIT
+
+
+turn_counts = st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=5)
+
+
+def padded(length: int, left: int, hole: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    """Runs of real tokens: without some on the left, and without a few in the middle."""
+    start, count = hole
+    runs = (left, start - left), (start + count, length - start - count)
+    return tuple((first, many) for first, many in runs if many > 0)
+
+
+@given(
+    st.integers(1, 4),
+    turn_counts,
+    st.sampled_from(["window", "chunk", "all"]),
+    st.integers(1, 20),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 25), st.integers(0, 5)), max_size=3),
+    st.sampled_from([0.0, 1.5]),
+    st.booleans(),
+)
+@examples(100, deadline=None)
+def test_reading_and_writing_in_any_turns_is_dense_attention(ranks, turns, reach, size, paddings, softcap, has_sinks):
+    turns = [(max(count, 2 * ranks) if is_split else count, is_split) for count, is_split in turns]
+    length = sum(count for count, _ in turns)
+    kind = LayerKind(**({} if reach == "all" else {reach: size}))
+    real = None
+    if paddings:
+        left = [min(each, length - 1) for each, _, _ in paddings]
+        real = [
+            padded(length, first, (max(first + 1, hole), count))
+            for first, (_, hole, count) in zip(left, paddings, strict=True)
+        ]
+    check(Text(length, kind, real, softcap, has_sinks), ranks, turns)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "real"),
+    [
+        (LayerKind(), None),
+        (LayerKind(window=7), None),
+        (LayerKind(chunk=9), None),
+        (LayerKind(window=7), [((3, 96),), ((0, 99),)]),
+        (LayerKind(chunk=9), [((3, 96),), ((0, 99),)]),
+    ],
+)
+def test_a_prompt_and_then_token_after_token(kind, real, has_sinks):
+    check(Text(99, kind, real, has_sinks=has_sinks), 3, [(41, True), (17, True), (9, False), *[(1, False)] * 32])
+
+
+def test_the_merge_weighs_shares_by_what_they_saw_and_counts_sinks_once():
+    """Three shares of a key each, of which one saw nothing."""
+    lses = torch.tensor([0.5, -torch.inf, -1.0])
+    sinks = torch.tensor([0.25])
+    values = torch.tensor([2.0, 0.0, -3.0])
+
+    def share(rank: int, transport: FakeTransport) -> Tensor:
+        group: Any = Group(rank, 3, transport)
+        return merged(values[rank].view(1, 1, 1, 1), lses[rank].view(1, 1, 1), sinks, group)
+
+    weights = lses.exp()
+    expected = (weights * values).sum() / (weights.sum() + sinks.exp())
+    for result in on_ranks(3, share)[0]:
+        assert float(result) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_a_token_that_nobody_saw_is_zero():
+    def share(rank: int, transport: FakeTransport) -> Tensor:
+        group: Any = Group(rank, 2, transport)
+        return merged(torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -torch.inf), None, group)
+
+    assert all(torch.equal(result, torch.zeros(1, 1, 1, 2)) for result in on_ranks(2, share)[0])
