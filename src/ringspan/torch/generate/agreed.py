@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -10,12 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+_drawing: ContextVar[frozenset[dist.ProcessGroup]] = ContextVar("drawing", default=frozenset())
+
 
 @contextmanager
 def first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
     """Let all ranks draw the random numbers that the first rank of the groups would; the others' own go on afterwards
-    where they were.
+    where they were. Within a text of the same groups all is done: an assistant's draws count for the text too.
     """
+    if _drawing.get().issuperset(groups):
+        yield
+        return
     states: list[Any] = [(torch.get_rng_state, torch.set_rng_state)]
     if device.type == "cuda":
         states.append((lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)))
@@ -26,9 +32,11 @@ def first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.devic
         for group in groups:
             dist.broadcast(first, group_src=0, group=group)
         put(first.cpu())
+    token = _drawing.set(_drawing.get().union(groups))
     try:
         yield
     finally:
+        _drawing.reset(token)
         if not is_first:
             for (_, put), state in zip(states, before, strict=True):
                 put(state)

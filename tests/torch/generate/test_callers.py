@@ -1,0 +1,116 @@
+"""``generate`` as strangers call it: assistants, errors in the middle, odd types, models that train."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringspan as rs
+from tests.torch.generate import models
+from tests.torch.generate.test_generate import LIMIT, padded_batch, plain, results
+
+
+def assisted(model: Any) -> Any:
+    """By a smaller model, on the ring too, that draws its candidates."""
+    assistant: Any = models.model("llama", num_hidden_layers=2)
+    if hasattr(model, "ring_mesh"):
+        assistant = rs.parallelize(assistant, model.ring_mesh)
+    torch.manual_seed(1)
+    return plain(model, models.prompt(40), assistant_model=assistant, max_new_tokens=14, do_sample=True)
+
+
+def ended_apart(model: Any) -> Any:
+    """Sequences that end at different tokens, and go on as padding."""
+    ids = model.generate(**padded_batch(), max_new_tokens=8)
+    ends = [int(ids[0, 47]), int(ids[1, 50])]
+    return model.generate(
+        **padded_batch(), max_new_tokens=8, eos_token_id=ends, output_logits=True, return_dict_in_generate=True
+    )
+
+
+def after_an_error(model: Any) -> Any:
+    """A hook raises in the middle of a token: the cache is refused, and after ``reset`` it serves."""
+    calls: list[None] = []
+
+    def raise_at_the_third(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            raise ArithmeticError
+
+    hook = model.get_decoder().layers[2].register_forward_hook(raise_at_the_third)
+    cache = {"past_key_values": model.new_cache()} if hasattr(model, "new_cache") else {}
+    with pytest.raises(ArithmeticError):
+        model.generate(models.prompt(40), max_new_tokens=8, **cache)
+    hook.remove()
+    if cache:
+        with pytest.raises(rs.UnsupportedError, match=r"incomplete.*reset\(\)"):
+            model.generate(models.prompt(60), max_new_tokens=2, **cache)
+        with pytest.raises(rs.UnsupportedError, match=r"incomplete.*reset\(\)"), torch.no_grad():
+            model(models.prompt(1), **cache)
+        cache["past_key_values"].reset()
+    return plain(model, models.prompt(40), **cache)
+
+
+def odd_types(model: Any) -> Any:
+    batch = padded_batch()
+    return model.generate(
+        batch["input_ids"].int(),
+        attention_mask=batch["attention_mask"].bool(),
+        max_new_tokens=5,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+
+
+def by_hand(model: Any) -> Any:
+    """Three calls of the model itself: a prompt, a second one, a token."""
+    cache = {"past_key_values": model.new_cache()} if hasattr(model, "new_cache") else {"use_cache": True}
+    outs = []
+    for length in (40, 41, 1):
+        outs.append(model(models.prompt(length), **cache))
+        cache = {"past_key_values": outs[-1].past_key_values, "use_cache": True}
+
+    class Result:
+        sequences = outs[0].logits.argmax(-1)
+        logits = tuple(out.logits[:, -1] for out in outs)
+
+    return Result
+
+
+WAYS = {way.__name__: way for way in (assisted, ended_apart, after_an_error, odd_types, by_hand)}
+
+
+def on_ring(mesh: DeviceMesh, name: str, way: str) -> Any:
+    model: Any = rs.parallelize(models.model(name), mesh)
+    type(model).ring_prefill_tokens = 13
+    return results(WAYS[way], model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_strangers_get_is_what_one_process_gives(pool, way):
+    name = "gemma3_text" if way == "assisted" else "gpt_oss"
+    ids, logits = results(WAYS[way], models.model(name))
+    for found, found_logits in pool.run(on_ring, 2, name, way):
+        assert torch.equal(found, ids)
+        assert (found_logits - logits).norm() < LIMIT * logits.norm()
+
+
+def from_training(mesh: DeviceMesh, options: dict[str, Any]) -> torch.Tensor:
+    model: Any = rs.parallelize(models.model("llama").train(), mesh, **options)
+    ids = plain(model, models.prompt(40)).sequences
+    assert model.training
+    return ids
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint": "full"},
+        {"checkpoint": "full", "layers_per_checkpoint": 2},
+        {"checkpoint": "full", "offload": "activations"},
+    ],
+)
+def test_a_model_that_trains_with_checkpoints_generates(pool, options):
+    expected = plain(models.model("llama"), models.prompt(40)).sequences
+    assert all(torch.equal(ids, expected) for ids in pool.run(from_training, 2, options))
