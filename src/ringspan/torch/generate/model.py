@@ -4,6 +4,7 @@ The cache is split over the ring, the model's forward pass splits the tokens tha
 logits of the last ones, the first rank's, so that all of them draw the same token. B batch, n new tokens, V vocabulary.
 """
 
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -139,3 +140,18 @@ class RingGenerator(RingCausalLM):
             stack.enter_context(weights_for_tokens(self, weights, cache_bytes(self, arguments)))
             stack.enter_context(first_ranks_numbers(groups, self.device))
             return plain(**arguments)
+
+
+def _for_readers() -> inspect.Signature:
+    """What ``RingGenerator.forward`` takes by name: its own parameters, then those that it hands on.
+
+    Transformers' Trainer keeps the columns of a data set that it finds here.
+    """
+    *own, rest = inspect.signature(RingGenerator.forward).parameters.values()
+    known = {parameter.name for parameter in (*own, rest)}
+    handed_on = (each for each in inspect.signature(RingCausalLM.forward).parameters.values() if each.name not in known)
+    return inspect.Signature([*own, *handed_on, rest])
+
+
+_forward: Any = RingGenerator.forward
+_forward.__signature__ = _for_readers()
