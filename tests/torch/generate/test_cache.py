@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from ringspan.core.errors import CheckpointError
+from ringspan.torch.generate.quantised import QuantisedRows
+from ringspan.torch.generate.rows import Rows
 from tests.torch.generate import models
 
 READ, ASKED, NEW = 83, 21, 10
@@ -218,3 +220,116 @@ def tokens_noted(mesh: DeviceMesh) -> list[bool]:
 
 def test_the_tokens_are_noted_through_crops(pool):
     assert pool.run(tokens_noted, 2) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8", "int4"])
+def test_rows_in_fewer_bits_are_rounded_once(dtype):
+    """Against plain rows, through appends of all sizes and cuts at both ends: within half a step, the last exact."""
+    torch.manual_seed(0)
+    rows, plain = QuantisedRows(dtype), Rows()
+    steps = (5, 0, 0), (200, 0, 3), (64, 70, 0), (1, 1, 0), (63, 0, 60), (129, 130, 64), (300, 64, 9)
+    largest = 0.0
+    for added, first, last in steps:
+        new = torch.randn(2, 3, added, 8)
+        largest = max(largest, float(new.abs().amax()))
+        for each in (rows, plain):
+            each.append(new)
+        assert torch.equal(rows.tensor[:, :, -min(added, 64) :], new[:, :, -64:])
+        for each in (rows, plain):
+            each.cut(first, last)
+        assert rows.count == plain.count
+        assert rows.tensor.shape == plain.tensor.shape
+        error = (rows.tensor - plain.tensor).abs()
+        assert float(error.amax()) <= 0.5001 * largest * {"fp8": 1 / 14, "int8": 1 / 127, "int4": 1 / 7}[dtype]
+    assert float(error.amax()) > 0, "some are in blocks"
+    before = rows.tensor
+    for each in (rows, plain):
+        each.cut(0, 150)
+    assert torch.equal(rows.tensor, before[:, :, :-150]), "blocks that are opened again are not rounded anew"
+    rows.change(lambda x: x.flip(0))
+    assert torch.equal(rows.tensor, before[:, :, :-150].flip(0))
+    rows.cut(rows.count, 0)
+    assert rows.tensor.shape[2] == rows.count == 0
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("fp8", 8), ("int8", 8), ("int4", 4)])
+def test_bytes_are_codes_and_a_scale_per_head_and_block(dtype, bits):
+    """Of 4,160 tokens 4,096 are in 64 blocks; 64 keep bfloat16."""
+    rows, plain = QuantisedRows(dtype), Rows()
+    for each in (rows, plain):
+        each.append(torch.randn(1, 2, 4160, 128).bfloat16())
+    assert plain.nbytes == 2 * 4160 * 128 * 2
+    assert rows.nbytes == 2 * 4096 * 128 * bits // 8 + 2 * 64 * 4 + 2 * 64 * 128 * 2
+    in_blocks = rows.nbytes - 2 * 64 * 128 * 2
+    assert in_blocks / (2 * 4096 * 128 * 2) == bits / 16 + 4 / (64 * 128 * 2)
+
+
+LONG = 331  # on two ranks two blocks each and a tail
+
+
+def over(model: Any, dtype: str | None, way: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A text after a long prompt, over a cache of a dtype, and its first logits."""
+    options = {"beams": {"num_beams": 3}, "crop": {"prompt_lookup_num_tokens": 4}, "greedy": {}}[way]
+    if dtype is not None:
+        options["past_key_values"] = model.new_cache(None if dtype == "own" else dtype)
+    ids = models.prompt(30).repeat(1, 11)[:, :LONG] if way == "crop" else models.prompt(LONG)
+    out = model.generate(ids, max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True, **options)
+    return out.sequences, torch.stack(out.logits)
+
+
+def over_all(mesh: DeviceMesh, name: str, dtypes: list[str], way: str) -> Any:
+    model = model_on(mesh, name)
+    return [over(model, dtype, way) for dtype in dtypes]
+
+
+BOUNDS = {"float32": 1e-5, "bfloat16": 0.02, "fp8": 0.1, "int8": 0.03, "int4": 0.6}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_the_first_logits_are_within_a_bound(pool, name):
+    """Of random weights, whose attention is sharper than a trained model's."""
+    _, whole = over(models.model(name), None, "greedy")
+    for got in pool.run(over_all, 2, name, list(BOUNDS), "greedy"):
+        errors = [float((logits[0] - whole[0]).norm() / whole[0].norm()) for _, logits in got]
+        for (dtype, bound), error in zip(BOUNDS.items(), errors, strict=True):
+            assert error < bound, dtype
+            assert (error > 1e-5) == (dtype != "float32"), "it is rounded"
+
+
+@pytest.mark.parametrize("way", ["beams", "crop"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_beams_and_crops_in_eight_bits(pool, ranks, way):
+    ids, _ = over(models.model("llama"), None, way)
+    for ((got, _),) in pool.run(over_all, ranks, "llama", ["int8"], way):
+        assert torch.equal(got, ids)
+
+
+def costs(mesh: DeviceMesh, folder: Path) -> Any:
+    model = model_on(mesh, "llama")
+    kept = model.load_cache(folder, "int8")
+    assert kept.dtype == "int8"
+    return [model.cache_cost(models.prompt(700), dtype, scored=100) for dtype in ("float32", "int8", "int4")]
+
+
+def test_the_cost_of_fewer_bits_is_measured(pool, tmp_path):
+    pool.run(read_and_save, 2, "llama", tmp_path / "book")
+    for same, int8, int4 in pool.run(costs, 2, tmp_path / "book"):
+        assert same.loss == same.loss_then == int8.loss and same.logits_error == 0
+        assert 0 < abs(int8.loss_then - int8.loss) < 0.02
+        assert int8.logits_error < int4.logits_error
+        assert int8.cache_bytes > int8.cache_bytes_then > int4.cache_bytes_then
+        assert int8.perplexity == pytest.approx(2.718281828**int8.loss)
+
+
+def other_dtype(mesh: DeviceMesh, case: str) -> None:
+    model = model_on(mesh, "llama")
+    dtype = "int3" if case == "unknown" else ("int8", "int4")[mesh.get_rank()]
+    model.generate(book(), past_key_values=model.new_cache(dtype), max_new_tokens=2)
+
+
+@pytest.mark.parametrize(("case", "says"), [("unknown", "'int3'"), ("different", "different past_key_values")])
+def test_dtypes_that_do_not_fit_raise_on_every_rank(pool, case, says):
+    for outcome in pool.outcomes(other_dtype, 2, case):
+        assert isinstance(outcome, ValueError), outcome
+        with pytest.raises(ValueError, match=says):
+            raise outcome

@@ -5,7 +5,7 @@ on the ring knows what to do with.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -14,6 +14,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import CustomLayout
 from ringspan.core.shares import Shares
 from ringspan.torch.attention.cached import current_turn
+from ringspan.torch.generate.quantised import check_dtype, new_rows
 from ringspan.torch.generate.rows import Rows
 from ringspan.torch.layers.decoder import LayerKind
 
@@ -27,13 +28,15 @@ class RingCache(Cache):
 
     layers: list["RingLayer"]  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, kinds: Sequence[LayerKind | None], ranks: int, rank: int) -> None:
+    def __init__(self, kinds: Sequence[LayerKind | None], ranks: int, rank: int, dtype: str | None = None) -> None:
+        check_dtype(dtype)
+        self.dtype: Final = dtype
         self.shares = Shares(ranks)
         self.rank = rank
         self.records_past = False
         self._ids = Rows()
         super().__init__(layers=[RingLayer(self, kind) for kind in kinds])
-        self._keepers = [layer for layer in self.layers if layer.kind is not None]
+        self.keepers = [layer for layer in self.layers if layer.kind is not None]
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +61,7 @@ class RingCache(Cache):
     def firsts(self) -> dict[LayerKind, int]:
         """Of each kind of layer the first position that is still held."""
         firsts: dict[LayerKind, int] = {}
-        for layer in self._keepers:
+        for layer in self.keepers:
             assert layer.kind is not None
             firsts[layer.kind] = max(layer.first, firsts.get(layer.kind, 0))
         return firsts
@@ -102,7 +105,7 @@ class RingCache(Cache):
         """
         length = self.get_seq_length()
         new = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
-        first = max((layer.first for layer in self._keepers), default=0)
+        first = max((layer.first for layer in self.keepers), default=0)
         if not 0 <= new <= length:
             raise UnsupportedError(f"cannot crop a cache of {length} tokens to {new}")
         if new < length and any(layer.first > layer.first_seen_after(new) for layer in self.layers):
@@ -151,7 +154,7 @@ class RingLayer(CacheLayerMixin):
         self.reset()
 
     def reset(self) -> None:
-        self.rows = Rows(), Rows()
+        self.rows = new_rows(self._cache.dtype), new_rows(self._cache.dtype)
         self.length = 0  # of the whole sequence, as this layer has seen it
         self.first = 0  # the first position that is still held somewhere
         self.is_initialized = False
@@ -180,7 +183,7 @@ class RingLayer(CacheLayerMixin):
             share = tuple(rows.tensor for rows in self.rows)
         if not self._cache.records_past:
             self.forget()
-        self.keys, self.values = (rows.tensor for rows in self.rows)
+        self.keys, self.values = (rows.stored for rows in self.rows)
         return share  # pyright: ignore[reportReturnType]
 
     def fill(self, keys: Tensor, values: Tensor, length: int, first: int) -> None:
@@ -222,7 +225,7 @@ class RingLayer(CacheLayerMixin):
         for rows in self.rows:
             rows.cut(first, last)
         if self.is_initialized:
-            self.keys, self.values = (rows.tensor for rows in self.rows)
+            self.keys, self.values = (rows.stored for rows in self.rows)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -248,7 +251,7 @@ class RingLayer(CacheLayerMixin):
         raise UnsupportedError("layers of a RingCache are cropped together; call crop of the cache")
 
     def offload(self) -> None:
-        raise UnsupportedError("a RingCache is not offloaded; use a larger ring, or cache_dtype")
+        raise UnsupportedError("a RingCache is not offloaded; use a larger ring, or model.new_cache('int8')")
 
     def _change(self, function: Any) -> None:
         for rows in self.rows:

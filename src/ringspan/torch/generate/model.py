@@ -18,6 +18,8 @@ from ringspan.torch.generate.agreed import first_ranks_numbers
 from ringspan.torch.generate.cache import RingCache
 from ringspan.torch.generate.options import agreed_options, cache_bytes, text_groups
 from ringspan.torch.generate.passes import agreed_pass, over_cache, unchecked
+from ringspan.torch.generate.quality import CacheCost, cache_cost
+from ringspan.torch.generate.quantised import CacheDtype
 from ringspan.torch.generate.saved import load, save
 from ringspan.torch.generate.weights import weights_for_tokens
 from ringspan.torch.layers.decoder import cached_kinds
@@ -80,11 +82,19 @@ class RingGenerator(RingCausalLM):
         given = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
         return super().forward(**given, attention_mask=attention_mask, **kwargs)
 
-    def new_cache(self: Any) -> RingCache:
-        """An empty cache for this model, to be handed to ``generate`` as ``past_key_values`` over several turns."""
+    def new_cache(self: Any, dtype: CacheDtype | None = None) -> RingCache:
+        """An empty cache for this model, to be handed to ``generate`` as ``past_key_values`` over several turns.
+
+        Args:
+            dtype: what keys and values are held in: the model's own when None, ``float32``, ``bfloat16``, or ``fp8``,
+                ``int8`` or ``int4`` with a scale per head and 64 tokens.
+
+        Raises:
+            ConfigError: for any other dtype.
+        """
         ring = self.ring_mesh["ring"]
         decoder = self.get_submodule(self.ring_decoder)
-        return RingCache(cached_kinds(decoder.config), ring.size(), ring.get_local_rank())
+        return RingCache(cached_kinds(decoder.config), ring.size(), ring.get_local_rank(), dtype)
 
     def save_cache(self: Any, cache: RingCache, folder: str | Path) -> None:
         """Write a cache into a new folder, so that what it has read need not be read again; on every rank.
@@ -97,14 +107,21 @@ class RingGenerator(RingCausalLM):
         with in_call("saving a cache"):
             save(self, cache, folder)
 
-    def load_cache(self: Any, folder: str | Path) -> RingCache:
-        """A cache that ``save_cache`` wrote, on however many ranks; on every rank. ``cache.ids`` are its tokens.
+    def load_cache(self: Any, folder: str | Path, dtype: CacheDtype | None = None) -> RingCache:
+        """A cache that ``save_cache`` wrote, on however many ranks; on every rank. ``cache.ids`` are its tokens, and
+        ``dtype`` is as in ``new_cache``.
 
         Raises:
             CheckpointError: a file is missing, damaged or cut, or the cache is another model's.
         """
         with in_call("loading a cache"):
-            return load(self, folder, self.new_cache())
+            return load(self, folder, self.new_cache(dtype))
+
+    def cache_cost(self: Any, ids: Tensor, dtype: CacheDtype, scored: int = 256) -> CacheCost:
+        """What a cache in another dtype costs: the loss of the last ``scored`` tokens of a text (B, L) over the others
+        in a cache of the model's own dtype and of the other; on every rank, with the whole text.
+        """
+        return cache_cost(self, ids, dtype, scored)
 
     @torch.no_grad()
     def generate(self: Any, *args: Any, weights: str = "auto", **kwargs: Any) -> Any:

@@ -45,7 +45,9 @@ def agreed_pass(
             name: digest(value) if isinstance(value, Tensor) else str(value) for name, value in asked.items()
         }
         cache = asked.get("past_key_values")
-        facts["past_key_values"] = None if cache is None else f"{cache.shares.length} tokens"
+        facts["past_key_values"] = (
+            None if cache is None else f"{cache.shares.length} tokens in {cache.dtype or 'its own dtype'}"
+        )
         facts |= {"model": model.ring_number, "mode": "training" if model.training else "evaluation"}
         call = Call("a forward pass over a cache", alike_in_ring=facts)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one

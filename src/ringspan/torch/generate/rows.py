@@ -12,7 +12,9 @@ _ROOM_TOKENS: Final = 64  # kept free when rows are copied to a larger place, so
 class Rows:
     """A tensor (B, G, M, D) that grows at its end and is cut at both."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._held_as = dtype  # that of what is added when None
+        self._dtype = dtype
         self._place: Tensor | None = None
         self._first = self._end = 0
 
@@ -22,7 +24,12 @@ class Rows:
 
     @property
     def tensor(self) -> Tensor:
-        """All rows so far."""
+        """All rows so far, in the dtype in which they were added."""
+        return self.stored.to(self._dtype)
+
+    @property
+    def stored(self) -> Tensor:
+        """What the rows are kept as."""
         assert self._place is not None, "nothing was added yet"
         return self._place[:, :, self._first : self._end]
 
@@ -33,6 +40,8 @@ class Rows:
 
     def append(self, new: Tensor) -> None:
         """Add rows (B, G, n, D) behind the others."""
+        self._dtype = new.dtype
+        new = new if self._held_as is None else new.to(self._held_as)
         if self._place is None or self._end + new.shape[2] > self._place.shape[2]:
             self._move(new)
         assert self._place is not None
@@ -44,7 +53,7 @@ class Rows:
         self._first += first
         self._end -= last
         if self._place is not None and self._first > max(self.count, _ROOM_TOKENS):  # the larger part is waste
-            kept = self.tensor
+            kept = self.stored
             self._place, self._first, self._end = _with_room(kept, 0), 0, kept.shape[2]
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -53,7 +62,7 @@ class Rows:
             self._place = function(self._place)
 
     def _move(self, new: Tensor) -> None:
-        old = new[:, :, :0] if self._place is None else self.tensor
+        old = new[:, :, :0] if self._place is None else self.stored
         self._place, self._first, self._end = _with_room(old, new.shape[2]), 0, old.shape[2]
 
 

@@ -109,7 +109,7 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
         sequences=cache.num_sequences,
         ids_sha256=_ids_digest(cache.ids),
         tp=tp[1],
-        layers=tuple(_saved_layer(layer, tp[1]) for layer in cache.layers),
+        layers=tuple(_saved_layer(layer, tp[1]) for layer in cache.keepers),
         shares=tuple(written),
     )
     _vote(model, "save_cache: finish", lambda: _finish(scratch, target, saved) if is_first else None)
@@ -173,7 +173,7 @@ def _write(folder: Path, cache: RingCache, number: int, tp: int) -> SavedShare:
     path = folder / f"rank_{number:05d}.safetensors"
     tensors = {
         f"{index}.{half}": rows.tensor.cpu().contiguous()
-        for index, layer in enumerate(cache.layers)
+        for index, layer in enumerate(cache.keepers)
         for half, rows in zip(_HALVES, layer.rows, strict=True)
     }
     if number == 0:
@@ -252,7 +252,7 @@ def _fill(model: Any, folder: Path, saved: SavedCache, cache: RingCache) -> None
 
         try:
             cache.keep_ids(opened(saved.shares[0].file).get_tensor("ids"))
-            for index, (layer, entry) in enumerate(zip(cache.layers, saved.layers, strict=True)):
+            for index, (layer, entry) in enumerate(zip(cache.keepers, saved.layers, strict=True)):
                 count = entry.heads // tp[1]
                 heads = slice(tp[0] * count, (tp[0] + 1) * count)
                 held = tuple(runs_from(runs, entry.first))
