@@ -114,3 +114,27 @@ def from_training(mesh: DeviceMesh, options: dict[str, Any]) -> torch.Tensor:
 def test_a_model_that_trains_with_checkpoints_generates(pool, options):
     expected = plain(models.model("llama"), models.prompt(40)).sequences
     assert all(torch.equal(ids, expected) for ids in pool.run(from_training, 2, options))
+
+
+def in_autocast(mesh: DeviceMesh | None) -> torch.Tensor:
+    """Logits of a text under autocast, and of a second turn without it over the same cache."""
+    model: Any = models.model("llama")
+    if mesh is not None:
+        model = rs.parallelize(model, mesh)
+    ids, cache = models.prompt(40), {"past_key_values": model.new_cache()} if mesh is not None else {"use_cache": True}
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            first = model(ids, **cache)
+            more = model(ids[:, :1], past_key_values=first.past_key_values, use_cache=True)
+        if mesh is not None:
+            assert model(ids[:, :1], past_key_values=more.past_key_values).logits.isfinite().all()
+    return torch.cat((first.logits[:, -1:], more.logits), 1).float()
+
+
+def test_autocast_is_as_near_as_on_one_process(pool):
+    with torch.no_grad():
+        ids = models.prompt(40)
+        truth = models.model("llama")(torch.cat((ids, ids[:, :1]), 1)).logits[:, -2:]
+    alone = (in_autocast(None) - truth).norm()
+    for logits in pool.run(in_autocast, 2):
+        assert (logits - truth).norm() < 2 * alone

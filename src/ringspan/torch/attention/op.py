@@ -116,7 +116,7 @@ def ring_attention(
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_plain(name, tensor)
-    q, k, v = _in_autocast(q, k, v)
+    q, k, v = in_autocast(q, k, v)
     check_tensors(q, k, v)
     check_comm_dtype(comm_dtype, gradient_comm_dtype)
     kernel_name(kernel)
@@ -157,7 +157,7 @@ _HAVE_AUTOCAST: Final = frozenset(
 )
 
 
-def _in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as autocast wants them for PyTorch's own attention: in its dtype, but for float64."""
     kind = tensors[0].device.type
     if kind not in _HAVE_AUTOCAST or not torch.is_autocast_enabled(kind):

@@ -18,7 +18,7 @@ from ringspan.core.layout import Layout
 from ringspan.core.mask import Mask, causal, documents, sliding_window
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.cached import current_turn
-from ringspan.torch.attention.op import ring_attention
+from ringspan.torch.attention.op import in_autocast, ring_attention
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.model.causal_lm import Packed
@@ -71,6 +71,8 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
             if getattr(module, "ring_temperature", False):
                 query = (query * _temperature(module, turn.positions[None]).to(query.device)).to(query.dtype)
             scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
+            query, key, value = in_autocast(query, key, value)
+            key, value = key.to(query.dtype), value.to(query.dtype)  # written under autocast, or not
             out = turn.attend(query, key, value, kind, scores, s_aux, config.kernel)
             return out.transpose(1, 2).contiguous(), None  # some models view it as (batch, tokens, hidden size)
         length = query.shape[2] * dist.get_world_size(ring)
