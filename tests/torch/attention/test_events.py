@@ -24,6 +24,7 @@ from ringspan.core.workspace import Returning, Shape, merge_bytes
 from ringspan.measure.trace.tracker import MemoryTracker
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring
+from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.exchange import PendingReceive, Transfer
@@ -169,7 +170,8 @@ def both(part, loop, arguments, kernel, **options):
     """What a pass of one rank logs and holds at most beside its results: by the loop, and by the events."""
     tracker, exchange, calls = MemoryTracker(), Alone(), []
     codes = {"comm_dtype": part.comm_dtype, "gradient_comm_dtype": part.gradient_comm_dtype}
-    mine = ring.Ring(part.schedule, exchange, SCORES, part.head_groups, kernel=kernel, **codes)
+    spec = AttentionSpec(scale=SCORES.scale, kernel=kernel, **codes)
+    mine = ring.Ring(part.schedule, exchange, SCORES, spec, part.head_groups)
     table = {
         name: (RecordedInPlace if hasattr(one, "forward_into") else RecordedReturning)(one, tracker, calls)
         for name, one in (kernels.KERNELS | {"triton": Nothing()}).items()
