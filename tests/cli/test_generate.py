@@ -91,11 +91,26 @@ def test_it_prints_the_text_as_it_comes_and_samples_under_a_seed(folder):
     assert err == "starting 2 ranks\n"
 
 
+def test_a_chat_goes_on_from_what_was_said(folder):
+    options = ("--chat", "--nproc", 2, "--max-new-tokens", 12, "--prefill-tokens", 16)
+    out, err = printed(folder, *options, input=f"{BOOK}\n\nAnd then?\n")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    texts, ids = "", []
+    for line in (f"{BOOK.strip()}\n", "\nAnd then?\n"):
+        ids = model.generate(torch.tensor([[*ids, *tokenizer(line).input_ids]]), max_new_tokens=12)[0].tolist()
+        texts += tokenizer.decode(ids[-12:]) + "\n"
+    assert out.rstrip("\n") == texts.rstrip("\n")
+    assert err.count("> ") == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "either --prompt or --prompt-file"),
         (["--prompt", "a", "--prompt-file", "b"], "either --prompt or --prompt-file"),
+        (["--chat", "--json"], "--chat has many"),
+        (["--chat", "--prompt-file", "-"], "--chat reads its lines from standard input"),
         (["--prompt", ""], "--prompt: the prompt is empty"),
         (["--prompt-file", "nowhere.txt"], "--prompt-file nowhere.txt: cannot be read: No such file"),
         (["--prompt-file", "/"], "--prompt-file /: cannot be read"),

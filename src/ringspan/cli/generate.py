@@ -3,8 +3,10 @@
 import json
 import os
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ringspan.generate.session import Answer, Observer
+    from ringspan.generate.session import Answer, Observer, Session
     from ringspan.generate.settings import GenerateSettings
 
 EPILOG = (
@@ -44,6 +46,9 @@ def command(
     prefill_tokens: Annotated[
         int | None, typer.Option(help="Tokens of the prompt that a rank reads at once; default: 4096.")
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Answer line by line until Ctrl-D; the cache is kept over the turns.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Read a prompt over a ring of processes, and print what the model writes after it.
@@ -69,11 +74,25 @@ def command(
         raise ConfigError(f"{model}: there is no such folder; give one with a model and its tokenizer")
     if not (model / "config.json").is_file():
         raise ConfigError(f"{model}: has no config.json; give the folder that a model was saved into")
-    if (prompt is None) == (prompt_file is None):
-        raise ConfigError("give either --prompt or --prompt-file")
-    answer, is_first = run(settings, lambda: _text(prompt, prompt_file), nproc, as_json)
+    _check_prompt(prompt, prompt_file, chat, as_json)
+    has_prompt = prompt is not None or prompt_file is not None
+    text = (lambda: _text(prompt, prompt_file)) if has_prompt else lambda: None
+    answer, is_first = run(settings, text, nproc, as_json, chat)
     if is_first and as_json:
+        assert answer is not None, "a chat has no --json"
         print(json.dumps(asdict(answer)))
+
+
+def _check_prompt(prompt: str | None, file: Path | None, chat: bool, as_json: bool) -> None:
+    from ringspan.core.errors import ConfigError
+
+    given = [value for value in (prompt, file) if value is not None]
+    if len(given) > 1 or not (given or chat):
+        raise ConfigError("give either --prompt or --prompt-file")
+    if chat and "-" in map(str, given):
+        raise ConfigError("--chat reads its lines from standard input; give the first prompt in a file")
+    if chat and as_json:
+        raise ConfigError("--json prints one answer, and --chat has many; leave one out")
 
 
 def _text(prompt: str | None, file: Path | None) -> str:
@@ -100,8 +119,12 @@ def _text(prompt: str | None, file: Path | None) -> str:
 
 
 def run(
-    settings: "GenerateSettings", text: Callable[[], str], nproc: int | None, quiet: bool = False
-) -> "tuple[Answer, bool]":
+    settings: "GenerateSettings",
+    text: Callable[[], str | None],
+    nproc: int | None,
+    quiet: bool = False,
+    chat: bool = False,
+) -> "tuple[Answer | None, bool]":
     """Generate in the ranks that torchrun started, or in new local ones; the answer, and whether this is rank 0."""
     from ringspan.cli.console import console
     from ringspan.core.errors import ConfigError
@@ -110,7 +133,7 @@ def run(
     if is_rank():
         if nproc is not None:
             raise ConfigError(f"--nproc {nproc} under torchrun, which has started the processes; leave it out")
-        return _run_here(settings, text, quiet)
+        return _run_here(settings, text, quiet, chat)
     if nproc is not None:
         settings.check_ranks(nproc)
     prompt = text()
@@ -127,10 +150,31 @@ def run(
     from ringspan.torch.runtime.launch import launch
 
     print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
-    return launch(generate_rank, nproc, settings, ids, quiet)[0], True
+    if not chat:
+        return launch(generate_rank, nproc, settings, ids, quiet)[0], True
+    with _standard_input() as pipe:
+        return launch(chat_rank, nproc, settings, prompt, pipe)[0], True
 
 
-def _run_here(settings: "GenerateSettings", text: Callable[[], str], quiet: bool) -> "tuple[Answer, bool]":
+@contextmanager
+def _standard_input() -> Iterator[str]:
+    """A named pipe with what comes from standard input, which ranks that are started here do not have."""
+    with tempfile.TemporaryDirectory(prefix="ringspan-") as folder:
+        pipe = os.path.join(folder, "lines")
+        os.mkfifo(pipe)
+
+        def copy() -> None:
+            with suppress(OSError), open(pipe, "wb", buffering=0) as file:
+                while data := os.read(0, 1 << 16):
+                    file.write(data)
+
+        threading.Thread(target=copy, daemon=True).start()
+        yield pipe
+
+
+def _run_here(
+    settings: "GenerateSettings", text: Callable[[], str | None], quiet: bool, chat: bool
+) -> "tuple[Answer | None, bool]":
     """As one of the ranks that torchrun started; the first reads the prompt."""
     if os.environ["RANK"] == "0":
         print("importing PyTorch and transformers", file=sys.stderr, flush=True)
@@ -142,27 +186,52 @@ def _run_here(settings: "GenerateSettings", text: Callable[[], str], quiet: bool
     settings.check_ranks(int(os.environ["WORLD_SIZE"]))
     join()
     try:
-        ids = from_first_rank(lambda: prompt_ids(settings, text()))
+        prompt, ids = from_first_rank(lambda: (prompt := text(), prompt_ids(settings, prompt)))
+        if chat:
+            return chat_rank(settings, prompt, None), dist.get_rank() == 0
         return generate_rank(settings, ids, quiet), dist.get_rank() == 0
     finally:
         dist.destroy_process_group()
 
 
-def prompt_ids(settings: "GenerateSettings", text: str) -> Any:
-    """The tokens of a prompt, which the model has a place for."""
+def prompt_ids(settings: "GenerateSettings", text: str | None) -> Any:
+    """The tokens of a prompt, which the model has a place for; none of a chat that has not begun."""
     import numpy as np
 
     from ringspan.generate.folder import check_ids, load_config, load_tokenizer
 
     _hush()
     config = load_config(settings)
-    ids = load_tokenizer(settings.folder, config)(text).input_ids
+    tokenizer = load_tokenizer(settings.folder, config)
+    if text is None:
+        return np.array([])
+    ids = tokenizer(text).input_ids
     check_ids(ids, settings, config)
     return np.array(ids)
 
 
 def generate_rank(settings: "GenerateSettings", ids: Any, quiet: bool) -> "Answer":
     """One rank's part; rank 0 shows how it goes, and the text as it comes unless ``quiet``."""
+    with _session(settings, quiet) as model:
+        return model.answer(ids.tolist())
+
+
+def chat_rank(settings: "GenerateSettings", first: str | None, pipe: str | None) -> None:
+    """One rank's part of a chat, which rank 0 reads from a named pipe, or from its standard input."""
+    import torch.distributed as dist
+
+    from ringspan.generate.chat import converse
+
+    descriptor = None
+    if dist.get_rank() == 0:
+        descriptor = 0 if pipe is None else os.open(pipe, os.O_RDONLY)
+    with _session(settings, quiet=False) as model:
+        converse(model, first, descriptor)
+
+
+@contextmanager
+def _session(settings: "GenerateSettings", quiet: bool) -> "Iterator[Session]":
+    """The model on all ranks; rank 0 shows how it goes."""
     import torch.distributed as dist
 
     from ringspan.generate.folder import load_config, load_tokenizer
@@ -171,10 +240,9 @@ def generate_rank(settings: "GenerateSettings", ids: Any, quiet: bool) -> "Answe
     _hush()
     config = load_config(settings)
     tokenizer = load_tokenizer(settings.folder, config)
-    with _watched(quiet) if dist.get_rank() == 0 else _unwatched() as observer:
-        assert isinstance(observer, Observer)
-        with session(settings, config, tokenizer, observer) as model:
-            return model.answer(ids.tolist())
+    shown = _watched(quiet) if dist.get_rank() == 0 else nullcontext(Observer())
+    with shown as observer, session(settings, config, tokenizer, observer) as model:
+        yield model
 
 
 def _hush() -> None:
@@ -183,13 +251,6 @@ def _hush() -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-
-
-@contextmanager
-def _unwatched() -> "Iterator[Observer]":
-    from ringspan.generate.session import Observer
-
-    yield Observer()
 
 
 @contextmanager
@@ -220,10 +281,14 @@ def _watched(quiet: bool) -> "Iterator[Observer]":
             sys.stdout.write(text)
             sys.stdout.flush()
 
+    def asks() -> None:
+        status.stop()
+        print("> ", end="", file=sys.stderr, flush=True)
+
     shown = [False]  # a prompt that is read at once needs no line
     status.start()
     try:
-        yield Observer(doing, read, write)
+        yield Observer(doing, read, write, asks)
     finally:
         status.stop()
         if wrote:

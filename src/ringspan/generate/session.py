@@ -20,7 +20,7 @@ from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh
 
-_PATIENCE_SECONDS: Final = 600.0  # for ranks that are heard, and exchange nothing
+PATIENCE_SECONDS: Final = 600.0  # for ranks that are heard, and exchange nothing
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Observer:
     doing: Callable[[str], None] = lambda what: None
     read: Callable[[int, int], None] = lambda tokens, total: None
     wrote: Callable[[str], None] = lambda text: None
+    asks: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class _Patience:
     silence_seconds: float
     enabled: bool = True
     timeout_steps: float = float("inf")
-    min_seconds: float = _PATIENCE_SECONDS
-    patience_seconds: float = _PATIENCE_SECONDS
+    min_seconds: float = PATIENCE_SECONDS
+    patience_seconds: float = PATIENCE_SECONDS
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Session:
         cache = self.model.new_cache() if cache is None else cache
         listener = _Listener(self.watchdog, self.tokenizer, self.observer)
         self.model.ring_on_read = self._on_read(len(ids))
-        self.watchdog.be(0, "reading the prompt", _PATIENCE_SECONDS)
+        self.watchdog.be(0, "reading the prompt", PATIENCE_SECONDS)
         prompt = torch.tensor([ids], device=local_device())
         started = time.perf_counter()
         whole = self.model.generate(
@@ -98,7 +99,7 @@ class Session:
     def _on_read(self, total: int) -> Callable[[int], None]:
         def read(tokens: int) -> None:
             if tokens <= total:  # of the prompt, not of what follows
-                self.watchdog.be(0, "reading the prompt", _PATIENCE_SECONDS)
+                self.watchdog.be(0, "reading the prompt", PATIENCE_SECONDS)
                 self.observer.read(tokens, total)
 
         return read
@@ -117,7 +118,7 @@ class _Listener(BaseStreamer):
         if self._num_tokens == 1:
             self.first = time.perf_counter()
         if self._num_tokens:
-            self._watchdog.be(self._num_tokens, "writing", _PATIENCE_SECONDS)
+            self._watchdog.be(self._num_tokens, "writing", PATIENCE_SECONDS)
         if self._text is not None:
             self._text.put(value)
 

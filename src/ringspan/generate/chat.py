@@ -1,0 +1,106 @@
+"""A conversation in the terms of a tokenizer: what is read next, after what the cache holds already."""
+
+import os
+import select
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from ringspan.generate.folder import check_ids
+from ringspan.generate.session import PATIENCE_SECONDS, Session
+
+WAIT_SECONDS: Final = 2.0
+"""How long ranks wait for a line before they tell each other that they still do; process groups have time-outs."""
+
+
+@dataclass
+class Conversation:
+    """All tokens so far, and the same as the messages of a chat template, where the tokenizer has one."""
+
+    tokenizer: Tokenizer
+    ids: list[int] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    _text: str = ""
+
+    def ask(self, line: str) -> bool:
+        """Add a line of the user's. False where the tokens changed from the beginning, so that a cache is of no use:
+        some templates drop parts of earlier answers.
+        """
+        if not self.tokenizer.chat_template:
+            start = "\n" if self.ids else ""
+            self.ids += self._encode(f"{start}{line}\n", add_special_tokens=not self.ids)
+            return True
+        self.messages.append({"role": "user", "content": line})
+        text = str(self.tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True))
+        goes_on = text.startswith(self._text)
+        new = self._encode(text[len(self._text) :] if goes_on else text, add_special_tokens=False)
+        self.ids = [*self.ids, *new] if goes_on else new
+        self._text = text
+        return goes_on
+
+    def answered(self, token_ids: list[int]) -> None:
+        """Add what the model wrote. An end of text is part of a template, and else would end all that follows."""
+        ended = bool(token_ids) and token_ids[-1] == self.tokenizer.eos_token_id
+        if ended and not self.tokenizer.chat_template:
+            token_ids = token_ids[:-1]
+        self.ids = [*self.ids, *token_ids]
+        self._text += str(self.tokenizer.decode(token_ids))
+        said = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        self.messages.append({"role": "assistant", "content": said})
+
+    def _encode(self, text: str, **options: Any) -> list[int]:
+        return list(self.tokenizer(text, **options).input_ids)
+
+
+class Lines:
+    """Lines of text from a file descriptor, for somebody who cannot wait for them for long."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._read, self._is_over = descriptor, b"", False
+
+    def next(self, seconds: float = WAIT_SECONDS) -> tuple[str | None, bool]:
+        """The next line that is not blank, None when there is none yet; and whether the end has come."""
+        while True:
+            if b"\n" in self._read or (self._is_over and self._read):
+                line, _, self._read = self._read.partition(b"\n")
+                if line.strip():
+                    return line.decode(errors="replace").strip(), False
+                continue
+            if self._is_over:
+                return None, True
+            if not select.select([self._descriptor], [], [], seconds)[0]:
+                return None, False
+            more = os.read(self._descriptor, 1 << 16)
+            self._read, self._is_over = self._read + more, not more
+
+
+def converse(model: Session, first: str | None, descriptor: int | None) -> None:
+    """Answer lines until they end, the cache kept over all turns; ``first`` is a line that is known already.
+
+    Rank 0 reads them from ``descriptor``; each rank calls this.
+
+    Raises:
+        ConfigError: more tokens than the model has positions.
+    """
+    conversation, cache = Conversation(model.tokenizer), model.model.new_cache()
+    lines = Lines(descriptor) if descriptor is not None else None
+    line = first
+    if line is None:
+        model.observer.asks()
+    while True:
+        while line is None:
+            found: list[Any] = list(lines.next()) if lines is not None else [None, None]
+            model.watchdog.be(0, "waiting for a line", PATIENCE_SECONDS)
+            dist.broadcast_object_list(found)
+            line, is_over = found
+            if is_over:
+                return
+        if not conversation.ask(line):
+            cache = model.model.new_cache()
+        check_ids(conversation.ids, model.settings, model.model.config)
+        conversation.answered(model.answer(conversation.ids, cache).token_ids)
+        model.observer.wrote("\n")
+        model.observer.asks()
+        line = None

@@ -1,0 +1,52 @@
+"""What a conversation reads next: what its template says, without a token that was read before."""
+
+import os
+
+from transformers import AutoTokenizer
+
+from ringspan.generate.chat import Conversation, Lines
+from tests.cli.test_generate import save_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}[assistant] "
+    "{% endif %}"
+)
+FORGETFUL = "[{{ messages[-1].content }}]"
+
+
+def talk(folder, template: str, reply: str) -> tuple[bool, str, list[int], Conversation]:
+    """A second question after a reply: whether it goes on, all text, and the tokens before."""
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    tokenizer.chat_template = template
+    conversation = Conversation(tokenizer)
+    assert conversation.ask("one")
+    conversation.answered(tokenizer(reply).input_ids)
+    before = list(conversation.ids)
+    goes_on = conversation.ask("two")
+    return goes_on, tokenizer.decode(conversation.ids), before, conversation
+
+
+def test_a_template_goes_on_after_a_reply_whether_or_not_it_ended(tmp_path):
+    for reply in ("yes<end>", "yes"):
+        goes_on, text, before, conversation = talk(tmp_path, TEMPLATE, reply)
+        assert goes_on and conversation.ids[: len(before)] == before
+        assert text == "[user] one<end>[assistant] yes<end>[user] two<end>[assistant] "
+
+
+def test_a_template_that_drops_what_was_said_begins_anew(tmp_path):
+    goes_on, text, _, _ = talk(tmp_path, FORGETFUL, "yes<end>")
+    assert not goes_on and text == "[two]"
+
+
+def test_lines_come_when_they_are_whole():
+    reader, writer = os.pipe()
+    lines = Lines(reader)
+    os.write(writer, b"on")
+    assert lines.next(0.01) == (None, False)
+    os.write(writer, b"e\n\n two \nlast")
+    assert [lines.next(1), lines.next(1), lines.next(0.01)] == [("one", False), ("two", False), (None, False)]
+    os.close(writer)
+    assert [lines.next(1), lines.next(1)] == [("last", False), (None, True)]
+    os.close(reader)
