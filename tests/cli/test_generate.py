@@ -83,6 +83,15 @@ def test_it_prints_the_text_of_one_process_and_what_it_took(folder, tmp_path):
     assert err.splitlines() == ["starting 2 ranks", *(f"read {n} of 79 tokens" for n in (32, 64, 79))]
 
 
+def test_a_cache_of_fewer_bits(folder, monkeypatch, capsys):
+    long = ("--prompt", BOOK * 3, "--max-new-tokens", 2, "--json")
+    whole, int8 = (json.loads(printed(folder, *long, *options)[0]) for options in ((), ("--cache-dtype", "int8")))
+    assert int8["cache_bytes_per_rank"] < 0.8 * whole["cache_bytes_per_rank"]  # the last tokens keep their bits
+    assert "--cache-dtype" in refusal(
+        monkeypatch, capsys, "generate", folder, "--prompt", BOOK, "--cache-dtype", "int3"
+    )
+
+
 def test_it_prints_the_text_as_it_comes_and_samples_under_a_seed(folder):
     options = ("--top-p", 0.9, "--temperature", 0.8, "--seed", 7, "--max-new-tokens", 12, "--nproc", 2, "--tp", 2)
     out, err = printed(folder, "--prompt", BOOK, *options)

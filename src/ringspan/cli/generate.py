@@ -33,6 +33,9 @@ def command(
     top_k: Annotated[int | None, typer.Option(help="Sample from so many of the likeliest tokens.")] = None,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     dtype: Annotated[str, typer.Option(help="auto (that of the folder), float32 or bfloat16.")] = "auto",
+    cache_dtype: Annotated[
+        str, typer.Option(help="Of keys and values: auto (the model's), float32, bfloat16, fp8, int8 or int4.")
+    ] = "auto",
     nproc: Annotated[
         int | None,
         typer.Option(
@@ -66,6 +69,7 @@ def command(
         top_k=top_k,
         seed=seed,
         dtype=dtype,
+        cache_dtype=cache_dtype,
         tp=tp,
         weights=weights,
         prefill_tokens=prefill_tokens,

@@ -70,7 +70,8 @@ class Session:
 
     def answer(self, ids: Sequence[int], cache: Any = None) -> Answer:
         """Tokens after ``ids``, whose beginning the cache may hold already."""
-        cache = self.model.new_cache() if cache is None else cache
+        kind = self.settings.cache_dtype
+        cache = self.model.new_cache(None if kind == "auto" else kind) if cache is None else cache
         listener = _Listener(self.watchdog, self.tokenizer, self.observer)
         self.model.ring_on_read = self._on_read(len(ids))
         self.watchdog.be(0, "reading the prompt", PATIENCE_SECONDS)

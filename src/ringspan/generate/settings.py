@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.names import CACHE_DTYPE_NAMES, WEIGHTS_NAMES
 
 DTYPES: Final = "auto", "float32", "bfloat16"
-WEIGHTS: Final = "auto", "whole", "sharded"
+_CACHE_DTYPES: Final = "auto", *CACHE_DTYPE_NAMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class GenerateSettings:
     top_k: int | None = None
     seed: int = 0
     dtype: str = "auto"
+    cache_dtype: str = "auto"
     tp: int = 1
     weights: str = "auto"
     prefill_tokens: int | None = None
@@ -44,7 +46,7 @@ class GenerateSettings:
         )
         _check("top_p", top_p, top_p is None or 0 < top_p <= 1, f"above 0 and at most 1; {hint}")
         _check("top_k", top_k, top_k is None or top_k >= 1, f"at least 1; {hint}")
-        for name, names in (("dtype", DTYPES), ("weights", WEIGHTS)):
+        for name, names in (("dtype", DTYPES), ("cache_dtype", _CACHE_DTYPES), ("weights", WEIGHTS_NAMES)):
             value = getattr(self, name)
             _check(name, value, value in names, f"one of {', '.join(names)}")
 

@@ -227,6 +227,12 @@ def refused(mesh: DeviceMesh, case: str) -> None:
                 model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh))
         case "gradients through a cache":
             model(ids, past_key_values=model.new_cache(), use_cache=True)
+        case "another text":
+            cache = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+            model.generate(models.prompt(60), past_key_values=cache, max_new_tokens=2)
+        case "a text as long as the cache":
+            cache = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+            model.generate(cache.ids, past_key_values=cache, max_new_tokens=2)
         case "a cache of another size":
             cache = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True).past_key_values
             model.generate(models.prompt(60, batch=2), past_key_values=cache, max_new_tokens=2)
@@ -247,6 +253,8 @@ def refused(mesh: DeviceMesh, case: str) -> None:
         ("different settings", "different max_new_tokens"),
         ("one rank trains", "different things"),
         ("gradients through a cache", "no_grad"),
+        ("another text", "differ from what the cache holds, from token 0 on"),
+        ("a text as long as the cache", "at least one more"),
         ("a cache of another size", "holds 1 sequences"),
     ],
 )

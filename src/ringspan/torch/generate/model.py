@@ -13,13 +13,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ringspan.core.names import CacheDtypeName
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.generate.agreed import first_ranks_numbers
 from ringspan.torch.generate.cache import RingCache
 from ringspan.torch.generate.options import agreed_options, cache_bytes, text_groups
 from ringspan.torch.generate.passes import agreed_pass, over_cache, unchecked
 from ringspan.torch.generate.quality import CacheCost, cache_cost
-from ringspan.torch.generate.quantised import CacheDtype
 from ringspan.torch.generate.saved import load, save
 from ringspan.torch.generate.weights import weights_for_tokens
 from ringspan.torch.layers.decoder import cached_kinds
@@ -82,7 +82,7 @@ class RingGenerator(RingCausalLM):
         given = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
         return super().forward(**given, attention_mask=attention_mask, **kwargs)
 
-    def new_cache(self: Any, dtype: CacheDtype | None = None) -> RingCache:
+    def new_cache(self: Any, dtype: CacheDtypeName | None = None) -> RingCache:
         """An empty cache for this model, to be handed to ``generate`` as ``past_key_values`` over several turns.
 
         Args:
@@ -107,7 +107,7 @@ class RingGenerator(RingCausalLM):
         with in_call("saving a cache"):
             save(self, cache, folder)
 
-    def load_cache(self: Any, folder: str | Path, dtype: CacheDtype | None = None) -> RingCache:
+    def load_cache(self: Any, folder: str | Path, dtype: CacheDtypeName | None = None) -> RingCache:
         """A cache that ``save_cache`` wrote, on however many ranks; on every rank. ``cache.ids`` are its tokens, and
         ``dtype`` is as in ``new_cache``.
 
@@ -117,7 +117,7 @@ class RingGenerator(RingCausalLM):
         with in_call("loading a cache"):
             return load(self, folder, self.new_cache(dtype))
 
-    def cache_cost(self: Any, ids: Tensor, dtype: CacheDtype, scored: int = 256) -> CacheCost:
+    def cache_cost(self: Any, ids: Tensor, dtype: CacheDtypeName, scored: int = 256) -> CacheCost:
         """What a cache in another dtype costs: the loss of the last ``scored`` tokens of a text (B, L) over the others
         in a cache of the model's own dtype and of the other; on every rank, with the whole text.
         """

@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig
@@ -89,6 +90,29 @@ def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, A
     if not inputs.numel():
         raise UnsupportedError(f"generate needs a prompt of at least one token, got the shape {tuple(inputs.shape)}")
     check_entries(model, inputs)
+    if cache is not None and not model.ring_is_generating:
+        _check_continues(cache, inputs, arguments.get("attention_mask"))
+
+
+def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None:
+    """Raise an UnsupportedError for a text that does not go on where the cache ends: of a whole text transformers reads
+    what is longer than the cache, whatever it begins with. One that is longer in its mask is what comes after.
+    """
+    length = cache.shares.length
+    if not length or (mask is not None and mask.shape[-1] != ids.shape[1]):
+        return
+    if ids.shape[1] <= length:
+        raise UnsupportedError(
+            f"the cache holds {length} tokens and input_ids are {ids.shape[1]}; give the whole text, the tokens of the "
+            "cache and at least one more"
+        )
+    begins = ids[:, :length].cpu().repeat_interleave(max(1, len(cache.ids) // len(ids)), dim=0)
+    if begins.shape == cache.ids.shape and not torch.equal(begins.to(cache.ids.dtype), cache.ids):
+        first = int((begins != cache.ids).any(0).nonzero()[0])
+        raise UnsupportedError(
+            f"input_ids differ from what the cache holds, from token {first} on; give what it holds and more, "
+            "or use model.new_cache()"
+        )
 
 
 def text_groups(model: Any) -> list[dist.ProcessGroup]:

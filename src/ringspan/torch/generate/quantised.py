@@ -6,29 +6,28 @@ is rounded twice.
 """
 
 from collections.abc import Callable
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.names import CACHE_DTYPE_NAMES
 from ringspan.torch.generate.rows import Rows
 
-CacheDtype = Literal["float32", "bfloat16", "fp8", "int8", "int4"]
-CACHE_DTYPES: Final[tuple[str, ...]] = get_args(CacheDtype)
 BLOCK: Final = 64
 _LARGEST: Final = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 
 
 def new_rows(dtype: str | None) -> "Rows | QuantisedRows":
-    """Empty rows that are held in a dtype of ``CACHE_DTYPES``; in that of what is added when None."""
+    """Empty rows that are held in a dtype of ``CACHE_DTYPE_NAMES``; in that of what is added when None."""
     return QuantisedRows(dtype) if dtype in _LARGEST else Rows(None if dtype is None else getattr(torch, dtype))
 
 
 def check_dtype(dtype: Any) -> None:
     """Raise a ConfigError for a dtype that no cache has."""
-    if dtype is not None and dtype not in CACHE_DTYPES:
-        raise ConfigError(f"the dtype of a cache must be one of {', '.join(CACHE_DTYPES)} or None, got {dtype!r}")
+    if dtype is not None and dtype not in CACHE_DTYPE_NAMES:
+        raise ConfigError(f"the dtype of a cache must be one of {', '.join(CACHE_DTYPE_NAMES)} or None, got {dtype!r}")
 
 
 class QuantisedRows:

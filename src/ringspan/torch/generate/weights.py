@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.names import WEIGHTS_NAMES
 from ringspan.core.units import shown_bytes
 from ringspan.torch.layers.modules import local_part
 from ringspan.torch.memory.sharding import kept_whole
 
-WeightsName = Literal["auto", "whole", "sharded"]
-WEIGHTS_NAMES: Final[tuple[str, ...]] = get_args(WeightsName)
 _SPARE: Final = 0.9  # of what is free; the rest is for what a chunk computes
 
 _log: Final = logging.getLogger(__name__)
