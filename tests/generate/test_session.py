@@ -15,8 +15,8 @@ pytestmark = pytest.mark.alone
 @pytest.mark.parametrize(
     ("name", "doing", "says"),
     [
-        ("SIGKILL", "reading", "ringspan: rank 1 failed: killed by SIGKILL"),
-        ("SIGKILL", "writing", "ringspan: rank 0 failed: killed by SIGKILL"),
+        ("SIGKILL", "reading", r"rank 1 (failed: killed by SIGKILL|died at)"),
+        ("SIGKILL", "writing", r"rank 0 (failed: killed by SIGKILL|died at)"),
         ("SIGSTOP", "reading", r"no progress for .*: rank 1 .*\(silent, stopped or cut off\)"),
         ("SIGSTOP", "writing", r"no progress for .*: rank 0 .*\(silent, stopped or cut off\)"),
     ],

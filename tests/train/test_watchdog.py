@@ -6,7 +6,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from ringspan.torch.consistency.watchdog import EXIT_PEER_LOST, EXIT_STALLED, Watchdog, _Link
+from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED
+from ringspan.torch.consistency.watchdog import Watchdog, _Link
 from ringspan.torch.transport.exchange import COUNTERS
 from ringspan.train.config.tables import WatchdogConfig
 

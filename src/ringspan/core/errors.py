@@ -1,5 +1,12 @@
 """One class per kind of refusal. Each message names the value that is refused and what would work instead."""
 
+from typing import Final
+
+EXIT_STALLED: Final = 76
+"""Exit code of a rank that ended because another one made no progress."""
+EXIT_PEER_LOST: Final = 77
+"""Exit code of a rank that ended because another one died or failed."""
+
 
 class RingspanError(ValueError):
     """Base of everything ringspan refuses; the command line prints it as one line and exits with code 2."""

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ringspan.torch.consistency.watchdog import EXIT_PEER_LOST, EXIT_STALLED
+from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED
 
 pytestmark = pytest.mark.alone
 

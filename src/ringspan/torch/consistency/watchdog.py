@@ -31,15 +31,10 @@ from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 
-from ringspan.core.errors import ConfigError, RingspanError
+from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED, ConfigError, RingspanError
 from ringspan.core.messages import shortened
 from ringspan.torch.consistency.place import Place
 from ringspan.torch.transport.exchange import COUNTERS
-
-EXIT_STALLED: Final = 76
-"""Exit code of a rank that ended because another one made no progress."""
-EXIT_PEER_LOST: Final = 77
-"""Exit code of a rank that ended because another one died or failed."""
 
 _MEASURED_STEPS: Final = 3
 _VERDICT_SECONDS: Final = 2.0  # how long a failed exchange waits to hear whose fault it was

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ringspan.core import errors
-from ringspan.core.errors import ConfigError, RingspanError
+from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED, ConfigError, RingspanError
 from ringspan.torch.runtime.forks import ABORT_AFTER_SECONDS, STOP_SIGNALS, serve_forks, settle, start_resource_tracker
 
 _RENDEZVOUS_BYTES: Final = 1 << 20
@@ -250,6 +250,8 @@ def _summary(folder: Path, failure: ChildFailedError) -> str:
         last = folder.glob(f"failure-{attempts[-1]}-*.json")
         _, rank, reason = min(json.loads(path.read_text()) for path in last)
         return f"rank {rank} failed: {reason.splitlines()[0]}"
+    if {one.exitcode for one in failure.failures.values()} & {EXIT_STALLED, EXIT_PEER_LOST}:
+        return "a rank died or was not heard from any more, and the others ended with it; the watchdog's line names it"
     rank, first = failure.get_first_failure()
     reason = first.message if isinstance(first.message, str) else first.message.get("message", "")
     return f"rank {rank} failed (exit code {first.exitcode}): {reason.splitlines()[0] if reason else 'no message'}"
