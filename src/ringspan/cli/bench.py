@@ -26,6 +26,10 @@ Length = Annotated[int, typer.Option(min=1, max=_MOST, help="Tokens of the whole
 Dtype = Annotated[str, typer.Option(help="float32 or bfloat16 (float16 on CUDA).")]
 LayoutOption = Annotated[str, typer.Option("--layout", help="zigzag, striped or contiguous.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed repeats; the medians are reported.")]
+Heads = Annotated[int, typer.Option(min=1, max=_MOST, help="Query heads.")]
+KvHeads = Annotated[int, typer.Option(min=1, help="Key/value heads; they divide the query heads.")]
+HeadDim = Annotated[int, typer.Option(min=1, max=_MOST, help="Size of a head.")]
+MaskText = Annotated[str, typer.Option(help="causal, full, window:4096, documents:700,1300,...")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 
@@ -34,11 +38,11 @@ def attention(
     ranks: Ranks = 2,
     length: Length = 8192,
     batch: Annotated[int, typer.Option(min=1, max=_MOST, help="Sequences.")] = 1,
-    heads: Annotated[int, typer.Option(min=1, max=_MOST, help="Query heads.")] = 8,
-    kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads; they divide the query heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, max=_MOST, help="Size of a head.")] = 64,
+    heads: Heads = 8,
+    kv_heads: KvHeads = 8,
+    head_dim: HeadDim = 64,
     dtype: Dtype = "float32",
-    mask: Annotated[str, typer.Option(help="causal, full, window:4096, documents:700,1300,...")] = "causal",
+    mask: MaskText = "causal",
     layout: LayoutOption = "zigzag",
     route: Annotated[
         str, typer.Option(help="ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses[:U[+ROUTE]].")
@@ -99,11 +103,11 @@ def ring(
     virtual_ranks: Annotated[int, typer.Option(min=1, max=1 << 16, help="Ranks of the ring that is rehearsed.")] = 8,
     rank: Annotated[int, typer.Option(min=0, help="Which of them this device is.")] = 0,
     tokens: Annotated[int, typer.Option(min=2, max=_MOST, help="Tokens per rank.")] = 8192,
-    heads: Annotated[int, typer.Option(min=1, max=_MOST, help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads; they divide the query heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, max=_MOST, help="Size of a head.")] = 128,
+    heads: Heads = 32,
+    kv_heads: KvHeads = 8,
+    head_dim: HeadDim = 128,
     dtype: Dtype = "bfloat16",
-    mask: Annotated[str, typer.Option(help="causal, full, window:4096, documents:700,1300,...")] = "causal",
+    mask: MaskText = "causal",
     layout: LayoutOption = "zigzag",
     kernel: Annotated[str, typer.Option(help="auto, cudnn, flash, flash2, flash3, flash4, triton, ...")] = "auto",
     repeats: Repeats = 5,

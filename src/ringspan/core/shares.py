@@ -8,7 +8,7 @@ ways: many at once are split over the ranks like a sequence of their own, in 2N 
 from collections.abc import Iterable
 from typing import Final
 
-from ringspan.core.layout import CustomLayout, Span
+from ringspan.core.layout import CustomLayout
 
 BLOCK_TOKENS: Final = 64  # written one after the other to one rank: shares differ by no more, and runs stay few
 
@@ -38,9 +38,7 @@ class Shares:
         counts = self.counts()
         fewest = sorted(range(self.ranks), key=lambda rank: (counts[rank], rank))
         # What does not divide evenly goes to those who hold least, so that shares stay level over many steps.
-        larger = [piece for rank in fewest for piece in (rank, pieces - 1 - rank)]
-        first_of_each, second_of_each = larger[::2], larger[1::2]
-        extra = set((first_of_each + second_of_each)[: count % pieces])
+        extra = set([*fewest, *(pieces - 1 - rank for rank in fewest)][: count % pieces])
         new: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
         start = self.length
         for piece in range(pieces):
@@ -77,9 +75,8 @@ class Shares:
         """All positions from ``first`` on, each where it is; a rank without any holds one of padding, since there are
         models that cannot compute with no token.
         """
-        held = (tuple(Span(*run) for run in runs_from(runs, first)) for runs in self._runs)
-        parts = tuple(spans or (Span(self.length + rank, 1),) for rank, spans in enumerate(held))
-        return CustomLayout("custom", self.length, self.ranks, parts=parts)  # pyright: ignore[reportArgumentType]
+        held = (list(runs_from(runs, first)) for runs in self._runs)
+        return CustomLayout.of((runs or [(self.length + rank, 1)] for rank, runs in enumerate(held)), self.length)
 
     def runs(self) -> tuple[Runs, ...]:
         """The runs of each rank."""

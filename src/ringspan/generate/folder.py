@@ -15,6 +15,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.messages import one_line
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.layers.decoder import text_config
+from ringspan.torch.model.loaded import check_loaded
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.tensor_parallel.split import refuse_heads
 
@@ -129,10 +130,5 @@ def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> Any:
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{settings.folder}: {one_line(error)}") from error
     model, found = loaded
-    remedy = "use the config.json that belongs to the weights"
-    if found["mismatched_keys"]:
-        name, here, wanted = min(found["mismatched_keys"])
-        raise ConfigError(f"{settings.folder}: {name} is {list(here)} there, {list(wanted)} in the model; {remedy}")
-    if found["missing_keys"]:  # which transformers would draw at random
-        raise ConfigError(f"{settings.folder}: has no weights {min(found['missing_keys'])}; {remedy}")
+    check_loaded(settings.folder, found)
     return model.eval()

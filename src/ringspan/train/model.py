@@ -16,6 +16,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.messages import one_line
 from ringspan.plan.hub import from_hub
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, text_config
+from ringspan.torch.model.loaded import check_loaded, first_of
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.tensor_parallel.split import refuse_heads
 from ringspan.train.config.tables import TrainConfig
@@ -175,28 +176,11 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path = {config.model.path!r}: {one_line(error)}") from error
     model, found = loaded
-    _check_weights(config.model.path, found)
-    return model
-
-
-def _check_weights(path: str, found: dict[str, Any]) -> None:
-    """Refuse weights that do not make the model; transformers draws what is missing at random."""
-    remedy = "use the config.json that belongs to the weights"
-    if found["mismatched_keys"]:
-        name, here, wanted = min(found["mismatched_keys"])
-        raise ConfigError(
-            f"model.path = {path!r}: {name} is {list(here)} there, and {list(wanted)} in the model; {remedy}"
-        )
-    if found["missing_keys"]:
-        raise ConfigError(f"model.path = {path!r}: has no {_first_of(found['missing_keys'])}; {remedy}")
+    check_loaded(f"model.path = {config.model.path!r}", found)
     if found["unexpected_keys"]:
-        names = _first_of(found["unexpected_keys"])
-        logger.warning("model.path = %r: the model has no place for %s, left out", path, names)
-
-
-def _first_of(names: set[str]) -> str:
-    """The first name, and how many there are."""
-    return f"{min(names)} ({len(names)} weights in all)" if len(names) > 1 else min(names)
+        names = first_of(found["unexpected_keys"])
+        logger.warning("model.path = %r: the model has no place for %s, left out", config.model.path, names)
+    return model
 
 
 def num_matmul_parameters(model: PreTrainedModel) -> int:

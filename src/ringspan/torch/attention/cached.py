@@ -66,8 +66,7 @@ class Turn:
         """Where the queries are: split like the new keys, or all of them here, on a ring of one."""
         if self.is_split:
             return self.new
-        start = min(span.start for held in self.new.parts for span in held)
-        return CustomLayout.of([[(start, self.new.length - start)]])
+        return CustomLayout.of([[(self.start, self.new.length - self.start)]])
 
     @property
     def positions(self) -> Tensor:
@@ -109,10 +108,10 @@ class Turn:
                 "sliding_window of the config to what the layers do"
             )
         if len(reach.masks) == 1:
-            return self._attend(q, k, v, reach.keys, reach.masks[0], scores, sinks, kernel)
+            return self._attend(q, k, v, kind, reach.masks[0], scores, sinks, kernel)
         result = q.new_empty((*q.shape[:-1], v.shape[-1]))
         for mask, rows in _alike(reach.masks).items():
-            result[rows] = self._attend(q[rows], k[rows], v[rows], reach.keys, mask, scores, sinks, kernel)
+            result[rows] = self._attend(q[rows], k[rows], v[rows], kind, mask, scores, sinks, kernel)
         return result
 
     def _attend(
@@ -120,15 +119,15 @@ class Turn:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        keys: CustomLayout,
+        kind: object,
         mask: Mask,
         scores: Scores,
         sinks: Tensor | None,
         kernel: KernelName,
     ) -> Tensor:
-        key = keys, mask, scores, kernel, q.shape[:2], k.shape[1]
+        key = kind, mask, scores, kernel, q.shape[:2], k.shape[1]
         if key not in self._rings:
-            self._rings[key] = self._ring(q, k, v, keys, mask, scores, kernel)
+            self._rings[key] = self._ring(q, k, v, self.reaches[kind].keys, mask, scores, kernel)
         ring = self._rings[key]
         with one_at_a_time(self.group), torch.autocast(q.device.type, enabled=False):
             if self.is_split or self.ranks == 1:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.modules import local_part
+from ringspan.torch.layers.modules import class_name, local_part
 from ringspan.torch.memory.sharding import gathered_parameters
 
 HOOKED = (
@@ -36,8 +36,8 @@ def check_structure(model: Any) -> None:
     paths = {module: path for path, module in model.named_modules()}
     changed = next((paths[module] for module, names in found if known.get(id(module)) != names), "a module is gone")
     raise UnsupportedError(
-        f"the parameters of {_name(model)} changed after parallelize ({changed}), which ranks would not share; change "
-        "the model before"
+        f"the parameters of {class_name(model)} changed after parallelize ({changed}), which ranks would not share; "
+        "change the model before"
     )
 
 
@@ -45,8 +45,8 @@ def check_parameters(model: Any) -> None:
     """Raise an UnsupportedError that names a weight which a step would not use as the user means it."""
     if model.loss_function is not model.ring_loss_function:
         raise UnsupportedError(
-            f"the loss function of {_name(model)} was changed, which a ring does not call; compute a loss of your own "
-            "from the logits of model(**batch) without labels"
+            f"the loss function of {class_name(model)} was changed, which a ring does not call; compute a loss of your "
+            "own from the logits of model(**batch) without labels"
         )
     copies = {id(parameter) for parameter in gathered_parameters(model)}
     for path, module in model.named_modules():
@@ -75,12 +75,12 @@ class Fixed:
             changed = fn(probe)
             if changed.dtype != probe.dtype:
                 raise UnsupportedError(
-                    f"{_name(self)} is on a ring with parameters of {probe.dtype}: make them {changed.dtype} before "
-                    "parallelize, or let layers compute in it with parallelize(compute_dtype=...)"
+                    f"{class_name(self)} is on a ring with parameters of {probe.dtype}: make them {changed.dtype} "
+                    "before parallelize, or let layers compute in it with parallelize(compute_dtype=...)"
                 )
             if changed.device != probe.device and not probe.is_meta:
                 raise UnsupportedError(
-                    f"{_name(self)} is on a ring of {probe.device}; a mesh says where its shards are"
+                    f"{class_name(self)} is on a ring of {probe.device}; a mesh says where its shards are"
                 )
         return super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -114,7 +114,8 @@ class Fixed:
 def refuse_copy(model: Any, memo: Any) -> Never:
     """Raise ``UnsupportedError`` in place of ``copy.deepcopy`` of a model on a ring."""
     raise UnsupportedError(
-        f"{_name(model)} is on a ring and cannot be copied; build it again and parallelize that, or save_pretrained"
+        f"{class_name(model)} is on a ring and cannot be copied; build it again and parallelize that, or "
+        "save_pretrained"
     )
 
 
@@ -122,7 +123,3 @@ def _one_of_each(model: nn.Module) -> list[Tensor]:
     """An empty tensor for each type and device of parameters."""
     kinds = {(p.dtype, p.device) for p in map(local_part, model.parameters())}
     return [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
-
-
-def _name(model: Any) -> str:
-    return type(model).__name__.removeprefix("FSDP")

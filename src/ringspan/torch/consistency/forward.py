@@ -131,12 +131,12 @@ def _check_batch(
     layout = Layout(model.ring_layout, ring.size() * input_ids.shape[1], ring.size())
     inputs, labels = model.ring_vocabularies
     _check_positions(position_ids, layout, ring.get_local_rank(), document_lengths)
-    _check_entries("input_ids", input_ids, inputs)
+    check_entries("input_ids", input_ids, inputs)
     longest = layout.length if sequence_length is None else int(sequence_length)
     if error := beyond_table(model, model.get_submodule(model.ring_decoder), longest):
         raise error
     if shift_labels is not None:
-        _check_entries("labels", shift_labels.masked_fill(shift_labels == IGNORED, 0), labels)
+        check_entries("labels", shift_labels.masked_fill(shift_labels == IGNORED, 0), labels)
 
 
 def _check_positions(positions: Tensor, layout: Layout, rank: int, document_lengths: Tensor | None) -> None:
@@ -151,6 +151,7 @@ def _check_positions(positions: Tensor, layout: Layout, rank: int, document_leng
         )
 
 
-def _check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
+def check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
+    """Raise an UnsupportedError for ids that a vocabulary of this size does not have."""
     if not bool(((numbers >= 0) & (numbers < vocabulary)).all()):
         raise UnsupportedError(f"{name} has numbers outside of the vocabulary, 0 to {vocabulary - 1}")

@@ -60,8 +60,6 @@ class AgreedCriteria(StoppingCriteria):
         self._criterion, self._groups = criterion, groups
         if hasattr(criterion, "eos_token_id"):
             self.eos_token_id = criterion.eos_token_id
-        if hasattr(criterion, "max_length"):
-            self.max_length = criterion.max_length
 
     @staticmethod
     def of(criteria: Sequence[Any], groups: Sequence[dist.ProcessGroup]) -> StoppingCriteriaList:

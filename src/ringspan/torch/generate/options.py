@@ -12,13 +12,15 @@ from transformers.generation.utils import GenerationMixin
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import check_parameters, check_structure
+from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.generate.agreed import AgreedCriteria, Clock
 from ringspan.torch.generate.cache import RingCache
-from ringspan.torch.generate.tokens import check_entries, digest, name_of
 from ringspan.torch.generate.weights import check_weights
 from ringspan.torch.layers.decoder import head_counts, head_sizes
+from ringspan.torch.layers.modules import class_name
 from ringspan.torch.model.config_changes import check_configs
 from ringspan.torch.runtime.mesh import tensor_axis
+from ringspan.torch.transport.digest import described
 
 
 def agreed_options(
@@ -28,7 +30,7 @@ def agreed_options(
     arguments: dict[str, Any] = {}
     try:
         if not issubclass(type(model), GenerationMixin):
-            raise UnsupportedError(f"{name_of(model)} does not generate: its class is no GenerationMixin")
+            raise UnsupportedError(f"{class_name(model)} does not generate: its class is no GenerationMixin")
         bound = inspect.signature(plain).bind(*args, **kwargs).arguments
         arguments = {**bound.pop("kwargs", {}), **bound}
         check_weights(weights)
@@ -40,7 +42,7 @@ def agreed_options(
         _refuse_options(model, config, arguments)
         settings = {**config.to_dict(), **arguments}
         texts = {name: str(settings[name]) for name in sorted(settings) if _is_plain(settings[name])}
-        tensors = {name: digest(value) for name, value in arguments.items() if isinstance(value, Tensor)}
+        tensors = {name: described(value) for name, value in arguments.items() if isinstance(value, Tensor)}
         call = Call("generate", {"model": model.ring_number, "weights": weights}, {**texts, **tensors})
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         call = Call("generate", error=error)
@@ -89,7 +91,7 @@ def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, A
         raise UnsupportedError("generate needs input_ids, token ids of shape (batch, tokens)")
     if not inputs.numel():
         raise UnsupportedError(f"generate needs a prompt of at least one token, got the shape {tuple(inputs.shape)}")
-    check_entries(model, inputs)
+    check_entries("input_ids", inputs, model.ring_vocabularies[0])
     if cache is not None and not model.ring_is_generating:
         _check_continues(cache, inputs, arguments.get("attention_mask"))
 

@@ -17,13 +17,15 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.shares import Runs
 from ringspan.torch.attention.cached import Reach, Turn
 from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.generate.cache import RingCache
 from ringspan.torch.generate.masks import layer_mask, real_runs
-from ringspan.torch.generate.tokens import check_entries, digest, name_of
 from ringspan.torch.layers.decoder import finished_logits
+from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.model.forward_arguments import check_arguments
+from ringspan.torch.transport.digest import described
 
 _OURS: Final = "past_key_values", "attention_mask", "position_ids", "input_ids", "use_cache", "logits_to_keep"
 
@@ -34,15 +36,17 @@ def agreed_pass(
     """What a pass over a cache was asked for, which the ranks of a ring were asked alike."""
     asked: dict[str, Any] = {}
     try:
-        names = [name for name in inspect.signature(forward).parameters if name != "self"]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = kwargs
+        if args:
+            names = [name for name in inspect.signature(forward).parameters if name != "self"]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
         asked = {name: given.pop(name) for name in _OURS if name in given}
-        check_arguments(name_of(model), {name: value for name, value in given.items() if name != "return_dict"})
+        check_arguments(class_name(model), {name: value for name, value in given.items() if name != "return_dict"})
         if given.get("return_dict") is False:
             raise UnsupportedError("return_dict=False is not supported on a ring; it must be True")
         _check_pass(model, asked)
         facts: dict[str, Any] = {
-            name: digest(value) if isinstance(value, Tensor) else str(value) for name, value in asked.items()
+            name: described(value) if isinstance(value, Tensor) else str(value) for name, value in asked.items()
         }
         cache = asked.get("past_key_values")
         facts["past_key_values"] = (
@@ -64,7 +68,7 @@ def _check_pass(model: Any, asked: dict[str, Any]) -> None:
         raise UnsupportedError("a pass over a cache is not differentiated; call it under torch.no_grad()")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
         raise UnsupportedError("input_ids of shape (batch, tokens), at least one, are needed over a cache")
-    check_entries(model, ids)
+    check_entries("input_ids", ids, model.ring_vocabularies[0])
     if cache is not None and not isinstance(cache, RingCache):
         raise UnsupportedError(f"past_key_values is a {type(cache).__name__}; use model.new_cache()")
     if cache is not None:
@@ -124,8 +128,7 @@ def over_cache(
         if model.ring_on_read is not None:
             model.ring_on_read(cache.shares.length)
     cache.keep_ids(input_ids)
-    logits = finished_logits(model.get_output_embeddings()(torch.cat(last, 1)), model.config)
-    logits = logits.contiguous()
+    logits = finished_logits(model.get_output_embeddings()(torch.cat(last, 1)), model.config).contiguous()
     if cache.shares.ranks > 1:  # the same bits on every rank, whatever its processor
         dist.broadcast(logits, group_src=0, group=model.ring_mesh["ring"].get_group())
     return CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)  # pyright: ignore[reportArgumentType]
@@ -154,7 +157,7 @@ def _turn(
         out = decoder(
             input_ids=ids[:, mine], position_ids=positions[:, mine], past_key_values=cache, use_cache=True, **others
         )
-    cache.check_updated(name_of(model))
+    cache.check_updated(class_name(model))
     hidden = out.last_hidden_state
     if not is_split:
         return hidden[:, count - wanted :]

@@ -26,7 +26,7 @@ from ringspan.core.signed import digest_of, file_digest, read_signed, signed, wh
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.generate.cache import RingCache, RingLayer
 from ringspan.torch.generate.identity import config_of, weights_digest
-from ringspan.torch.generate.tokens import name_of
+from ringspan.torch.layers.modules import class_name
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.transport.collectives import gather
 
@@ -102,7 +102,7 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
     for axis in reversed(mesh.mesh_dim_names):
         written = [share for part in gather(written, mesh[axis].get_group()) for share in part]
     saved = SavedCache(
-        model=name_of(model),
+        model=class_name(model),
         config=config_of(model),
         weights_sha256=weights,
         length=cache.shares.length,
@@ -215,8 +215,8 @@ def _check(model: Any, folder: Path, manifests: list[SavedCache]) -> dict[str, A
         place = ".".join(map(str, problem["loc"]))
         raise CheckpointError(f"{path}: {shortened(place)}: {shortened(problem['msg'])}") from error
     mine, theirs = config_of(model), saved.config
-    if name_of(model) != saved.model:
-        raise CheckpointError(f"{folder}: is the cache of a {saved.model}, not of a {name_of(model)}")
+    if class_name(model) != saved.model:
+        raise CheckpointError(f"{folder}: is the cache of a {saved.model}, not of a {class_name(model)}")
     for name in sorted({*mine, *theirs}):
         if mine.get(name) != theirs.get(name):
             raise CheckpointError(

@@ -29,6 +29,11 @@ def autocast_now(kind: str) -> Callable[[], torch.autocast]:
     return lambda: torch.autocast(kind, dtype, enabled, caches)
 
 
+def class_name(model: nn.Module) -> str:
+    """The class of somebody's model as they know it: FSDP2 puts its name before."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
 class Mixin:
     """What is put before a module's class, and computes what that class does."""
 

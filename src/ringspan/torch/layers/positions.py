@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.decoder import text_config
+from ringspan.torch.layers.modules import class_name
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def beyond_table(model: PreTrainedModel, decoder: nn.Module, length: int) -> Uns
     limit = num_learned_positions(decoder)
     if limit is None or length <= limit:
         return None
-    name = type(model).__name__.removeprefix("FSDP")
+    name = class_name(model)
     return UnsupportedError(
         f"{name} has learned positions for {limit} tokens, the sequence has {length}; give it at most {limit} a "
         "sequence, or take a model with rotary positions"

@@ -25,6 +25,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.layout import Layout
 from ringspan.torch.layers.decoder import decoder_of, text_config
 from ringspan.torch.layers.head import input_size, output_size
+from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.router_record import RouterRecorder
 from ringspan.torch.transport.sums import Sum
 
@@ -92,7 +93,7 @@ def wanted_router(model: Any, asked: bool | None) -> RouterLoss | None:
     if not (getattr(text_config(model.config), "output_router_logits", False) if asked is None else asked):
         return None
     if model.ring_router is None:
-        raise no_router_loss(type(model).__name__.removeprefix("FSDP"))
+        raise no_router_loss(class_name(model))
     return model.ring_router
 
 

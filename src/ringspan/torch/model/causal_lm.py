@@ -36,7 +36,7 @@ from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
 from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.layers.decoder import finished_logits
 from ringspan.torch.layers.head import called_cross_entropy, is_its_weight, kind_of_head, refuse_mixing
-from ringspan.torch.layers.modules import local_part
+from ringspan.torch.layers.modules import class_name, local_part
 from ringspan.torch.layers.positions import as_trained, note_length
 from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.layers.router_loss import RouterLoss, real_tokens_of, wanted_router
@@ -155,7 +155,7 @@ class RingCausalLM(Fixed):
         hidden = out.last_hidden_state
         if packed and not packed.is_seen:
             raise UnsupportedError(
-                f"{_name(self)} does not hand its keyword arguments on to attention, so "
+                f"{class_name(self)} does not hand its keyword arguments on to attention, so "
                 "packed documents would see each other; give it one document a sequence"
             )
         if is_scored:
@@ -296,10 +296,6 @@ def _output(auxiliary: Tensor | None, **values: Any) -> CausalLMOutputWithPast |
     return MoeCausalLMOutputWithPast(aux_loss=auxiliary, **values)
 
 
-def _name(model: Any) -> str:
-    return type(model).__name__.removeprefix("FSDP")
-
-
 def _asked(arguments: dict[str, Any]) -> Asked:
     """Only ``token_logprobs`` has another one to give."""
     asked = arguments.get("ring_asked")
@@ -326,5 +322,5 @@ def _bind(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.Bo
 def _check_asked(model: Any, arguments: dict[str, Any]) -> None:
     """Raise what a caller, or the config meanwhile, asks for and a model on a ring does not do."""
     others = {name: value for name, value in arguments.items() if not isinstance(value, Asked)}
-    check_arguments(_name(model), others)
+    check_arguments(class_name(model), others)
     check_configs(model.ring_configs)

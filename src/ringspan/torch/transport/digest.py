@@ -20,6 +20,11 @@ def digest_integers(x: Tensor | None) -> Tensor:
     return mixed.mul_(_SPREAD).sum() + sum(size * _MIX ** (i + 1) % (1 << 62) for i, size in enumerate(x.shape))
 
 
+def described(x: Tensor) -> str:
+    """A tensor as ranks compare it in words: its shape, and a number that depends on its bytes."""
+    return f"{tuple(x.shape)} digest {digest_values(x) % (1 << 64):016x}"
+
+
 _ROW = 4096
 
 

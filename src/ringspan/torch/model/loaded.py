@@ -1,0 +1,28 @@
+"""Whether the weights that transformers read make the model that its config describes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ringspan.core.errors import ConfigError
+
+
+def check_loaded(where: str, found: Mapping[str, Any]) -> None:
+    """Refuse weights that do not make the model; transformers draws what is missing at random.
+
+    ``found`` is the loading info of ``from_pretrained(..., ignore_mismatched_sizes=True, output_loading_info=True)``,
+    ``where`` how the user calls the model.
+
+    Raises:
+        ConfigError: weights of another shape, or missing ones.
+    """
+    remedy = "use the config.json that belongs to the weights"
+    if found["mismatched_keys"]:
+        name, here, wanted = min(found["mismatched_keys"])
+        raise ConfigError(f"{where}: {name} is {list(here)} there, and {list(wanted)} in the model; {remedy}")
+    if found["missing_keys"]:
+        raise ConfigError(f"{where}: has no {first_of(found['missing_keys'])}; {remedy}")
+
+
+def first_of(names: set[str]) -> str:
+    """The first name, and how many there are."""
+    return f"{min(names)} ({len(names)} weights in all)" if len(names) > 1 else min(names)
