@@ -26,7 +26,7 @@ from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.step import StepCase, small_llama
 from ringspan.measure.bench.timing import timed, timed_in_turns
 from ringspan.measure.trace.dry_run import trace
-from ringspan.plan.setting import Setting
+from ringspan.plan.cost.setting import Setting
 from ringspan.report.charts import category_picture
 from ringspan.report.drawing import svg
 from ringspan.torch.layers.blockwise import run_in_blocks

@@ -15,8 +15,8 @@ import matplotlib
 from matplotlib import pyplot
 
 from ringspan.measure.trace.dry_run import hugging_face_config, thinned, trace
-from ringspan.plan.setting import Setting
-from ringspan.plan.shapes import MODELS
+from ringspan.plan.cost.setting import Setting
+from ringspan.plan.model.shapes import MODELS
 from ringspan.report.profile_page import COLOURS
 
 RESULT: Final = Path(__file__).parent / "results" / "fine-tuning-trace.json"

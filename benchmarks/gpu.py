@@ -164,7 +164,7 @@ class Step:
 def _setup(step: Step) -> tuple[Any, Any]:
     from transformers import LlamaConfig
 
-    from ringspan.plan.setting import Setting
+    from ringspan.plan.cost.setting import Setting
 
     config = LlamaConfig(
         vocab_size=step.vocabulary,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import ringspan as rs
 from ringspan.core.names import LAYOUT_NAMES
-from ringspan.core.schedule import plan
+from ringspan.core.schedule.schedule import plan
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.timing import timed_in_turns
 from ringspan.torch.runtime.launch import launch

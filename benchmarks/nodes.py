@@ -5,8 +5,8 @@
 Four ranks of one thread, each in a network namespace of its own: the first two are a node and the last two another. All
 hang on one bridge; what a rank sends to the other node is held to a rate, as by a network card of its own, and what it
 sends inside its node is not. Every route computes the same causal attention, in turns. ``predicted`` is what
-``ringspan.core.timing`` makes of the FLOPs and the two bandwidths measured beside it, and ``auto`` the route that
-``ringspan.core.choice`` takes for them. Linux, root, iproute2 and util-linux (``benchmarks.namespaces``).
+``ringspan.core.schedule.timing`` makes of the FLOPs and the two bandwidths measured beside it, and ``auto`` the route
+that ``ringspan.core.schedule.choice`` takes for them. Linux, root, iproute2 and util-linux (``benchmarks.namespaces``).
 """
 
 import argparse
@@ -30,9 +30,9 @@ from torch import Tensor
 import ringspan as rs
 from benchmarks import namespaces
 from benchmarks.namespaces import LINK, ask, link, namespaced, path, rank_command, run, serve, swap
-from ringspan.core.choice import choose_route
-from ringspan.core.timing import Speeds, pair_flops, passes, slowest
-from ringspan.core.workspace import Shape
+from ringspan.core.schedule.choice import choose_route
+from ringspan.core.schedule.timing import Speeds, pair_flops, passes, slowest
+from ringspan.core.schedule.workspace import Shape
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.timing import timed_in_turns
 

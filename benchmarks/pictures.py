@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ringspan.core.layout import Layout
-from ringspan.core.mask import causal
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import causal
 from ringspan.report.drawing import svg
 from ringspan.report.ring_pictures import ring_picture
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.core.names import CATEGORIES
-from ringspan.core.units import shown_bandwidth, shown_bytes, shown_speed
-from ringspan.plan.cost import dataset_flops_ratio
-from ringspan.plan.hardware import DEVICES, Device, min_block_tokens, min_tokens_per_device
-from ringspan.plan.memory import Memory, saved_per_token, training_memory
+from ringspan.plan.cluster.hardware import DEVICES, Device, min_block_tokens, min_tokens_per_device
+from ringspan.plan.cost.cost import dataset_flops_ratio
+from ringspan.plan.cost.memory import Memory, saved_per_token, training_memory
+from ringspan.plan.cost.setting import Setting
+from ringspan.plan.model.shapes import MODELS
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question, longest_setting
-from ringspan.plan.setting import Setting
-from ringspan.plan.shapes import MODELS
 
 K: Final = 1024
 

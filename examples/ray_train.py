@@ -16,7 +16,7 @@ from typing import Any
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from ringspan.cli.train import train_rank
+from ringspan.cli.commands.train import train_rank
 from ringspan.core.errors import RingspanError
 from ringspan.train.config.load import load_config, parse_config
 

@@ -22,7 +22,7 @@ from ringspan.cli.main import app
 from ringspan.generate.session import Answer
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.metrics import StepMetrics
-from ringspan.train.result import TrainResult
+from ringspan.train.run_folder.result import TrainResult
 
 FILE = Path(__file__).with_name("surface.json")
 MODEL = {

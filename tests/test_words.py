@@ -12,9 +12,9 @@ DROPPED = re.compile(
 )
 # By file, the parts of lines in which a word has its ordinary use, or is what a file on disk says.
 ALLOWED = {
-    "ringspan/plan/hardware.py": ("letters and digits",),
-    "ringspan/cli/plan_text.py": ("with its letters and units",),
-    "ringspan/jax/pallas.py": ("has a letter for each array",),
+    "ringspan/plan/cluster/hardware.py": ("letters and digits",),
+    "ringspan/cli/commands/plan_text.py": ("with its letters and units",),
+    "ringspan/jax/kernels/pallas.py": ("has a letter for each array",),
     # The keys of a profile that is written as JSON.
     "ringspan/measure/trace/profile.py": ("``passages``", "passages: list[dict", "self.passages", "passages=["),
     "ringspan/report/profile_page.py": ("profile.passages",),

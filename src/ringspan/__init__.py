@@ -15,8 +15,8 @@ if TYPE_CHECKING:
         RingspanError,
         UnsupportedError,
     )
-    from ringspan.core.layout import Layout, Span
-    from ringspan.core.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
+    from ringspan.core.geometry.layout import Layout, Span
+    from ringspan.core.geometry.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
     from ringspan.torch.attention.op import ring_attention
     from ringspan.torch.data.batch import shard, shard_batch, unshard
     from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
@@ -30,28 +30,28 @@ __version__ = "0.1.0"
 # Where each public name is defined. Type checkers read the imports above; a test compares the two and __all__.
 _MODULES = {
     "ConfigError": "ringspan.core.errors",
-    "Layout": "ringspan.core.layout",
+    "Layout": "ringspan.core.geometry.layout",
     "LayoutError": "ringspan.core.errors",
-    "Mask": "ringspan.core.mask",
+    "Mask": "ringspan.core.geometry.mask",
     "MaskError": "ringspan.core.errors",
     "PeerMismatch": "ringspan.core.errors",
     "RingspanError": "ringspan.core.errors",
-    "Span": "ringspan.core.layout",
+    "Span": "ringspan.core.geometry.layout",
     "UnsupportedError": "ringspan.core.errors",
     "blockwise_cross_entropy": "ringspan.torch.data.cross_entropy",
-    "causal": "ringspan.core.mask",
-    "chunked": "ringspan.core.mask",
-    "documents": "ringspan.core.mask",
-    "full": "ringspan.core.mask",
+    "causal": "ringspan.core.geometry.mask",
+    "chunked": "ringspan.core.geometry.mask",
+    "documents": "ringspan.core.geometry.mask",
+    "full": "ringspan.core.geometry.mask",
     "init_mesh": "ringspan.torch.runtime.mesh",
     "loader": "ringspan.torch.data.loader",
     "parallelize": "ringspan.torch.parallelize",
-    "prefix_lm": "ringspan.core.mask",
+    "prefix_lm": "ringspan.core.geometry.mask",
     "ring_attention": "ringspan.torch.attention.op",
     "sampler": "ringspan.torch.data.loader",
     "shard": "ringspan.torch.data.batch",
     "shard_batch": "ringspan.torch.data.batch",
-    "sliding_window": "ringspan.core.mask",
+    "sliding_window": "ringspan.core.geometry.mask",
     "token_logprobs": "ringspan.torch.model.logprobs",
     "unshard": "ringspan.torch.data.batch",
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ringspan.core.errors import MissingExtraError
-from ringspan.core.extras import EXTRAS, installed, require
+from ringspan.core.messages.extras import EXTRAS, installed, require
 from tests.cli.test_bad_input import CONFIG
 from tests.surface import OBJECTS, check_object
 
@@ -107,7 +107,7 @@ def test_every_module_but_those_that_read_text_is_imported_without_extras(ringsp
     found = dict(json.loads(done.stdout))
     assert set(found.values()) == {f"training {TRAIN}"}
     folder = "ringspan.train.data"
-    users = {"job", "loop", "model", "resume"}
+    users = {"job", "loop", "model", "run_folder.resume"}
     assert {name for name in found if not name.startswith(folder)} == {
         *(f"ringspan.train.{name}" for name in users), "ringspan.cli.progress",
     }  # fmt: skip

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core.layout import CustomLayout
+from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.names import LAYOUT_NAMES
 
 lengths = st.integers(1, 41)

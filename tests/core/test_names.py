@@ -5,8 +5,8 @@ import torch
 
 import ringspan as rs
 from ringspan.core import names
-from ringspan.core.choice import check_segments
-from ringspan.core.route import Route
+from ringspan.core.schedule.choice import check_segments
+from ringspan.core.schedule.route import Route
 from ringspan.torch.attention.block import Block
 from ringspan.torch.attention.comm_dtype import encode
 from ringspan.torch.kernels import KERNELS

@@ -6,7 +6,7 @@ from hypothesis import given
 
 import ringspan as rs
 from ringspan.core import reference
-from ringspan.core.schedule import plan
+from ringspan.core.schedule.schedule import plan
 from ringspan.core.softmax import merge
 from tests.core.strategies import layouts, masks
 from tests.fuzz import examples

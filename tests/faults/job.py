@@ -23,7 +23,7 @@ def rank_of(config: Any, pids: str) -> Any:
     path = Path(pids, f"attempt-{attempt}-rank-{rank}.pid")
     path.with_suffix(".tmp").write_text(str(os.getpid()))
     path.with_suffix(".tmp").rename(path)
-    from ringspan.cli.train import train_rank
+    from ringspan.cli.commands.train import train_rank
 
     return train_rank(config)
 

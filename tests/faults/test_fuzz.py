@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from ringspan.core.errors import CheckpointError, ConfigError
-from ringspan.core.signed import digest_of, file_digest
+from ringspan.core.files.signed import digest_of, file_digest
 from ringspan.train.checkpoints.manifest import (
     MANIFEST,
     FileEntry,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringspan.cli.generate import prompt_ids
+from ringspan.cli.commands.generate import prompt_ids
 from ringspan.generate.folder import load_config, load_tokenizer
 from ringspan.generate.session import Observer, session
 from ringspan.generate.settings import GenerateSettings

@@ -5,7 +5,7 @@ import os
 from transformers import AutoTokenizer
 
 from ringspan.generate.chat import Conversation, Lines
-from tests.cli.test_generate import save_tokenizer
+from tests.cli.commands.test_generate import save_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}[assistant] "

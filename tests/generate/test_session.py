@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.cli.test_generate import save_model, save_tokenizer
+from tests.cli.commands.test_generate import save_model, save_tokenizer
 
 pytestmark = pytest.mark.alone
 

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 import ringspan as rs
 from ringspan.core.names import JaxKernelName
 from ringspan.jax import ring, sharded_ring_attention
-from ringspan.jax.kernels import Kernel, XlaKernel
-from ringspan.jax.pallas import PallasKernel
+from ringspan.jax.kernels.pallas import PallasKernel
+from ringspan.jax.kernels.triton import TritonKernel
+from ringspan.jax.kernels.xla import Kernel, XlaKernel
 from ringspan.jax.program import Pairs, Program, Tables, compile_pairs, compile_program, compile_tables
-from ringspan.jax.triton import TritonKernel
 
 SPLIT = P(None, None, "sp")
 

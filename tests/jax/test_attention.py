@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import ringspan as rs
-from ringspan.core import choice
 from ringspan.core.names import LAYOUT_NAMES
+from ringspan.core.schedule import choice
 from ringspan.jax import ring_attention, sharded_ring_attention
 from tests.core.strategies import masks
 from tests.fuzz import examples

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core import choice, events
 from ringspan.core.names import LAYOUT_NAMES
-from ringspan.core.schedule import plan
-from ringspan.core.workspace import Shape
+from ringspan.core.schedule import choice, events
+from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.workspace import Shape
 from ringspan.jax import sharded_ring_attention
 from ringspan.jax.program import compile_program
 from tests.core.strategies import layouts, lengths, masks

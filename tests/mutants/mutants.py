@@ -32,7 +32,7 @@ TOKEN_LOSSES = (
 IGNORED_TARGETS = (
     "torch/data/test_cross_entropy.py::test_tokens_without_targets_and_heads_without_biases[None-False-some]"
 )
-EXACTLY_ONCE = "core/test_schedule.py::test_each_allowed_pair_is_computed_exactly_once"
+EXACTLY_ONCE = "core/schedule/test_schedule.py::test_each_allowed_pair_is_computed_exactly_once"
 QUERIES = "torch/attention/test_ring.py::test_the_error_does_not_grow_with_the_number_of_ranks[contiguous-pass-q]"
 SEGMENTS = (
     "torch/memory/test_segments.py::"
@@ -40,8 +40,8 @@ SEGMENTS = (
 )
 EVENTS = "torch/attention/test_events.py::test_the_loop_sends_waits_and_holds_what_its_events_say"
 ROUTERS = "torch/layers/test_router_loss.py::"
-CARRIED = "core/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once"
-SHARES = "core/test_shares.py::"
+CARRIED = "core/schedule/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once"
+SHARES = "core/geometry/test_shares.py::"
 CACHED = "torch/attention/test_cached.py::"
 WRITTEN = f"{CACHED}test_a_prompt_and_then_token_after_token"
 MERGED = f"{CACHED}test_the_merge_weighs_shares_by_what_they_saw_and_counts_sinks_once"
@@ -100,7 +100,7 @@ MUTANTS = [
     ),
     Mutant(
         "last hop skipped",
-        "core/schedule.py",
+        "core/schedule/schedule.py",
         "in enumerate(zip(owners, parts, strict=True)):",
         "in enumerate([*zip(owners, parts, strict=True)][: max(1, len(owners) - 1)]):",
         EXACTLY_ONCE,
@@ -142,28 +142,28 @@ MUTANTS = [
     ),
     Mutant(
         "queries sent by the mask of the keys",
-        "core/schedule.py",
+        "core/schedule/schedule.py",
         "layout, keys, regions = keys, layout, regions[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])",
         "layout, keys = keys, layout",
         CARRIED,
     ),
     Mutant(
         "diagonal shifted into the future",
-        "core/mask.py",
+        "core/geometry/mask.py",
         'return Mask((Region(lo=0),), "causal")',
         'return Mask((Region(lo=-1),), "causal")',
-        "core/test_mask.py::test_masks_are_what_their_docstrings_say[causal]",
+        "core/geometry/test_mask.py::test_masks_are_what_their_docstrings_say[causal]",
     ),
     Mutant(
         "band rounded the wrong way on strided spans",
-        "core/tile.py",
+        "core/geometry/tile.py",
         "lo, hi = -((offset - low) // step), (high - offset) // step",
         "lo, hi = (low - offset) // step, (high - offset) // step",
         EXACTLY_ONCE,
     ),
     Mutant(
         "window passed on unchanged to each block",
-        "core/tile.py",
+        "core/geometry/tile.py",
         "max(lo - q0 + k0, 1 - columns), min(hi - q0 + k0, rows - 1)",
         "max(lo - q0 + k0, 1 - columns), min(hi, rows - 1)",
         EXACTLY_ONCE,
@@ -177,14 +177,14 @@ MUTANTS = [
     ),
     Mutant(
         "window from the first corner",
-        "core/launch.py",
+        "core/schedule/launch.py",
         "shift = tile.num_keys - tile.num_rows",
         "shift = 0",
         "torch/kernels/test_kernels.py::test_a_band_is_a_window_from_the_last_corner",
     ),
     Mutant(
         "triangle with more rows than keys taken for a square",
-        "core/launch.py",
+        "core/schedule/launch.py",
         "    return square, Tile.full(last, tile.q1, tile.k0, tile.k1)",
         "    return (square,)",
         "torch/kernels/test_kernels.py::test_however_tiles_are_grouped_each_pair_is_computed_once",
@@ -212,14 +212,14 @@ MUTANTS = [
     ),
     Mutant(
         "block packed from the wrong tokens",
-        "core/ranges.py",
+        "core/geometry/ranges.py",
         "return packed + index - start",
         "return packed",
         ANY,
     ),
     Mutant(
         "block thinned one hop too early",
-        "core/schedule.py",
+        "core/schedule/schedule.py",
         "carried[earlier] = _hull(carried[earlier], carried[hop])",
         "carried[earlier] = carried[earlier]",
         CARRIED,
@@ -233,17 +233,17 @@ MUTANTS = [
     ),
     Mutant(
         "the same half goes either way",
-        "core/route.py",
+        "core/schedule/route.py",
         "max(hop - 2, 0), 1 - hop % 2)",
         "max(hop - 2, 0), 0)",
         EXACTLY_ONCE,
     ),
     Mutant(
         "inner ring leaves its node",
-        "core/route.py",
+        "core/schedule/route.py",
         "neighbour = node * inner + (place - 1) % inner",
         "neighbour = (node * inner + place - 1) % ranks",
-        "core/test_schedule.py::test_a_double_ring_crosses_nodes_as_rarely_as_it_can",
+        "core/schedule/test_schedule.py::test_a_double_ring_crosses_nodes_as_rarely_as_it_can",
     ),
     Mutant(
         "gradient of one node overwrites that of another",
@@ -254,17 +254,17 @@ MUTANTS = [
     ),
     Mutant(
         "ranks group heads by their own tiles",
-        "core/schedule.py",
+        "core/schedule/schedule.py",
         "tuple(hops), paths.tile_pairs,",
         "tuple(hops), sum(h.num_pairs for h in hops) // max(1, sum(len(h.bands) for h in hops)),",
         "torch/attention/test_ring.py::test_ranks_with_different_work_take_the_same_groups_of_heads[documents]",
     ),
     Mutant(
         "traded heads put in the wrong order",
-        "core/layout.py",
+        "core/geometry/layout.py",
         "slice(whole - (member + 1) * chunk, whole - member * chunk)",
         "slice(whole // 2 + member * chunk, whole // 2 + (member + 1) * chunk)",
-        "core/test_schedule.py::test_a_group_of_ranks_holds_what_its_members_hold[4-2-zigzag]",
+        "core/schedule/test_schedule.py::test_a_group_of_ranks_holds_what_its_members_hold[4-2-zigzag]",
     ),
     Mutant(
         "shared key/value head keeps one member's gradient",
@@ -451,10 +451,10 @@ MUTANTS = [
     ),
     Mutant(
         "regions that overlap behind another one not seen",
-        "core/mask.py",
+        "core/geometry/mask.py",
         "near = [other for other in near if other.q1 > region.q0]",
         "near = near[-1:]",
-        "core/test_mask.py::test_exactly_masks_that_count_a_pair_twice_overlap",
+        "core/geometry/test_mask.py::test_exactly_masks_that_count_a_pair_twice_overlap",
     ),
     Mutant(
         "tangents dropped",
@@ -584,21 +584,21 @@ MUTANTS = [
     ),
     Mutant(
         "two ranks keep a token",
-        "core/shares.py",
+        "core/geometry/shares.py",
         "new[self._writer].append((start, size))",
         "[of.append((start, size)) for of in (new[self._writer], new[0]) if size == 1]",
         f"{SHARES}test_each_position_is_held_once_and_stays_where_it_is",
     ),
     Mutant(
         "a block that never ends",
-        "core/shares.py",
+        "core/geometry/shares.py",
         "            self._left -= size\n",
         "",
         f"{SHARES}test_a_block_is_written_to_one_rank_over_many_steps",
     ),
     Mutant(
         "held from one position later on",
-        "core/shares.py",
+        "core/geometry/shares.py",
         "        if start + count > first:",
         "        if start + count > first + 1:",
         f"{SHARES}test_what_is_held_from_a_position_on",
@@ -628,21 +628,21 @@ MUTANTS = [
     ),
     Mutant(
         "wait for a transfer missing among the events",
-        "core/events.py",
+        "core/schedule/events.py",
         "            yield Wait(transfer.number)\n",
         "",
         EVENTS,
     ),
     Mutant(
         "gradients on their way counted in float32",
-        "core/events.py",
+        "core/schedule/events.py",
         'shape.kv_numbers * _BFLOAT16 if part.gradient_comm_dtype == "bfloat16" else token',
         "token",
         EVENTS,
     ),
     Mutant(
         "what is sent counted as free at once",
-        "core/events.py",
+        "core/schedule/events.py",
         "        for buffer in transfer.sends:\n            buffer.holders += 1\n",
         "",
         EVENTS,

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringspan.core.errors import RingspanError
-from ringspan.plan.devices import DEVICES
+from ringspan.plan.cluster.devices import DEVICES
+from ringspan.plan.cost.setting import Setting
+from ringspan.plan.model.shapes import MODELS
 from ringspan.plan.planner import Plan, make_plan
 from ringspan.plan.search import Question
-from ringspan.plan.setting import Setting
-from ringspan.plan.shapes import MODELS
 
 FILE: Final = Path(__file__).with_suffix(".json")
 COUNT: Final = 700

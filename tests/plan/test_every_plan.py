@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspan.cli.plan import shown_mesh
-from ringspan.cli.plan_text import show
+from ringspan.cli.commands.plan import shown_mesh
+from ringspan.cli.commands.plan_text import show
 from ringspan.core.errors import RingspanError
-from ringspan.plan.devices import DEVICES
+from ringspan.plan.cluster.devices import DEVICES
+from ringspan.plan.model.shapes import MODELS
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import MOST, Question
-from ringspan.plan.shapes import MODELS
 from tests.fuzz import examples
 
 LENGTHS = (1, 4096, 131_072, 1_000_003, 1 << 26)

@@ -5,16 +5,16 @@ from itertools import product
 
 import pytest
 
-from ringspan.core.choice import WORTH_IT
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.names import CHECKPOINT_NAMES, LAYOUT_NAMES
-from ringspan.plan.cost import step_cost
-from ringspan.plan.hardware import DEVICES
-from ringspan.plan.memory import attention_backward_bytes, training_memory
-from ringspan.plan.passes import attention_passes
+from ringspan.core.schedule.choice import WORTH_IT
+from ringspan.plan.cluster.hardware import DEVICES
+from ringspan.plan.cost.cost import step_cost
+from ringspan.plan.cost.memory import attention_backward_bytes, training_memory
+from ringspan.plan.cost.passes import attention_passes
+from ringspan.plan.model.shapes import MODELS
 from ringspan.plan.planner import _Race, make_plan, weighed_seconds
 from ringspan.plan.search import Question, longest, meshes, policies
-from ringspan.plan.shapes import MODELS
 
 LLAMA = MODELS["llama-3.1-8b"]
 H100 = DEVICES["h100-80gb"]

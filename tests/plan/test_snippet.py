@@ -10,11 +10,11 @@ import torch
 
 import ringspan as rs
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
-from ringspan.plan.hardware import device
+from ringspan.plan.cluster.hardware import device
+from ringspan.plan.cost.setting import Setting
+from ringspan.plan.model.shapes import MODELS
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question
-from ringspan.plan.setting import Setting
-from ringspan.plan.shapes import MODELS
 from ringspan.plan.snippet import python_call, toml_tables, train_command
 from ringspan.torch.memory.host_optimizer import HostAdamW
 from ringspan.train.config.load import load_config

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planning_tables import PUBLISHED_CONTEXT, TABLES, fill, layer_bytes, longest_contexts
-from ringspan.plan.hardware import DEVICES
-from ringspan.plan.memory import host_bytes, training_memory
-from ringspan.plan.setting import Setting
-from ringspan.plan.shapes import MODELS
+from ringspan.plan.cluster.hardware import DEVICES
+from ringspan.plan.cost.memory import host_bytes, training_memory
+from ringspan.plan.cost.setting import Setting
+from ringspan.plan.model.shapes import MODELS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
 

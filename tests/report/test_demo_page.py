@@ -17,10 +17,10 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Path_
 
 from ringspan.core.errors import LayoutError
-from ringspan.core.layout import Layout
-from ringspan.core.mask import Mask, causal, documents, full, prefix_lm, sliding_window
-from ringspan.core.ranges import size
-from ringspan.core.schedule import plan
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask, causal, documents, full, prefix_lm, sliding_window
+from ringspan.core.geometry.ranges import size
+from ringspan.core.schedule.schedule import plan
 from ringspan.report import demo_page
 from ringspan.report.charts import loss_picture, memory_picture
 from ringspan.report.demo_page import MAX_ROWS, write_report

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.core.schedule import plan
+from ringspan.core.schedule.schedule import plan
 from ringspan.torch import kernels
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.memory.offload import Store

@@ -8,7 +8,7 @@ import torch
 
 import ringspan as rs
 from ringspan.core.step_config import StepConfig
-from ringspan.plan.setting import Setting
+from ringspan.plan.cost.setting import Setting
 from ringspan.torch import parallelize as module
 from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import AttentionConfig, MemoryConfig, OptimizerConfig

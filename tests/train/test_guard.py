@@ -17,8 +17,8 @@ from ringspan.train.guard import Diverged, Guard, Spikes
 from ringspan.train.job import prepare
 from ringspan.train.loop import Observer, train
 from ringspan.train.signals import StopRequest
+from tests.train.run_folder.test_resume import curve
 from tests.train.test_loop import settings, text  # noqa: F401  text is a fixture
-from tests.train.test_resume import curve
 
 WHERE = "model.layers.1.mlp.up_proj.weight"
 

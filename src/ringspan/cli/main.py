@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ringspan import __version__
-from ringspan.cli import bench, demo, doctor, generate, init, plan, profile, rehearse, train
+from ringspan.cli.commands import bench, demo, doctor, generate, init, plan, profile, rehearse, train
 from ringspan.core.errors import RingspanError
 
 # typer carries its own click, or uses the installed one, by version.

@@ -25,7 +25,7 @@ def check_picture(picture: Path, *endings: str) -> None:
 def check_folder(option: str, folder: Path) -> None:
     """Raise a ConfigError where nothing could be written into a folder, which is made where it is not there."""
     from ringspan.core.errors import ConfigError
-    from ringspan.core.files import why_no_folder
+    from ringspan.core.files.named import why_no_folder
 
     if reason := why_no_folder(folder):
         raise ConfigError(f"{option} {folder}: cannot be written into ({reason}); choose another folder")

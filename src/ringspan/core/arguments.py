@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ringspan.core.errors import LayoutError, MaskError, UnsupportedError
-from ringspan.core.layout import Layout
-from ringspan.core.mask import FORMS, Mask, causal
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import FORMS, Mask, causal
+from ringspan.core.messages.numbers import described, integer, is_a, real
 from ringspan.core.names import LayoutName
-from ringspan.core.numbers import described, integer, is_a, real
 
 # Tokens that a feed-forward works on at once where blocks cost nothing. Each block adds the gradients of the weights to
 # their float32 sums: enough tokens that this is little beside its products, and few enough that a block is small beside

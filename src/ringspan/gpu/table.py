@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ringspan.core.tile import Tile
+from ringspan.core.geometry.tile import Tile
 
 GRAIN: Final = 128  # rows, or keys, for which there is one list of tiles; a multiple of every block
 

@@ -1,7 +1,7 @@
 """The JAX back end: the same geometry, carried out by ``shard_map`` and ``ppermute``. Needs ``ringspan[jax]``."""
 
 # ruff: noqa: E402 - asked for before the modules below import it
-from ringspan.core.extras import require
+from ringspan.core.messages.extras import require
 
 require("ringspan.jax", "jax")
 

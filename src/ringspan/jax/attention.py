@@ -16,13 +16,14 @@ from jax.sharding import PartitionSpec as P
 
 from ringspan.core.arguments import check_scores, check_shapes, find_layouts, find_mask
 from ringspan.core.errors import LayoutError, UnsupportedError
-from ringspan.core.layout import Layout
-from ringspan.core.mask import Mask
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask
+from ringspan.core.messages.numbers import described, integer
 from ringspan.core.names import JAX_KERNEL_NAMES, JaxKernelName, LayoutName, find_name
-from ringspan.core.numbers import described, integer
-from ringspan.jax import ring, triton
-from ringspan.jax.kernels import varying_axes, varying_like
-from ringspan.jax.pallas import is_interpreted
+from ringspan.jax import ring
+from ringspan.jax.kernels import triton
+from ringspan.jax.kernels.pallas import is_interpreted
+from ringspan.jax.kernels.xla import varying_axes, varying_like
 
 SAVED_NAME: Final = "ring_attention"  # what activation checkpointing calls out and lse
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ringspan.core.arguments import check_sharding
 from ringspan.core.errors import LayoutError, UnsupportedError
-from ringspan.core.layout import Layout
+from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import LayoutName
 from ringspan.jax.mesh import BATCH_AXES
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.numbers import integer
+from ringspan.core.messages.numbers import integer
 
 
 def blockwise_feedforward(function: Callable[[Array], Array], x: Array, *, chunk_tokens: int = 1024) -> Array:

@@ -25,7 +25,7 @@ from ringspan.core.errors import ConfigError, LayoutError, UnsupportedError
 from ringspan.core.names import JaxKernelName, LayoutName
 from ringspan.jax.attention import SAVED_NAME, ring_attention
 from ringspan.jax.feedforward import blockwise_feedforward
-from ringspan.jax.kernels import accumulation_dtype, varying_like
+from ringspan.jax.kernels.xla import accumulation_dtype, varying_like
 from ringspan.jax.loss import blockwise_cross_entropy
 from ringspan.jax.mesh import BATCH_AXES, TOKEN_AXES, gathered
 

@@ -11,7 +11,7 @@ from jax import Array, lax
 from ringspan.core.errors import UnsupportedError
 from ringspan.jax.batch import IGNORED
 from ringspan.jax.feedforward import chunks
-from ringspan.jax.kernels import varying_like
+from ringspan.jax.kernels.xla import varying_like
 
 
 def blockwise_cross_entropy(

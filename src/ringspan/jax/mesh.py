@@ -8,7 +8,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh
 
 from ringspan.core.errors import LayoutError
-from ringspan.core.numbers import integer
+from ringspan.core.messages.numbers import integer
 
 AXES: Final = ("dp", "fsdp", "tp", "sp")
 BATCH_AXES: Final = ("dp", "fsdp")  # over which the sequences of a batch are split

@@ -14,10 +14,10 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ringspan.core.layout import Layout
-from ringspan.core.mask import Mask
-from ringspan.core.schedule import Hop, plan
-from ringspan.core.tile import Tile
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask
+from ringspan.core.geometry.tile import Tile
+from ringspan.core.schedule.schedule import Hop, plan
 from ringspan.gpu.table import Table
 
 IntArray = NDArray[np.int32]

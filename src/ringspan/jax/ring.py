@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringspan.core.choice import head_groups
-from ringspan.core.layout import Layout
-from ringspan.core.mask import Mask
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import JaxKernelName
-from ringspan.jax.kernels import Kernel, XlaKernel, accumulation_dtype, packed, parted, varying_like
-from ringspan.jax.pallas import PallasKernel, check_chunks
+from ringspan.core.schedule.choice import head_groups
+from ringspan.jax.kernels.pallas import PallasKernel, check_chunks
+from ringspan.jax.kernels.triton import TritonKernel
+from ringspan.jax.kernels.xla import Kernel, XlaKernel, accumulation_dtype, packed, parted, varying_like
 from ringspan.jax.program import compile_pairs, compile_program, compile_tables
-from ringspan.jax.triton import TritonKernel
 
 
 @dataclass(frozen=True)

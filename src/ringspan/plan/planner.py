@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from itertools import groupby, product
 from typing import Any, Final
 
-from ringspan.core.choice import WORTH_IT
 from ringspan.core.names import CHECKPOINT_NAMES
-from ringspan.plan.cost import StepCost
-from ringspan.plan.hardware import min_block_tokens, min_tokens_per_device
-from ringspan.plan.memory import Memory, host_bytes, training_memory
-from ringspan.plan.passes import even_passes
+from ringspan.core.schedule.choice import WORTH_IT
+from ringspan.plan.cluster.hardware import min_block_tokens, min_tokens_per_device
+from ringspan.plan.cost.cost import StepCost
+from ringspan.plan.cost.memory import Memory, host_bytes, training_memory
+from ringspan.plan.cost.passes import even_passes
+from ringspan.plan.cost.setting import Setting
 from ringspan.plan.reasons import needs, why
 from ringspan.plan.search import Question, layouts, longest_setting, meshes, policies, routes
-from ringspan.plan.setting import Setting
 
 # A larger ring only sends more; the smallest that fit, with the optimizer on the device, are worth comparing.
 _TIMED_RINGS: Final = 3

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.messages.units import shown_bytes, shown_seconds
 from ringspan.core.names import CHECKPOINT_NAMES
-from ringspan.core.units import shown_bytes, shown_seconds
-from ringspan.plan.cost import StepCost, block_tokens_for_overlap
-from ringspan.plan.memory import Memory, host_bytes, training_memory
+from ringspan.plan.cost.cost import StepCost, block_tokens_for_overlap
+from ringspan.plan.cost.memory import Memory, host_bytes, training_memory
+from ringspan.plan.cost.setting import Setting
 from ringspan.plan.search import AUTO, Question, longest_setting, meshes
-from ringspan.plan.setting import Setting
 
 
 def needs(setting: Setting) -> str:

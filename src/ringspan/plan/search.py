@@ -7,18 +7,18 @@ from itertools import product
 from typing import Any, Final
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
-from ringspan.core.choice import frugal_segment, other_routes, segment_sizes
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.layout import Layout
+from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import CHECKPOINT_NAMES, LayoutName
-from ringspan.core.route import Route
-from ringspan.core.workspace import Shape
-from ringspan.plan.cost import StepCost, step_cost
-from ringspan.plan.hardware import Device
-from ringspan.plan.memory import ATTENTION_MOMENT, host_bytes, training_memory
-from ringspan.plan.passes import Passes, attention_passes
-from ringspan.plan.setting import Setting, check_setting
-from ringspan.plan.shapes import ModelShape
+from ringspan.core.schedule.choice import frugal_segment, other_routes, segment_sizes
+from ringspan.core.schedule.route import Route
+from ringspan.core.schedule.workspace import Shape
+from ringspan.plan.cluster.hardware import Device
+from ringspan.plan.cost.cost import StepCost, step_cost
+from ringspan.plan.cost.memory import ATTENTION_MOMENT, host_bytes, training_memory
+from ringspan.plan.cost.passes import Passes, attention_passes
+from ringspan.plan.cost.setting import Setting, check_setting
+from ringspan.plan.model.shapes import ModelShape
 
 AUTO: Final = "auto"
 # More is a slip of the keyboard: every divisor of the devices is tried as a ring, and numbers must stay exact.

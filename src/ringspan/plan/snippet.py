@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
+from ringspan.plan.cost.setting import Setting
 from ringspan.plan.search import Question
-from ringspan.plan.setting import Setting
 
 
 def toml_tables(question: Question, setting: Setting) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from ringspan.core.extras import installed, remedy
-from ringspan.core.layout import Layout
-from ringspan.core.mask import causal
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import causal
+from ringspan.core.messages.extras import installed, remedy
 from ringspan.core.names import LAYOUT_NAMES
-from ringspan.core.schedule import plan
+from ringspan.core.schedule.schedule import plan
 from ringspan.report.charts import loss_picture, megabytes, memory_picture, number
 from ringspan.report.drawing import RANK_COLOURS, svg
 from ringspan.report.ring_pictures import ring_picture, travel_picture

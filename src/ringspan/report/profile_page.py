@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ringspan.core.extras import require
+from ringspan.core.messages.extras import require
 from ringspan.core.names import CATEGORIES
 from ringspan.measure.trace.profile import RankProfile
 from ringspan.report.drawing import INK, PAPER, SOFT, dress, line, rectangle, spots, svg

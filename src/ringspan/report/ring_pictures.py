@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ringspan.core.errors import LayoutError
-from ringspan.core.layout import Layout, Span
-from ringspan.core.mask import Mask
-from ringspan.core.ranges import Ranges, size, union
-from ringspan.core.schedule import Hop, plan
-from ringspan.core.tile import Tile
+from ringspan.core.geometry.layout import Layout, Span
+from ringspan.core.geometry.mask import Mask
+from ringspan.core.geometry.ranges import Ranges, size, union
+from ringspan.core.geometry.tile import Tile
+from ringspan.core.schedule.schedule import Hop, plan
 from ringspan.report.drawing import (
     GRID,
     GROUND,

@@ -16,7 +16,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.layout import layout_name
+from ringspan.core.geometry.layout import layout_name
+from ringspan.core.messages.numbers import check_whole
 from ringspan.core.names import (
     CheckpointName,
     ChunkTokens,
@@ -26,7 +27,6 @@ from ringspan.core.names import (
     OffloadName,
     kernel_name,
 )
-from ringspan.core.numbers import check_whole
 from ringspan.core.step_config import StepConfig
 from ringspan.torch import kernels
 from ringspan.torch.consistency.calls import Call, check_call

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from ringspan.core.layout import Layout
+from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import CheckpointName, LayoutName
 from ringspan.torch.data.batch import IGNORED, shard_batch
 from ringspan.torch.layers.decoder import decoder_of, text_config
@@ -33,7 +33,7 @@ from ringspan.train.guard import Guard, Verdict
 from ringspan.train.metrics import StepMetrics, measure_flops, peak_bytes
 from ringspan.train.model import build_model, flops_per_token, load_model_config, load_tokenizer, num_matmul_parameters
 from ringspan.train.optimizer import build_optimizer, set_learning_rate
-from ringspan.train.resume import begin_random_numbers
+from ringspan.train.run_folder.resume import begin_random_numbers
 
 
 @dataclass(kw_only=True)

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ringspan.core.disk import write_synced
 from ringspan.core.errors import CheckpointError, ConfigError
+from ringspan.core.files.disk import write_synced
 from ringspan.torch.consistency.watchdog import Watchdog
 from ringspan.train.checkpoints.checkpoint import Checkpoints
 from ringspan.train.checkpoints.manifest import Manifest
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.origin import tokenizer_of
 from ringspan.train.data.sequences import TokenSequences
-from ringspan.train.export import model_bytes, save_model
 from ringspan.train.guard import Guard
 from ringspan.train.job import Job, evaluate, prepare
-from ringspan.train.lock import RunLock
 from ringspan.train.metrics import MetricsWriter, StepMetrics
-from ringspan.train.record import EXPORTED, RunRecord, finished
-from ringspan.train.result import TrainResult
-from ringspan.train.resume import begin_run, open_run, random_state, restore, run_state
+from ringspan.train.run_folder.export import model_bytes, save_model
+from ringspan.train.run_folder.lock import RunLock
+from ringspan.train.run_folder.record import EXPORTED, RunRecord, finished
+from ringspan.train.run_folder.result import TrainResult
+from ringspan.train.run_folder.resume import begin_run, open_run, random_state, restore, run_state
 from ringspan.train.signals import StopRequest
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from ringspan.core.extras import installed, remedy
+from ringspan.core.messages.extras import installed, remedy
 from ringspan.torch.transport.clock import synchronize
 
 _MOST_PRODUCTS: Final = 6

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.messages import one_line
-from ringspan.plan.hub import from_hub
+from ringspan.core.messages.lines import one_line
+from ringspan.plan.model.hub import from_hub
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, text_config
 from ringspan.torch.model.loaded import check_loaded, first_of
 from ringspan.torch.model.support import refuse_config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringspan.core.tile import Tile
+from ringspan.core.geometry.tile import Tile
 from ringspan.measure.bench.kernels import CASES, fill, kernel_report, serving
 from ringspan.torch import kernels
 from ringspan.torch.kernels.device import DeviceRules, ruled_by, rules_of

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from ringspan.core.choice import num_inputs
+from ringspan.core.schedule.choice import num_inputs
 from ringspan.measure.bench import context
 from ringspan.measure.bench.context import ContextCase, next_length, ran_out_of_memory, run
 from ringspan.measure.bench.memory import held_activations, step_bytes

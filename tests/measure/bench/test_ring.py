@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import ringspan as rs
 from ringspan.cli.main import app
-from ringspan.core.schedule import plan
+from ringspan.core.schedule.schedule import plan
 from ringspan.measure.bench import ring as bench
 from ringspan.torch.attention import ring
 from ringspan.torch.transport.fake import FakeTransport

@@ -5,8 +5,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from ringspan.core.launch import Launch
-from ringspan.core.tile import Tile
+from ringspan.core.geometry.tile import Tile
+from ringspan.core.schedule.launch import Launch
 from ringspan.measure.bench import context
 from ringspan.measure.bench.thin import Thinned, ThinnedInPlace, thin_attention
 from ringspan.torch.kernels import KERNELS

@@ -10,17 +10,17 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 
-from ringspan.core import choice
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.names import CATEGORIES, CHECKPOINT_NAMES
+from ringspan.core.schedule import choice
 from ringspan.measure.trace import tracker
 from ringspan.measure.trace.dry_run import fake_mesh, hugging_face_config, summary, thinned, trace
-from ringspan.plan.cost import step_cost
-from ringspan.plan.hardware import DEVICES
-from ringspan.plan.memory import training_memory
-from ringspan.plan.setting import Setting
-from ringspan.plan.shapes import MODELS, from_config
-from tests.plan.heap import measured_peaks
+from ringspan.plan.cluster.hardware import DEVICES
+from ringspan.plan.cost.cost import step_cost
+from ringspan.plan.cost.memory import training_memory
+from ringspan.plan.cost.setting import Setting
+from ringspan.plan.model.shapes import MODELS, from_config
+from tests.plan.cost.heap import measured_peaks
 from tests.torch import models
 
 SIZES = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 501, "max_position_embeddings": 8192}

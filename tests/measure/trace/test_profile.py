@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.core.layout import Layout
-from ringspan.core.mask import causal
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import causal
 from ringspan.core.names import CATEGORIES
-from ringspan.core.schedule import plan
+from ringspan.core.schedule.schedule import plan
 from ringspan.measure.trace.dry_run import prepare, trace
 from ringspan.measure.trace.profile import PHASES, Profiler, RankProfile, gathered
-from ringspan.plan.setting import Setting
+from ringspan.plan.cost.setting import Setting
 from ringspan.report.profile_page import memory_figure, page, timeline_figure, write_report
 from ringspan.torch.transport.exchange import COUNTERS
 from tests.torch import models

@@ -11,11 +11,11 @@ import ringspan as rs
 from ringspan.measure.trace import rehearsal
 from ringspan.measure.trace.dry_run import trace
 from ringspan.measure.trace.rehearsal import exposed_seconds, rehearse
-from ringspan.plan.setting import Setting
+from ringspan.plan.cost.setting import Setting
 from ringspan.torch.attention.ring import _Coming
 from ringspan.torch.transport import protocol
 from ringspan.torch.transport.exchange import COUNTERS
-from tests.plan.heap import measured_peaks
+from tests.plan.cost.heap import measured_peaks
 from tests.torch import models
 
 SIZES = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 501, "max_position_embeddings": 8192}

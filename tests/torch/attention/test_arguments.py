@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Replicate
 
 import ringspan as rs
-from ringspan.core.numbers import integer
+from ringspan.core.messages.numbers import integer
 from ringspan.torch.transport.agreement import one_at_a_time
 from tests.torch.attention.test_op import PLAIN, tensors
 from tests.torch.models import relative

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringspan.core import reference
-from ringspan.core.shares import Shares
+from ringspan.core.geometry.shares import Shares
 from ringspan.torch.attention import cached
 from ringspan.torch.attention.cached import Reach, Turn, merged
 from ringspan.torch.generate.masks import layer_mask

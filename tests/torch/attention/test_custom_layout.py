@@ -9,15 +9,16 @@ from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core import choice, reference
-from ringspan.core.layout import CustomLayout
-from ringspan.core.schedule import plan
+from ringspan.core import reference
+from ringspan.core.geometry.layout import CustomLayout
+from ringspan.core.schedule import choice
+from ringspan.core.schedule.schedule import plan
 from ringspan.torch.attention import ring
 from ringspan.torch.attention.op import _positions
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.score_mod import Scores
+from tests.core.schedule.test_schedule import exists
 from tests.core.strategies import custom_layouts, masks
-from tests.core.test_schedule import exists
 from tests.fuzz import examples
 from tests.torch.attention.test_ring import FLOAT32_LIMIT, cancelling_terms, relative
 from tests.torch.virtual import on_ranks

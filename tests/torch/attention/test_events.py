@@ -1,6 +1,4 @@
-"""The ring loop against the events of ``ringspan.core.events``: messages, their order and their bytes, what is waited
-for, and the most that is held, to the byte.
-"""
+"""The ring loop against ``core/schedule/events.py``: messages, their order and bytes, waits, and the peak."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,13 +12,13 @@ from hypothesis import HealthCheck, assume, example, given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core import events
-from ringspan.core.launch import Launch, pieces, whole
-from ringspan.core.layout import CustomLayout
+from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.names import COMM_DTYPE_NAMES, GRADIENT_COMM_DTYPE_NAMES, LAYOUT_NAMES
-from ringspan.core.route import Route
-from ringspan.core.schedule import plan
-from ringspan.core.workspace import Returning, Shape, merge_bytes
+from ringspan.core.schedule import events
+from ringspan.core.schedule.launch import Launch, pieces, whole
+from ringspan.core.schedule.route import Route
+from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.workspace import Returning, Shape, merge_bytes
 from ringspan.measure.trace.tracker import MemoryTracker
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.core import choice, reference
+from ringspan.core import reference
 from ringspan.core.names import LAYOUT_NAMES
-from ringspan.core.route import Route, member_heads
-from ringspan.core.schedule import plan
+from ringspan.core.schedule import choice
+from ringspan.core.schedule.route import Route, member_heads
+from ringspan.core.schedule.schedule import plan
 from ringspan.torch.attention import ring
 from ringspan.torch.attention.op import assemble
 from ringspan.torch.attention.spec import AttentionSpec

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core.launch import Launch, Window, bands, chains, pieces, squares, whole
+from ringspan.core.geometry.tile import Tile
 from ringspan.core.names import KERNEL_NAMES, LAYOUT_NAMES
-from ringspan.core.schedule import plan
-from ringspan.core.tile import Tile
+from ringspan.core.schedule.launch import Launch, Window, bands, chains, pieces, squares, whole
+from ringspan.core.schedule.schedule import plan
 from ringspan.torch import kernels
 from ringspan.torch.kernels.device import ChunkSize, DeviceRules, multiplies_16_bits, ruled_by, rules_of
 from ringspan.torch.kernels.memory import ANY

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ringspan as rs
-from ringspan.core.choice import frugal_segment, num_inputs
+from ringspan.core.schedule.choice import frugal_segment, num_inputs
 from ringspan.torch.memory.offload import Store
 from ringspan.torch.memory.segments import Segments
 from tests.torch.models import build, relative, tokens

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import ringspan as rs
 from ringspan.torch.tensor_parallel.split import refuse_split
-from ringspan.train.export import save_model
+from ringspan.train.run_folder.export import save_model
 from tests.torch.data.test_cross_entropy import EXTRAS, example, whole
 from tests.torch.models import build, relative, tokens
 from tests.torch.test_parallelize import one_step, ring_step

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ringspan.core.errors import CheckpointError
-from ringspan.core.signed import digest_of
+from ringspan.core.files.signed import digest_of
 from ringspan.train.checkpoints.checkpoint import Checkpoints
 from ringspan.train.checkpoints.manifest import MANIFEST, read_manifest
 from ringspan.train.checkpoints.shards import held_here, read_tensors

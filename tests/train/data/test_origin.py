@@ -11,12 +11,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from ringspan.core.errors import CheckpointError, ConfigError
-from ringspan.train import export
-from ringspan.train.lock import RunLock
 from ringspan.train.loop import Observer, train
+from ringspan.train.run_folder import export
+from ringspan.train.run_folder.lock import RunLock
 from tests.cli.test_bad_input import refusal, workplace  # noqa: F401  workplace is a fixture
+from tests.train.run_folder.test_resume import curve
 from tests.train.test_loop import settings
-from tests.train.test_resume import curve
 
 STEPS = 4
 
@@ -127,7 +127,7 @@ def test_a_damaged_record_is_refused(pool, folder, record):
 HOLD = """
 import sys, time
 from pathlib import Path
-from ringspan.train.lock import RunLock
+from ringspan.train.run_folder.lock import RunLock
 with RunLock(Path(sys.argv[1])) as lock:
     lock.take()
     print("held", flush=True)

@@ -208,7 +208,7 @@ def test_a_hub_dataset_is_reduced_to_its_text(tmp_path: Path, monkeypatch: pytes
         calls.append((args, kwargs))
         return Dataset.from_dict({"id": [1, 2], "body": ["h0", "h1"]}, Features({"id": Value("int64"), "body": kind}))
 
-    monkeypatch.setattr("ringspan.plan.hub.out_of_reach", lambda: None)
+    monkeypatch.setattr("ringspan.plan.model.hub.out_of_reach", lambda: None)
     monkeypatch.setattr("ringspan.train.data.documents.load_dataset", load)
     write(tmp_path / "a.jsonl", '{"body": "local"}')
     config = data_config("hub:who/what:en", tmp_path, text_field="body", hub_split="train[:2]")
@@ -255,7 +255,7 @@ def test_a_missing_path_a_parquet_without_text_and_an_unreachable_hub_are_refuse
         load_documents(data_config(tmp_path))
     with pytest.raises(ConfigError, match=r'"id": is int64, not a string, in .*c\.parquet; name another field'):
         load_documents(data_config(tmp_path, text_field="id"))
-    monkeypatch.setattr("ringspan.plan.hub.out_of_reach", lambda: None)
+    monkeypatch.setattr("ringspan.plan.model.hub.out_of_reach", lambda: None)
     monkeypatch.setattr("ringspan.train.data.documents.load_dataset", refuse_hub)
     with pytest.raises(
         ConfigError, match=r'data.paths = "hub:a/b": cannot be loaded: no route to host; check its name'

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringspan.core import reference
-from ringspan.core.layout import Layout
-from ringspan.core.mask import Mask
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import LayoutName
-from ringspan.core.schedule import plan
+from ringspan.core.schedule.schedule import plan
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.timing import timed
 from ringspan.measure.trace.peak import allocated_bytes

@@ -15,9 +15,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.layout import Layout
-from ringspan.core.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
-from ringspan.core.schedule import plan
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
+from ringspan.core.schedule.schedule import plan
 from ringspan.torch import kernels
 from ringspan.torch.attention.op import check_tensors
 from ringspan.torch.kernels.device import DeviceRules, ruled_by, rules_of

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ringspan.core import reference
 from ringspan.core.errors import ConfigError
-from ringspan.core.events import MESSAGES_PER_HOP
-from ringspan.core.layout import Layout
-from ringspan.core.mask import Mask
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import KernelName, LayoutName
-from ringspan.core.schedule import Schedule, plan
+from ringspan.core.schedule.events import MESSAGES_PER_HOP
+from ringspan.core.schedule.schedule import Schedule, plan
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring

@@ -5,8 +5,8 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from ringspan.core.launch import Launch
-from ringspan.core.tile import Tile
+from ringspan.core.geometry.tile import Tile
+from ringspan.core.schedule.launch import Launch
 from ringspan.torch.kernels import KERNELS, InPlace, Kernel, Returning, register
 from ringspan.torch.kernels.score_mod import Scores
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-from ringspan.core.units import shown_bandwidth
+from ringspan.core.messages.units import shown_bandwidth
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport.clock import synchronize
 from ringspan.torch.transport.collectives import gather

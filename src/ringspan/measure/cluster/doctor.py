@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core import reference
-from ringspan.core.extras import installed
-from ringspan.core.layout import Layout
-from ringspan.core.mask import causal
-from ringspan.core.schedule import plan
-from ringspan.core.units import shown_speed
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import causal
+from ringspan.core.messages.extras import installed
+from ringspan.core.messages.units import shown_speed
+from ringspan.core.schedule.schedule import plan
 from ringspan.measure.bench.kernels import kernel_report
 from ringspan.measure.bench.machine import describe_machine, num_cores
 from ringspan.measure.bench.ring import alone
@@ -32,7 +32,7 @@ from ringspan.measure.cluster.cluster import (
     versions,
 )
 from ringspan.measure.trace.rehearsal import host_memory_bytes
-from ringspan.plan.hardware import min_block_tokens
+from ringspan.plan.cluster.hardware import min_block_tokens
 from ringspan.torch import kernels
 from ringspan.torch.attention.op import ring_attention
 from ringspan.torch.kernels.score_mod import Scores

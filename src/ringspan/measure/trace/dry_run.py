@@ -17,13 +17,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.layout import Layout
-from ringspan.core.tile import Tile
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.tile import Tile
 from ringspan.measure.trace.torch_seams import real_meshes
 from ringspan.measure.trace.tracker import MemoryTracker, Moment, end_step, train_step
+from ringspan.plan.cost.setting import Setting
+from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.planner import Plan
-from ringspan.plan.setting import Setting
-from ringspan.plan.shapes import ModelShape
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.kernels import registered
 from ringspan.torch.kernels.device import ChunkSize, DeviceRules, ruled_by, rules_of

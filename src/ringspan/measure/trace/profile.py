@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from ringspan.measure.trace.dry_run import hugging_face_config, prepare, thinned
 from ringspan.measure.trace.tracker import MemoryTracker
-from ringspan.plan.setting import Setting
-from ringspan.plan.shapes import ModelShape
+from ringspan.plan.cost.setting import Setting
+from ringspan.plan.model.shapes import ModelShape
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.torch.transport.clock import Moment, now, seconds, synchronize

@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.units import shown_bytes
+from ringspan.core.messages.units import shown_bytes
 from ringspan.measure.trace import dry_run as dryrun
 from ringspan.measure.trace.peak import allocated_bytes
 from ringspan.measure.trace.tracker import MemoryTracker, train_step
-from ringspan.plan.memory import training_memory
+from ringspan.plan.cost.memory import training_memory
+from ringspan.plan.cost.setting import Setting
+from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.planner import Plan
-from ringspan.plan.setting import Setting
-from ringspan.plan.shapes import ModelShape
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport.clock import Moment, now, seconds, synchronize
 from ringspan.torch.transport.exchange import PendingReceive, TransferRecord, recorded

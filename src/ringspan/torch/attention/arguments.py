@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ringspan.core.arguments import check_shapes
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.numbers import described
+from ringspan.core.messages.numbers import described
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

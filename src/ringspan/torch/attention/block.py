@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringspan.core.ranges import Ranges, offset, size
+from ringspan.core.geometry.ranges import Ranges, offset, size
 from ringspan.torch.kernels.partials.partial import Partial
 from ringspan.torch.kernels.partials.rows import Rows
 from ringspan.torch.transport.exchange import TensorSpec

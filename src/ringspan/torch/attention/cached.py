@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.layout import CustomLayout, Layout
-from ringspan.core.mask import Mask
+from ringspan.core.geometry.layout import CustomLayout, Layout
+from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import KernelName
-from ringspan.core.schedule import plan
-from ringspan.core.timing import Shape, sent_bytes
+from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.timing import Shape, sent_bytes
 from ringspan.torch.attention.ring import Ring, accumulation_dtype, forward, num_head_groups
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.score_mod import Scores

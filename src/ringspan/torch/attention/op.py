@@ -17,15 +17,15 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.arguments import check_scores, find_layouts, find_mask
-from ringspan.core.choice import Choice, choose_route
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.layout import Layout
-from ringspan.core.mask import Mask
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import CommDtypeName, GradientCommDtypeName, KernelName, LayoutName, kernel_name
-from ringspan.core.route import Route, member_heads
-from ringspan.core.schedule import Schedule, plan
-from ringspan.core.timing import Speeds
-from ringspan.core.workspace import Shape
+from ringspan.core.schedule.choice import Choice, choose_route
+from ringspan.core.schedule.route import Route, member_heads
+from ringspan.core.schedule.schedule import Schedule, plan
+from ringspan.core.schedule.timing import Speeds
+from ringspan.core.schedule.workspace import Shape
 from ringspan.torch import kernels
 from ringspan.torch.attention.arguments import (
     check_differentiation,
@@ -95,9 +95,9 @@ def ring_attention(
             a score (Press et al. 2022). Not differentiated.
         sinks: one logit a query head (H,) that takes its share of every row's softmax and has no value (gpt-oss).
             Its gradient is that of the local rows; sum it over the ranks as for any parameter.
-        route: how blocks get to other ranks, see ``ringspan.core.route``: ring, bidirectional, double-ring:I,
+        route: how blocks get to other ranks, see ``ringspan.core.schedule.route``: ring, bidirectional, double-ring:I,
             all-gather, pass-q, ulysses, ulysses:U; the result is the same. ``auto`` takes the quickest by the model of
-            ``ringspan.core.choice`` and logs why.
+            ``ringspan.core.schedule.choice`` and logs why.
         comm_dtype: what keys and values are sent as, see ``ringspan.torch.attention.comm_dtype``: exact, bfloat16,
             float8 or int8.
         gradient_comm_dtype: what dk and dv are sent as: exact (float32) or bfloat16.

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.core.choice import head_groups
-from ringspan.core.events import MESSAGES_PER_HOP
-from ringspan.core.launch import Launch, within_ranges
-from ringspan.core.ranges import Ranges
-from ringspan.core.schedule import Hop, Schedule, Send
+from ringspan.core.geometry.ranges import Ranges
+from ringspan.core.schedule.choice import head_groups
+from ringspan.core.schedule.events import MESSAGES_PER_HOP
+from ringspan.core.schedule.launch import Launch, within_ranges
+from ringspan.core.schedule.schedule import Hop, Schedule, Send
 from ringspan.torch import kernels
 from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, RunningSum
 from ringspan.torch.attention.comm_dtype import decode, encode

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Final
 
-from ringspan.core.layout import Layout
+from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import CommDtypeName, GradientCommDtypeName, KernelName, LayoutName
 
 _NUMBERS: Final = {"scale": float, "softcap": float, "padding": int, "key_padding": int}

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.core.layout import Layout
-from ringspan.core.route import Heads
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.schedule.route import Heads
 from ringspan.torch.attention import ring as rings
 from ringspan.torch.attention.ring import Ring
 from ringspan.torch.transport.exchange import TensorSpec

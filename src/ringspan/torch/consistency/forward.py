@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ringspan.core.errors import LayoutError, UnsupportedError
-from ringspan.core.layout import Layout
-from ringspan.core.numbers import integer
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.messages.numbers import integer
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import check_parameters, check_structure
 from ringspan.torch.consistency.optimizers import optimizer_facts

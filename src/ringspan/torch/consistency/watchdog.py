@@ -32,7 +32,7 @@ from typing import Any, Final, Protocol
 import torch.distributed as dist
 
 from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED, ConfigError, RingspanError
-from ringspan.core.messages import shortened
+from ringspan.core.messages.lines import shortened
 from ringspan.torch.consistency.place import Place
 from ringspan.torch.transport.exchange import COUNTERS
 

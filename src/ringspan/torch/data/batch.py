@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.arguments import check_sharding
 from ringspan.core.errors import LayoutError, UnsupportedError
-from ringspan.core.layout import Layout
+from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import LayoutName
 from ringspan.torch.attention.arguments import check_plain, find_group
 from ringspan.torch.runtime.mesh import check_mesh

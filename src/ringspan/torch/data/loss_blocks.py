@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringspan.core.numbers import check_real, check_whole
+from ringspan.core.messages.numbers import check_real, check_whole
 from ringspan.torch.data.batch import IGNORED
 
 # Rows of a weight gradient of lower precision that exist before they are added to the sum of higher precision.

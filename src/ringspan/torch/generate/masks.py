@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ringspan.core.mask import UNBOUNDED, Mask, Region, causal, sliding_window
-from ringspan.core.shares import Runs
+from ringspan.core.geometry.mask import UNBOUNDED, Mask, Region, causal, sliding_window
+from ringspan.core.geometry.shares import Runs
 from ringspan.torch.layers.decoder import LayerKind
 
 

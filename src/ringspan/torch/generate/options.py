@@ -14,7 +14,7 @@ from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import check_parameters, check_structure
 from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.generate.agreed import AgreedCriteria, Clock
-from ringspan.torch.generate.cache import RingCache
+from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.weights import check_weights
 from ringspan.torch.layers.decoder import head_counts, head_sizes
 from ringspan.torch.layers.modules import class_name

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.shares import Runs
+from ringspan.core.geometry.shares import Runs
 from ringspan.torch.attention.cached import Reach, Turn
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.forward import check_entries
-from ringspan.torch.generate.cache import RingCache
+from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.masks import layer_mask, real_runs
 from ringspan.torch.layers.decoder import finished_logits
 from ringspan.torch.layers.modules import class_name

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.messages.units import shown_bytes
 from ringspan.core.names import WEIGHTS_NAMES
-from ringspan.core.units import shown_bytes
 from ringspan.torch.layers.modules import local_part
 from ringspan.torch.memory.sharding import kept_whole
 

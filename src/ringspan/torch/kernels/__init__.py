@@ -7,8 +7,8 @@ from typing import Final, Protocol, runtime_checkable
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.launch import Launch, Launches
-from ringspan.core.tile import Tile
+from ringspan.core.geometry.tile import Tile
+from ringspan.core.schedule.launch import Launch, Launches
 from ringspan.torch.kernels.cpu import CpuFlash, is_slow_at
 from ringspan.torch.kernels.cudnn import Cudnn
 from ringspan.torch.kernels.device import rules_of

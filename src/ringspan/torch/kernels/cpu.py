@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ringspan.core.launch import Launch, Launches, keys_a_row, pieces
-from ringspan.core.tile import Tile
+from ringspan.core.geometry.tile import Tile
+from ringspan.core.schedule.launch import Launch, Launches, keys_a_row, pieces
 from ringspan.torch.kernels import mirror
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.heads import one_size

@@ -5,8 +5,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ringspan.core.launch import Launch, Launches, squares
-from ringspan.core.tile import Tile
+from ringspan.core.geometry.tile import Tile
+from ringspan.core.schedule.launch import Launch, Launches, squares
 from ringspan.torch.kernels import mirror
 from ringspan.torch.kernels.device import half_precision_on_cuda, rules_of
 from ringspan.torch.kernels.heads import one_size, too_large

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ringspan.core.launch import Launch, Launches, Window, chains, squares
-from ringspan.core.tile import Tile
+from ringspan.core.geometry.tile import Tile
+from ringspan.core.schedule.launch import Launch, Launches, Window, chains, squares
 from ringspan.torch.kernels import device, mirror
 from ringspan.torch.kernels.heads import one_size, too_large
 from ringspan.torch.kernels.memory import FOR_TENSOR_CORES

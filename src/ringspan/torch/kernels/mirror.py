@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ringspan.core.launch import Launch
+from ringspan.core.schedule.launch import Launch
 from ringspan.torch.kernels.score_mod import Scores
 
 

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.core.launch import SHORT, Launch, Launches, bands
-from ringspan.core.tile import Tile
+from ringspan.core.geometry.tile import Tile
+from ringspan.core.schedule.launch import SHORT, Launch, Launches, bands
 from ringspan.torch.kernels.device import ChunkSize, rules_of
 from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.kernels.partials.merge import merge_into

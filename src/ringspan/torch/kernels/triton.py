@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ringspan.core.launch import Launch, Launches, whole
-from ringspan.core.tile import Tile
+from ringspan.core.geometry.tile import Tile
+from ringspan.core.schedule.launch import Launch, Launches, whole
 from ringspan.gpu import support
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.heads import too_large

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ringspan.core.launch import Launch
+from ringspan.core.schedule.launch import Launch
 from ringspan.gpu import attention, tuning
 from ringspan.gpu.support import interprets_triton
 from ringspan.gpu.table import Table

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.numbers import check_whole
+from ringspan.core.messages.numbers import check_whole
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.layers.modules import autocast_now, hidden_of, hooks_of, local_part, mix_in
 from ringspan.torch.layers.router_record import RouterRecorder

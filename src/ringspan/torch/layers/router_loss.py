@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.layout import Layout
+from ringspan.core.geometry.layout import Layout
 from ringspan.torch.layers.decoder import decoder_of, text_config
 from ringspan.torch.layers.head import input_size, output_size
 from ringspan.torch.layers.modules import class_name

@@ -9,7 +9,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ringspan.core.choice import check_segments, num_inputs, segment_sizes
 from ringspan.core.errors import ConfigError
 from ringspan.core.names import (
     CHECKPOINT_NAMES,
@@ -18,6 +17,7 @@ from ringspan.core.names import (
     checkpoint_name,
     offload_name,
 )
+from ringspan.core.schedule.choice import check_segments, num_inputs, segment_sizes
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes
 from ringspan.torch.layers.modules import mix_in
 from ringspan.torch.memory.offload import Store

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.layout import Layout
-from ringspan.core.mask import Mask, causal, documents, sliding_window
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask, causal, documents, sliding_window
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.cached import current_turn
 from ringspan.torch.attention.op import in_autocast, ring_attention

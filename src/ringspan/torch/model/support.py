@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.route import Route, member_heads
+from ringspan.core.schedule.route import Route, member_heads
 from ringspan.torch.attention.comm_dtype import check_comm_dtype
 from ringspan.torch.layers.decoder import decoder_of, finished_logits, head_counts, text_config
 from ringspan.torch.layers.head import input_size, refuse_mixing

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ringspan.core.disk import sync_folder, write_synced
 from ringspan.core.errors import CheckpointError
+from ringspan.core.files.disk import sync_folder, write_synced
 from ringspan.torch.transport.collectives import gather
 from ringspan.train.checkpoints.manifest import (
     MANIFEST,

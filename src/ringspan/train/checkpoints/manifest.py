@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from safetensors import SafetensorError, safe_open
 
 from ringspan.core.errors import CheckpointError
-from ringspan.core.messages import shortened
-from ringspan.core.signed import read_signed, signed, why_not_written
+from ringspan.core.files.signed import read_signed, signed, why_not_written
+from ringspan.core.messages.lines import shortened
 
 MANIFEST: Final = "manifest.json"
 

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ringspan.core.disk import sync_file, sync_folder
 from ringspan.core.errors import CheckpointError
-from ringspan.core.signed import file_digest
+from ringspan.core.files.disk import sync_file, sync_folder
+from ringspan.core.files.signed import file_digest
 from ringspan.train.checkpoints.manifest import FileEntry, Manifest, Piece
 
 _Slices = tuple[slice, ...]

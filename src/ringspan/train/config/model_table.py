@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.files import read_small
-from ringspan.core.messages import one_line
+from ringspan.core.files.named import read_small
+from ringspan.core.messages.lines import one_line
 from ringspan.core.names import DtypeName
 from ringspan.train.config.problems import shown
 from ringspan.train.config.table import Table

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.messages import one_line
+from ringspan.core.messages.lines import one_line
 
 # Offsets of Arrow strings are 32-bit.
 _MAX_TEXT_BYTES: Final = (1 << 31) - 1

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.messages import shortened
+from ringspan.core.messages.lines import shortened
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:

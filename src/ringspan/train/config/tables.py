@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.extras import require
-from ringspan.core.layout import Layout
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.messages.extras import require
 from ringspan.core.names import CheckpointName, CommDtypeName, KernelName, LayoutName, OffloadName
-from ringspan.core.route import Route
+from ringspan.core.schedule.route import Route
 from ringspan.core.step_config import StepConfig
 from ringspan.train.config.model_table import ModelConfig
 from ringspan.train.config.table import Table

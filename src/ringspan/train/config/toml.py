@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.files import read_small
-from ringspan.core.messages import one_line
+from ringspan.core.files.named import read_small
+from ringspan.core.messages.lines import one_line
 
 # What tomllib says begins with one of these.
 _REMEDIES: Final = {

@@ -1,5 +1,5 @@
 """From text to sequences of one length."""
 
-from ringspan.core.extras import require
+from ringspan.core.messages.extras import require
 
 require("training", "datasets")  # once, before any module of this folder imports it

@@ -15,9 +15,9 @@ from datasets import config as caches
 from datasets.exceptions import DatasetGenerationError
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.files import why_no_folder
-from ringspan.core.messages import one_line
-from ringspan.plan.hub import from_hub
+from ringspan.core.files.named import why_no_folder
+from ringspan.core.messages.lines import one_line
+from ringspan.plan.model.hub import from_hub
 from ringspan.train.config.paths import FoundFiles, find_files, listed
 from ringspan.train.config.tables import DataConfig
 

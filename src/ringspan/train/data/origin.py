@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
-from ringspan.core.disk import write_synced
 from ringspan.core.errors import ConfigError
+from ringspan.core.files.disk import write_synced
 from ringspan.train.config.tables import DataConfig
 from ringspan.train.data.sequences import Data
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ringspan.core.ranges import Ranges
+from ringspan.core.geometry.ranges import Ranges
 
 
 class Rows:

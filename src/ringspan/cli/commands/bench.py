@@ -1,0 +1,402 @@
+"""``ringspan bench``: speed and memory, as ratios from one interleaved run."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ringspan.cli.outputs import check_picture
+from ringspan.core.messages.units import shown_bytes, shown_seconds, shown_speed
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure speed and memory against one process. Close other programs first: everything here is timed.",
+)
+
+_READ_AND_WRITTEN = ("prompt", "prefill_seconds", "ratio_prefill"), ("token", "seconds_per_token", "ratio_token")
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_MOST_RANKS = 1024
+_LEAST_TOKEN_BYTES = 1024  # of a step of the small models here: hidden states alone are more
+_MOST = 1 << 40  # of tokens and of other sizes; what a machine's memory holds of them is checked on top
+Ranks = Annotated[int, typer.Option(min=1, max=_MOST_RANKS, help="Processes in the ring, one thread each.")]
+Length = Annotated[int, typer.Option(min=1, max=_MOST, help="Tokens of the whole sequence.")]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16 (float16 on CUDA).")]
+LayoutOption = Annotated[str, typer.Option("--layout", help="zigzag, striped or contiguous.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed repeats; the medians are reported.")]
+Heads = Annotated[int, typer.Option(min=1, max=_MOST, help="Query heads.")]
+KvHeads = Annotated[int, typer.Option(min=1, help="Key/value heads; they divide the query heads.")]
+HeadDim = Annotated[int, typer.Option(min=1, max=_MOST, help="Size of a head.")]
+MaskText = Annotated[str, typer.Option(help="causal, full, window:4096, documents:700,1300,...")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+
+
+@app.command("attention", epilog="Example: ringspan bench attention --ranks 2 --length 16384 --dtype bfloat16 --json")
+def attention(
+    ranks: Ranks = 2,
+    length: Length = 8192,
+    batch: Annotated[int, typer.Option(min=1, max=_MOST, help="Sequences.")] = 1,
+    heads: Heads = 8,
+    kv_heads: KvHeads = 8,
+    head_dim: HeadDim = 64,
+    dtype: Dtype = "float32",
+    mask: MaskText = "causal",
+    layout: LayoutOption = "zigzag",
+    route: Annotated[
+        str, typer.Option(help="ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses[:U[+ROUTE]].")
+    ] = "ring",
+    repeats: Repeats = 5,
+    as_json: Json = False,
+) -> None:
+    """Ring attention on N ranks of one thread against scaled_dot_product_attention on one process of N threads."""
+    from ringspan.core.geometry.layout import layout_name
+    from ringspan.core.geometry.mask import Mask
+    from ringspan.core.schedule.route import Route, member_heads
+    from ringspan.measure.bench.attention import AttentionCase, run
+
+    _check_dtype(dtype)
+    Mask.parse(mask)  # refuse here, not in each rank
+    _check_heads(heads, kv_heads, head_dim)
+    member_heads(heads, kv_heads, Route.parse(route, ranks).ulysses)
+    # Queries, their gradients, the result and what comes in for it: each process that is timed holds all of them.
+    _check_memory(f"--length {length}", 4 * batch * length * heads * head_dim * _BYTES[dtype])
+    case = AttentionCase(
+        ranks=ranks,
+        length=length,
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        mask=mask,
+        layout=layout_name(layout),
+        route=route,
+        repeats=repeats,
+    )
+    _say("attention of a ring and of one process", quiet=as_json)
+    result = run(case)
+    if as_json:
+        print(json.dumps(result))
+        return
+    rows = [
+        [
+            kind.replace("_", "+"),
+            shown_seconds(result["ring_seconds"][kind]),
+            shown_seconds(result["baseline_seconds"][kind]),
+            f"{result['ratio_' + kind]:.3f}",
+            shown_speed(1e9 * result["gflops"][kind]),
+        ]
+        for kind in ("forward", "forward_backward")
+    ]
+    _table(f"{length:,} tokens, {mask}, {dtype}", ["", "ring", "one process", "ratio", "speed"], rows)
+    forward, both = (shown_seconds(result["exposed_comm_seconds"][kind]) for kind in ("forward", "forward_backward"))
+    print(f"exposed communication {forward} forward, {both} forward and backward")
+    held, alone = (shown_bytes(result["peak_bytes_per_token"][who]) for who in ("ring", "baseline"))
+    print(f"peak memory beside the inputs {held} per token, one process {alone}")
+    print(f"largest relative error against float64 {result['max_relative_error']:.1e}")
+
+
+@app.command("ring", epilog="Example: ringspan bench ring --virtual-ranks 8 --tokens 8192 --dtype bfloat16 --json")
+def ring(
+    virtual_ranks: Annotated[int, typer.Option(min=1, max=1 << 16, help="Ranks of the ring that is rehearsed.")] = 8,
+    rank: Annotated[int, typer.Option(min=0, help="Which of them this device is.")] = 0,
+    tokens: Annotated[int, typer.Option(min=2, max=_MOST, help="Tokens per rank.")] = 8192,
+    heads: Heads = 32,
+    kv_heads: KvHeads = 8,
+    head_dim: HeadDim = 128,
+    dtype: Dtype = "bfloat16",
+    mask: MaskText = "causal",
+    layout: LayoutOption = "zigzag",
+    kernel: Annotated[str, typer.Option(help="auto, cudnn, flash, flash2, flash3, flash4, triton, ...")] = "auto",
+    repeats: Repeats = 5,
+    error_ranks: Annotated[
+        str, typer.Option(help="Sizes of rings to compare with float64; empty for none.")
+    ] = "1,8,64",
+    error_tokens: Annotated[
+        int, typer.Option(min=2, max=1 << 20, help="Tokens of the whole sequence of that comparison.")
+    ] = 4096,
+    as_json: Json = False,
+) -> None:
+    """One rank's whole schedule on this device, blocks arriving by copies, against the fastest single kernel."""
+    from ringspan.core.geometry.layout import layout_name
+    from ringspan.core.names import kernel_name
+    from ringspan.measure.bench.ring import RingCase, run
+
+    _check_dtype(dtype)
+    _check_heads(heads, kv_heads, head_dim)
+    sizes = _sizes("--error-ranks", error_ranks, "1,8,64") if error_ranks else ()
+    _check_memory(f"--tokens {tokens}", 4 * tokens * heads * head_dim * _BYTES[dtype])
+    case = RingCase(
+        virtual_ranks=virtual_ranks,
+        rank=rank,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        mask=mask,
+        layout=layout_name(layout),
+        kernel=kernel_name(kernel),
+        repeats=repeats,
+        error_ranks=sizes,
+        error_tokens=error_tokens,
+    )
+    _say("one rank's hops", quiet=as_json)
+    result = run(case)
+    if as_json:
+        print(json.dumps(result))
+        return
+    rows = [
+        [
+            kind,
+            shown_seconds(result["seconds"]["ring"][kind]),
+            shown_speed(result["flops_per_second"]["ring"][kind]),
+            f"{result['fastest_kernel'][kind]}",
+            f"{result['efficiency'][kind]:.3f}",
+            f"{result['transfer_share'][kind]:.3f}",
+        ]
+        for kind in ("forward", "backward")
+    ]
+    headers = ["", "hops", "speed", "fastest", "hops / kernel", "transfers"]
+    _table(f"rank {rank} of {virtual_ranks}, {tokens:,} tokens per rank, {mask}, {dtype}", headers, rows)
+    for row in result["errors"]:
+        print(
+            f"{row['ranks']} ranks: relative error of out {row['out']:.1e}, of dq {row['dq']:.1e}; "
+            f"one kernel alone {row['alone_out']:.1e}, {row['alone_dq']:.1e}"
+        )
+
+
+@app.command("step", epilog="Example: ringspan bench step --ranks 2 --dtype bfloat16 --json")
+def step(
+    ranks: Ranks = 2,
+    length: Length = 8192,
+    dtype: Dtype = "float32",
+    layout: LayoutOption = "zigzag",
+    checkpoint: Annotated[str, typer.Option(help="none, full or attention; the baseline does the same.")] = "attention",
+    repeats: Repeats = 3,
+    as_json: Json = False,
+) -> None:
+    """A whole training step of a small Llama on the ring against transformers' sdpa on one process of N threads."""
+    from ringspan.core.geometry.layout import layout_name
+    from ringspan.core.names import checkpoint_name
+    from ringspan.measure.bench.step import StepCase, run
+
+    _check_dtype(dtype)
+    _check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
+    case = StepCase(
+        ranks=ranks,
+        length=length,
+        dtype=dtype,
+        layout=layout_name(layout),
+        checkpoint=checkpoint_name(checkpoint),
+        repeats=repeats,
+    )
+    _say("steps of a ring and of one process", quiet=as_json)
+    result = run(case)
+    if as_json:
+        print(json.dumps(result))
+        return
+    speeds = [f"{result[f'{who}_tokens_per_second']:,.0f}" for who in ("ring", "baseline")]
+    rows = [[*speeds, f"{result['ratio_tokens_per_second']:.3f}", shown_bytes(result["peak_bytes"])]]
+    _table(f"one step of {length:,} tokens, {dtype}", ["ring tokens/s", "one process", "ratio", "peak"], rows)
+
+
+@app.command("generate", epilog="Example: ringspan bench generate --ranks 2 --length 32768 --json")
+def generate(
+    ranks: Ranks = 2,
+    length: Annotated[int, typer.Option(min=1, max=_MOST, help="Tokens of the prompt.")] = 32768,
+    new_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens to write after it.")] = 32,
+    dtype: Dtype = "float32",
+    repeats: Repeats = 3,
+    as_json: Json = False,
+) -> None:
+    """Reading a prompt and writing after it on the ring, against transformers' generate on one process of N threads."""
+    from ringspan.measure.bench.generate import GenerateCase, run
+
+    _check_dtype(dtype)
+    _check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
+    _say("a prompt read by a ring and by one process", quiet=as_json)
+    result = run(GenerateCase(ranks=ranks, length=length, new_tokens=new_tokens, dtype=dtype, repeats=repeats))
+    if as_json:
+        print(json.dumps(result))
+        return
+    rows = [
+        [what, *(shown_seconds(result[f"{who}{key}"]) for who in ("", "baseline_")), f"{result[ratio]:.3f}"]
+        for what, key, ratio in _READ_AND_WRITTEN
+    ]
+    _table(f"a prompt of {length:,} tokens, {dtype}", ["", "ring", "one process", "ratio"], rows)
+    print(
+        f"a rank allocates at most {shown_bytes(result['peak_bytes'])} while it reads, its share of the cache included"
+    )
+
+
+@app.command("memory", epilog="Example: ringspan bench memory --length 8192 --json")
+def memory(
+    length: Length = 8192,
+    rings: Annotated[str, typer.Option(help="Ring sizes to compare.")] = "1,2,4",
+    variants: Annotated[str, typer.Option(help="plain, chunks, offload: what is added to each policy.")] = "plain",
+    layout: LayoutOption = "zigzag",
+    dtype: Dtype = "float32",
+    picture: Annotated[Path | None, typer.Option(help="Write the bytes by category as an SVG file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Bytes of activations and of all else that each rank holds, at a fixed length and at fixed tokens per rank."""
+    from ringspan.core.errors import ConfigError
+    from ringspan.core.geometry.layout import layout_name
+    from ringspan.core.messages.extras import require
+    from ringspan.measure.bench.memory import VARIANTS, MemoryCase, VariantName, run
+    from ringspan.report.charts import category_picture
+    from ringspan.report.drawing import svg
+
+    _check_dtype(dtype)
+    sizes = _sizes("--rings", rings, "1,2,4")
+    if length < 2 * max(sizes):
+        raise ConfigError(f"--length {length}: a ring of {max(sizes)} needs at least {2 * max(sizes)} tokens")
+    names: tuple[VariantName, ...] = tuple(name for name in VARIANTS if name in variants.split(","))
+    if len(names) != len(variants.split(",")):
+        raise ConfigError(f"--variants {variants!r}: choose from {', '.join(VARIANTS)}, with commas")
+    if picture:
+        check_picture(picture, ".svg")
+        require(f"--picture {picture}", "matplotlib")
+    _check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
+    case = MemoryCase(rings=sizes, length=length, variants=names, layout=layout_name(layout), dtype=dtype)
+    _say("the memory of each rank", quiet=as_json)
+    result = run(case)
+    if picture:
+        drawn = category_picture(result["rows"])
+        picture.write_text(svg(drawn) if drawn else "", encoding="utf-8")
+    if as_json:
+        print(json.dumps(result))
+        return
+    rows = [
+        [
+            str(row["ring"]),
+            f"{row['length']:,}",
+            f"{row['tokens_per_rank']:,}",
+            row["checkpoint"],
+            row["variant"],
+            shown_bytes(row["bytes"]["activations"]),
+        ]
+        for row in result["rows"]
+    ]
+    _table("activations held per rank", ["ring", "tokens", "tokens per rank", "checkpoint", "variant", "bytes"], rows)
+
+
+@app.command("context", epilog="Example: ringspan bench context --budget 6e9 --options on --json")
+def context(
+    budget: Annotated[float, typer.Option(min=1, max=1e18, help="Bytes of memory for all ranks together.")] = 16e9,
+    ranks: Ranks = 2,
+    options: Annotated[str, typer.Option(help="on or off: everything that keeps activations small.")] = "on",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the Llama.")] = 12,
+    hidden_size: Annotated[int, typer.Option(min=12, help="Its hidden size; a multiple of 24.")] = 768,
+    vocabulary: Annotated[int, typer.Option(min=256, help="Its vocabulary.")] = 32000,
+    dtype: Dtype = "float32",
+    layout: LayoutOption = "zigzag",
+    trials: Annotated[int, typer.Option(min=1, help="Steps to try at most; time grows as their lengths squared.")] = 8,
+    start: Annotated[int, typer.Option(min=1, help="Length to try first.")] = 1024,
+    max_length: Annotated[int, typer.Option(min=1024, help="Longest sequence to try.")] = 1 << 24,
+    rows_in: Annotated[
+        int,
+        typer.Option(min=1, help="Compute one row in so many of attention (CPU): a step's memory without its time."),
+    ] = 1,
+    as_json: Json = False,
+) -> None:
+    """The longest sequence on which a Llama (100M parameters) takes a whole training step within a memory budget."""
+    from ringspan.core.errors import ConfigError
+    from ringspan.core.geometry.layout import layout_name
+    from ringspan.measure.bench.context import OPTIONS, ContextCase, run
+
+    _check_dtype(dtype)
+    if options not in OPTIONS:
+        raise ConfigError(f"--options {options!r}: choose one of {', '.join(OPTIONS)}")
+    if hidden_size % 24:
+        raise ConfigError(f"--hidden-size {hidden_size}: is no multiple of 24 (twelve heads of an even size)")
+    case = ContextCase(
+        ranks=ranks,
+        budget_bytes=int(budget),
+        options=options,
+        layers=layers,
+        hidden_size=hidden_size,
+        vocabulary=vocabulary,
+        dtype=dtype,
+        layout=layout_name(layout),
+        start_tokens=start,
+        max_trials=trials,
+        max_length=max_length,
+        rows_in=rows_in,
+    )
+    _say("how long a sequence fits", quiet=as_json)
+    result = run(case)
+    if as_json:
+        print(json.dumps(result))
+        return
+    rows = [
+        [f"{trial['length']:,}", shown_bytes(trial["peak_bytes"]), shown_seconds(trial["step_seconds"])]
+        for trial in result["trials"]
+    ]
+    seconds = "step" if rows_in == 1 else f"step, attention of one row in {rows_in}"
+    _table(f"{result['parameters']:,} parameters, options {options}", ["tokens", "all ranks", seconds], rows)
+    print(f"longest: {result['max_length_tokens']:,} tokens in {shown_bytes(result['budget_bytes'])}")
+
+
+def _say(what: str, *, quiet: bool) -> None:
+    """What is measured, on the standard error stream: it takes a while, and a moving picture would take part in it."""
+    if not quiet:
+        print(f"measuring {what}", file=sys.stderr, flush=True)
+
+
+def _check_dtype(dtype: str) -> None:
+    import torch
+
+    from ringspan.core.errors import UnsupportedError
+
+    if dtype not in _BYTES:
+        raise UnsupportedError(f"--dtype {dtype!r} is not supported; use float32 or bfloat16")
+    if dtype == "float16" and not torch.cuda.is_available():
+        raise UnsupportedError("--dtype float16 on CPU is not supported; use float32 or bfloat16")
+
+
+def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    from ringspan.core.arguments import check_shapes
+
+    check_shapes((1, heads, 1, head_dim), *2 * [(1, kv_heads, 1, head_dim)])
+
+
+def _check_memory(what: str, num_bytes: int) -> None:
+    """Raise for sizes that no process of this machine could hold, before any is started.
+
+    Raises:
+        ConfigError: ``num_bytes``, a part of what is needed, is more than the host's memory and the device's.
+    """
+    import torch
+
+    from ringspan.core.errors import ConfigError
+    from ringspan.measure.trace.rehearsal import host_memory_bytes
+
+    has = host_memory_bytes()
+    if torch.cuda.is_available():
+        has = max(has, torch.cuda.mem_get_info()[1])
+    if num_bytes > has:
+        raise ConfigError(f"{what}: needs more than {shown_bytes(num_bytes)}, this machine has {shown_bytes(has)}")
+
+
+def _sizes(option: str, text: str, example: str) -> tuple[int, ...]:
+    """Sizes of rings.
+
+    Raises:
+        ConfigError: something that is no number, or no size of a ring.
+    """
+    from ringspan.core.errors import ConfigError
+
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= _MOST_RANKS for word in words):
+        raise ConfigError(f"{option} {text!r}: write numbers from 1 to {_MOST_RANKS:,} with commas, such as {example}")
+    return tuple(int(word) for word in words)
+
+
+def _table(title: str, headers: list[str], rows: list[list[str]]) -> None:
+    from ringspan.cli.console import console, table
+
+    table(console(), title, headers, rows, numbers=len(headers))

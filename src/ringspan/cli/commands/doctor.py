@@ -1,0 +1,132 @@
+"""``ringspan doctor``: what this machine or cluster has, how fast it is, and what is wrong with it."""
+
+import json
+import os
+from typing import Annotated, Any
+
+import typer
+
+EPILOG = (
+    "Example: ringspan doctor --ranks 4. Before a job on a cluster: "
+    "torchrun --nnodes 2 --nproc-per-node 8 ... -m ringspan doctor"
+)
+
+
+def command(
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1024,
+            help="Processes of this machine to try; default: one a CUDA device, else two. Not under torchrun.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Say what this machine has (devices, kernels, back ends), how fast it is, and what is missing or wrong.
+
+    Ranks are started, measure the links between them, compare their versions and clocks, and check the ring against
+    float64. Under torchrun the ranks of the job do so. Exit code 0 when it can train, 1 when something stops it.
+    """
+    from ringspan.cli.console import console
+    from ringspan.core.errors import ConfigError
+    from ringspan.torch.runtime.environment import is_rank
+
+    with console(stderr=True, quiet=as_json or os.environ.get("RANK", "0") != "0").status(
+        "looking at devices, links and kernels"
+    ):
+        from ringspan.measure.cluster.doctor import examine, examine_job
+
+        if is_rank():
+            if ranks is not None:
+                raise ConfigError(f"--ranks {ranks} under torchrun, which has started the processes; leave it out")
+            result, is_first = examine_job()
+        else:
+            result, is_first = examine(ranks), True
+    if is_first:
+        if as_json:
+            print(json.dumps(result))
+        else:
+            _show(result)
+    if not result["can_train"]:
+        raise typer.Exit(1)
+
+
+def _show(result: dict[str, Any]) -> None:
+    from ringspan.cli.console import console, facts, paragraph
+    from ringspan.core.messages.units import shown_bytes, shown_speed
+
+    out = console()
+    has = [name for name, available in result["backends"].items() if available]
+    known = [(name, version) for name, version in result["versions"].items() if version]
+    facts(out, "versions and process groups", [*known, ("process groups", ", ".join(has) or "none")])
+    memory = [(_device(each), shown_bytes(each["memory_bytes"])) for each in result["devices"]]
+    facts(out, "devices and their memory", memory)
+    _show_kernels(out, result["kernels"])
+    speeds = [(f"{m['what']}, {m['dtype']}", shown_speed(m["flops"])) for m in result["measured_flops"]]
+    facts(out, "speed of the slowest rank", speeds)
+    if result["cluster"]:
+        _show_cluster(out, result)
+    for each in result["missing"]:
+        paragraph(out, f"not installed: {each['name']}, for {each['needed_for']}: {each['remedy']}")
+    for problem in result["problems"]:
+        style = "red" if problem["stops"] else "yellow"
+        paragraph(out, f"{problem['what']}; {problem['remedy']}", first="! ", style=style)
+    paragraph(
+        out,
+        "can train" if result["can_train"] else "cannot train",
+        style="green" if result["can_train"] else "red",
+    )
+
+
+def _show_kernels(out: Any, kernels: dict[str, dict[str, Any]]) -> None:
+    """What each kernel computes here, and once for all that share it why the others do not run."""
+    from ringspan.cli.console import facts, paragraph
+
+    running = [(name, _cases(kernel["serves"])) for name, kernel in kernels.items() if kernel["available"]]
+    facts(out, "kernels and what they compute here", running or [("none", "")])
+    others: dict[str, list[str]] = {}
+    for name, kernel in kernels.items():
+        if not kernel["available"]:
+            others.setdefault(kernel["why_not"], []).append(name)
+    for reason, names in others.items():
+        paragraph(out, f"not here: {', '.join(names)}: {reason}", first="  ")
+
+
+def _show_cluster(out: Any, result: dict[str, Any]) -> None:
+    from ringspan.cli.console import paragraph, table
+    from ringspan.core.messages.units import shown_bandwidth, shown_speed
+
+    cluster = result["cluster"]
+    links = {link["from"]: shown_bandwidth(link["bytes_per_second"]) for link in cluster["links"]}
+    error_ms = 1e3 * cluster["clock_uncertainty_seconds"]
+    rows = [
+        [str(rank), fact["host"], fact["device"], links.get(rank, ""), f"{1e3 * offset:+.0f}", _ports(fact["listens"])]
+        for rank, (fact, offset) in enumerate(zip(cluster["ranks"], cluster["clock_offset_seconds"], strict=True))
+    ]
+    headers = ["rank", "host", "device", "to the next", f"clock ms (± {error_ms:.0f})", "listens on"]
+    table(out, "ranks", headers, rows)
+    paragraph(out, f"ring against float64: relative error {cluster['ring_error']:.1e}")
+    bandwidth = result["bandwidth_bytes_per_second"]
+    if bandwidth:
+        reached = next(m["flops"] for m in result["measured_flops"] if m["what"] == "attention")
+        paragraph(
+            out,
+            f"all links at once: {shown_bandwidth(bandwidth)} each way. The transfer of a block is hidden from "
+            f"{result['min_block_tokens']:,} tokens on (F / B: {shown_speed(result['flops'])} of matrix products over "
+            f"the bytes per second of a link), from {round(reached / bandwidth):,} on at the "
+            f"{shown_speed(reached)} that attention reaches here",
+        )
+
+
+def _device(device: dict[str, Any]) -> str:
+    cores = f", {device['cores']} cores" if "cores" in device else ""
+    return f"{device['kind']}: {device['name']}{cores}"
+
+
+def _cases(serves: dict[str, float]) -> str:
+    return "; ".join(name if share == 1 else f"{name} {share:.0%}" for name, share in serves.items()) or "nothing"
+
+
+def _ports(listens: list[str] | None) -> str:
+    return "not known" if listens is None else ", ".join(listens) or "nothing"

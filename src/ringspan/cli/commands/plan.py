@@ -1,0 +1,184 @@
+"""``ringspan plan``: does it fit, how to run it and how fast it will be, before anything runs."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ringspan.cli.outputs import check_picture
+
+if TYPE_CHECKING:
+    from ringspan.plan.planner import Plan
+
+EPILOG = "Example: ringspan plan --model llama-3.1-8b --devices 8 --device h100 --length 1048576"
+
+
+Model = Annotated[
+    str, typer.Option("--model", help="A name such as llama-3.1-8b, a config.json or its folder, or a Hugging Face id.")
+]
+Devices = Annotated[int, typer.Option("--devices", min=1, help="Accelerators in all.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", help="Their kind: a name such as h100, b200, mi300x or v5p, or flops=...,memory_bytes=... by hand."
+    ),
+]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", min=1, help="Machines that hold them; default: as the kind is usually built.")
+]
+Length = Annotated[int, typer.Option("--length", min=1, help="Tokens of one sequence.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences of one optimizer step, on all devices.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="What layers compute in (model.dtype): bfloat16 or float32.")]
+ParameterDtype = Annotated[
+    str,
+    typer.Option(
+        "--parameter-dtype",
+        help="What parameters, gradients and moments are kept in (model.parameter_dtype): float32 or bfloat16.",
+    ),
+]
+Route = Annotated[
+    str,
+    typer.Option(
+        "--route",
+        help="auto, or one that is given: ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses, "
+        "ulysses:U, ulysses:U+ROUTE.",
+    ),
+]
+
+
+def command(
+    model: Model = "llama-3.1-8b",
+    devices: Devices = 8,
+    device: Device = "h100-80gb",
+    nodes: Nodes = None,
+    length: Length = 131_072,
+    batch: Batch = 1,
+    dtype: Dtype = "bfloat16",
+    parameter_dtype: ParameterDtype = "float32",
+    route: Route = "auto",
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Trace the real training step on fake tensors for the memory.")
+    ] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="The rank that --trace plays; default: 0.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Where to draw what --trace finds over the step: a .png, .svg or .pdf file.")
+    ] = None,
+    generate: Annotated[
+        bool, typer.Option("--generate", help="Also say what to know before generating text on these devices.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Plan a training step on a cluster: memory, mesh, layout, route, checkpoint policy, time, longest sequence.
+
+    Analytic and without a framework, in under a second; with --trace the real step is traced as one of its ranks.
+    """
+    from ringspan.core.errors import ConfigError
+    from ringspan.core.messages.extras import require
+    from ringspan.plan.reasons import about_decoding
+
+    if picture:
+        if not trace:
+            raise ConfigError(f"--picture {picture} draws what a trace finds; add --trace")
+        check_picture(picture, ".png", ".svg", ".pdf")
+        require(f"--picture {picture}", "matplotlib")
+    if rank is not None and not trace:
+        raise ConfigError(f"--rank {rank} is the rank that a trace plays; add --trace")
+    answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route)
+    result = answer.as_json()
+    if trace:
+        result |= _traced(answer, rank or 0, quiet=as_json)
+    if generate:
+        result["reasons"] += about_decoding(answer.setting)
+    if picture:
+        _draw(answer, result, picture)
+    if as_json:
+        print(json.dumps(result))
+        return
+    from ringspan.cli.commands.plan_text import show
+
+    show(answer, result, shown_mesh(result))
+
+
+def refuse_float16(dtype: str) -> None:
+    """As training does.
+
+    Raises:
+        ConfigError: the dtype is float16.
+    """
+    from ringspan.core.errors import ConfigError
+
+    if dtype == "float16":
+        raise ConfigError("--dtype float16 overflows without loss scaling, which training does not do; use bfloat16")
+
+
+def planned(
+    model: str,
+    devices: int,
+    device: str,
+    nodes: int | None,
+    length: int,
+    batch: int,
+    dtype: str,
+    parameter_dtype: str,
+    route: str,
+) -> "Plan":
+    """The plan that the options of the command line ask for.
+
+    Raises:
+        ConfigError: nodes that do not share the devices.
+    """
+    from dataclasses import replace
+
+    from ringspan.core.errors import ConfigError
+    from ringspan.plan.cluster import hardware
+    from ringspan.plan.model.shapes import model_shape
+    from ringspan.plan.planner import make_plan
+    from ringspan.plan.search import Question
+
+    refuse_float16(dtype)
+    kind = hardware.device(device)
+    if nodes is not None:
+        if devices % nodes:
+            raise ConfigError(f"--nodes {nodes} do not share {devices} devices evenly")
+        kind = replace(kind, devices_per_node=devices // nodes)
+    return make_plan(
+        Question(
+            shape=model_shape(model),
+            device=kind,
+            devices=devices,
+            length=length,
+            batch=batch,
+            dtype=dtype,
+            parameter_dtype=parameter_dtype,
+            route=route,
+        )
+    )
+
+
+def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:
+    """The memory of the plan, from a trace of the real step as one rank."""
+    from ringspan.cli.console import console
+    from ringspan.measure.trace.dry_run import summary, trace_plan
+
+    with console(stderr=True, quiet=quiet).status("tracing the training step on fake tensors"):
+        return summary(trace_plan(answer, rank), answer.question.device.memory_bytes)
+
+
+def _draw(answer: "Plan", result: dict[str, Any], picture: Path) -> None:
+    from ringspan.core.messages.units import shown_bytes
+    from ringspan.report.profile_page import trace_picture
+
+    question = answer.question
+    title = (
+        f"{question.shape.name}, {question.length:,} tokens, rank {result['rank']} of {question.devices} x "
+        f"{question.device.title}: {shown_mesh(result)}, peak {shown_bytes(result['peak_bytes'])}"
+    )
+    trace_picture(result["timeline"], question.device.memory_bytes, title, picture)
+
+
+def shown_mesh(result: dict[str, Any]) -> str:
+    """The axes of a plan's mesh; Ulysses groups are inside of the ring, and the route names them."""
+    axes = {name: size for name, size in result["mesh"].items() if name in ("replicate", "ring") or size > 1}
+    axes.pop("ulysses", None)
+    return " x ".join(f"{name} {size}" for name, size in axes.items())

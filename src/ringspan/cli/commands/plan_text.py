@@ -1,0 +1,135 @@
+"""The text that ``ringspan plan`` prints: the verdict, how to run the step, what it takes, why, and what to paste."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ringspan.cli.console import console, facts, heading, paragraph
+from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_flops, shown_seconds, shown_speed
+from ringspan.plan.planner import Plan
+from ringspan.plan.snippet import python_call, toml_tables, train_command
+
+
+def show(answer: Plan, result: dict[str, Any], mesh: str) -> None:
+    """Print a plan; ``result`` is its JSON object, with the memory of the trace where there was one."""
+    out = console()
+    _verdict(out, answer, result)
+    out.print()
+    facts(out, "how to run it", list(_settings(answer, result, mesh)))
+    has = shown_bytes(answer.question.device.memory_bytes)
+    rows = [(name, shown_bytes(num_bytes)) for name, num_bytes in result["bytes"].items() if num_bytes]
+    rows += [("peak", f"{shown_bytes(result['peak_bytes'])} of {has}")]
+    facts(out, "memory per device at the peak", rows)
+    facts(out, "one step", list(_step(answer)))
+    if any(result["link_bytes_per_step"].values()):
+        facts(out, "received by each device in one step", list(_received(result)))
+    _block(out, answer, result)
+    heading(out, "why")
+    for reason in result["reasons"]:
+        paragraph(out, reason, first="- ")
+    _snippets(out, answer, fits=result["fits"])
+
+
+def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
+    """Whether it fits and why, the longest length that does, and what was asked."""
+    question, device = answer.question, answer.question.device
+    needs, has, where = result["peak_bytes"], device.memory_bytes, "at the peak"
+    if not result["fits"] and needs <= has:
+        needs, has, where = result["host_bytes"], device.host_memory_bytes, "in the host's memory"
+    verb = "of" if result["fits"] else "needed, more than the"
+    need = f"{shown_bytes(needs)} {verb} {shown_bytes(has)} per device {where}"
+    verdict = Text("fits: yes" if result["fits"] else "fits: no", style="bold green" if result["fits"] else "bold red")
+    out.print(verdict + Text(f", {need}", style="not bold"), soft_wrap=True)
+    longest = "longest sequence that fits: "
+    if result["max_length_tokens"]:
+        longest += f"{result['max_length_tokens']:,} tokens ({result['max_length_needs']})"
+    else:
+        longest += "none, the model's own state is too large"
+    paragraph(out, longest)
+    sequences = f"{question.batch:,} sequence{'s' * (question.batch > 1)} of {question.length:,} tokens"
+    paragraph(
+        out,
+        f"asked: {question.shape.name} ({question.shape.parameters / 1e9:.3g}B parameters), {sequences} per step, on "
+        f"{question.devices:,} x {device.title}",
+    )
+
+
+def _settings(answer: Plan, result: dict[str, Any], mesh: str) -> Iterator[tuple[str, str]]:
+    yield "mesh", mesh
+    yield "micro-batches", f"{result['micro_steps']:,} of {result['micro_batch']:,} per replica and step"
+    yield "layout, route", f"{result['layout']}, {result['route']}"
+    yield "checkpoint", result["checkpoint"]
+    if result["layers_per_checkpoint"] > 1:
+        yield "layers per checkpoint", str(result["layers_per_checkpoint"])
+    if result["feedforward_chunk_tokens"]:
+        yield "feed-forward", f"in chunks of {result['feedforward_chunk_tokens']:,} tokens"
+    if result["host_bytes"]:
+        what = ["activations"] * (result["offload"] != "none") + ["AdamW's moments"] * result["optimizer_on_host"]
+        yield "on the host", f"{shown_bytes(result['host_bytes'])} of {' and '.join(what)} per device"
+
+
+def _step(answer: Plan) -> Iterator[tuple[str, str]]:
+    cost = answer.cost
+    yield "time", f"{shown_seconds(cost.seconds)}, of which {shown_seconds(cost.exposed_seconds)} wait for links"
+    yield "computing", f"{shown_flops(cost.flops)} in all, {cost.mfu:.1%} of the peak of the devices (MFU)"
+    speed = cost.tokens_per_second
+    yield "throughput", f"{speed:,.0f} tokens/s" if speed >= 100 else f"{speed:.3g} tokens/s"
+
+
+def _received(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    link = result["link_bytes_per_step"]
+    for name, label in (
+        ("ring", "for attention"),
+        ("shards", "parameters and gradients"),
+        ("tensor_sums", "sums over tp"),
+        ("host", "to and from the host"),
+    ):
+        if link[name]:
+            yield label, shown_bytes(link[name])
+    inside, between = shown_bytes(link["intra_node"]), shown_bytes(link["inter_node"])
+    yield "over links", f"{inside} inside a node, {between} between nodes"
+
+
+def _block(out: Console, answer: Plan, result: dict[str, Any]) -> None:
+    """The published condition for hiding a block's transfer, with its letters and units."""
+    if answer.setting.ring == 1:
+        return
+    device, blocks = answer.question.device, result["min_block_tokens"]
+    heading(out, "smallest block whose transfer is hidden")
+    inside, between = device.intra_node_bandwidth, device.inter_node_bandwidth
+    paragraph(
+        out,
+        f"{blocks['intra_node']:,} tokens inside a node ({shown_bandwidth(inside)}), {blocks['inter_node']:,} between "
+        f"nodes ({shown_bandwidth(between)})",
+        first="  ",
+    )
+    paragraph(
+        out,
+        "the Ring Attention paper's c >= F / B: F the floating-point operations per second of a device, here "
+        f"{shown_speed(device.flops)}, B the bytes per second of a link; for full attention at the peak of the device, "
+        "where every query head has its own key head. Grouped heads, and a device that does not reach its peak, need "
+        "fewer tokens.",
+        first="  ",
+    )
+
+
+def _snippets(out: Console, answer: Plan, *, fits: bool) -> None:
+    """The configuration to paste, of the plan, or of the longest sequence where the plan does not fit."""
+    question, setting = answer.question, answer.setting if fits else answer.longest
+    if setting is None:
+        return
+    if question.device.name.startswith("tpu"):
+        out.print()
+        paragraph(out, "ringspan train and parallelize run on PyTorch, not on a TPU; for JAX see docs/jax.md.")
+        return
+    length = "" if fits else f" the {setting.length:,} tokens that fit"
+    for title, text in (
+        (f"to train{length}, put this beside [model] and [data] in run.toml:", toml_tables(question, setting)),
+        ("and start:", train_command(question, setting, "run.toml")),
+        ("or in Python:", python_call(setting)),
+    ):
+        out.print()
+        paragraph(out, title, style="bold")
+        out.print(Text(text), soft_wrap=True)

@@ -1,0 +1,133 @@
+"""``ringspan profile``: where memory and time of a training step go, on real ranks, as pictures."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ringspan.cli.commands import plan
+from ringspan.cli.outputs import check_folder
+
+if TYPE_CHECKING:
+    from ringspan.measure.trace.profile import RankProfile
+    from ringspan.plan.cost.setting import Setting
+
+EPILOG = (
+    "Example: ringspan profile --model ./my-model --ranks 2 --length 8192 --out profile. "
+    "On a cluster: torchrun --nnodes 2 --nproc-per-node 8 ... -m ringspan profile --length 131072. "
+    "Of a training run of your own: profile = true in its TOML file."
+)
+
+
+def command(
+    model: plan.Model = "qwen3-0.6b",
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1024, help="Local processes; default: one a CUDA device, else two. Not under torchrun."
+        ),
+    ] = None,
+    length: plan.Length = 4096,
+    batch: Annotated[int, typer.Option(min=1, max=1 << 30, help="Sequences of a micro-step.")] = 1,
+    layout: Annotated[str, typer.Option(help="zigzag, striped or contiguous.")] = "zigzag",
+    route: Annotated[str, typer.Option(help="ring, bidirectional, double-ring:I, all-gather, ulysses[:U].")] = "ring",
+    checkpoint: Annotated[str, typer.Option(help="none, attention or full.")] = "attention",
+    layers_per_checkpoint: Annotated[int, typer.Option(min=1, help="Layers that share one kept input.")] = 1,
+    dtype: plan.Dtype = "bfloat16",
+    parameter_dtype: plan.ParameterDtype = "float32",
+    out: Annotated[Path, typer.Option(help="Folder for report.html, PNG files and profile.json.")] = Path("profile"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Run three real steps of a model with random weights on a ring of real ranks, and draw what they hold and do.
+
+    A memory timeline by category and a hop timeline with computing, transfers and waits, interactive in one HTML file.
+    """
+    from ringspan.core.messages.extras import require
+
+    check_folder("--out", out)
+    require("ringspan profile", "matplotlib")
+
+    from ringspan.cli.console import console
+    from ringspan.core.errors import ConfigError
+    from ringspan.core.geometry.layout import Layout, layout_name
+    from ringspan.core.names import checkpoint_name
+    from ringspan.core.schedule.choice import check_segments
+    from ringspan.measure.trace.dry_run import hugging_face_config
+    from ringspan.measure.trace.rehearsal import refuse_local_ranks
+    from ringspan.plan.cost.setting import Setting, dtype_bytes
+    from ringspan.plan.model.shapes import model_shape
+    from ringspan.torch.model.support import refuse_route
+    from ringspan.torch.runtime.environment import is_rank
+
+    under_torchrun = is_rank()
+    if under_torchrun and ranks is not None:
+        raise ConfigError(f"--ranks {ranks} under torchrun, which has started the processes; leave it out")
+    setting = Setting(
+        length=length,
+        ring=int(os.environ["WORLD_SIZE"]) if under_torchrun else _default_ranks() if ranks is None else ranks,
+        batch=batch,
+        layout=layout_name(layout),
+        route=route,
+        checkpoint=checkpoint_name(checkpoint),
+        layers_per_checkpoint=layers_per_checkpoint,
+        compute_dtype=dtype,
+        parameter_dtype=parameter_dtype,
+    )
+    for name in (dtype, parameter_dtype):
+        dtype_bytes(name)
+    plan.refuse_float16(dtype)
+    needed = Layout(setting.layout, length, setting.ring).granularity
+    if length < needed:
+        raise ConfigError(f"--length {length}: a {layout} ring of {setting.ring} needs at least {needed}")
+    shape = model_shape(model)
+    # Here, not in each rank:
+    if not under_torchrun:
+        refuse_local_ranks(shape, setting)
+    check_segments(setting.checkpoint, layers_per_checkpoint)
+    refuse_route(hugging_face_config(shape, length), setting.ring, route, "exact")
+    others = under_torchrun and os.environ["RANK"] != "0"
+    with console(stderr=True, quiet=as_json or others).status("running three steps"):
+        profiles, is_first = _profiled(shape, setting, out, under_torchrun)
+    if is_first:
+        _show(profiles, shape.name, setting, out, as_json)
+
+
+def _default_ranks() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 2
+
+
+def _profiled(shape: Any, setting: "Setting", out: Path, under_torchrun: bool) -> "tuple[list[RankProfile], bool]":
+    import torch.distributed as dist
+
+    from ringspan.measure.trace.profile import profile_rank
+    from ringspan.torch.runtime.launch import join, launch
+
+    if not under_torchrun:
+        return launch(profile_rank, setting.ring, shape, setting, out)[0], True
+    join()
+    try:
+        return profile_rank(shape, setting, out), dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+def _show(profiles: "list[RankProfile]", name: str, setting: "Setting", out: Path, as_json: bool) -> None:
+    from ringspan.core.messages.units import shown_bytes, shown_seconds
+    from ringspan.report.profile_page import write_report
+
+    title = f"{name}: {setting.length:,} tokens on a ring of {setting.ring}, {setting.compute_dtype}"
+    paths = write_report(profiles, out, title)
+    if as_json:
+        files = [str(path) for path in paths]
+        print(json.dumps({"ranks": [profile.as_json() for profile in profiles], "files": files}))
+        return
+    for profile in profiles:
+        print(
+            f"rank {profile.rank}: peak {shown_bytes(profile.peak_bytes)}, step {shown_seconds(profile.step_seconds)}, "
+            f"of which {shown_seconds(profile.exposed_seconds)} waiting"
+        )
+    print(*paths, sep="\n")

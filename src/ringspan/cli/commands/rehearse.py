@@ -1,0 +1,122 @@
+"""``ringspan rehearse``: one rank of a planned cluster, for real, on the device at hand."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ringspan.cli.commands import plan
+
+if TYPE_CHECKING:
+    from ringspan.measure.trace.rehearsal import Rehearsal
+    from ringspan.plan.planner import Plan
+
+EPILOG = "Example: ringspan rehearse --model llama-3.1-8b --devices 32 --device h100 --length 524288 --rank 5"
+
+
+def command(
+    model: plan.Model = "llama-3.1-8b",
+    devices: plan.Devices = 8,
+    device: plan.Device = "h100-80gb",
+    nodes: plan.Nodes = None,
+    length: plan.Length = 131_072,
+    batch: plan.Batch = 1,
+    dtype: plan.Dtype = "bfloat16",
+    parameter_dtype: plan.ParameterDtype = "float32",
+    route: plan.Route = "auto",
+    rank: Annotated[int, typer.Option(min=0, help="The rank to play.")] = 0,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(help="Bytes/s at which a neighbour's blocks arrive; default: that of the kind of device."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Run the planned step as one rank on this machine's one device: real kernels and memory, made-up neighbours.
+
+    Measures peak memory, seconds of a step and of each layer, and MFU; predicts what the links add.
+    """
+    from ringspan.cli.console import console
+    from ringspan.core.errors import ConfigError
+    from ringspan.measure.trace.rehearsal import rehearse_plan
+
+    answer = plan.planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route)
+    setting = answer.setting
+    link = answer.question.device.bandwidth(setting.ring * setting.tp) if bandwidth is None else bandwidth
+    if not 0 < link < float("inf"):
+        raise ConfigError(f"--bandwidth {bandwidth}: should be a positive number of bytes/s")
+    with console(stderr=True, quiet=as_json).status(f"rehearsing rank {rank} of {devices}"):
+        measured = rehearse_plan(answer, rank, link)
+        result = answer.as_json() | _measured(answer, measured)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _show(result)
+
+
+def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
+    """What was measured, in the plan's terms; a step is all micro-steps of the plan's."""
+    import torch
+
+    from ringspan.measure.bench.machine import describe_machine
+    from ringspan.plan.cost.cost import model_flops
+    from ringspan.torch.runtime.launch import local_device
+    from ringspan.train.metrics import measure_flops
+
+    question, setting = answer.question, answer.setting
+    micro_steps = question.batch // (setting.replicate * setting.batch)
+    step_seconds = micro_steps * measured.step_seconds
+    flops = question.batch * model_flops(question.shape, setting.length) / question.devices
+    peak_flops = measure_flops(local_device(), getattr(torch, setting.compute_dtype))
+    predicted = max(
+        step_seconds + micro_steps * measured.exposed_seconds,
+        (answer.cost.ring_bytes + answer.cost.shard_bytes) / measured.bandwidth,
+    )
+    return {
+        "rank": measured.rank,
+        "measured_peak_bytes": measured.peak_bytes,
+        "measured_bytes": measured.bytes,
+        "measured_step_seconds": step_seconds,
+        "measured_mfu": flops / step_seconds / peak_flops,
+        "measured_flops": peak_flops,
+        "layers": [{"forward_seconds": f, "backward_seconds": b} for f, b in measured.layer_seconds],
+        "bandwidth_bytes_per_second": measured.bandwidth,
+        "predicted_exposed_seconds": predicted - step_seconds,
+        "predicted_step_seconds": predicted,
+        "machine": describe_machine(),
+    }
+
+
+def _show(result: dict[str, Any]) -> None:
+    from statistics import median
+
+    from ringspan.cli.console import console, facts, table
+    from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_seconds, shown_speed
+
+    out = console()
+    names = (*result["bytes"], "peak, kernels' own included")
+    planned, measured = (
+        (*result[kind].values(), result[peak])
+        for kind, peak in (("bytes", "peak_bytes"), ("measured_bytes", "measured_peak_bytes"))
+    )
+    rows = [(name, shown_bytes(p), shown_bytes(m)) for name, p, m in zip(names, planned, measured, strict=True)]
+    title = f"rank {result['rank']} of {plan.shown_mesh(result)}, on {result['machine']['device']}: bytes at the peak"
+    table(out, title, ["category", "planned", "measured"], rows, numbers=2)
+    forward, backward = (
+        shown_seconds(median(each[f"{way}_seconds"] for each in result["layers"])) for way in ("forward", "backward")
+    )
+    step, exposed, whole = (
+        shown_seconds(result[f"{name}_seconds"]) for name in ("measured_step", "predicted_exposed", "predicted_step")
+    )
+    link = shown_bandwidth(result["bandwidth_bytes_per_second"])
+    share = (
+        f"{result['measured_mfu']:.1%} of the {shown_speed(result['measured_flops'])} that matrix products reach here"
+    )
+    facts(
+        out,
+        "one step",
+        [
+            ("computing", f"{step}; a layer {forward} forward, {backward} backward"),
+            ("model FLOPs used", share),
+            ("waiting for links", f"{exposed} more at {link}, so {whole} per step"),
+        ],
+    )

@@ -1,0 +1,157 @@
+"""``ringspan train``: from a TOML file to a fine-tuned Hugging Face folder."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ringspan.train.config.tables import TrainConfig
+    from ringspan.train.run_folder.result import TrainResult
+
+EPILOG = (
+    "Example: ringspan train examples/finetune.toml --nproc 4 steps=10. "
+    "On a cluster: torchrun --nnodes 2 --nproc-per-node 8 -m ringspan train examples/finetune.toml"
+)
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="TOML file of the run.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings as key=value, such as optimizer.learning_rate=1e-4.")
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes to start on this machine; default: one a CUDA device, else one. Not under torchrun."
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(help="Start all processes again, up to so often, when one dies. Not under torchrun.", min=0),
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Fine-tune (or train from scratch) a causal language model on long sequences over a ring of processes.
+
+    A run that is there already goes on from its newest valid checkpoint. SIGTERM, SIGINT and SIGUSR1 save and end with
+    exit code 75.
+    """
+    from ringspan.train.config.load import load_config
+
+    settings = load_config(config, overrides or [])
+    result, is_first = run(settings, nproc, max_restarts)
+    if is_first:
+        _show(result, as_json)
+    if result.stopped_by:
+        from ringspan.train.signals import EXIT_STOPPED
+
+        raise typer.Exit(EXIT_STOPPED)
+
+
+def _show(result: "TrainResult", as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(asdict(result)))
+        return
+    if result.stopped_by:
+        print(
+            f"stopped by {result.stopped_by} and saved after step {result.steps}; run the same command again to resume"
+        )
+        return
+    print(f"loss {result.loss:.4f} after {result.steps} steps", end="")
+    print(f", {result.eval_loss:.4f} on held-out text" if result.eval_loss is not None else "")
+    print(f"metrics  {result.run}/metrics.jsonl\nmodel    {result.model}")
+
+
+def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "tuple[TrainResult, bool]":
+    """Train in the ranks that torchrun started, or in new local ones; the result, and whether this is rank 0."""
+    from ringspan.cli.console import console
+    from ringspan.core.errors import ConfigError
+    from ringspan.torch.runtime.environment import is_rank
+
+    _check(settings)
+    if is_rank():
+        for option, given in (("--nproc", nproc), ("--max-restarts", max_restarts or None)):
+            if given is not None:
+                raise ConfigError(f"{option} {given} under torchrun, which has started the processes; leave it out")
+        return _run_here(settings)
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: at least one process is needed")
+    thrift = settings.memory.offload != "none"  # who offloads would rather wait for memory than run out of it
+    with console(stderr=True).status("importing PyTorch and transformers"):
+        nproc = _ready(settings, nproc, is_thrifty=thrift)
+    from ringspan.torch.runtime.launch import launch
+
+    print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
+    results = launch(train_rank, nproc, settings, max_restarts=max_restarts, forward_signals=True, is_thrifty=thrift)
+    return results[0], True
+
+
+def _check(settings: "TrainConfig") -> None:
+    """Raise a ConfigError for what can be seen without a framework, in tenths of a second: text that is not there, a
+    folder that is not this run's, a run that is finished.
+    """
+    from ringspan.train.config.paths import find_files
+    from ringspan.train.run_folder.record import read_record, refuse_finished
+
+    settings.require_extras()
+    find_files((path for path in settings.data.paths if not path.startswith("hub:")), settings.data.extensions)
+    read_record(settings)
+    refuse_finished(settings)
+
+
+def _ready(settings: "TrainConfig", nproc: int | None, *, is_thrifty: bool) -> int:
+    """Import what local ranks need, and raise here what every rank would; how many there are."""
+    from ringspan.torch.runtime.forks import serve_forks
+
+    if nproc is not None:
+        settings.resolve_mesh(nproc)
+    if not is_thrifty:
+        # It gets ready while the next imports take their time.
+        serve_forks("ringspan.train.loop", "torch.utils.tensorboard")
+    if nproc is None:
+        import torch
+
+        nproc = max(1, torch.cuda.device_count())
+        settings.resolve_mesh(nproc)
+
+    from ringspan.train.model import load_model_config
+    from ringspan.train.run_folder.lock import RunLock
+
+    with RunLock(Path(settings.run)) as lock:  # for its refusal: rank 0 takes it for itself
+        lock.take()
+    load_model_config(settings)
+    return nproc
+
+
+def _run_here(settings: "TrainConfig") -> "tuple[TrainResult, bool]":
+    """As one of the ranks that torchrun started."""
+    if os.environ["RANK"] == "0":
+        print("importing PyTorch and transformers", file=sys.stderr, flush=True)
+    import torch.distributed as dist
+
+    from ringspan.torch.runtime.launch import join
+
+    join()
+    try:
+        return train_rank(settings), dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+def train_rank(settings: "TrainConfig") -> "TrainResult":
+    """One rank's part of the run, with a progress bar on rank 0, in a process that ends with it."""
+    import torch.distributed as dist
+
+    from ringspan.cli.progress import quiet, watched
+    from ringspan.train.loop import train
+
+    if dist.get_rank() != 0:
+        quiet()
+        return train(settings, then_exit=True)
+    with watched(settings.steps) as observer:
+        return train(settings, observer, then_exit=True)

@@ -1,0 +1,77 @@
+"""JSON files that say whether they were changed, and digests of files beside them.
+
+A signed file is ``{"sha256": ..., "manifest": {...}}``: the digest is that of the inner object as canonical JSON, so
+that a change to what describes other files is found like one to them. Nothing here is executed.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Final, cast
+
+from ringspan.core.errors import CheckpointError
+from ringspan.core.messages.lines import one_line, shortened
+
+_MAX_BYTES: Final = 1 << 30
+
+
+def signed(values: object) -> str:
+    """The text of a signed file."""
+    return json.dumps({"sha256": digest_of(values), "manifest": values}, allow_nan=False)
+
+
+def read_signed(path: Path, missing: str) -> Any:
+    """What a signed file says, unchanged since it was written; ``missing`` tells what it means that it is not there.
+
+    Raises:
+        CheckpointError: it is missing, cut or changed; one line that names the file.
+    """
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for a manifest")
+        # Decoded here: json.loads guesses the encoding of bytes.
+        whole: Any = json.loads(path.read_bytes().decode("utf-8"))
+        if not isinstance(whole, dict) or set(cast(dict[str, Any], whole)) != {"sha256", "manifest"}:
+            raise CheckpointError(f"{path}: is not a manifest of ringspan")
+        values, expected = cast(dict[str, Any], whole)["manifest"], cast(dict[str, Any], whole)["sha256"]
+        found = digest_of(values)
+        if expected != found:
+            expected = shortened(str(expected))
+            raise CheckpointError(f"{path}: changed after it was written (sha256 {found}, expected {expected})")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: is missing; {missing}") from None
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
+    return values
+
+
+def why_not_written(path: Path, num_bytes: int, sha256: str) -> str | None:
+    """Why a file is not the one of so many bytes and this digest that was written; None where it is.
+
+    Raises:
+        CheckpointError: it is missing, or cannot be read.
+    """
+    try:
+        found = path.stat().st_size
+        if found != num_bytes:
+            return f"has {found} bytes, expected {num_bytes}"
+        digest = file_digest(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: is missing, expected {num_bytes} bytes") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
+    return None if digest == sha256 else f"has sha256 {digest[:16]}..., expected {sha256[:16]}..."
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of(values: object) -> str:
+    """SHA-256 of JSON values."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

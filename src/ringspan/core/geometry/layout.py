@@ -1,0 +1,229 @@
+"""Where position p lives: contiguous, striped and zigzag layouts, their padding and their inverse.
+
+S global tokens, N ranks, T = padded S / N tokens per rank. A position is an index into the global sequence.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.core.errors import LayoutError
+from ringspan.core.messages.numbers import described, integer, is_a
+from ringspan.core.names import LAYOUT_NAMES, LayoutName, find_name
+
+
+def layout_name(name: str) -> LayoutName:
+    """``name`` as the name of a layout.
+
+    Raises:
+        LayoutError: there is no such layout.
+    """
+    if not is_a(name, str):
+        raise LayoutError(f"a layout's name must be one of {', '.join(LAYOUT_NAMES)}, got {described(name)}")
+    return find_name("layout", name, LAYOUT_NAMES, LayoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An arithmetic run of positions: ``start, start + step, ..., start + (count - 1) * step``."""
+
+    start: int
+    count: int
+    step: int = 1
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        return self.start + self.step * np.arange(self.count, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which positions each rank of a ring holds.
+
+    ``contiguous``: rank r holds ``[r T, (r + 1) T)``. ``striped`` (Brandon et al. 2023): rank r holds ``r, r + N,
+    ...``. ``zigzag``: of 2N chunks, rank r holds chunks r and 2N - 1 - r. The last two balance causal work.
+    The sequence is padded at its end to ``padded_length``; no key position at or past ``length`` is ever attended to.
+    With ``members`` above one a part belongs to a Ulysses group of so many devices, which ``ranks`` counts as one.
+
+    Raises:
+        LayoutError: unknown name, or a length or number of ranks that is no integer or below one.
+    """
+
+    name: LayoutName
+    length: int
+    ranks: int
+    members: int = 1
+
+    def __post_init__(self) -> None:
+        layout_name(self.name)
+        for name in ("length", "ranks", "members"):
+            value = getattr(self, name)
+            if type(value) is not int:  # numpy's, which would not be one in a cache's key or an operator's argument
+                object.__setattr__(self, name, integer(value, name, LayoutError))
+        if self.ranks < 1:
+            raise LayoutError(f"a layout needs at least one rank, got ranks={self.ranks}")
+        if self.length < 1:
+            raise LayoutError(f"a layout needs at least one token, got length={self.length}")
+
+    @property
+    def granularity(self) -> int:
+        """The padded length is a multiple of this: 2N for zigzag (two equal chunks a device), else N."""
+        return self.ranks * self.members * (2 if self.name == "zigzag" else 1)
+
+    @property
+    def padded_length(self) -> int:
+        return -(-self.length // self.granularity) * self.granularity
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.padded_length // self.ranks
+
+    def tokens_of(self, rank: int) -> int:
+        """How many tokens one rank holds, padding included: the same on every rank but in a ``CustomLayout``."""
+        return self.tokens_per_rank
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The spans of one rank, in the order in which it stores them; adjacent ones are joined.
+
+        Raises:
+            LayoutError: no rank of this layout.
+        """
+        rank = integer(rank, "rank", LayoutError)
+        if not 0 <= rank < self.ranks:
+            raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks")
+        tokens = self.tokens_per_rank
+        if self.name == "contiguous":
+            return (Span(rank * tokens, tokens),)
+        if self.name == "striped":
+            return (Span(rank, tokens, self.ranks),)
+        chunk = tokens // 2
+        # Chunks r and 2N - 1 - r: an early one that sees little and a late one that sees much.
+        # Four ranks hold 0 7, 1 6, 2 5 and 3 4; the last two lie side by side and are one span.
+        mirrored = 2 * self.ranks - 1 - rank
+        if mirrored == rank + 1:
+            return (Span(rank * chunk, tokens),)
+        return (Span(rank * chunk, chunk), Span(mirrored * chunk, chunk))
+
+    def grouped(self, members: int) -> "Layout":
+        """The same positions, held by groups of ``members`` ranks: every layout over N ranks is one over N / members
+        groups.
+
+        Striped groups hold every (N / members)-th rank, the others consecutive ranks; see ``group_ranks``.
+        """
+        return Layout(self.name, self.length, self.ranks // members, members)
+
+    def group_ranks(self, group: int) -> tuple[int, ...]:
+        """The ranks of a group of this grouped layout, in the order of ``places``."""
+        if self.name == "striped":
+            return tuple(range(group, self.ranks * self.members, self.ranks))
+        return tuple(range(group * self.members, (group + 1) * self.members))
+
+    def places(self, member: int) -> tuple[slice, ...]:
+        """Where a member's tokens are in its group's storage, in the order in which the member stores them.
+
+        Slices of equal length: one, or for zigzag one for either chunk.
+        """
+        whole = self.tokens_per_rank
+        each = whole // self.members
+        if self.name == "striped":
+            return (slice(member, whole, self.members),)
+        if self.name == "contiguous":
+            return (slice(member * each, (member + 1) * each),)
+        # The members of a group hold its first chunk from its start on, and its mirrored chunk from its end back.
+        chunk = each // 2
+        return (
+            slice(member * chunk, (member + 1) * chunk),
+            slice(whole - (member + 1) * chunk, whole - member * chunk),
+        )
+
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        """Global positions held by one rank, in storage order; those at or past ``length`` are padding. Shape (T,)."""
+        return np.concatenate([span.positions for span in self.spans(rank)])
+
+    @cached_property
+    def permutation(self) -> NDArray[np.int64]:
+        """``padded[permutation]`` is the ranks' shards one after the other. Shape (padded_length,)."""
+        return np.concatenate([self.positions(rank) for rank in range(self.ranks)])
+
+    @cached_property
+    def inverse(self) -> NDArray[np.int64]:
+        """``concatenated_shards[inverse]`` is the padded sequence in order. Shape (padded_length,)."""
+        return np.argsort(self.permutation)
+
+
+@dataclass(frozen=True)
+class CustomLayout(Layout):
+    """Any runs of consecutive positions per rank, in storage order; a rank may hold more tokens than another, or none.
+
+    ``CustomLayout.of([[(0, 3), (10, 2)], [(3, 7)]])``: rank 0 holds 0, 1, 2, 10, 11 and rank 1 holds 3 to 9. Positions
+    at or past ``length`` are padding, as in every layout; those that no rank holds do not exist.
+
+    Raises:
+        LayoutError: no rank, an empty run, a negative position, or a position that is held twice.
+    """
+
+    parts: tuple[tuple[Span, ...], ...] = ()
+
+    @staticmethod
+    def of(parts: Iterable[Iterable[tuple[int, int]]], length: int | None = None) -> "CustomLayout":
+        """From runs (start, count) of each rank; as long as the last position says when ``length`` is None."""
+        spans = tuple(tuple(Span(*run) for run in runs) for runs in parts)
+        last = max((span.start + span.count for held in spans for span in held), default=0)
+        return CustomLayout("custom", last if length is None else length, len(spans), parts=spans)  # pyright: ignore[reportArgumentType]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", integer(self.length, "length", LayoutError))
+        if not self.parts or self.length < 1:
+            raise LayoutError(
+                f"a layout needs at least one rank and one token, got {len(self.parts)} and {self.length}"
+            )
+        end = 0
+        for span in sorted((span for held in self.parts for span in held), key=lambda span: span.start):
+            if span.count < 1 or span.step != 1 or span.start < end:
+                raise LayoutError(
+                    f"positions {span.start} to {span.start + span.count - 1} of a custom layout: runs must have at "
+                    f"least one position each, and none that is negative or in another run"
+                )
+            end = span.start + span.count
+
+    @property
+    def granularity(self) -> int:
+        return 1
+
+    @property
+    def padded_length(self) -> int:
+        return sum(map(self.tokens_of, range(self.ranks)))
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens of each rank.
+
+        Raises:
+            LayoutError: ranks hold different numbers of them.
+        """
+        counts = {self.tokens_of(rank) for rank in range(self.ranks)}
+        if len(counts) > 1:
+            raise LayoutError(
+                f"the ranks of this layout hold {min(counts)} to {max(counts)} tokens; equal ones are needed"
+            )
+        return counts.pop()
+
+    def tokens_of(self, rank: int) -> int:
+        return sum(span.count for span in self.spans(rank))
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        rank = integer(rank, "rank", LayoutError)
+        if not 0 <= rank < self.ranks:
+            raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks")
+        return self.parts[rank]
+
+    def grouped(self, members: int) -> Layout:
+        if members == 1:
+            return self
+        raise LayoutError("a custom layout has no Ulysses groups; use a route without them")
+
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        return np.concatenate([np.empty(0, np.int64), *(span.positions for span in self.spans(rank))])

@@ -1,0 +1,303 @@
+"""Which (query, key) pairs are allowed: lists of disjoint regions, closed under ``&`` and ``|``.
+
+A region allows query q and key k when ``q0 <= q < q1``, ``k0 <= k < k1`` and ``lo <= q - k <= hi``. Positions are
+global.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.core.errors import MaskError
+from ringspan.core.messages.numbers import LARGEST_INTEGER, described, integer, is_a
+
+UNBOUNDED: Final = LARGEST_INTEGER
+
+
+FORMS: Final = (
+    "make a mask with rs.causal(), rs.full(), rs.sliding_window(4096), rs.prefix_lm(512), rs.documents([700, 1300]) or "
+    "rs.chunked(8192, length=S), and combine them with & and |"
+)
+
+
+class Region(NamedTuple):
+    """Queries [q0, q1) x keys [k0, k1) with ``lo <= q - k <= hi``."""
+
+    q0: int = 0
+    q1: int = UNBOUNDED
+    k0: int = 0
+    k1: int = UNBOUNDED
+    lo: int = -UNBOUNDED
+    hi: int = UNBOUNDED
+
+    @property
+    def is_empty(self) -> bool:
+        """No pair of positions lies in the region."""
+        lo = max(self.lo, self.q0 - (self.k1 - 1))
+        hi = min(self.hi, self.q1 - 1 - self.k0)
+        return self.q0 >= self.q1 or self.k0 >= self.k1 or lo > hi
+
+
+def _intersect(a: Region, b: Region) -> Region:
+    return Region(
+        max(a.q0, b.q0), min(a.q1, b.q1), max(a.k0, b.k0), min(a.k1, b.k1), max(a.lo, b.lo), min(a.hi, b.hi)
+    )  # fmt: skip
+
+
+def _subtract(a: Region, b: Region) -> Iterator[Region]:
+    """``a`` without ``b`` as disjoint regions: the queries outside b, then the keys, then the diagonals."""
+    both = _intersect(a, b)
+    if both.is_empty:
+        yield a
+        return
+    inside_queries = a._replace(q0=both.q0, q1=both.q1)
+    inside = inside_queries._replace(k0=both.k0, k1=both.k1)
+    pieces = (
+        a._replace(q1=both.q0),
+        a._replace(q0=both.q1),
+        inside_queries._replace(k1=both.k0),
+        inside_queries._replace(k0=both.k1),
+        inside._replace(hi=both.lo - 1),
+        inside._replace(lo=both.hi + 1),
+    )
+    yield from (piece for piece in pieces if not piece.is_empty)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The allowed pairs, as disjoint regions. Make one with ``causal()`` and its siblings; combine with ``&`` and
+    ``|``.
+
+    Equality and hash look at the regions alone; ``name`` is what a person calls the mask.
+
+    Raises:
+        MaskError: regions that are no tuple of them.
+    """
+
+    regions: tuple[Region, ...]
+    name: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not is_a(self.regions, tuple):
+            raise MaskError(f"a mask is a tuple of regions, got {described(self.regions)}; {FORMS}")
+
+    @cached_property
+    def overlap(self) -> tuple[Region, Region] | None:
+        """Two regions that allow the same pair, whose score would count twice; None if there are none."""
+        near: list[Region] = []  # those whose queries may still meet the next one's: few, in packed documents one
+        # A sweep in the order of the first query: of many documents, each is compared with few.
+        for region in sorted(region for region in self.regions if not region.is_empty):
+            near = [other for other in near if other.q1 > region.q0]
+            for other in near:
+                if not _intersect(other, region).is_empty:
+                    return other, region
+            near.append(region)
+        return None
+
+    def __and__(self, other: "Mask") -> "Mask":
+        """Pairs that both masks allow."""
+        if not is_a(other, Mask):
+            return NotImplemented
+        pairs = (_intersect(a, b) for a in self.regions for b in other.regions)
+        return Mask(tuple(region for region in pairs if not region.is_empty), f"({self.name} & {other.name})")
+
+    def __or__(self, other: "Mask") -> "Mask":
+        """Pairs that either mask allows; a pair that both allow is counted once."""
+        if not is_a(other, Mask):
+            return NotImplemented
+        extra: list[Region] = list(other.regions)
+        for taken in self.regions:
+            extra = [piece for region in extra for piece in _subtract(region, taken)]
+        return Mask(self.regions + tuple(extra), f"({self.name} | {other.name})")
+
+    def __str__(self) -> str:
+        return self.name or self.spec
+
+    @property
+    def spec(self) -> str:
+        """The mask as text that ``Mask.parse`` reads back, the same for equal masks: a name if that says all, else one
+        region after the other, bounds that do not bind left out.
+        """
+        match self.regions:
+            case (only,) if only == Region():
+                return "full"
+            case (only,) if only == Region(lo=0):
+                return "causal"
+            case (only,) if only == Region(lo=0, hi=only.hi):
+                return f"window:{only.hi + 1}"
+            case _:
+                pass
+        return "regions:" + ";".join(
+            ",".join("" if abs(bound) >= UNBOUNDED else str(bound) for bound in region) for region in self.regions
+        )
+
+    @staticmethod
+    def parse(text: str) -> "Mask":
+        """Read ``causal``, ``full``, ``window:W``, ``prefix:P``, ``documents:L1,L2,...`` or a ``Mask.spec``.
+
+        Raises:
+            MaskError: anything else; the message lists the forms. Regions that overlap.
+        """
+        if not is_a(text, str):
+            raise MaskError(f"the text of a mask must be a str, got {described(text)}; {FORMS}")
+        kind, _, rest = text.partition(":")
+        try:
+            if kind == "regions":
+                mask = Mask(tuple(_parse_region(part) for part in rest.split(";") if part), text)
+                mask.check_disjoint()
+                return mask
+            numbers = [int(number) for number in rest.split(",")] if rest else []
+        except MaskError:
+            raise
+        except ValueError:
+            raise MaskError(f"cannot read the mask {text!r}: its numbers must be integers") from None
+        match kind, numbers:
+            case "causal", []:
+                return causal()
+            case "full", []:
+                return full()
+            case "window", [window]:
+                return sliding_window(window)
+            case "prefix", [prefix]:
+                return prefix_lm(prefix)
+            case "documents", [_, *_]:
+                return documents(numbers)
+            case _:
+                raise MaskError(
+                    f"unknown mask {text!r}; write causal, full, window:4096, prefix:512 or documents:700,1300"
+                )
+
+    def check_disjoint(self) -> None:
+        """Refuse regions of which two allow the same pair.
+
+        Raises:
+            MaskError: naming them.
+        """
+        if self.overlap:
+            one, other = (Mask((region,)).spec for region in self.overlap)
+            raise MaskError(f"two regions of the mask overlap: {one} and {other}; combine masks with | instead")
+
+    def table(self, num_queries: int, num_keys: int) -> NDArray[np.int64]:
+        """The regions clipped to a problem of that size, empty ones dropped: columns q0, q1, k0, k1, lo, hi. Shape (R,
+        6).
+        """
+        rows = np.array(self.regions, dtype=np.int64).reshape(-1, 6).copy()
+        rows[:, 1] = np.minimum(rows[:, 1], num_queries)
+        rows[:, 3] = np.minimum(rows[:, 3], num_keys)
+        return rows[(rows[:, 0] < rows[:, 1]) & (rows[:, 2] < rows[:, 3])]
+
+    def dense(self, query_positions: NDArray[np.int64], key_positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """The mask as a boolean matrix over the given positions, for tests and pictures. Shape (queries, keys).
+
+        Raises:
+            MaskError: two regions allow the same pair (the regions were not disjoint).
+        """
+        # Counted, not combined with or: regions that overlap would go unnoticed.
+        q, k = query_positions[:, None], key_positions[None, :]
+        counts = np.zeros((len(query_positions), len(key_positions)), dtype=np.int64)
+        for q0, q1, k0, k1, lo, hi in self.regions:
+            counts += (q0 <= q) & (q < q1) & (k0 <= k) & (k < k1) & (lo <= q - k) & (q - k <= hi)
+        if (counts > 1).any():
+            raise MaskError(f"the regions of mask {self} overlap; combine masks with | instead of listing regions")
+        return counts.astype(np.bool_)
+
+
+def _parse_region(text: str) -> Region:
+    fields = text.split(",")
+    if len(fields) != 6:
+        raise MaskError(f"a region is six numbers q0,q1,k0,k1,lo,hi; got {text!r}")
+    region = Region(*(int(field) if field else default for field, default in zip(fields, Region(), strict=True)))
+    if max(map(abs, region)) > UNBOUNDED:
+        raise MaskError(f"the numbers of a region are at most 2**60, got {text!r}")
+    return region
+
+
+def full() -> Mask:
+    """Every query sees every key (bidirectional, cross-attention)."""
+    return Mask((Region(),), "full")
+
+
+def causal() -> Mask:
+    """Query q sees keys ``k <= q``."""
+    return Mask((Region(lo=0),), "causal")
+
+
+def sliding_window(window: int, *, global_tokens: int = 0) -> Mask:
+    """Query q sees the last ``window`` keys up to itself (``0 <= q - k < window``), and the first ``global_tokens``
+    keys.
+
+    Raises:
+        MaskError: a window below one, or a negative number of global tokens.
+    """
+    window, global_tokens = integer(window, "window", MaskError), integer(global_tokens, "global_tokens", MaskError)
+    if window < 1:
+        raise MaskError(f"a sliding window must hold at least one token, got {window}")
+    if global_tokens < 0:
+        raise MaskError(f"global_tokens must not be negative, got {global_tokens}")
+    local = Mask((Region(lo=0, hi=window - 1),), f"window:{window}")
+    if global_tokens == 0:
+        return local
+    return local | Mask((Region(k1=global_tokens, lo=0),), f"global:{global_tokens}")
+
+
+def prefix_lm(prefix: int) -> Mask:
+    """Every query sees the first ``prefix`` keys; past them, causal (Raffel et al. 2020).
+
+    Raises:
+        MaskError: a negative prefix.
+    """
+    prefix = integer(prefix, "prefix", MaskError)
+    if prefix < 0:
+        raise MaskError(f"a prefix must not be negative, got {prefix}")
+    # Split by key, not by query: the two regions share no pair, and each has one bound on q - k.
+    seen = (Region(k1=prefix),) if prefix else ()
+    return Mask((*seen, Region(k0=prefix, lo=0)), f"prefix:{prefix}")
+
+
+def documents(lengths: Sequence[int] | Iterable[int], *, window: int | None = None, is_causal: bool = True) -> Mask:
+    """Packed documents: a query sees only keys of its own document, causal unless told otherwise.
+
+    Positions past the last document see nothing. With ``window`` a query also sees at most that many keys.
+
+    Raises:
+        MaskError: no document, a document without tokens, a window below one, or a window that is not causal.
+    """
+    lengths = _document_lengths(lengths)
+    window = None if window is None else integer(window, "window", MaskError)
+    if not is_a(is_causal, bool):
+        raise MaskError(f"is_causal must be True or False, got {described(is_causal)}")
+    if not lengths or min(lengths) < 1:
+        raise MaskError(f"documents need at least one length and each at least one token, got {lengths[:8]}")
+    if window is not None and (window < 1 or not is_causal):
+        raise MaskError(f"a document window must be causal and hold at least one token, got window={window}")
+    lo = 0 if is_causal else -UNBOUNDED
+    hi = UNBOUNDED if window is None else window - 1
+    ends = np.cumsum(lengths).tolist()
+    regions = (Region(end - n, end, end - n, end, lo, hi) for n, end in zip(lengths, ends, strict=True))
+    shown = ",".join(map(str, lengths)) if len(lengths) <= 8 else f"{len(lengths)} documents"
+    return Mask(tuple(regions), f"documents:{shown}" + (f" & window:{window}" if window else ""))
+
+
+def _document_lengths(lengths: Iterable[Any]) -> list[int]:
+    if is_a(lengths, str) or not hasattr(lengths, "__iter__"):
+        raise MaskError(f"documents takes a list of lengths such as [700, 1300], got {described(lengths)}")
+    return [integer(length, "a document's length", MaskError) for length in lengths]
+
+
+def chunked(size: int, *, length: int) -> Mask:
+    """Llama 4's chunked attention: causal inside consecutive chunks of ``size`` tokens of a sequence of ``length``
+    tokens.
+
+    Raises:
+        MaskError: a size or length below one.
+    """
+    size, length = integer(size, "size", MaskError), integer(length, "length", MaskError)
+    if size < 1 or length < 1:
+        raise MaskError(f"chunked attention needs a positive size and length, got size={size}, length={length}")
+    # Chunks are documents of one length; the last one is shorter where the length asks for it.
+    whole, rest = divmod(length, size)
+    return Mask(documents([size] * whole + ([rest] if rest else [])).regions, f"chunked:{size}")

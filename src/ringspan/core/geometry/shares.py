@@ -1,0 +1,105 @@
+"""Which rank holds which positions of a sequence that grows while it is read and written: the shares of a cache.
+
+Pure bookkeeping that every rank does alike, so that each knows what all of them hold. N ranks. New tokens come in two
+ways: many at once are split over the ranks like a sequence of their own, in 2N pieces of which rank r gets pieces r and
+2N - 1 - r (zigzag, which balances causal attention at every step); few are computed by every rank, and kept by one.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+from ringspan.core.geometry.layout import CustomLayout
+
+BLOCK_TOKENS: Final = 64  # written one after the other to one rank: shares differ by no more, and runs stay few
+
+Runs = tuple[tuple[int, int], ...]  # (start, count) of consecutive positions, in order
+
+
+class Shares:
+    """What each rank holds of positions 0 to ``length - 1``: runs in increasing order, which only grow at their end."""
+
+    def __init__(self, ranks: int) -> None:
+        self.length = 0
+        self._runs: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        self._writer, self._left = 0, 0  # who is being written to, and how many tokens of its block are left
+
+    @property
+    def ranks(self) -> int:
+        return len(self._runs)
+
+    def counts(self, first: int = 0) -> tuple[int, ...]:
+        """Tokens of each rank from position ``first`` on."""
+        return tuple(sum(count for _, count in runs_from(runs, first)) for runs in self._runs)
+
+    def split(self, count: int) -> CustomLayout:
+        """Add ``count`` new positions, at least two per rank, split over all ranks; the layout of these alone."""
+        pieces = 2 * self.ranks
+        assert count >= pieces, "a piece of every rank has a token"
+        counts = self.counts()
+        fewest = sorted(range(self.ranks), key=lambda rank: (counts[rank], rank))
+        # What does not divide evenly goes to those who hold least, so that shares stay level over many steps.
+        extra = set([*fewest, *(pieces - 1 - rank for rank in fewest)][: count % pieces])
+        new: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
+        start = self.length
+        for piece in range(pieces):
+            size = count // pieces + (piece in extra)
+            new[min(piece, pieces - 1 - piece)].append((start, size))
+            start += size
+        self._append(new)
+        return CustomLayout.of(map(_joined, new))
+
+    def deal(self, count: int) -> CustomLayout:
+        """Add ``count`` new positions, in blocks to those who hold least; the layout of these alone."""
+        counts = list(self.counts())
+        new: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
+        start, end = self.length, self.length + count
+        while start < end:
+            if not self._left:
+                self._writer, self._left = counts.index(min(counts)), BLOCK_TOKENS
+            size = min(self._left, end - start)
+            new[self._writer].append((start, size))
+            counts[self._writer] += size
+            self._left -= size
+            start += size
+        self._append(new)
+        return CustomLayout.of(map(_joined, new))
+
+    def crop(self, length: int) -> None:
+        """Forget positions at and past ``length``."""
+        self._runs = [
+            [(start, min(count, length - start)) for start, count in runs if start < length] for runs in self._runs
+        ]
+        self.length, self._left = min(self.length, length), 0
+
+    def held(self, first: int = 0) -> CustomLayout:
+        """All positions from ``first`` on, each where it is; a rank without any holds one of padding, since there are
+        models that cannot compute with no token.
+        """
+        held = (list(runs_from(runs, first)) for runs in self._runs)
+        return CustomLayout.of((runs or [(self.length + rank, 1)] for rank, runs in enumerate(held)), self.length)
+
+    def runs(self) -> tuple[Runs, ...]:
+        """The runs of each rank."""
+        return tuple(map(tuple, self._runs))
+
+    def _append(self, new: list[list[tuple[int, int]]]) -> None:
+        self._runs = [list(_joined(old + added)) for old, added in zip(self._runs, new, strict=True)]
+        self.length = max(start + count for runs in new for start, count in runs)
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
+    """The same positions, with runs that touch made one."""
+    joined: list[tuple[int, int]] = []
+    for start, count in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + count)
+        else:
+            joined.append((start, count))
+    return tuple(joined)
+
+
+def runs_from(runs: Iterable[tuple[int, int]], first: int) -> Iterable[tuple[int, int]]:
+    """The part of some runs from position ``first`` on."""
+    for start, count in runs:
+        if start + count > first:
+            yield max(start, first), start + count - max(start, first)

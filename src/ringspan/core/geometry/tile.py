@@ -1,0 +1,259 @@
+"""Region x query span x key span -> tile, in local indices. The algebra is closed, so every mask on every layout is
+tiles.
+
+A query span (start a, step s) and a key span (start b, same step) meet a region ``lo <= q - k <= hi``. With ``q = a + s
+i`` and ``k = b + s j`` the bound on ``s (i - j) + (a - b)`` becomes ``ceil((lo - (a - b)) / s) <= i - j <= floor((hi -
+(a - b)) / s)``.
+
+For example, causal (lo = 0) on two striped ranks: rank 0's queries 0, 2, 4 and rank 1's keys 1, 3, 5 meet in ``i - j >=
+ceil((0 - (0 - 1)) / 2) = 1``: query 0 sees none of them, query 2 sees key 1, query 4 sees keys 1 and 3.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.core.geometry.layout import Span
+
+MAX_MEETINGS: Final = 1 << 20  # of spans and regions in one numpy call: bounds the memory of a schedule
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Tile:
+    """Rows [q0, q1) of one rank's queries x columns [k0, k1) of one rank's keys, with a band.
+
+    Row i and column j, both counted from the tile's corner, are allowed when ``lo <= i - j <= hi``. Every row sees a
+    key and every key is seen; bounds that do not bind hold the value at which they just would not.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    lo: int
+    hi: int
+
+    @staticmethod
+    def full(q0: int, q1: int, k0: int, k1: int) -> "Tile":
+        return Tile(q0, q1, k0, k1, -(k1 - k0 - 1), q1 - q0 - 1)
+
+    @property
+    def num_rows(self) -> int:
+        return self.q1 - self.q0
+
+    @property
+    def num_keys(self) -> int:
+        return self.k1 - self.k0
+
+    @property
+    def has_lower(self) -> bool:
+        """Some key of the rectangle is too late for some row (the causal side of the band)."""
+        return self.lo > 1 - self.num_keys
+
+    @property
+    def has_upper(self) -> bool:
+        """Some key of the rectangle is too far back for some row (the window side of the band)."""
+        return self.hi < self.num_rows - 1
+
+    @property
+    def is_full(self) -> bool:
+        return not self.has_lower and not self.has_upper
+
+    @property
+    def is_causal(self) -> bool:
+        """Row i sees exactly columns ``j <= i``: the aligned triangle that flash kernels run."""
+        return self.lo == 0 and self.has_lower and not self.has_upper
+
+    @property
+    def num_pairs(self) -> int:
+        """Allowed (row, column) pairs; 4 D FLOPs each in forward."""
+        return self._pairs_from(self.lo) - self._pairs_from(self.hi + 1)
+
+    def _pairs_from(self, bound: int) -> int:
+        """Pairs of the rectangle with ``i - j >= bound``: row i has clip(i - bound + 1, 0, num_keys) of them.
+
+        Of 3 rows, 4 keys and bound -1 the rows have 2, 3 and 4.
+        """
+        rows, keys = self.num_rows, self.num_keys
+        first = min(max(bound, 0), rows)  # rows before see nothing
+        saturated = min(max(bound + keys - 1, first), rows)  # rows from here see every key
+        ramp = saturated - first
+        return ramp * (first - bound + 1) + ramp * (ramp - 1) // 2 + (rows - saturated) * keys
+
+    @property
+    def is_anticausal(self) -> bool:
+        """The mirror image of a causal tile: the last row sees only the last column, each row before it one more."""
+        return self.mirrored(self.num_rows, self.num_keys).is_causal
+
+    def shifted(self, rows: int, keys: int) -> "Tile":
+        return Tile(self.q0 + rows, self.q1 + rows, self.k0 + keys, self.k1 + keys, self.lo, self.hi)
+
+    def mirrored(self, num_rows: int, num_keys: int) -> "Tile":
+        """The tile when rows and columns of a ``num_rows x num_keys`` rectangle are counted from their ends."""
+        corner = self.num_rows - self.num_keys
+        return Tile(
+            num_rows - self.q1,
+            num_rows - self.q0,
+            num_keys - self.k1,
+            num_keys - self.k0,
+            corner - self.hi,
+            corner - self.lo,
+        )
+
+    def split(self) -> Iterator["Tile"]:
+        """The same pairs as tiles that flash kernels run: FULL, causal, or anticausal (causal when mirrored).
+
+        With a lower bound alone: at most one FULL rectangle (what the first row already sees, its diagonal excepted)
+        and one causal tile. With an upper bound alone: the mirror image. With both, a band of width w: for every w rows
+        one tile of either kind.
+        """
+        if self.is_full or self.is_causal or self.is_anticausal:
+            yield self
+        elif not self.has_upper:
+            middle = self.k0 - self.lo
+            yield Tile.full(self.q0, self.q1, self.k0, middle)
+            yield Tile(self.q0, self.q1, middle, self.k1, 0, self.num_rows - 1)
+        elif not self.has_lower:
+            here = self.shifted(-self.q0, -self.k0)
+            for piece in here.mirrored(self.num_rows, self.num_keys).split():
+                yield piece.mirrored(self.num_rows, self.num_keys).shifted(self.q0, self.k0)
+        else:
+            for piece in self._split_band():
+                yield from piece.shifted(self.q0, self.k0).split()
+
+    def _split_band(self) -> Iterator["Tile"]:
+        """Pieces, counted from the corner, in which only one of the two bounds binds."""
+        width = self.hi - self.lo + 1
+        for first in range(0, self.num_rows, width):
+            rows = first, min(first + width, self.num_rows)
+            # The first key that row ``first`` sees; before keys + width no row sees too far ahead.
+            keys = first - self.hi
+            for k0, k1 in ((keys, keys + width), (keys + width, rows[1] - self.lo)):
+                piece = cut(*rows, max(k0, 0), min(k1, self.num_keys), self.lo, self.hi)
+                if piece is not None:
+                    yield piece
+
+
+def cut(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None:
+    """The part of a rectangle with ``lo <= i - j <= hi`` (i, j counted as the rectangle is), trimmed; None when
+    empty.
+    """
+    # Rows first that are out of reach of every key, then keys out of reach of every row that is left.
+    q0, q1 = max(q0, k0 + lo), min(q1, k1 + hi)
+    k0, k1 = max(k0, q0 - hi), min(k1, q1 - lo)
+    if q0 >= q1 or k0 >= k1:
+        return None
+    # The bounds move with the corner. Those that do not bind get one value, so that equal tiles are equal.
+    rows, columns = q1 - q0, k1 - k0
+    return Tile(q0, q1, k0, k1, max(lo - q0 + k0, 1 - columns), min(hi - q0 + k0, rows - 1))
+
+
+def meet(
+    q_start: NDArray[np.int64],
+    q_count: NDArray[np.int64],
+    k_start: NDArray[np.int64],
+    k_count: NDArray[np.int64],
+    step: int,
+    regions: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Where spans meet regions, all arguments broadcast together; ``regions`` has the columns of ``Mask.table`` last.
+
+    Returns columns i0, i1, j0, j1, lo, hi: span-local rows and columns with absolute bounds ``lo <= i - j <= hi``,
+    rows that see no key and keys that no row sees cut off. An empty meeting has ``i1 <= i0``.
+    """
+    q0, q1, k0, k1, low, high = np.moveaxis(regions, -1, 0)
+    offset = q_start - k_start
+    lo, hi = -((offset - low) // step), (high - offset) // step  # ceil and floor
+    i0, i1 = _clip_to_span(q0, q1, q_start, q_count, step)
+    j0, j1 = _clip_to_span(k0, k1, k_start, k_count, step)
+    empty = (i1 <= i0) | (j1 <= j0) | (lo > hi)
+    # As in ``cut``: rows that see no key, then keys that no row sees.
+    i0, i1 = np.maximum(i0, j0 + lo), np.minimum(i1, j1 + hi)
+    j0, j1 = np.maximum(j0, i0 - hi), np.minimum(j1, i1 - lo)
+    i1 = np.where(empty | (j1 <= j0), i0, i1)
+    return np.stack(np.broadcast_arrays(i0, i1, j0, j1, lo, hi), axis=-1)
+
+
+def _clip_to_span(
+    first: NDArray[np.int64], stop: NDArray[np.int64], start: NDArray[np.int64], count: NDArray[np.int64], step: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Span indices whose positions lie in [first, stop)."""
+    return np.maximum(-((start - first) // step), 0), np.minimum(-((start - stop) // step), count)
+
+
+def bands_between(
+    pairs: Sequence[tuple[tuple[Span, ...], tuple[Span, ...]]], regions: NDArray[np.int64]
+) -> list[tuple[Tile, ...]]:
+    """For each pair of query spans and key spans all tiles of the queries against the keys, in indices of what the
+    spans hold one behind the other, joined where they touch, each with whatever band it has.
+    """
+    found: list[list[Tile]] = [[] for _ in pairs]
+    meetings: list[tuple[int, int, int]] = []  # which pair, and where its spans begin in storage
+    spans: list[tuple[int, int, int, int]] = []
+    for number, (queries, keys) in enumerate(pairs):
+        row = 0
+        for query in queries:
+            column = 0
+            for key in keys:
+                assert query.step == key.step, "both sides of an attention share one layout, hence one step"
+                meetings.append((number, row, column))
+                spans.append((query.start, query.count, key.start, key.count))
+                column += key.count
+            row += query.count
+    step = next((query.step for queries, _ in pairs for query in queries), 1)
+    at_once = max(1, MAX_MEETINGS // max(1, len(regions)))
+    for first in range(0, len(spans), at_once):
+        sides = np.array(spans[first : first + at_once]).T[..., None]
+        met = meet(sides[0], sides[1], sides[2], sides[3], step, regions)
+        which, region = np.nonzero(met[..., 1] > met[..., 0])
+        met_by: list[int] = which.tolist()
+        tiles: list[list[int]] = met[which, region].tolist()
+        for index, bounds in zip(met_by, tiles, strict=True):
+            number, row, column = meetings[first + index]
+            tile = cut(*bounds)
+            assert tile is not None, "meet gives an empty meeting no rows"
+            found[number].append(tile.shifted(row, column))
+    return [tuple(join(each)) for each in found]
+
+
+def join(tiles: Iterable[Tile]) -> list[Tile]:
+    """Fewer, larger tiles with the same pairs: causal squares along a diagonal, and FULL rectangles side by side.
+
+    Zigzag stores two chunks behind each other, so its own block comes as two triangles and a rectangle: one causal
+    tile.
+    """
+    found = sorted(tiles)
+    return _join_full(_join_causal(found)) if len(found) > 1 else found
+
+
+def _join_causal(tiles: list[Tile]) -> list[Tile]:
+    pool = {(tile.q0, tile.k0): tile for tile in tiles}
+    for corner in sorted(pool):
+        while (upper := pool.get(corner)) is not None and upper.is_causal and upper.num_rows == upper.num_keys:
+            # Two causal squares down the diagonal and the rectangle left of the lower one make a larger causal square.
+            # It stays in the pool, where it may be the upper one of the next pair.
+            lower, left = pool.get((upper.q1, upper.k1)), pool.get((upper.q1, upper.k0))
+            if lower is None or left is None or not lower.is_causal or not left.is_full:
+                break
+            if (left.q1, left.k1) != (lower.q1, upper.k1):
+                break
+            del pool[lower.q0, lower.k0], pool[left.q0, left.k0]
+            pool[corner] = Tile(upper.q0, lower.q1, upper.k0, lower.k1, 0, lower.q1 - upper.q0 - 1)
+    return list(pool.values())
+
+
+def _join_full(tiles: list[Tile]) -> list[Tile]:
+    rest = [tile for tile in tiles if not tile.is_full]
+    # Side by side first, by equal rows; then what came of it one below the other, by equal keys.
+    rows = {(tile.q0, tile.q1, tile.k0): tile for tile in tiles if tile.is_full}
+    for key in sorted(rows, key=lambda key: key[2]):
+        while (left := rows.get(key)) and (right := rows.pop((left.q0, left.q1, left.k1), None)):
+            rows[key] = Tile.full(left.q0, left.q1, left.k0, right.k1)
+    columns = {(tile.k0, tile.k1, tile.q0): tile for tile in rows.values()}
+    for key in sorted(columns, key=lambda key: key[2]):
+        while (upper := columns.get(key)) and (lower := columns.pop((upper.k0, upper.k1, upper.q1), None)):
+            columns[key] = Tile.full(upper.q0, lower.q1, upper.k0, upper.k1)
+    return sorted([*rest, *columns.values()])

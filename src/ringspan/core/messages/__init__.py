@@ -1,0 +1,1 @@
+"""What people read and write: lines, numbers, units, missing extras."""

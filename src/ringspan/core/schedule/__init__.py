@@ -1,0 +1,1 @@
+"""What is computed when, and what is sent to whom: routes, schedules, their events, times and memory."""

@@ -1,0 +1,140 @@
+"""Which route takes least time, by ``ringspan.core.schedule.timing``, and how many heads go round at once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask
+from ringspan.core.messages.numbers import check_whole
+from ringspan.core.schedule.route import member_heads
+from ringspan.core.schedule.timing import Speeds, forward_pass, sent_bytes
+from ringspan.core.schedule.workspace import Shape
+
+WORTH_IT: Final = 0.97  # another route than the ring must save three percent: the model is no better than that
+MOST_HEAD_GROUPS: Final = 8
+
+# Pairs of a mean tile over all heads of a group. On an accelerator about a millisecond's: such a launch fills it, and a
+# hop's few calls are nothing beside it. On CPU, below, many small tiles cost more than is hidden (measured).
+WORTH_A_CALL: Final = 1 << 29
+WORTH_A_CALL_ON_CPU: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The route, the forward seconds that the model gives each candidate, and why."""
+
+    route: str
+    seconds: tuple[tuple[str, float], ...]
+
+    @property
+    def reason(self) -> str:
+        timed = ", ".join(f"{route} {seconds:.3g} s" for route, seconds in self.seconds)
+        return f"route {self.route}: predicted forward time {timed}"
+
+
+@lru_cache(maxsize=64)
+def choose_route(
+    layout: Layout,
+    mask: Mask,
+    shape: Shape,
+    speeds: Speeds,
+    keys: Layout | None = None,
+    *,
+    may_pass_queries: bool = True,
+) -> Choice:
+    """The quickest route by the model; the one with the smaller messages of two rings unless another is clearly
+    quicker.
+
+    The rings are that of keys and values and, where queries, out and lse are fewer bytes, that of queries. Further
+    candidates: see ``other_routes``. ``keys`` is where the keys live when they are another sequence.
+    """
+    plain, keys = "ring", keys or layout
+    if may_pass_queries:
+        ends = sorted({0, layout.ranks - 1})
+        plain = min(("ring", "pass-q"), key=lambda route: sent_bytes(layout, keys, mask, route, shape, ends))
+    candidates = dict.fromkeys(("ring", plain, *other_routes(layout.ranks, shape, speeds.ranks_per_node)))
+    seconds = {route: forward_pass(layout, mask, route, shape, speeds, keys).seconds for route in candidates}
+    best = min(seconds, key=lambda route: seconds[route])
+    if seconds[best] > WORTH_IT * seconds[plain]:
+        best = plain
+    return Choice(best, tuple(seconds.items()))
+
+
+def other_routes(ranks: int, shape: Shape, ranks_per_node: int) -> Iterator[str]:
+    """What there is beside the ring, for keys and values: the double ring when there are several nodes, all-gather, and
+    Ulysses groups of every size that the heads allow, with a ring between them.
+
+    Without ``bidirectional``: the model has one link into a rank, whichever way a block comes.
+    """
+    if 1 < ranks_per_node < ranks and ranks % ranks_per_node == 0:
+        yield f"double-ring:{ranks_per_node}"
+    yield "all-gather"
+    for members in range(2, ranks + 1):
+        if ranks % members == 0 and splits(shape, members):
+            yield f"ulysses:{members}"
+
+
+def splits(shape: Shape, members: int) -> bool:
+    """Whether Ulysses groups of so many ranks can share the heads."""
+    try:
+        member_heads(shape.heads, shape.kv_heads, members)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def head_groups(
+    num_heads: int, num_kv_heads: int, ranks: int, tile_pairs: int, *, on_cpu: bool, blocks: int = 2, at_once: int = 1
+) -> int:
+    """How many groups of heads to go through one after the other: the same number on every rank.
+
+    So many that ``blocks`` blocks of one group weigh no more than two of all heads, as far as there are key/value
+    heads. Beyond that up to eight, so that blocks are small and the last gradients of a group travel while the next one
+    is computed, as long as a call has work enough and there are heads for all that compute ``at_once``. ``num_heads``
+    are those of all sequences of the batch, ``tile_pairs`` those of ``Schedule``.
+    """
+    if ranks == 1:
+        return 1
+    worth = WORTH_A_CALL_ON_CPU if on_cpu else WORTH_A_CALL
+    divisors = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
+    needed = next((n for n in divisors if blocks <= 2 * n), num_kv_heads)
+    fitting = (
+        n
+        for n in reversed(divisors)
+        if n <= MOST_HEAD_GROUPS and num_heads // n >= at_once and num_heads // n * tile_pairs >= worth
+    )
+    return max(needed, next(fitting, 1))
+
+
+def check_segments(checkpoint: str, layers_per_checkpoint: int) -> None:
+    """Refuse segments of no layers, and of layers that are not checkpointed.
+
+    Raises:
+        ConfigError: naming the value.
+    """
+    check_whole("layers_per_checkpoint", layers_per_checkpoint)
+    if layers_per_checkpoint > 1 and checkpoint == "none":
+        raise ConfigError(
+            f"layers_per_checkpoint={layers_per_checkpoint}: layers share the input that checkpointing keeps; use "
+            "checkpoint='attention' or 'full'"
+        )
+
+
+def num_inputs(layers: int, layers_per_checkpoint: int) -> int:
+    """How many layers' inputs are there at most when so many layers share one: those kept, and in backward those that
+    are made again for one segment.
+    """
+    return -(-layers // layers_per_checkpoint) + layers_per_checkpoint - 1
+
+
+def frugal_segment(layers: int) -> int:
+    """The smallest ``layers_per_checkpoint`` with the fewest inputs: about the root of the number of layers."""
+    return min(range(1, layers + 1), key=lambda size: num_inputs(layers, size))
+
+
+def segment_sizes(layers: int) -> tuple[int, ...]:
+    """The values of ``layers_per_checkpoint`` that are worth weighing: alone, in twos, or what keeps least."""
+    return tuple(sorted({1, min(2, layers), frugal_segment(layers)}))

@@ -1,0 +1,395 @@
+"""What one rank does in one pass over its schedule, as events in order: what it makes and frees, sends and waits for,
+computes and adds.
+
+The loop of ``ringspan.torch.attention.ring`` carries out exactly these: a test holds every message and every byte of
+the two together. Times (``core/schedule/timing.py``) and memory (``plan/cost/loop.py``) are read off the same events.
+
+Inputs and results of a pass are there before and after it, so no event makes them. H query heads, G key/value heads,
+D head size, E value head size, n tokens.
+"""
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, TypeVar
+
+from ringspan.core.geometry.ranges import Ranges, minus, size, union
+from ringspan.core.schedule.launch import Launch, within_ranges
+from ringspan.core.schedule.schedule import Hop, Schedule, Send
+from ringspan.core.schedule.workspace import Kernel, Shape, merge_bytes
+
+MESSAGES_PER_HOP: Final = 2  # keys and values before the computation, gradients after it
+_FLOAT32: Final = 4
+_BFLOAT16: Final = 2
+_SCALED: Final = frozenset({"float8", "int8"})  # a byte a number, and a factor for the keys and the values of each head
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part in a pass of one attention, as ``ringspan.torch.attention.ring.Ring`` has it.
+
+    Args:
+        schedule: what is computed and sent.
+        shape: of all heads; ``head_groups`` of them go through the loop one after the other.
+        tokens: of the rank's queries.
+        key_tokens: of its keys.
+        kernel: what a launch of one group of heads takes; nothing when None, as where it adds up in place.
+        comm_dtype: how keys and values are sent: exact, bfloat16, float8 or int8.
+        gradient_comm_dtype: how dk and dv are sent: exact (float32) or bfloat16.
+        kv_itemsize: bytes of a number of the dk and dv that backward returns; those of ``shape`` when None.
+    """
+
+    schedule: Schedule
+    shape: Shape
+    tokens: int = 0
+    key_tokens: int = 0
+    kernel: Kernel | None = None
+    comm_dtype: str = "exact"
+    gradient_comm_dtype: str = "exact"
+    head_groups: int = 1
+    kv_itemsize: int | None = None
+
+    @property
+    def group(self) -> Shape:
+        """The sizes of one group of heads."""
+        shape = self.shape
+        return replace(shape, heads=shape.heads // self.head_groups, kv_heads=shape.kv_heads // self.head_groups)
+
+
+class Buffer:
+    """Memory for some ranges of an owner's tokens, as long as it has a holder: a loop's variable, or a transfer.
+
+    ``is_sum``: not a message, but the float32 sums of this rank's own results.
+    """
+
+    __slots__ = "holders", "is_sum", "num_bytes", "ranges"
+
+    def __init__(self, num_bytes: int, ranges: Ranges = (), *, is_sum: bool = False) -> None:
+        self.num_bytes, self.ranges, self.is_sum, self.holders = num_bytes, ranges, is_sum, 1
+
+
+class Message(NamedTuple):
+    """What goes to, or comes from, a peer."""
+
+    peer: int
+    buffer: Buffer
+
+
+class Make(NamedTuple):
+    buffer: Buffer
+
+
+class Free(NamedTuple):
+    buffer: Buffer
+
+
+class Post(NamedTuple):
+    """Start sending and receiving what belongs to one transfer; ``number`` is that of its messages."""
+
+    number: int
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+
+
+class Wait(NamedTuple):
+    """Until all of a transfer has arrived and been sent."""
+
+    number: int
+
+
+class Compute(NamedTuple):
+    """The tiles of a hop; ``num_bytes`` is what its largest launch takes while it runs."""
+
+    hop: Hop
+    num_bytes: int
+
+
+class Accumulate(NamedTuple):
+    """Add what another rank has sent; merging takes so many bytes meanwhile."""
+
+    num_bytes: int
+
+
+class Convert(NamedTuple):
+    """Into the communication dtype or out of it, which takes so many bytes meanwhile."""
+
+    num_bytes: int
+
+
+Event = Make | Free | Post | Wait | Compute | Accumulate | Convert
+_T = TypeVar("_T")
+Steps = Generator[Event, None, _T]
+
+
+def forward(part: Part) -> Iterator[Event]:
+    """The events of a forward pass."""
+    last: list[Buffer] = []  # sums, and what arrived last: variables until the next group has its own
+    for number in range(part.head_groups):
+        last = yield from _Walk(part, number).forward(last)
+    yield from _drop(*last)
+
+
+def backward(part: Part) -> Iterator[Event]:
+    """The events of a backward pass; that of queries as blocks goes by keys and values (``Route.backward``).
+
+    The gradients of a group of heads still reach their owner at the first hop of the next one.
+    """
+    unfinished: list[_Walk] = []
+    for number in range(part.head_groups):
+        walk = _Walk(part, number)
+        yield from walk.backward(unfinished)
+        unfinished.append(walk)
+    yield from unfinished.pop().finish()
+
+
+@dataclass
+class _Transfer:
+    """What is sent is held until it is over."""
+
+    number: int
+    sends: list[Buffer]
+    is_over: bool
+
+
+class _Coming(NamedTuple):
+    transfer: _Transfer
+    arrival: Buffer | None  # None where nothing comes
+
+
+class _Sum:
+    """Rows of partials that add up: which of them have one already."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self._rows: Ranges = ()
+
+    def touch(self, start: int, stop: int) -> bool:
+        """Whether none of these rows has a partial yet; now they have."""
+        missing = size(minus(((start, stop),), self._rows))
+        self._rows = union(self._rows, ((start, stop),))
+        return missing == stop - start
+
+
+class _Walk:
+    """One group of heads on its way through the hops. What a variable of the loop holds is dropped where the loop
+    deletes it or puts something else there.
+    """
+
+    def __init__(self, part: Part, number: int) -> None:
+        self.part, self.shape, self.hops = part, part.group, part.schedule.hops
+        self.first_message = MESSAGES_PER_HOP * number * len(self.hops)
+        shape, queries = self.shape, part.schedule.passes_queries
+        self.own = Buffer(0, ((0, part.tokens if queries else part.key_tokens),))  # lies in the inputs
+        self.numbers = shape.query_numbers if queries else shape.kv_numbers
+        self.is_scaled = part.comm_dtype in _SCALED
+        self.is_converted = self.is_scaled or (part.comm_dtype == "bfloat16" and shape.itemsize != _BFLOAT16)
+        self.factors = 2 * _FLOAT32 * shape.batch * shape.kv_heads if self.is_scaled else 0
+        itemsize = 1 if self.is_scaled else _BFLOAT16 if self.is_converted else shape.itemsize
+        self.sent_token = self.numbers * itemsize
+        self.under_way: dict[int, _Coming] = {}  # blocks, by their hop
+        self.returning: list[_Coming] = []  # what other ranks made of this rank's own block
+        self.sums = Buffer(0)  # of dk and dv
+
+    def forward(self, last: list[Buffer]) -> Steps[list[Buffer]]:
+        """``last`` are the sums of the group before and what arrived last in it; returns those of this one."""
+        shape, part = self.shape, self.part
+        row = shape.batch * shape.heads * shape.sum_itemsize
+        partial = row * (shape.value_dim + 1)
+        in_results = shape.itemsize == shape.sum_itemsize
+        local = _Sum((yield from _make(0 if in_results else row * shape.value_dim * part.tokens, is_sum=True)))
+        arrived = last[1:]
+        yield from _drop(*last[:1])
+        for hop in self.hops:
+            block = yield from self._arrive(hop)
+            total, is_sent = local, part.schedule.passes_queries and hop.index > 0
+            if is_sent:
+                total = _Sum((yield from _make(partial * size(hop.gradient_to_owner), hop.gradient_to_owner)))
+            yield Compute(hop, self._forward_bytes(hop, block, total))
+            if is_sent:
+                sends = [(hop.owner, total.buffer)]
+                coming = yield from self._post(MESSAGES_PER_HOP * hop.index + 1, sends, [(hop.from_visitor, partial)])
+                yield from _drop(*arrived)
+                arrived = _held(coming)
+                yield from self._collect(local)  # of the hop before: no more than two wait
+                self.returning += coming
+                yield from _drop(total.buffer)
+            yield from _drop(block)
+        yield from self._collect(local)
+        return [local.buffer, *arrived]
+
+    def backward(self, unfinished: list["_Walk"]) -> Steps[None]:
+        """``unfinished`` is the group before, whose ``finish`` comes when the first hop has been computed."""
+        shape, part = self.shape, self.part
+        token = shape.kv_numbers * shape.sum_itemsize
+        sent_token = shape.kv_numbers * _BFLOAT16 if part.gradient_comm_dtype == "bfloat16" else token
+        queries = 0 if shape.itemsize == shape.sum_itemsize else shape.query_numbers * shape.sum_itemsize
+        keys = 0 if (part.kv_itemsize or shape.itemsize) == shape.sum_itemsize else token
+        of_queries = yield from _make(queries * part.tokens, is_sum=True)
+        self.sums = yield from _make(keys * part.key_tokens, is_sum=True)
+        behind: dict[int, _Coming] = {}  # by hop, the sum over the earlier ranks of its block
+        arrived: list[Buffer] = []
+        block = self.own
+        for hop in self.hops:
+            before, block = block, (yield from self._arrive(hop))
+            yield from _drop(before)
+            total = self.own
+            if hop.index:
+                total = yield from _make(token * size(hop.gradient), hop.gradient)
+            yield Compute(hop, self._backward_bytes(hop, block, total))
+            if hop.index in behind:
+                yield from self._add(behind.pop(hop.index))
+            sends: list[tuple[int, Buffer]] = []
+            for peer, ranges in (hop.gradient_on, Send(hop.owner, hop.gradient_to_owner)):
+                if ranges:
+                    packed = yield from _pack(total, ranges, token)
+                    sends.append((peer, packed))
+                    if sent_token != token:
+                        sends[-1] = peer, (yield from _make(sent_token * size(ranges), ranges))
+                        yield from _drop(packed)
+            next_in = self.hops[hop.gradient_next].gradient_in
+            receives = [(next_in, sent_token), (hop.from_visitor, sent_token)]
+            coming, from_visitor = yield from self._post(MESSAGES_PER_HOP * hop.index + 1, sends, receives)
+            yield from _drop(*arrived, total, *(buffer for _, buffer in sends))
+            arrived = _held([coming])
+            if hop.gradient_next:
+                behind[hop.gradient_next] = coming
+            if hop.from_visitor.ranges:
+                yield from self._collect()  # of the hops before: no more than two wait
+            self.returning.append(from_visitor)
+            if unfinished and hop.index == 0:
+                yield from unfinished.pop().finish()
+        yield from _drop(block, *arrived, of_queries)
+
+    def finish(self) -> Iterator[Event]:
+        """Wait for what other ranks send back, and have dk and dv."""
+        yield from self._collect()
+        yield from _drop(self.sums)
+
+    def _arrive(self, hop: Hop) -> Steps[Buffer]:
+        """The block of a hop as it is computed with; those that follow are posted."""
+        if hop.index:
+            coded = yield from self._wait(self.under_way.pop(hop.index), self.factors)
+            block = yield from self._decode(coded)
+        else:
+            block, coded = self.own, self.own
+            if hop.sends and self.is_converted:
+                coded = yield from self._encode()
+        packed: dict[Ranges, Buffer] = {}
+        for index, (peer, ranges) in hop.sends:
+            if ranges not in packed:
+                can_hand_on = coded is not self.own
+                packed[ranges] = yield from _pack(coded, ranges, self.sent_token, self.factors, can_hand_on=can_hand_on)
+            receives = [(self.hops[index].arrives, self.sent_token)]
+            sends = [(peer, packed[ranges])]
+            (self.under_way[index],) = yield from self._post(MESSAGES_PER_HOP * index, sends, receives, self.factors)
+        yield from _drop(coded, *packed.values())
+        return block
+
+    def _encode(self) -> Steps[Buffer]:
+        """A rank's own block as it is sent."""
+        coded = yield from _make(self.sent_token * size(self.own.ranges) + self.factors, self.own.ranges)
+        if self.is_scaled:  # a float32 copy of keys or of values, their absolute values and the largest of these
+            number, copies = max(self._parts(size(self.own.ranges))), 2 if self.shape.itemsize != _FLOAT32 else 1
+            yield Convert(_FLOAT32 * (copies * number + self.shape.batch * self.shape.kv_heads) if number else 0)
+        return coded
+
+    def _decode(self, coded: Buffer) -> Steps[Buffer]:
+        """What arrived as it is computed with: ``coded`` itself where it needs no converting."""
+        if not self.is_converted:
+            coded.holders += 1
+            return coded
+        itemsize, number = self.shape.itemsize, size(coded.ranges)
+        if self.is_scaled:  # keys, then values: float32, times their factor, in the dtype of the inputs
+            keys, values = self._parts(number)
+            copies = _FLOAT32 + (_FLOAT32 if itemsize == _FLOAT32 else max(_FLOAT32, itemsize))
+            yield Convert(max(copies * keys, itemsize * keys + copies * values))
+        return (yield from _make(itemsize * self.numbers * number, coded.ranges))
+
+    def _parts(self, tokens: int) -> tuple[int, int]:
+        """Numbers of some tokens' keys and of their values."""
+        heads = tokens * self.shape.batch * self.shape.kv_heads
+        return heads * self.shape.head_dim, heads * self.shape.value_dim
+
+    def _post(
+        self, message: int, sends: list[tuple[int, Buffer]], receives: list[tuple[Send, int]], extra: int = 0
+    ) -> Steps[list[_Coming]]:
+        """Start a transfer; what holds nothing is no message. ``receives`` are tokens and the bytes of each."""
+        arrivals: list[Buffer | None] = []
+        for (_, ranges), token in receives:
+            arrivals.append((yield from _make(token * size(ranges) + extra, ranges)) if ranges else None)
+        sent = tuple(Message(peer, buffer) for peer, buffer in sends if buffer.ranges)
+        received = tuple(Message(one.peer, x) for (one, _), x in zip(receives, arrivals, strict=True) if x)
+        transfer = _Transfer(self.first_message + message, [message.buffer for message in sent], not sent + received)
+        for buffer in transfer.sends:
+            buffer.holders += 1
+        if sent or received:
+            yield Post(transfer.number, sent, received)
+        return [_Coming(transfer, arrival) for arrival in arrivals]
+
+    def _wait(self, coming: _Coming, factors: int = 0) -> Steps[Buffer]:
+        """What has arrived; where nothing has, a block of no tokens."""
+        transfer = coming.transfer
+        if not transfer.is_over:
+            yield Wait(transfer.number)
+            yield from _drop(*transfer.sends)
+            transfer.is_over = True
+        return coming.arrival or (yield from _make(factors))
+
+    def _add(self, coming: _Coming, total: _Sum | None = None) -> Iterator[Event]:
+        """Wait for what another rank made of a block, and add it."""
+        arrival = yield from self._wait(coming)
+        rows = ((stop - start, total and not total.touch(start, stop)) for start, stop in arrival.ranges)
+        for count, is_merged in rows:
+            yield Accumulate(merge_bytes(self.shape, count) if is_merged else 0)
+        yield from _drop(arrival)
+
+    def _collect(self, total: _Sum | None = None) -> Iterator[Event]:
+        while self.returning:
+            yield from self._add(self.returning.pop(0), total)
+
+    def _launches(self, hop: Hop, *packed: Ranges) -> Iterator[Launch]:
+        if self.part.kernel is None:
+            return iter(())
+        queries = self.part.schedule.passes_queries
+        return within_ranges(self.part.kernel.launches, hop.bands, *packed, passes_queries=queries)
+
+    def _forward_bytes(self, hop: Hop, block: Buffer, total: _Sum) -> int:
+        kernel, launches = self.part.kernel, self._launches(hop, block.ranges)
+        touched = ((launch, total.touch(launch.q0, launch.q1)) for launch in launches)
+        return (
+            max((kernel.forward_bytes(one, is_first=is_first) for one, is_first in touched), default=0) if kernel else 0
+        )
+
+    def _backward_bytes(self, hop: Hop, block: Buffer, total: Buffer) -> int:
+        kernel, launches = self.part.kernel, self._launches(hop, block.ranges, total.ranges)
+        return max((kernel.backward_bytes(launch) for launch in launches), default=0) if kernel else 0
+
+
+def _make(num_bytes: int, ranges: Ranges = (), *, is_sum: bool = False) -> Steps[Buffer]:
+    buffer = Buffer(num_bytes, ranges, is_sum=is_sum)
+    if num_bytes:
+        yield Make(buffer)
+    return buffer
+
+
+def _drop(*buffers: Buffer) -> Iterator[Free]:
+    """A holder less each; what nobody holds is free."""
+    for buffer in buffers:
+        buffer.holders -= 1
+        if buffer.num_bytes and not buffer.holders:
+            yield Free(buffer)
+
+
+def _held(coming: list[_Coming]) -> list[Buffer]:
+    """What arrives, held once more."""
+    arrivals = [each.arrival for each in coming if each.arrival]
+    for arrival in arrivals:
+        arrival.holders += 1
+    return arrivals
+
+
+def _pack(whole: Buffer, ranges: Ranges, token: int, factors: int = 0, *, can_hand_on: bool = True) -> Steps[Buffer]:
+    """A block cut down to some ranges: itself where nothing is cut."""
+    if can_hand_on and ranges == whole.ranges:
+        whole.holders += 1
+        return whole
+    return (yield from _make(token * size(ranges) + factors, ranges))

@@ -1,0 +1,140 @@
+"""Which tiles one call of a kernel computes: pure arithmetic, cached, since every step of a training asks the same."""
+
+from bisect import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from ringspan.core.geometry.ranges import Ranges
+from ringspan.core.geometry.tile import Tile
+
+SHORT: Final = 512  # a tile whose rows see so many keys or fewer, on average
+_CACHED = 1024  # sets of tiles remembered for each way to group them
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Rows [q0, q1) against keys [k0, k1) as far as ``tiles`` say, which count rows and keys from that corner."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    tiles: tuple[Tile, ...]
+
+    @staticmethod
+    def of(*tiles: Tile) -> "Launch":
+        q0, k0 = min(tile.q0 for tile in tiles), min(tile.k0 for tile in tiles)
+        q1, k1 = max(tile.q1 for tile in tiles), max(tile.k1 for tile in tiles)
+        return Launch(q0, q1, k0, k1, tuple(tile.shifted(-q0, -k0) for tile in tiles))
+
+    @property
+    def num_rows(self) -> int:
+        return self.q1 - self.q0
+
+    @property
+    def num_keys(self) -> int:
+        return self.k1 - self.k0
+
+    @property
+    def tile(self) -> Tile:
+        """The only tile; it fills the launch."""
+        (tile,) = self.tiles
+        return tile
+
+
+Launches = tuple[Launch, ...]
+
+
+@lru_cache(_CACHED)
+def keys_a_row(tiles: tuple[Tile, ...]) -> float:
+    """How many keys a row of some tiles sees on average; 0 of no tiles."""
+    rows = sum(tile.num_rows for tile in tiles)
+    return sum(tile.num_pairs for tile in tiles) / rows if rows else 0.0
+
+
+@lru_cache(_CACHED)
+def bands(tiles: tuple[Tile, ...]) -> Launches:
+    """A call per tile, whatever its band."""
+    return tuple(Launch.of(tile) for tile in tiles)
+
+
+@lru_cache(_CACHED)
+def pieces(tiles: tuple[Tile, ...]) -> Launches:
+    """A call for each FULL, causal or anticausal piece."""
+    return tuple(Launch.of(piece) for tile in tiles for piece in tile.split())
+
+
+@lru_cache(_CACHED)
+def squares(tiles: tuple[Tile, ...]) -> Launches:
+    """A call for each FULL or square causal piece, or the mirror image of one.
+
+    What a kernel takes for the corner of a triangle matters only where there are more rows than keys, or fewer.
+    """
+    return tuple(Launch.of(square) for tile in tiles for piece in tile.split() for square in _square(piece))
+
+
+def _square(tile: Tile) -> tuple[Tile, ...]:
+    if tile.is_full or tile.num_rows == tile.num_keys:
+        return (tile,)
+    if not tile.is_causal:  # anticausal
+        here = tile.shifted(-tile.q0, -tile.k0)
+        mirrored = _square(here.mirrored(here.num_rows, here.num_keys))
+        return tuple(m.mirrored(here.num_rows, here.num_keys).shifted(tile.q0, tile.k0) for m in mirrored)
+    last = tile.q0 + tile.num_keys  # from here on rows see every key
+    square = Tile(tile.q0, last, tile.k0, tile.k1, 0, tile.num_keys - 1)
+    return square, Tile.full(last, tile.q1, tile.k0, tile.k1)
+
+
+class Window(NamedTuple):
+    """A band as flash-attn's kernels are told it: keys ``row + shift - left`` to ``row + shift + right``, where the
+    shift ``num_keys - num_rows`` puts row and key at the end beside each other; -1 for no bound.
+    """
+
+    left: int
+    right: int
+
+    @staticmethod
+    def of(tile: Tile) -> "Window":
+        shift = tile.num_keys - tile.num_rows
+        return Window(tile.hi + shift if tile.has_upper else -1, -tile.lo - shift if tile.has_lower else -1)
+
+
+@lru_cache(_CACHED)
+def chains(tiles: tuple[Tile, ...]) -> Launches:
+    """A call for tiles with the same window that lie behind each other in rows and keys: packed documents."""
+    found: dict[Window, list[list[Tile]]] = {}
+    for tile in sorted(tiles):
+        same = found.setdefault(Window.of(tile), [])
+        for chain in same:
+            if chain[-1].q1 <= tile.q0 and chain[-1].k1 <= tile.k0:
+                chain.append(tile)
+                break
+        else:
+            same.append([tile])
+    return tuple(Launch.of(*chain) for same in found.values() for chain in same)
+
+
+@lru_cache(_CACHED)
+def whole(tiles: tuple[Tile, ...]) -> Launches:
+    """One call."""
+    return (Launch.of(*tiles),) if tiles else ()
+
+
+def within_ranges(
+    launches: Callable[[tuple[Tile, ...]], Launches],
+    tiles: tuple[Tile, ...],
+    *packed: Ranges,
+    passes_queries: bool = False,
+) -> Iterator[Launch]:
+    """The calls that compute the tiles of a hop. The keys of one call (where blocks are queries, its rows) lie within
+    one range of all that is packed by ranges, so that they are neighbours there too.
+    """
+    groups: dict[tuple[int, ...], list[Tile]] = {}
+    for tile in tiles:
+        first = tile.q0 if passes_queries else tile.k0
+        places = tuple(bisect(ranges, first, key=lambda one: one[0]) for ranges in packed)
+        groups.setdefault(places, []).append(tile)
+    for group in groups.values():
+        yield from launches(tuple(group))

@@ -1,0 +1,210 @@
+"""The order in which blocks visit ranks, as numbers that every rank knows.
+
+N ranks, H hops. At hop 0 a rank has its own block; the block of every later hop is sent by one rank, at the start of
+one of its earlier hops. Ring loop, gradients and planner read nothing else of a route.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.messages.numbers import described, is_a
+from ringspan.core.names import ROUTE_NAMES, RouteName
+
+ROUTE_FORMS: Final = (
+    "ring, bidirectional, double-ring:I (inner rings of I ranks), all-gather, pass-q, ulysses, ulysses:U (groups of U "
+    "ranks, a ring between them) or ulysses:U+ROUTE"
+)
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Route:
+    """How queries and keys of all ranks meet: mostly keys and values travel, from every rank to every other one.
+
+    ``ring``: from neighbour to neighbour (Liu et al. 2023). ``bidirectional``: half of each block goes either way.
+    ``double-ring``: around inner rings of ``inner`` consecutive ranks (a node), while a copy travels to the next node
+    (LoongTrain, Gu et al. 2024). ``all-gather``: from the owner straight to everybody. ``pass-q``: queries go around
+    the ring, and what each rank's keys make of them goes straight to the owner (Yang et al. 2024, "Context Parallelism
+    for Scalable Million-Token Inference"). With ``ulysses`` above one, groups of so many ranks first trade tokens for
+    heads (DeepSpeed Ulysses, Jacobs et al. 2023), and the route runs between the groups (USP, Fang and Zhao 2024).
+    """
+
+    name: RouteName = "ring"
+    inner: int = 1
+    ulysses: int = 1
+
+    @staticmethod
+    def parse(text: str, ranks: int) -> "Route":
+        """Read a route for a number of ranks, see ``ROUTE_FORMS``.
+
+        Raises:
+            UnsupportedError: an unknown route, or a size that does not divide the ranks.
+        """
+        if not is_a(text, str):
+            raise UnsupportedError(f"route must be text, got {described(text)}; choose one of {ROUTE_FORMS}")
+        first, _, between = text.partition("+")
+        name, _, number = first.partition(":")
+        if number and not (number.isdecimal() and int(number)):
+            raise UnsupportedError(f"cannot read the route {text!r}: {number!r} is not a positive number")
+        if name == "ulysses":
+            size = int(number or ranks)
+            if ranks % size:
+                raise UnsupportedError(f"route {text!r}: groups of {size} do not divide {ranks} ranks")
+            inner = Route.parse(between or "ring", ranks // size)
+            if inner.ulysses > 1:
+                raise UnsupportedError(f"route {text!r}: ulysses stands once, at the beginning")
+            return Route(inner.name, inner.inner, size)
+        if between or name not in ROUTE_NAMES or bool(number) != (name == "double-ring"):
+            raise UnsupportedError(f"unknown route {text!r}; choose one of {ROUTE_FORMS}")
+        if name != "double-ring":
+            return Route(name)  # pyright: ignore[reportArgumentType]
+        if ranks % int(number):
+            raise UnsupportedError(f"route {text!r}: inner rings of {number} do not divide {ranks} ranks")
+        return Route("double-ring", int(number))
+
+    @property
+    def passes_queries(self) -> bool:
+        """Queries travel, and keys and values stay."""
+        return self.name == "pass-q"
+
+    @property
+    def backward(self) -> "Route":
+        """The route of the backward pass: keys and values are sent, since each rank has its out and lse."""
+        return replace(self, name="ring") if self.passes_queries else self
+
+    def check_comm_dtype(self, comm_dtype: str) -> None:
+        """Refuse a code for keys and values where these do not travel.
+
+        Raises:
+            UnsupportedError: naming the communication dtype.
+        """
+        if self.passes_queries and comm_dtype != "exact":
+            raise UnsupportedError(
+                f"comm_dtype {comm_dtype!r} is for keys and values, which stay where they are on the route pass-q; "
+                "use 'exact'"
+            )
+
+    def itineraries(self, ranks: int) -> tuple["Itinerary", ...]:
+        """The ways to go; the schedule takes the one that moves fewer tokens."""
+        match self.name:
+            case "ring" | "pass-q":
+                return tuple(_ring(ranks, direction, hands_on=self.name == "ring") for direction in (1, -1))
+            case "bidirectional":
+                return (_bidirectional(ranks),)
+            case "double-ring":
+                return (_double_ring(ranks, self.inner),)
+            case "all-gather":
+                return (_all_gather(ranks),)
+
+
+@dataclass(frozen=True)
+class Itinerary:
+    """Which block is where, at every hop of every rank.
+
+    ``owner`` and ``source`` (H, N): whose block a rank has at a hop, and which rank sent it. ``posted`` (H,): at the
+    start of which earlier hop it was sent. ``behind`` (H,): the hop whose visitor hands what it made of the block (dk
+    and dv; partials, of queries) on to this hop's visitor, 0 when nobody does. ``half`` (H,): which half of the owner's
+    tokens, -1 for all.
+    """
+
+    owner: IntArray
+    source: IntArray
+    posted: IntArray
+    behind: IntArray
+    half: IntArray
+
+    @cached_property
+    def visitor(self) -> IntArray:
+        """Which rank has an owner's block at a hop: the inverse of ``owner``. Shape (H, N)."""
+        return np.argsort(self.owner, axis=1)
+
+    @cached_property
+    def following(self) -> tuple[int, ...]:
+        """For each hop the one whose visitor gets what its visitor made of the block, 0 when nobody does."""
+        behind: list[int] = self.behind.tolist()
+        later = [0] * len(behind)
+        for hop in range(len(behind) - 1, 0, -1):  # the first of several, last
+            if behind[hop]:
+                later[behind[hop]] = hop
+        return tuple(later)
+
+    @cached_property
+    def sent_at(self) -> tuple[tuple[int, ...], ...]:
+        """For each hop the later ones whose blocks are sent at its start."""
+        posted: list[int] = self.posted.tolist()
+        later: list[list[int]] = [[] for _ in posted]
+        for hop in range(1, len(posted)):
+            later[posted[hop]].append(hop)
+        return tuple(map(tuple, later))
+
+
+def _itinerary(ranks: int, hops: Sequence[tuple[IntArray, int, int, int]]) -> Itinerary:
+    """From (source, posted, behind, half) of each hop after the first."""
+    everyone = np.arange(ranks)
+    owners = [everyone]
+    for source, posted, _, _ in hops:
+        owners.append(owners[posted][source])
+    posted, behind, half = (np.array([first, *(hop[i] for hop in hops)]) for i, first in ((1, 0), (2, 0), (3, -1)))
+    return Itinerary(np.stack(owners), np.stack([everyone, *(hop[0] for hop in hops)]), posted, behind, half)
+
+
+def _ring(ranks: int, direction: int, hands_on: bool) -> Itinerary:
+    source = (np.arange(ranks) - direction) % ranks
+    return _itinerary(ranks, [(source, hop - 1, hop - 1 if hands_on else 0, -1) for hop in range(1, ranks)])
+
+
+def _bidirectional(ranks: int) -> Itinerary:
+    """Odd hops: first halves, going up the ring. Even hops: second halves, going down."""
+    neighbours = [(np.arange(ranks) + step) % ranks for step in (1, -1)]
+    hops = range(1, 2 * ranks - 1)
+    return _itinerary(ranks, [(neighbours[hop % 2], max(hop - 2, 0), max(hop - 2, 0), 1 - hop % 2) for hop in hops])
+
+
+def _double_ring(ranks: int, inner: int) -> Itinerary:
+    """The block that enters a node goes around it, and at once on to the next node."""
+    node, place = np.divmod(np.arange(ranks), inner)
+    neighbour = node * inner + (place - 1) % inner
+    other_node = (np.arange(ranks) - inner) % ranks
+    hops = [
+        (neighbour, hop - 1, hop - 1, -1) if hop % inner else (other_node, hop - inner, 0, -1) for hop in range(ranks)
+    ]
+    return _itinerary(ranks, hops[1:])
+
+
+def _all_gather(ranks: int) -> Itinerary:
+    return _itinerary(ranks, [((np.arange(ranks) - hop) % ranks, 0, 0, -1) for hop in range(1, ranks)])
+
+
+class Heads(NamedTuple):
+    """What one member computes."""
+
+    queries: slice
+    keys: slice
+
+
+def member_heads(num_heads: int, num_kv_heads: int, members: int) -> tuple[Heads, ...]:
+    """Equal shares of the query heads, each with its key/value heads; several members share one when these are few.
+
+    Raises:
+        UnsupportedError: heads that do not come out even.
+    """
+    if num_heads % members or (num_kv_heads % members and members % num_kv_heads):
+        raise UnsupportedError(
+            f"route ulysses: {num_heads} query and {num_kv_heads} key/value heads do not split evenly over groups of "
+            f"{members} ranks; choose a group size that divides the query heads and divides, or is a multiple of, "
+            "the key/value heads"
+        )
+    shares: list[Heads] = []
+    for member in range(members):
+        first = member * num_kv_heads // members
+        each = max(1, num_kv_heads // members)
+        queries = num_heads // members
+        shares.append(Heads(slice(member * queries, (member + 1) * queries), slice(first, first + each)))
+    return tuple(shares)

@@ -1,0 +1,180 @@
+"""When one attention ends on a route: computing against links, event by event of what the ring carries out.
+
+The model knows FLOPs, bytes and the order in which a route asks for them, nothing of latency or congestion. It is
+deterministic, so that all ranks choose alike. N ranks, H query heads, G key/value heads, D head size, E value head
+size.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask
+from ringspan.core.schedule.events import Compute, Part, Post, Wait, backward, forward
+from ringspan.core.schedule.route import Route, member_heads
+from ringspan.core.schedule.schedule import Schedule, arrivals, plan
+from ringspan.core.schedule.workspace import Shape
+
+FORWARD_PRODUCTS: Final = 2  # matrix products of attention: scores and weighted values
+BACKWARD_PRODUCTS: Final = 5  # scores again, and the gradients of weights, queries, keys and values
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What one rank does a second: attention FLOPs, and bytes from a rank of its node and from one outside of it."""
+
+    flops: float
+    intra_node_bytes: float
+    inter_node_bytes: float
+    ranks_per_node: int
+
+    def same_node(self, one: int, other: int) -> bool:
+        return one // self.ranks_per_node == other // self.ranks_per_node
+
+
+class Pass(NamedTuple):
+    """A forward or backward pass as one rank sees it: when it ends, what it computes, and what arrives on its links."""
+
+    seconds: float
+    compute_seconds: float
+    intra_node_bytes: float
+    inter_node_bytes: float
+
+
+def forward_pass(
+    layout: Layout, mask: Mask, route: str | Route, shape: Shape, speeds: Speeds, keys: Layout | None = None
+) -> Pass:
+    """The forward pass of the rank that takes longest, see ``passes``."""
+    return slowest(passes(layout, mask, route, shape, speeds, keys, is_backward=False))
+
+
+def slowest(each: Iterable[Pass]) -> Pass:
+    """The one that ends last."""
+    return max(each, key=lambda one: one.seconds)
+
+
+def passes(
+    layout: Layout,
+    mask: Mask,
+    route: str | Route,
+    shape: Shape,
+    speeds: Speeds,
+    keys: Layout | None = None,
+    *,
+    is_backward: bool,
+) -> tuple[Pass, ...]:
+    """A forward or backward pass on the ranks of which one takes longest, see ``_slow_ranks``.
+
+    With Ulysses groups: their trade of tokens for heads, which nothing hides, and the pass between the groups.
+    """
+    keys = keys or layout
+    route = Route.parse(route, layout.ranks) if isinstance(route, str) else route
+    route = route.backward if is_backward else route
+    trade = _Links(0, speeds)
+    if route.ulysses > 1:
+        shares = member_heads(shape.heads, shape.kv_heads, route.ulysses)
+        is_shared = shares[0].keys == shares[1].keys
+        num_bytes = _traded_bytes(layout, keys, shape.of(shares[0]), is_backward=is_backward, is_shared=is_shared)
+        layout, keys, shape = layout.grouped(route.ulysses), keys.grouped(route.ulysses), shape.of(shares[0])
+        for member in layout.group_ranks(0)[1:]:
+            trade.bring(member, num_bytes, 0.0)
+        layout, keys = _without_members(layout), _without_members(keys)
+        # Members of one place in their groups are as far apart as the groups.
+        speeds = replace(speeds, ranks_per_node=max(1, speeds.ranks_per_node // route.ulysses))
+    between = replace(route, ulysses=1)
+    ranks = _slow_ranks(layout, keys, mask, between, speeds)
+    schedules = {rank: plan(layout, mask, rank, keys, between) for rank in ranks}
+    alone = {rank: _walk(schedule, shape, speeds, is_backward=is_backward) for rank, schedule in schedules.items()}
+    return tuple(
+        Pass(
+            one.seconds + max(trade.free.values()),
+            one.compute_seconds,
+            one.intra_node_bytes + trade.bytes[True],
+            one.inter_node_bytes + trade.bytes[False],
+        )
+        for one in map(alone.__getitem__, ranks)
+    )
+
+
+def _slow_ranks(layout: Layout, keys: Layout, mask: Mask, route: Route, speeds: Speeds) -> tuple[int, ...]:
+    """The first rank, the first of the last node and the last, of which one computes most; and those that get most
+    from their node and from outside of it, which depends on the way around that a ring takes.
+    """
+    sources, tokens = arrivals(layout, mask, keys, route)
+    everyone, last = np.arange(layout.ranks), layout.ranks - 1
+    inside = sources // speeds.ranks_per_node == everyone // speeds.ranks_per_node
+    most = (int((tokens * which).sum(0).argmax()) for which in (inside, ~inside))
+    return 0, last // speeds.ranks_per_node * speeds.ranks_per_node, last, *most
+
+
+def _without_members(layout: Layout) -> Layout:
+    """As many ranks as there are groups, where that pads alike: groups of every size then share one schedule."""
+    plain = replace(layout, members=1)
+    return plain if plain.padded_length == layout.padded_length else layout
+
+
+def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: bool, is_shared: bool) -> int:
+    """What one member of a Ulysses group gets from another: queries and keys there, and results or gradients back.
+
+    The gradient of keys that several members share is not yet summed when it is sent, so it is in float32.
+    """
+    rows = mine.batch * mine.heads
+    result = rows * (mine.value_dim * mine.itemsize + mine.sum_itemsize)  # out and lse
+    keys_and_values = mine.kv_numbers * mine.itemsize
+    if not is_backward:
+        return layout.tokens_per_rank * (mine.query_bytes + result) + keys.tokens_per_rank * keys_and_values
+    queries = 2 * mine.query_bytes + rows * mine.value_dim * mine.itemsize + result  # q, dq, dout
+    gradients = mine.kv_numbers * (mine.sum_itemsize if is_shared else mine.itemsize)
+    return layout.tokens_per_rank * queries + keys.tokens_per_rank * (keys_and_values + gradients)
+
+
+def _walk(schedule: Schedule, shape: Shape, speeds: Speeds, *, is_backward: bool) -> Pass:
+    """When the last event is over: launches one after the other, each transfer from when it is posted until its last
+    message is here, and the loop waits where it has to.
+    """
+    pair = pair_flops(shape, is_backward=is_backward) / speeds.flops
+    links = _Links(schedule.rank, speeds)
+    arrived: dict[int, float] = {}
+    now = 0.0
+    for event in (backward if is_backward else forward)(Part(schedule, shape)):
+        if isinstance(event, Compute):
+            now += event.hop.num_pairs * pair
+        elif isinstance(event, Post):
+            each = [links.bring(peer, buffer.num_bytes, now) for peer, buffer in event.receives]
+            arrived[event.number] = max(each, default=now)
+        elif isinstance(event, Wait):
+            now = max(now, arrived[event.number])
+    return Pass(now, schedule.num_pairs * pair, links.bytes[True], links.bytes[False])
+
+
+def pair_flops(shape: Shape, *, is_backward: bool) -> float:
+    """FLOPs of one allowed (query, key) pair over all heads: 2 for each number of a head in each matrix product."""
+    products = BACKWARD_PRODUCTS if is_backward else FORWARD_PRODUCTS
+    return products * shape.batch * shape.heads * (shape.head_dim + shape.value_dim)
+
+
+def sent_bytes(layout: Layout, keys: Layout, mask: Mask, route: str, shape: Shape, ranks: Iterable[int]) -> int:
+    """What some ranks send in a forward pass, on a route without groups."""
+    passes = (forward(Part(plan(layout, mask, rank, keys, route), shape)) for rank in ranks)
+    posts = (event for each in passes for event in each if isinstance(event, Post))
+    return sum(buffer.num_bytes for post in posts for _, buffer in post.sends)
+
+
+class _Links:
+    """What arrives at one rank: on the link inside of its node, and on that outside, one message after the other."""
+
+    def __init__(self, rank: int, speeds: Speeds) -> None:
+        self._rank, self._speeds = rank, speeds
+        self.free = {True: 0.0, False: 0.0}  # when a link has nothing left to bring
+        self.bytes = {True: 0, False: 0}
+
+    def bring(self, peer: int, num_bytes: int, asked: float) -> float:
+        """When bytes that are asked for now are here; the link is busy until then."""
+        inside = self._speeds.same_node(self._rank, peer)
+        bandwidth = self._speeds.intra_node_bytes if inside else self._speeds.inter_node_bytes
+        self.bytes[inside] += num_bytes
+        self.free[inside] = max(self.free[inside], asked) + num_bytes / bandwidth
+        return self.free[inside]

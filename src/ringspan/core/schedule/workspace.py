@@ -1,0 +1,93 @@
+"""The sizes of one attention, and the bytes that a kernel takes for one launch.
+
+B batch, H query heads, G key/value heads, D head size, E value head size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+from ringspan.core.geometry.tile import Tile
+from ringspan.core.schedule.launch import Launch, Launches
+from ringspan.core.schedule.route import Heads
+
+_FLOAT32: Final = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one attention that cost time and bytes."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+
+    @property
+    def sum_itemsize(self) -> int:
+        """Bytes of a number of what adds up: log-sum-exps, gradients and partials on their way."""
+        return max(self.itemsize, _FLOAT32)
+
+    @property
+    def query_numbers(self) -> int:
+        """Of the query of one token."""
+        return self.batch * self.heads * self.head_dim
+
+    @property
+    def query_bytes(self) -> int:
+        return self.query_numbers * self.itemsize
+
+    @property
+    def kv_numbers(self) -> int:
+        """Of the key and the value of one token."""
+        return self.batch * self.kv_heads * (self.head_dim + self.value_dim)
+
+    def of(self, heads: Heads) -> "Shape":
+        """What is left of it for some heads."""
+        return replace(
+            self, heads=heads.queries.stop - heads.queries.start, kv_heads=heads.keys.stop - heads.keys.start
+        )
+
+
+class Kernel(Protocol):
+    """How a kernel groups tiles, and the bytes that it takes while it computes a launch and its result is added, beyond
+    what it reads and adds to. All of it is free again before the next launch.
+    """
+
+    def launches(self, tiles: tuple[Tile, ...]) -> Launches: ...
+
+    def forward_bytes(self, launch: Launch, *, is_first: bool) -> int:
+        """``is_first``: none of the launch's rows has a partial yet, so that nothing need be merged."""
+        ...
+
+    def backward_bytes(self, launch: Launch) -> int: ...
+
+
+@dataclass(frozen=True)
+class Returning:
+    """A kernel that returns new partials and gradients, in the dtype of its inputs, for the given heads."""
+
+    shape: Shape
+    group: Callable[[tuple[Tile, ...]], Launches]
+
+    def launches(self, tiles: tuple[Tile, ...]) -> Launches:
+        return self.group(tiles)
+
+    def forward_bytes(self, launch: Launch, *, is_first: bool) -> int:
+        shape = self.shape
+        out = shape.batch * shape.heads * shape.value_dim * shape.itemsize
+        lse = shape.batch * shape.heads * shape.sum_itemsize
+        merging = 0 if is_first else merge_bytes(shape, launch.num_rows, converts=shape.itemsize < shape.sum_itemsize)
+        return launch.num_rows * (out + lse) + merging
+
+    def backward_bytes(self, launch: Launch) -> int:
+        shape = self.shape
+        return launch.num_rows * shape.query_bytes + launch.num_keys * shape.kv_numbers * shape.itemsize
+
+
+def merge_bytes(shape: Shape, rows: int, *, converts: bool = False) -> int:
+    """What merging a partial of some rows takes in plain PyTorch: two numbers per row, or one and a float32 copy."""
+    row = shape.batch * shape.heads * shape.sum_itemsize
+    return rows * (row + max(row, row * shape.value_dim if converts else 0))

@@ -1,0 +1,260 @@
+"""Attention of one block of queries to one block of keys as Pallas kernels for TPUs: ``kernels`` with another inside.
+
+The grid goes through the heads and, for each, through the list of chunk pairs that the schedule allows; chunks come
+into vector memory as the list names them, and what belongs to a chunk of queries (in dk and dv: of keys) stays there
+as long as its pairs last. Scores are keys x queries, so that what a query has one of (maximum, sum, lse, delta) lies
+along lanes. On CPU the kernels are interpreted, for tests.
+
+F key/value heads of the batch (B x G), P query heads that share one, T query tokens, T' keys, D head size, E value
+head size, c = chunk of queries, c' = chunk of keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.jax.kernels.xla import Gradients, Kernel, State, parted, varying_like
+from ringspan.jax.program import IntArray, Pairs, Program, key_of, query_of
+
+_LANES: Final = 128  # of a vector register: what a chunk of queries must be a multiple of
+_SUBLANES: Final = 16  # of bfloat16: what a chunk of keys must be a multiple of
+_GRID: Final = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
+
+
+@dataclass(frozen=True)
+class PallasKernel(Kernel):
+    """The kernels."""
+
+    program: Program
+    pairs: Pairs
+
+    def forward(self, row: Array, q: Array, block: Array, state: State) -> State:
+        k, v = parted(block, q.shape[-1], state.total.shape[-1])
+        total = pltpu.VMEM((q.shape[1], v.shape[-1], self.program.query_size), state.total.dtype)
+        return State(*self._call(_forward, row, self.pairs.by_query, "qkkqqq", (q, k, v, *state), 3, total))
+
+    def backward(
+        self, row: Array, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
+    ) -> Gradients:
+        k, v = parted(block, q.shape[-1], dout.shape[-1])
+        arrays = q, k, v, dout, lse, delta
+        (dq,) = self._call(_backward_queries, row, self.pairs.by_query, "qkkqqqq", (*arrays, dq), 1)
+        zeros = [varying_like(jnp.zeros(x.shape, lse.dtype), dq) for x in (k, v)]
+        return Gradients(dq, *self._call(_backward_keys, row, self.pairs.by_key, "qkkqqqkk", (*arrays, *zeros), 2))
+
+    def _call(
+        self,
+        body: Callable[..., None],
+        row: Array,
+        table: IntArray,
+        kinds: str,
+        arrays: tuple[Array, ...],
+        updated: int,
+        *scratch: Any,
+    ) -> list[Array]:
+        """``body(pair, *references)`` for each pair in a row of a table; the last ``updated`` arrays as it has updated
+        them, in place.
+
+        ``kinds`` has a letter for each array: q where its chunks are those of the queries, k where of the keys.
+        """
+        num_pairs, pairs = (jnp.asarray(x)[row].reshape(-1) for x in (self.pairs.num, table))
+        lists, bands = (jnp.asarray(x).reshape(-1) for x in (self.pairs.lists, self.program.bands))
+        tables = num_pairs, pairs, lists, bands
+        specs = [_spec(kind, x, self.program) for kind, x in zip(kinds, arrays, strict=True)]
+        results = arrays[-updated:]
+
+        def run(*references: Any) -> None:
+            step, last, shared = pl.program_id(1), pl.num_programs(1) - 1, arrays[0].shape[1]
+            pair = _Pair(self, *references[: len(tables)], step=step, last=last, shared=shared)
+            body(pair, *references[len(tables) :])
+
+        return pl.pallas_call(
+            run,
+            [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type) for x in results],
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(tables),
+                grid=(len(arrays[0]), len(pairs) // 2),
+                in_specs=specs,
+                out_specs=specs[-updated:],
+                scratch_shapes=scratch,
+            ),
+            input_output_aliases={len(tables) + len(arrays) - updated + n: n for n in range(updated)},
+            compiler_params=_GRID,
+            interpret=is_interpreted(),
+            name=body.__name__.strip("_"),
+        )(*tables, *arrays)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The pair of chunks that a step of the grid computes, and its neighbours in the list."""
+
+    kernel: PallasKernel
+    num_pairs: Any  # references to the tables, in scalar memory
+    pairs: Any
+    lists: Any
+    bands: Any
+    step: Any  # of the grid: the place in the list
+    last: Any
+    shared: int  # P
+
+    def changes(self, bits: Callable[[Any], Any]) -> tuple[Array, Array]:
+        """Whether this is the first, and the last, of consecutive pairs with the same chunk of queries, or of keys."""
+        step, last = self.step, self.last
+        here, before, behind = (
+            bits(self.pairs[2 * n]) for n in (step, jnp.maximum(step - 1, 0), jnp.minimum(step + 1, last))
+        )
+        return (step == 0) | (here != before), (step == last) | (here != behind)
+
+    def compute(self, one: Callable[[int, Array | None], None]) -> None:
+        """``one(head, allowed)`` for the query heads that share a key: nothing behind the list's end; ``allowed`` is
+        None where the pair is whole.
+        """
+        cut, is_listed = self.pairs[2 * self.step + 1], self.step < self.num_pairs[0]
+
+        def heads(allowed: Array | None) -> None:
+            for head in range(self.shared):
+                one(head, allowed)
+
+        pl.when(is_listed & (cut < 0))(lambda: heads(None))
+        pl.when(is_listed & (cut >= 0))(lambda: heads(self._allowed(cut)))
+
+    def _allowed(self, cut: Array) -> Array:
+        """Which pairs of queries and keys any of the bands allows. bool (c', c)."""
+        program, where = self.kernel.program, self.pairs[2 * self.step]
+        shape = program.key_size, program.query_size
+        column = key_of(where) * program.key_size + lax.broadcasted_iota(jnp.int32, shape, 0)
+        row = query_of(where) * program.query_size + lax.broadcasted_iota(jnp.int32, shape, 1)
+        first, count = self.lists[2 * cut], self.lists[2 * cut + 1]
+
+        def inside(n: Array, seen: Array) -> Array:
+            q0, q1, k0, k1, lo, hi = (self.bands[6 * (first + n) + i] for i in range(6))
+            here = (row >= q0) & (row < q1) & (column >= k0) & (column < k1)
+            here &= (row - column >= lo) & (row - column <= hi)
+            return seen | here.astype(jnp.int32)
+
+        return lax.fori_loop(jnp.zeros_like(count), count, inside, jnp.zeros(shape, jnp.int32)) > 0
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run step by step, as on CPU."""
+    return jax.default_backend() == "cpu"
+
+
+def check_chunks(program: Program) -> None:
+    """Refuse chunks that the kernels cannot cut out.
+
+    Raises:
+        UnsupportedError: chunks that overlap or, but where the kernels are interpreted, do not fill registers.
+    """
+    queries, keys = program.query_size, program.key_size
+    if not program.is_even:
+        raise UnsupportedError(
+            f"kernel='pallas': chunks of {queries} queries and {keys} keys do not divide a rank's tokens (in zigzag "
+            "each half); pass query_chunk and key_chunk that do, or a longer layout"
+        )
+    if not is_interpreted() and (queries % _LANES or keys % _SUBLANES):
+        raise UnsupportedError(
+            f"kernel='pallas': a TPU needs chunks of a multiple of {_LANES} queries and {_SUBLANES} keys, these have "
+            f"{queries} and {keys}; pass query_chunk and key_chunk"
+        )
+
+
+def _forward(pair: _Pair, q, k, v, total_in, top_in, sum_in, total, top, sum_, sums) -> None:
+    """A step of FlashAttention's recurrence; the unnormalised result is (E, c) meanwhile, like the scores."""
+    is_first, is_last = pair.changes(query_of)
+
+    @pl.when(is_first)
+    def start():
+        top[...], sum_[...] = top_in[...], sum_in[...]
+        for head in range(pair.shared):
+            sums[head] = total_in[0, head].T
+
+    def one(head: int, allowed: Array | None) -> None:
+        scores, _ = pair.kernel.scores(_dot(k[0], q[0, head], 1, 1, sums.dtype))
+        if allowed is not None:
+            scores = jnp.where(allowed, scores, -jnp.inf)
+        old = top[0, pl.ds(head, 1)]
+        new = jnp.maximum(old, scores.max(0, keepdims=True))
+        p, kept = jnp.exp(scores - new), jnp.exp(old - new)
+        top[0, pl.ds(head, 1)] = new
+        sum_[0, pl.ds(head, 1)] = sum_[0, pl.ds(head, 1)] * kept + p.sum(0, keepdims=True)
+        sums[head] = sums[head] * kept + _dot(v[0], p.astype(v.dtype), 0, 0, sums.dtype)
+
+    pair.compute(one)
+
+    @pl.when(is_last)
+    def finish():
+        for head in range(pair.shared):
+            total[0, head] = sums[head].T
+
+
+def _backward_queries(pair: _Pair, q, k, v, dout, lse, delta, dq_in, dq) -> None:
+    """dq = ds k."""
+    is_first, _ = pair.changes(query_of)
+
+    @pl.when(is_first)
+    def start():
+        dq[...] = dq_in[...]
+
+    def one(head: int, allowed: Array | None) -> None:
+        _, ds = _derivatives(pair, head, allowed, q, k, v, dout, lse, delta)
+        dq[0, head] += _dot(ds, k[0], 0, 0, dq.dtype)
+
+    pair.compute(one)
+
+
+def _backward_keys(pair: _Pair, q, k, v, dout, lse, delta, dk_in, dv_in, dk, dv) -> None:
+    """dk = ds^T q, dv = p^T dout."""
+    is_first, _ = pair.changes(key_of)
+
+    @pl.when(is_first)
+    def start():
+        dk[...], dv[...] = dk_in[...], dv_in[...]
+
+    def one(head: int, allowed: Array | None) -> None:
+        p, ds = _derivatives(pair, head, allowed, q, k, v, dout, lse, delta)
+        dk[0] += _dot(ds, q[0, head], 1, 0, dk.dtype)
+        dv[0] += _dot(p, dout[0, head], 1, 0, dv.dtype)
+
+    pair.compute(one)
+
+
+def _derivatives(pair: _Pair, head: int, allowed: Array | None, q, k, v, dout, lse, delta) -> tuple[Array, Array]:
+    """Probabilities, and the loss's derivatives by the products of queries and keys; (c', c), in q's dtype."""
+    scores, slope = pair.kernel.scores(_dot(k[0], q[0, head], 1, 1, lse.dtype))
+    if allowed is not None:
+        scores = jnp.where(allowed, scores, -jnp.inf)
+    p = jnp.exp(scores - lse[0, pl.ds(head, 1)])
+    dp = _dot(v[0], dout[0, head], 1, 1, lse.dtype)
+    ds = p * (dp - delta[0, pl.ds(head, 1)]) * slope
+    return p.astype(q.dtype), ds.astype(q.dtype)
+
+
+def _spec(kind: str, x: Array, program: Program) -> pl.BlockSpec:
+    """The chunk of an array that a step of the grid sees: (F, T', ...) by keys, (F, P, T, ...) by queries."""
+
+    def index(head: Any, number: Any, num_pairs: Any, pairs: Any, lists: Any, bands: Any) -> tuple[Any, ...]:
+        where = pairs[2 * number]
+        chunk = (0, query_of(where)) if kind == "q" else (key_of(where),)
+        return (head, *chunk, 0)[: x.ndim]
+
+    chunk = (x.shape[1], program.query_size) if kind == "q" else (program.key_size,)
+    return pl.BlockSpec((1, *chunk, *x.shape[len(chunk) + 1 :]), index)
+
+
+def _dot(a: Array, b: Array, over_a: int, over_b: int, dtype: Any) -> Array:
+    """A product of two matrices with accumulation, in the precision that their dtypes promise.
+
+    Not that of ``kernels``: the TPU's compiler refuses the highest precision for bfloat16, which has no other.
+    """
+    precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+    contracted = ((over_a,), (over_b,)), ((), ())
+    return lax.dot_general(a, b, contracted, precision=precision, preferred_element_type=dtype)

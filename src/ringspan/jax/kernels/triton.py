@@ -1,0 +1,144 @@
+"""Attention of one block of queries to one block of keys by the Triton programs of ``ringspan.gpu``, which jax-triton
+launches: ``kernels`` with another inside.
+
+A launch computes all tiles of a block, whatever their bands; which they are, the program reads from the table of this
+rank and hop. A running (out, lse) goes in and comes out, so nothing merges partial results. Results are arrays of their
+own, not written over what they are added to, which is what jax-triton's versions agree on.
+
+F key/value heads of the batch (B x G), P query heads that share one, T query tokens, T' keys, D head size, E value
+head size.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ringspan.gpu.support import LARGEST_HEADS, interprets_triton, is_installed
+from ringspan.jax.kernels.xla import Gradients, Kernel, parted, varying_like
+from ringspan.jax.program import Tables
+
+
+class Partial(NamedTuple):
+    """The running result of some queries, in float32."""
+
+    out: Array  # (F, P, T, E)
+    lse: Array  # (F, P, T), -inf where a row has seen no key
+
+
+@dataclass(frozen=True)
+class TritonKernel(Kernel):
+    """Launches them."""
+
+    program: Tables
+
+    def start(self, rows: tuple[int, ...], size: int, dtype: Any) -> Partial:
+        return Partial(jnp.zeros((*rows, size), dtype), jnp.full(rows, -jnp.inf, dtype))
+
+    def finish(self, state: Partial) -> tuple[Array, Array]:
+        return state
+
+    def forward(self, row: Array, q: Array, block: Array, state: Partial) -> Partial:
+        k, v = (x[:, None] for x in parted(block, q.shape[-1], state.out.shape[-1]))  # one head for each of the batch
+        return Partial(*self._launch("forward", row, (q, k, v, *state), q, v, 2))
+
+    def backward(
+        self, row: Array, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
+    ) -> Gradients:
+        k, v = (x[:, None] for x in parted(block, q.shape[-1], dout.shape[-1]))
+        # The second dout stands for out, which nobody reads where delta is known.
+        arrays = dout, q, k, v, dout, lse, delta, dq
+        (dq,) = self._launch("backward_queries", row, arrays, q, v, 1, without_strides=delta, HAS_DELTA=True)
+        zeros = [varying_like(jnp.zeros(x.shape, lse.dtype), dq) for x in (k, v)]
+        arrays = dout, q, k, v, lse, delta, *zeros
+        dk, dv = self._launch("backward_keys", row, arrays, q, v, 2, without_strides=delta)
+        return Gradients(dq, dk[:, 0], dv[:, 0])
+
+    def _launch(
+        self,
+        name: str,
+        row: Array,
+        arrays: tuple[Array, ...],
+        q: Array,
+        v: Array,
+        updated: int,
+        *,
+        without_strides: Array | None = None,
+        **options: Any,
+    ) -> list[Array]:
+        """The last ``updated`` arrays as a program has updated them. Its arguments, in order: arrays, what it reads
+        only where there are slopes, tables, numbers, strides, results.
+        """
+        from jax_triton import triton_call
+
+        from ringspan.gpu import tuning
+
+        program, (heads, num_rows), num_keys = self.program, q.shape[1:3], v.shape[2]
+        if name == "backward_keys":
+            lists, block, programs = (program.first_of_keys, program.which_of_keys), "KEYS", (num_keys, len(q))
+            sizes = num_rows, num_keys, q.shape[-1], v.shape[-1]
+        else:
+            lists, block, programs = (program.first_of_rows, program.which_of_rows), "ROWS", (num_rows, len(q) * heads)
+            sizes = num_rows, q.shape[-1], v.shape[-1]
+        tables = [jnp.asarray(x)[row] for x in (program.tiles, *lists)]
+        is_new = "out_type" in signature(triton_call).parameters
+        number = float if is_new else np.float32  # an older one makes a float64 of a float
+        strides = [stride for x in arrays if x is not without_strides for stride in _strides(x)]
+        numbers = [heads, heads, *sizes, number(self.scale), number(self.softcap or 0), 0, *strides]
+        options |= tuning.options(
+            q.shape[-1], v.shape[-1], is_float32=q.dtype == jnp.float32, has_cap=self.softcap is not None
+        )
+        first = len(arrays) + 3 + len(tables)
+        row_bytes = max(options["SIZE"], options["VALUE_SIZE"]) * q.dtype.itemsize
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[-updated:]]
+        found = triton_call(
+            *arrays, q, q, q, *tables, *numbers,
+            kernel=_tuned(name, row_bytes, first, first + len(numbers)),
+            **{"out_type" if is_new else "out_shape": results},
+            grid=lambda meta: (-(-programs[0] // meta[block]), programs[1]),
+            IN_PLACE=False,
+            **options,
+        )  # fmt: skip
+        return [varying_like(x, q, v) for x in found]  # jax-triton does not say along which mesh axes results differ
+
+
+def why_not(q: Any, v: Any) -> str | None:
+    """Why the programs do not compute attention of these arrays here; None if they do."""
+    if jax.default_backend() != "gpu" and not interprets_triton():
+        return f"it is for GPUs, not for {jax.default_backend()}"
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    if capability[:1].isdigit() and float(capability) < 8:  # AMD's say gfx and a number
+        return f"it needs compute capability 8.0, this device has {capability}"
+    if not is_installed("jax_triton"):
+        return "jax-triton is not installed (pip install jax-triton)"
+    if q.dtype.name not in LARGEST_HEADS:
+        return f"it computes bfloat16, float16 and float32, not {q.dtype}"
+    size, largest = max(q.shape[-1], v.shape[-1]), LARGEST_HEADS[q.dtype.name]
+    return None if size <= largest else f"its heads have at most {largest} numbers in {q.dtype}, these have {size}"
+
+
+@lru_cache(maxsize=64)
+def _tuned(name: str, row_bytes: int, first: int, stop: int) -> Any:
+    """A program with the best of its blocks for heads whose padded row takes so many bytes, tried when it first runs;
+    its arguments [first, stop) are numbers.
+    """
+    import triton
+
+    from ringspan.gpu import attention, tuning
+
+    program = getattr(attention, name)
+    if interprets_triton():
+        return tuning.interpreted(program)
+    blocks = getattr(attention, name.upper())
+    return triton.autotune(blocks.configs(row_bytes), key=program.arg_names[first:stop])(program)
+
+
+def _strides(x: Array) -> list[int]:
+    """Of batch, heads and tokens."""
+    return [prod(x.shape[n + 1 :]) for n in range(3)]

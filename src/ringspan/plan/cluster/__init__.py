@@ -1,0 +1,1 @@
+"""Accelerators, and looking them up."""

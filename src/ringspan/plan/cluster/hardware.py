@@ -1,0 +1,142 @@
+"""Looking an accelerator up by what people call it, or reading one that is given by hand; blocks that hide sending."""
+
+import re
+from dataclasses import replace
+from typing import Any, Final
+
+from ringspan.core.errors import ConfigError
+from ringspan.plan.cluster.devices import DEVICES, GIGA, OTHER_NAMES, Device
+from ringspan.plan.names import normal, unknown
+
+__all__ = ["DEVICES", "Device", "device", "min_block_tokens", "min_tokens_per_device"]
+
+# Words in the names that vendors and libraries give a device which do not tell it from another one here.
+_NOISE: Final = re.compile(
+    "nvidia|amd|google|cloud|geforce|instinct|tesla|quadro|gpu|accelerator|generation|blackwell|server|workstation|"
+    r"edition|oam|nvl72|sxm\d?|hbm\d?e?"
+)
+_FORM: Final = re.compile(r"(?<=\d)(sxm\d?|hbm\d?e?)$")  # written without a separator, as in H100SXM
+
+
+def min_block_tokens(flops: float, bandwidth: float) -> float:
+    """Tokens c of a block from which computing hides sending: ``4 d c^2 / F >= 4 c d / B``, so ``c = F / B``.
+
+    A query block meets a key block in 4 d c^2 FLOPs, while 2 tensors of c x d bfloat16 numbers travel. Heads do not
+    matter; grouped key/value heads, causal masks and float32 change the constant, which ``cost`` accounts for.
+    Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
+    """
+    return flops / bandwidth
+
+
+def min_tokens_per_device(block_tokens: float) -> float:
+    """A ring holds six blocks at least: query, current and next key and value, and output (same source)."""
+    return 6 * block_tokens
+
+
+_BY_HAND: Final = (
+    "flops",
+    "memory_bytes",
+    "intra_node_bandwidth",
+    "inter_node_bandwidth",
+    "devices_per_node",
+    "memory_bandwidth",
+    "host_bandwidth",
+    "host_memory_bytes",
+)
+_WHOLE: Final = ("memory_bytes", "devices_per_node", "host_memory_bytes")
+_MOST: Final = 1e21  # FLOP/s, bytes, bytes/s: a million times what a device has, and far from what numbers overflow at
+
+
+def device(text: str) -> Device:
+    """A device of the table, or one given by hand.
+
+    Case, separators and the vendor's words do not matter: ``h100``, ``H100-SXM``, ``h100_80gb``, ``NVIDIA H100 80GB
+    HBM3``, ``Trillium``. A name of two devices is taken for the more common one, and ``note`` says so.
+
+    By hand: ``flops=2e12,memory_bytes=16e9,intra_node_bandwidth=1e10,inter_node_bandwidth=1e9,devices_per_node=4``;
+    the last two may be left out (one node), ``memory_bandwidth``, ``host_bandwidth`` and ``host_memory_bytes`` may be
+    added, without the latter two nothing is offloaded, and a table name may come first, to change some of its values:
+    ``h100,inter_node_bandwidth=25e9``.
+
+    Raises:
+        ConfigError: an unknown name (near ones are listed) or a value that is not a positive number.
+    """
+    name, *changes = text.split(",")
+    if "=" in name:
+        base, changes = None, [name, *changes]
+    else:
+        base = _named(name)
+    values = dict(_read(change) for change in changes)
+    if base is not None:
+        return _replace(base, values | ({"title": f"{base.title}, changed"} if values else {}))
+    missing = [field for field in _BY_HAND[:3] if field not in values]
+    if missing:
+        raise ConfigError(f"--device {text!r}: a device given by hand also needs {', '.join(missing)}")
+    defaults = {"inter_node_bandwidth": values["intra_node_bandwidth"], "devices_per_node": 1 << 30}
+    return _replace(_Unnamed, {**defaults, **values})
+
+
+def _named(name: str) -> Device:
+    """The device of the table that goes by this name."""
+    if normal(name) in DEVICES:
+        return DEVICES[normal(name)]
+    found, other = _NAMES.get(_essence(name), ("", ""))
+    if not found:
+        raise unknown("device", name, DEVICES, "; or give one by hand: flops=...,memory_bytes=...")
+    if not other:
+        return DEVICES[found]
+    title, second = DEVICES[found].title, DEVICES[other].title
+    note = f"--device {name.strip()} is taken as {title} ({found}); write {other} for {second}"
+    return replace(DEVICES[found], note=note)
+
+
+def _essence(name: str) -> str:
+    """What tells a device's name from others: letters and digits, without the vendor's words."""
+    words = re.split("[^a-z0-9]+", name.lower())
+    return "".join(_FORM.sub("", word) for word in words if not _NOISE.fullmatch(word))
+
+
+def _all_names() -> dict[str, tuple[str, str]]:
+    """Name, title, and name with the memory of each device, and the other names: ``_essence`` of each."""
+    names = {_essence(name): devices for name, devices in OTHER_NAMES.items()}
+    for name, each in DEVICES.items():
+        sized = f"{name} {each.memory_bytes // GIGA} gb"
+        names |= {_essence(one): (name, "") for one in (name, each.title, sized)}
+    return names
+
+
+_NAMES: Final = _all_names()
+
+_Unnamed: Final = Device(
+    name="by-hand",
+    title="device given by hand",
+    flops=1,
+    memory_bytes=1,
+    intra_node_bandwidth=1,
+    inter_node_bandwidth=1,
+    devices_per_node=1,
+)
+
+
+def _read(change: str) -> tuple[str, float]:
+    field, _, number = change.partition("=")
+    field = field.strip()
+    if field not in _BY_HAND:
+        raise unknown("property of a device", field, _BY_HAND)
+    try:
+        value = float(number)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"--device: {field}={number!r} should be a positive number")
+    if not 1 <= value <= _MOST:
+        raise ConfigError(
+            f"--device: {field}={number}: should be between 1 and {_MOST:.0e}, in bytes, FLOP and seconds"
+        )
+    if field in _WHOLE and not value.is_integer():
+        raise ConfigError(f"--device: {field}={number}: should be a whole number")
+    return field, value
+
+
+def _replace(base: Device, values: dict[str, Any]) -> Device:
+    return replace(base, **{name: int(value) if name in _WHOLE else value for name, value in values.items()})

@@ -1,0 +1,1 @@
+"""FLOPs, seconds and bytes of one way to run a step."""

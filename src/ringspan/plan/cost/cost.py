@@ -1,0 +1,271 @@
+"""FLOPs, bytes on links and seconds of a training step.
+
+Attention is timed in ``passes``, from the schedules that the ring carries out; the rest here. S tokens of a sequence, T
+tokens of a rank, C hidden size, H, G heads, D head size, N ranks of the ring, P of tensor parallelism.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+from ringspan.core.schedule.timing import Pass, Speeds
+from ringspan.core.schedule.workspace import Shape
+from ringspan.plan.cluster.hardware import Device
+from ringspan.plan.cost.memory import local_parameter_bytes, saved_per_token
+from ringspan.plan.cost.passes import Passes, attention_passes, causal_pairs
+from ringspan.plan.cost.setting import Setting
+from ringspan.plan.model.shapes import ModelShape
+
+_GRADIENT_BYTES: Final = 4  # FSDP reduces in float32
+# AdamW on the host: gradients and weights go there, weights come back; it reads four numbers per weight and writes
+# three.
+_HOST_STEP_COPIES: Final = 3
+_HOST_STEP_ACCESSES: Final = 7
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """One training step of the whole cluster.
+
+    ``flops`` are the model's, of forward and backward over all sequences, without what checkpointing computes again.
+    Bytes are what arrives at one rank: for attention (blocks, what is made of them, heads traded for tokens), for FSDP
+    (parameters and their gradients), for tensor parallelism (sums), and the same by link; ``host_bytes`` is what goes
+    to the host and comes back.
+    """
+
+    flops: float
+    seconds: float
+    compute_seconds: float
+    ring_bytes: float
+    shard_bytes: float
+    tensor_bytes: float
+    intra_node_bytes: float
+    inter_node_bytes: float
+    host_bytes: float
+    tokens: int
+    mfu: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        return self.seconds - self.compute_seconds
+
+
+def model_flops(shape: ModelShape, length: int) -> float:
+    """FLOPs of forward and backward over one sequence: 6 a weight and token, and 3 x 4 x D a causal pair and head."""
+    pairs = sum(causal_pairs(length, window) for window in shape.layer_windows)
+    return 6.0 * shape.matrix_parameters * length + 12.0 * shape.query_size * pairs
+
+
+def step_cost(
+    shape: ModelShape, setting: Setting, device: Device, batch: int, attention: Passes = attention_passes
+) -> StepCost:
+    """Time of a step of ``batch`` sequences: micro-steps of ``setting.batch`` sequences on each of the replicas, whose
+    gradients are summed in the last one.
+
+    Attention takes what ``attention`` says; the sums of tensor parallelism wait; parameters, gradients and what goes to
+    the host travel beside the computation, and no link carries more than it can. The optimizer's own time (but on the
+    host), the loss of the first and last hop's overlap and launches are left out.
+    """
+    steps = ((setting.micro_steps(batch) - 1, False), (1, True))
+    kinds = Counter(shape.layer_windows)
+    parts: list[tuple[int, _Time]] = []
+    for repeats, is_last in (step for step in steps if step[0]):
+        times = _LayerTimes(shape, setting, device, attention, is_last=is_last)
+        parts.append((repeats, times.root()))
+        parts += [(repeats * count, times.layer(window)) for window, count in kinds.items()]
+
+    def total(field: str) -> float:
+        return sum(count * getattr(part, field) for count, part in parts)
+
+    flops = batch * model_flops(shape, setting.length)
+    seconds, copied = total("seconds"), 0
+    if setting.optimizer_on_host:
+        numbers = local_parameter_bytes(shape, setting)
+        copied = _HOST_STEP_COPIES * numbers
+        # The host's memory is taken to be as fast as the device's link to it.
+        seconds += (copied + _HOST_STEP_ACCESSES * numbers) / device.host_bandwidth
+    return StepCost(
+        flops=flops,
+        seconds=seconds,
+        compute_seconds=total("compute"),
+        ring_bytes=total("ring_bytes"),
+        shard_bytes=total("shard_bytes"),
+        tensor_bytes=total("tensor_bytes"),
+        intra_node_bytes=total("intra_bytes"),
+        inter_node_bytes=total("inter_bytes"),
+        host_bytes=total("host_bytes") + copied,
+        tokens=batch * setting.length,
+        mfu=flops / (seconds * device.flops * setting.devices),
+    )
+
+
+@dataclass(frozen=True)
+class _Time:
+    """Of one layer, or of all that is no layer."""
+
+    compute: float
+    seconds: float
+    ring_bytes: float
+    shard_bytes: float
+    tensor_bytes: float
+    intra_bytes: float
+    inter_bytes: float
+    host_bytes: float
+
+
+class _LayerTimes:
+    """Seconds of one layer, forward and backward, on one rank, in the last micro-step or in one before."""
+
+    def __init__(
+        self, shape: ModelShape, setting: Setting, device: Device, attention: Passes, *, is_last: bool
+    ) -> None:
+        self.is_last = is_last
+        self.passes = attention
+        self.shape, self.setting, self.device = shape.split(setting.tp), setting, device
+        self.root_sums = 2 if self.shape.vocab < shape.vocab else 0  # of the embedding, and of the head's gradient
+        self.kept = 0.0
+        if setting.offload == "activations":
+            self.kept = saved_per_token(shape, setting, shape.layers) / shape.layers
+        # Peak numbers are for half precision; float32 runs as TF32 at about half of it, at best.
+        self.peak = device.flops if setting.number_bytes < 4 else device.flops / 2
+        self.again = setting.checkpoint != "none"
+        self.attention_again = setting.checkpoint == "full"
+        # Of the layers, those whose outputs are made again for the inputs of a segment.
+        self.made_again = 1 - 1 / setting.layers_per_checkpoint
+
+    def matrices(self, weights: float) -> float:
+        """Seconds in which this rank's tokens are multiplied with so many of its weights."""
+        return 2.0 * weights * self.setting.tokens / (self.peak * self.device.matmul_efficiency)
+
+    def root(self) -> _Time:
+        """Embedding, head and loss."""
+        compute = 3 * self.matrices(self.shape.vocab * self.shape.hidden)
+        return self._time(compute, compute, self.shape.root_parameters, Pass(0, 0, 0, 0), sums=self.root_sums, kept=0)
+
+    def layer(self, window: int | None) -> _Time:
+        """One layer whose queries see so many keys."""
+        shape, setting = self.shape, self.setting
+        forward, backward = self.passes(
+            setting.layout, setting.length, setting.ring, window, setting.route, *self._attention()
+        )
+        passes = [forward, backward]
+        if self.attention_again:
+            passes += [forward, Pass(*(self.made_again * cost for cost in forward))]
+        times = 3 + self.made_again
+        if self.again:  # the feed-forward's last product need not be computed again; blocks of it need nothing more
+            times += 1
+        elif setting.feedforward_tokens:
+            times += shape.feedforward_parameters / shape.layer_matrix_parameters
+        matrices = times * self.matrices(shape.layer_matrix_parameters)
+        attention = Pass(*(sum(column) for column in zip(*passes, strict=True)))
+        return self._time(
+            matrices + attention.compute_seconds,
+            matrices + attention.seconds,
+            shape.layer_parameters,
+            attention,
+            # Of attention and feed-forward, forward and backward; of what is computed again.
+            sums=4 + bool(self.again) + bool(setting.feedforward_tokens) + 2 * self.made_again,
+            kept=self.kept,
+            # For forward and backward; for inputs that are made again those of all layers but the segment's last, the
+            # one before which stays for its own backward pass.
+            gathers=2 + max(0.0, 1 - 2 / setting.layers_per_checkpoint),
+        )
+
+    def _attention(self) -> tuple[Shape, Speeds]:
+        shape, setting, device = self.shape, self.setting, self.device
+        sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim
+        return (
+            Shape(setting.batch, *sizes, setting.number_bytes),
+            Speeds(
+                self.peak * device.attention_efficiency,
+                device.intra_node_bandwidth,
+                device.inter_node_bandwidth,
+                max(1, device.devices_per_node // setting.tp),  # neighbours of a ring are as far apart as tp groups
+            ),
+        )
+
+    def _time(
+        self,
+        compute: float,
+        seconds: float,
+        parameters: int,
+        attention: Pass,
+        *,
+        sums: float,
+        kept: float,
+        gathers: float = 2,
+    ) -> _Time:
+        """With what FSDP and tensor parallelism send; nothing is done before every link has carried its bytes."""
+        setting, device = self.setting, self.device
+        gathered, reduced = self._shard_bytes(parameters, gathers)
+        hidden = setting.tokens * self.shape.hidden * setting.number_bytes
+        tensor = sums * 2 * (1 - 1 / setting.tp) * hidden  # a sum is reduced in parts, which are then gathered
+        host = 2.0 * setting.tokens * kept
+        carried = {True: attention.intra_node_bytes, False: attention.inter_node_bytes}
+        apart = setting.tp * setting.ring
+        for num_bytes, ranks, distance in (
+            (tensor, setting.tp, 1),
+            (gathered, setting.ring, setting.tp),
+            (reduced, setting.replicate, apart),
+        ):
+            for inside, share in _shares(ranks, distance, device.devices_per_node).items():
+                carried[inside] += num_bytes * share
+        waited = tensor / device.bandwidth(setting.tp)
+        busiest = max(carried[True] / device.intra_node_bandwidth, carried[False] / device.inter_node_bandwidth)
+        seconds = max(seconds + waited, busiest)
+        if host:  # there in the forward pass, a quarter of the layer, and back in the other three
+            one_way = host / 2 / device.host_bandwidth
+            seconds += max(0.0, one_way - seconds / 4) + max(0.0, one_way - seconds * 3 / 4)
+        return _Time(
+            compute=compute,
+            seconds=seconds,
+            ring_bytes=attention.intra_node_bytes + attention.inter_node_bytes,
+            shard_bytes=gathered + reduced,
+            tensor_bytes=tensor,
+            intra_bytes=carried[True],
+            inter_bytes=carried[False],
+            host_bytes=host,
+        )
+
+    def _shard_bytes(self, parameters: int, gathers: float) -> tuple[float, float]:
+        """What FSDP brings for some parameters: gathered over a ring so many times and gradients reduced; the sums of
+        the replicas' gradients.
+        """
+        setting = self.setting
+        around = parameters * (1 - 1 / setting.ring) * (gathers * setting.number_bytes + _GRADIENT_BYTES)
+        across = 2 * (1 - 1 / setting.replicate) * parameters / setting.ring * _GRADIENT_BYTES
+        return around, across if self.is_last else 0.0
+
+
+def _shares(ranks: int, distance: int, per_node: int) -> dict[bool, float]:
+    """Of what a collective brings to a rank, the shares that its links inside and outside of the node carry.
+
+    The rings of a collective library run through all ranks of a node and leave it by each one's adapter in turn.
+    """
+    together = max(1, min(ranks, per_node // distance))
+    if together == ranks:
+        return {True: 1.0}
+    return {True: 1.0 if together > 1 else 0.0, False: 1 / together}
+
+
+def dataset_flops_ratio(hidden: int, length: int, base_length: int) -> float:
+    """How much dearer a dataset becomes at a longer context: ``(6 C + S2) / (6 C + S1)``.
+
+    From 24 C^2 + 4 S C FLOPs per token and layer (Liu, Zaharia, Abbeel 2023, appendix D), causal or not.
+    """
+    return (6 * hidden + length) / (6 * hidden + base_length)
+
+
+def block_tokens_for_overlap(shape: ModelShape, setting: Setting, device: Device, bandwidth: float) -> float:
+    """Tokens of a rank from which this model's forward hop computes longer than its block takes on a link.
+
+    ``c = F e / B`` (see ``hardware.min_block_tokens``) with the attention that is reached, G/H of the heads to send,
+    and half of the pairs when a causal mask is balanced over the ring.
+    """
+    reached = device.flops * device.attention_efficiency
+    causal_share = 0.5 if setting.ring > 1 else 1.0
+    return reached / bandwidth * (shape.kv_heads / shape.heads) * (setting.number_bytes / 2) / causal_share

@@ -1,0 +1,103 @@
+"""What the loop of ``torch/attention/ring.py`` holds in its backward pass, by ``core/schedule/events.py``."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import gcd
+from typing import Final
+
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import causal
+from ringspan.core.names import LayoutName
+from ringspan.core.schedule.events import Accumulate, Compute, Convert, Free, Make, Part, backward
+from ringspan.core.schedule.launch import pieces
+from ringspan.core.schedule.route import Route
+from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.workspace import Returning, Shape
+
+_MOST_NODES: Final = 8  # beyond, what is held grows by the same with each node; of a single ring every rank is one
+_TOKENS: Final = 64  # of a rank in the schedule that is walked: what is held grows with them
+
+
+@dataclass(frozen=True)
+class Held:
+    """At the highest moment: what is computed with (sums, a tile's gradients), and what is in transit."""
+
+    sums: float
+    in_transit: float
+
+    @property
+    def total(self) -> float:
+        return self.sums + self.in_transit
+
+    def times(self, factor: float) -> "Held":
+        return Held(self.sums * factor, self.in_transit * factor)
+
+
+def loop_bytes(
+    layout: LayoutName,
+    ranks: int,
+    route: Route,
+    query_numbers: int,
+    kv_numbers: int,
+    groups: int,
+    number_bytes: int,
+    gradient_bytes: int | None = None,
+) -> Held:
+    """Bytes for each token of a rank, on the first or the last rank, whichever holds more.
+
+    ``query_numbers`` and ``kv_numbers`` (keys and values together) are those of one token over all heads; ``groups`` of
+    heads go through the loop one after the other. Numbers have ``number_bytes``, those of dk and dv ``gradient_bytes``
+    where these are more. A route without Ulysses groups, a causal mask.
+    """
+    unit = gcd(query_numbers, kv_numbers)
+    shares = query_numbers // unit, kv_numbers // unit
+    types = number_bytes, gradient_bytes or number_bytes
+    return _share(layout, ranks, route, *shares, min(groups, 2), types).times(unit / groups)
+
+
+def tile_pairs(layout: LayoutName, tokens: int) -> int:
+    """``Schedule.tile_pairs`` of a causal mask on any number of ranks, above one, of so many tokens."""
+    one = plan(Layout(layout, 2 * _TOKENS, 2), causal(), 0).tile_pairs
+    return one * tokens**2 // _TOKENS**2
+
+
+@lru_cache(maxsize=1024)
+def _share(
+    layout: LayoutName,
+    ranks: int,
+    route: Route,
+    query_numbers: int,
+    kv_numbers: int,
+    groups: int,
+    types: tuple[int, int],
+) -> Held:
+    """``loop_bytes`` of all heads of one group, of which there are one or more."""
+    large, small = _MOST_NODES * route.inner, _MOST_NODES // 2 * route.inner
+    if ranks > large:
+        most, less = (_share(layout, n, route, query_numbers, kv_numbers, groups, types) for n in (large, small))
+        beyond = (ranks - large) / (large - small)
+        sums, in_transit = most.sums - less.sums, most.in_transit - less.in_transit
+        return Held(most.sums + sums * beyond, most.in_transit + in_transit * beyond)
+    split = Layout(layout, _TOKENS * ranks, ranks)
+    shape = Shape(1, query_numbers * groups, kv_numbers * groups, 1, 0, types[0])
+    parts = (
+        Part(
+            plan(split, causal(), rank, None, route), shape, _TOKENS, _TOKENS, head_groups=groups, kv_itemsize=types[1]
+        )
+        for rank in {0, ranks - 1}
+    )
+    walks = (_walk(replace(part, kernel=Returning(part.group, pieces))) for part in parts)
+    return max(walks, key=lambda held: held.total).times(1 / _TOKENS)
+
+
+def _walk(part: Part) -> Held:
+    """The highest moment of a backward pass."""
+    highest, sums, in_transit = Held(0, 0), 0, 0
+    for event in backward(part):
+        if isinstance(event, Make | Free):
+            change = event.buffer.num_bytes if isinstance(event, Make) else -event.buffer.num_bytes
+            sums, in_transit = (sums + change, in_transit) if event.buffer.is_sum else (sums, in_transit + change)
+        taken = event.num_bytes if isinstance(event, Compute | Convert | Accumulate) else 0
+        if sums + in_transit + taken > highest.total:
+            highest = Held(sums + taken, in_transit)
+    return highest

@@ -1,0 +1,357 @@
+"""Bytes that one rank holds in a training step, by formula: what ``dryrun`` traces, in microseconds.
+
+The step is ours: FSDP2 over the ring, AdamW, checkpointed layers, the blockwise loss. A step has a few moments that can
+be the highest; each is written out below, and tests hold them against the trace.
+
+T tokens of this rank (all sequences of a micro-step), C hidden size, I intermediate size, H, G heads, D head size, V
+vocabulary, N ranks of the ring, U of a Ulysses group.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Final
+
+from ringspan.core.schedule.choice import head_groups
+from ringspan.core.schedule.route import Heads, Route, member_heads
+from ringspan.plan.cost.loop import loop_bytes, tile_pairs
+from ringspan.plan.cost.setting import Setting, check_setting
+from ringspan.plan.model.shapes import ModelShape
+
+ATTENTION_MOMENT: Final = "attention backward"  # the one that depends on the route
+
+_FLOAT32: Final = 4
+_LOSS_ROWS: Final = 4096  # rows of the head whose gradient the loss multiplies at once
+_INDICES: Final = 3 * 8  # tokens, positions and labels are int64
+_PIECES_AHEAD: Final = 3  # what offloading brings back ahead of its use: a layer's input, attention's result and lse
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The highest moment of a step: its name and bytes per category."""
+
+    moment: str
+    bytes: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+
+def training_memory(shape: ModelShape, setting: Setting) -> Memory:
+    """What a rank holds at the highest moment of a training step, once the optimizer has its state.
+
+    Raises:
+        ConfigError, UnsupportedError: see ``check_setting``.
+    """
+    check_setting(shape, setting)
+    step = _Step(shape, setting)
+    moments = (
+        step.gather(), step.loss(), step.loss_gradient(), *step.layers(), *step.embedding(), step.update()
+    )  # fmt: skip
+    return max(moments, key=lambda memory: memory.peak_bytes)
+
+
+def saved_per_token(shape: ModelShape, setting: Setting, layers: int) -> int:
+    """Bytes a token that the first ``layers`` layers keep from forward to backward, on the device or away from it.
+
+    ``full`` keeps a layer's input, or that of the first of ``layers_per_checkpoint``; ``attention`` also the ring's
+    results and their float32 log-sum-exps. A feed-forward in chunks keeps its input alone.
+    """
+    return _saved(shape.split(setting.tp), setting, layers)
+
+
+def _saved(local: ModelShape, setting: Setting, layers: int) -> int:
+    a = setting.number_bytes
+    if setting.checkpoint == "none":
+        parts = _layer_parts(local, setting)
+        return layers * (sum(parts.values()) - (parts["feedforward"] if setting.feedforward_tokens else 0))
+    kept = a * local.hidden * -(-layers // setting.layers_per_checkpoint)
+    if setting.checkpoint == "attention":
+        kept += layers * (a * local.query_size + _FLOAT32 * local.heads)
+    return kept
+
+
+def _norm(size: int, number_bytes: int, family: str = "llama", *, in_chunks: bool = False) -> int:
+    """What a norm over ``size`` numbers saves, its result for the next product included.
+
+    An RMS norm of transformers computes in float32: below that it keeps a float32 copy of its input, unless it runs in
+    chunks.
+    """
+    if family == "gpt2":
+        return 2 * number_bytes * size + 2 * _FLOAT32
+    if in_chunks:
+        return 2 * number_bytes * size
+    return _FLOAT32 * size + _FLOAT32 + 2 * number_bytes * size
+
+
+def _layer_parts(shape: ModelShape, setting: Setting) -> dict[str, int]:
+    """Bytes a token of all that a layer saves without checkpointing, in the order in which it is made."""
+    a, in_chunks = setting.number_bytes, setting.norm_tokens > 0
+    heads = a * (shape.query_size + 2 * shape.kv_size)
+    if shape.qk_norm:  # inputs, in float32 and normed; the results are what rotates, which keeps nothing
+        inputs = shape.query_size + shape.kv_size
+        copies = 0 if in_chunks else _FLOAT32 * (inputs + shape.heads + shape.kv_heads)
+        heads += a * inputs + copies
+    norm = _norm(shape.hidden, a, shape.family, in_chunks=in_chunks)
+    return {
+        "norm": norm,
+        "heads": heads,
+        "attention": a * shape.query_size + _FLOAT32 * shape.heads,
+        "feedforward_norm": norm,
+        # gate, up, its activation and their product; the plain one's GELU is five operators that keep their inputs
+        "feedforward": (4 if shape.family == "llama" else 6) * a * shape.intermediate,
+    }
+
+
+class _Step:
+    """The moments of one step, on a rank that has its share of heads, feed-forward and vocabulary."""
+
+    def __init__(self, shape: ModelShape, setting: Setting) -> None:
+        self.shape, self.setting = shape.split(setting.tp), setting
+        self.a, self.p = setting.number_bytes, setting.parameter_bytes
+        self.tokens, self.ranks = setting.tokens, setting.ring
+        self.layer, self.root = self.shape.layer_parameters, self.shape.root_parameters
+        self.parameters = local_parameter_bytes(shape, setting)
+        self.hidden = self.tokens * self.a * shape.hidden
+        self.saved = partial(_saved, self.shape, setting)
+        rotary = 2 * self.a * shape.head_dim if shape.family == "llama" else 0
+        self.inputs = self.tokens * (_INDICES + rotary)
+        self.head = self.shape.vocab * shape.hidden
+        self.gathered = self.a * self.root  # the root's parameters stay whole from the first layer to the last gradient
+
+    def kept(self, layers: int, *, backward: bool = False) -> int:
+        """What so many layers keep on the device; offloaded, in backward, the few pieces that come back ahead.
+
+        In the backward pass of the layer behind them, also the inputs of its segment that were made again.
+        """
+        setting = self.setting
+        segment = setting.layers_per_checkpoint
+        again = max(0, layers % segment - 1) * self.hidden if backward else 0
+        if setting.offload == "none":
+            return self.tokens * self.saved(layers) + again
+        ahead = min(1, layers)
+        if setting.checkpoint == "full":  # each piece is the input of a segment
+            ahead = segment * min(_PIECES_AHEAD, layers // segment)
+        return self.tokens * self.saved(ahead) + again if backward else 0
+
+    def memory(
+        self, moment: str, *, activations: int = 0, temporaries: int = 0, communication: int = 0, gradients: int = 0
+    ) -> Memory:
+        return Memory(
+            moment,
+            {
+                "parameters": self.parameters,
+                "gradients": gradients,
+                "optimizer": 0 if self.setting.has_moments_on_host else 2 * self.parameters,
+                "activations": activations + self.inputs,
+                "temporaries": temporaries,
+                "communication": communication,
+            },
+        )
+
+    @property
+    def _last_norm(self) -> int:
+        """The last layer's result and what the final norm keeps of it."""
+        a, hidden, in_chunks = self.a, self.shape.hidden, self.setting.norm_tokens > 0
+        own_copy = a if self._norms_copy else 0
+        return self.tokens * (own_copy * hidden + _norm(hidden, a, self.shape.family, in_chunks=in_chunks))
+
+    @property
+    def _norms_copy(self) -> bool:
+        """Whether norms keep a float32 copy beside their input."""
+        return self.shape.family == "llama" and self.a < _FLOAT32 and not self.setting.norm_tokens
+
+    def gather(self) -> Memory:
+        """When the root's parameters have arrived and are copied to their places, the first layer's behind them."""
+        return self.memory("gathering", communication=2 * self.a * (self.root + self.layer))
+
+    def loss(self) -> Memory:
+        """While the loss computes gradients of a chunk of logits: ``ringspan.torch.data.cross_entropy.loss_bytes``."""
+        a, chunk = self.a, min(self.setting.loss_chunk_tokens, self.tokens)
+        logits = chunk * self.shape.vocab
+        chunk_bytes = _FLOAT32 * logits
+        if a < _FLOAT32:
+            chunk_bytes += a * logits + min(_LOSS_ROWS, self.shape.vocab) * self.shape.hidden * (a + _FLOAT32)
+        return self.memory(
+            "loss",
+            activations=self.kept(self.shape.layers) + self._last_norm,
+            temporaries=chunk_bytes + _FLOAT32 * self.head + self.hidden,
+            communication=self.gathered + self.a * self.layer,
+        )
+
+    def loss_gradient(self) -> Memory:
+        """When backward scales the head's float32 gradient where it is and turns it into the parameters' dtype."""
+        own = self.a if self.a < _FLOAT32 else 0
+        return self.memory(
+            "loss backward",
+            activations=self.kept(self.shape.layers) + self._last_norm,
+            temporaries=(_FLOAT32 + own) * self.head + self.hidden,
+            communication=self.gathered + self.a * self.layer,
+        )
+
+    def layers(self) -> list[Memory]:
+        """In the backward pass of the last layer, of the one before, and of the first; and of the last layers of the
+        first segment and of the last whole one, when the inputs of a segment were just made again.
+        """
+        layers, segment = self.shape.layers, self.setting.layers_per_checkpoint
+        ends = {layers - segment, layers % segment} if segment < layers else set[int]()
+        done = sorted({0, min(1, layers - 1), layers - 1} | ends)
+        parts = (self._feedforward, self._norm, self._attention)
+        return [moment(number) for number in done for moment in parts]
+
+    def _backward(self, moment: str, done: int, activations: int, temporaries: int, communication: int = 0) -> Memory:
+        """A moment in the backward pass of a layer when ``done`` later ones are finished."""
+        layers = self.shape.layers
+        reducing = _FLOAT32 * self.layer if done else 0  # the last one's gradients, on their way in float32
+        prefetched = self.a * self.layer if done + 1 < layers else 0
+        return self.memory(
+            moment,
+            activations=self.kept(layers - 1 - done, backward=True) + activations,
+            temporaries=self.a * self.head + self.hidden + temporaries,
+            communication=self.gathered + self.a * self.layer + prefetched + reducing + communication,
+            gradients=done * self.p * self.layer // self.ranks,
+        )
+
+    @cached_property
+    def _made_again(self) -> dict[str, int]:
+        """What a layer holds when its backward pass begins: kept, or computed again."""
+        parts = {name: self.tokens * size for name, size in _layer_parts(self.shape, self.setting).items()}
+        if self.setting.feedforward_tokens:
+            del parts["feedforward"]
+        if self.setting.checkpoint != "none":
+            parts["input"] = self.hidden if self._norms_copy else 0
+        return parts
+
+    def _feedforward(self, done: int) -> Memory:
+        """At the product's gradient: the product is gone, three more of its size are there. In chunks, a chunk's, the
+        gradients of all tokens and of the weights: their float32 sums, and those of a chunk.
+        """
+        shape, a = self.shape, self.a
+        chunk = self.setting.feedforward_tokens
+        if not chunk:
+            wide = self.tokens * a * shape.intermediate
+            return self._backward(
+                "feed-forward backward",
+                done,
+                sum(self._made_again.values()),
+                2 * wide + a * shape.hidden * shape.intermediate,
+            )
+        parts = _layer_parts(shape, self.setting)["feedforward"] + 2 * a * shape.intermediate
+        weights = (_FLOAT32 + (a if a < _FLOAT32 else 0)) * shape.feedforward_parameters
+        here = min(chunk, self.tokens) * (parts + 3 * a * shape.hidden)
+        return self._backward(
+            "feed-forward backward", done, sum(self._made_again.values()), self.hidden + here + weights
+        )
+
+    @cached_property
+    def _attention_bytes(self) -> tuple[int, int]:
+        return attention_backward_bytes(self.shape, self.setting)
+
+    def _norm(self, done: int) -> Memory:
+        """In the backward pass of the feed-forward's norm: an RMS norm of transformers makes four float32 copies, of a
+        chunk where it runs in chunks, and a gradient.
+        """
+        kept = sum(size for name, size in self._made_again.items() if name != "feedforward")
+        made = self.hidden
+        if self.shape.family == "llama":
+            copies, rows = 4 * _FLOAT32 * self.shape.hidden, min(self.setting.norm_tokens, self.tokens)
+            # A chunk is computed again, its gradient made before it is put to the others.
+            again = (_FLOAT32 + 3 * self.a) * self.shape.hidden
+            made = self.hidden + rows * (copies + again) if rows else self.tokens * copies
+        return self._backward("norm backward", done, kept, made + self.a * self.shape.feedforward_parameters)
+
+    def _attention(self, done: int) -> Memory:
+        """In the ring's backward pass: its inputs, results and what the loop holds."""
+        made, shape = self._made_again, self.shape
+        kept = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention"))
+        weights = self.a * (self.layer - shape.hidden * (shape.query_size + 2 * shape.kv_size))
+        dout = self.tokens * self.a * shape.query_size
+        held, in_transit = self._attention_bytes
+        return self._backward(ATTENTION_MOMENT, done, kept, dout + weights + held, in_transit)
+
+    def embedding(self) -> list[Memory]:
+        """When the root has its gradients after all layers, when they are copied to be reduced, and when they are."""
+        gradients = self.p * (self.shape.parameters - self.root) // self.ranks
+        own = self.a * self.root
+        tied = 2 * self.a * self.head if self.shape.tied else 0  # the head's, the embedding's, and their sum
+        reduced = (_FLOAT32 + (self.p if self.p < _FLOAT32 else 0)) * self.root // self.ranks
+        return [
+            self.memory(
+                "embedding backward",
+                temporaries=own + tied,
+                communication=self.gathered + _FLOAT32 * self.layer,
+                gradients=gradients,
+            ),
+            self.memory(
+                "embedding reduction", temporaries=own, communication=_FLOAT32 * self.root, gradients=gradients
+            ),
+            # The head's gradient outlives its copy.
+            self.memory(
+                "embedding reduction",
+                temporaries=self.a * self.head,
+                communication=_FLOAT32 * self.root + reduced,
+                gradients=gradients,
+            ),
+        ]
+
+    def update(self) -> Memory:
+        """In AdamW, which on a GPU takes the roots of all second moments at once."""
+        roots = self.parameters if self.setting.on_gpu and not self.setting.optimizer_on_host else 0
+        return self.memory("optimizer", temporaries=roots, gradients=self.parameters)
+
+
+def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
+    """What attention holds in backward beside its inputs and dout: (results, sums and tiles; what is in transit).
+
+    Between groups of ranks the loop of ``torch/attention/ring.py`` (see ``loop_bytes``). In a Ulysses group dout, q,
+    out, k and v are first traded: copies stay for the loop, and a part is sent and arrives for each other member; and
+    so at the end the gradients, without the copies. ``shape`` is that of this rank's share of the heads.
+    """
+    way, a, tokens = setting.way.backward, setting.number_bytes, setting.tokens
+    mine = member_heads(shape.heads, shape.kv_heads, way.ulysses)[0]
+    queries, keys = (way.ulysses * _count(heads) * shape.head_dim for heads in mine)  # numbers of a local token
+    groups, between = setting.ring // way.ulysses, replace(way, ulysses=1)
+    head_groups = _head_groups(setting, mine, between, groups)
+    # Gradients of keys that members share are summed by their owner; the loop's float32 sums are then what is sent.
+    summed = _FLOAT32 if way.ulysses > shape.kv_heads else a
+    held = loop_bytes(setting.layout, groups, between, queries, 2 * keys, head_groups, a, summed).times(tokens)
+    results = tokens * (a * queries + 2 * keys * summed)
+    if way.ulysses == 1:
+        return results + round(held.sums), round(held.in_transit)
+    lse = _FLOAT32 * shape.heads
+    copies, others = tokens * (a * (3 * queries + 2 * keys) + lse), 1 - 1 / way.ulysses
+    back = a * tokens * (shape.query_size + 2 * shape.kv_size)
+    moments = (
+        (copies, 2 * others * copies),
+        (copies + results + round(held.sums), round(held.in_transit)),
+        (results + back, 2 * others * results),
+    )
+    return max(((here, round(in_transit)) for here, in_transit in moments), key=sum)
+
+
+def _head_groups(setting: Setting, mine: Heads, way: Route, ranks: int) -> int:
+    """How many groups of heads go through the loop: ``ringspan.torch.attention.ring.num_head_groups``."""
+    return head_groups(
+        setting.batch * _count(mine.queries),
+        _count(mine.keys),
+        ranks,
+        tile_pairs(setting.layout, setting.length // ranks),
+        on_cpu=not setting.on_gpu,
+        blocks=ranks if way.name == "all-gather" else 2,
+    )
+
+
+def _count(heads: slice) -> int:
+    return heads.stop - heads.start
+
+
+def local_parameter_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Parameters of a rank; its gradients are as many bytes, its moments twice as many."""
+    return setting.parameter_bytes * shape.split(setting.tp).parameters // setting.ring
+
+
+def host_bytes(shape: ModelShape, setting: Setting) -> int:
+    """What a rank keeps in its share of its host: what checkpointing keeps, and AdamW's moments."""
+    moments = 2 * local_parameter_bytes(shape, setting) if setting.has_moments_on_host else 0
+    kept = setting.tokens * saved_per_token(shape, setting, shape.layers) if setting.offload != "none" else 0
+    return moments + kept

@@ -1,0 +1,112 @@
+"""Seconds and bytes of one attention on any number of tokens and ranks, from few schedules.
+
+``ringspan.core.schedule.timing`` walks the schedules that the ring carries out. A planner asks for thousands, of up to
+thousands of ranks; here two rules make a few of them stand for all.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final
+
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask, causal, sliding_window
+from ringspan.core.names import LayoutName
+from ringspan.core.schedule.route import Route
+from ringspan.core.schedule.timing import Pass, Speeds, pair_flops, passes, slowest
+from ringspan.core.schedule.workspace import Shape
+
+# Ranks or groups of them: beyond, a pass grows by the same with each. With fewer than some eight nodes it need not yet:
+# it is not decided whether a pass waits for computing or for a link.
+_LARGEST_SCHEDULE: Final = 64
+_TOKENS: Final = 8192  # of a group of ranks, in the one schedule that stands for those of any number of tokens
+_FEW_TOKENS: Final = 256  # below, a token more or less on the diagonal counts
+
+
+# Forward and backward of one causal attention, on the rank that takes longest: what ``attention_passes`` is.
+Passes = Callable[[LayoutName, int, int, int | None, str, Shape, Speeds], tuple[Pass, Pass]]
+
+
+def causal_pairs(length: int, window: int | None = None) -> int:
+    """(query, key) pairs of a causal sequence, in all or in a window."""
+    window = length if window is None else min(window, length)
+    return window * length - window * (window - 1) // 2
+
+
+def even_passes(
+    layout: LayoutName, length: int, ranks: int, window: int | None, route: str, shape: Shape, speeds: Speeds
+) -> tuple[Pass, Pass]:
+    """What no layout and no route can beat: every rank has its part of the pairs, and nothing is sent.
+
+    Without the diagonal, which ``attention_passes`` need not count to the token.
+    """
+    pairs = causal_pairs(length - 1, window) / ranks
+    forward, backward = (pairs * pair_flops(shape, is_backward=back) / speeds.flops for back in (False, True))
+    return Pass(forward, forward, 0.0, 0.0), Pass(backward, backward, 0.0, 0.0)
+
+
+@lru_cache(maxsize=1024)
+def attention_passes(
+    layout: LayoutName, length: int, ranks: int, window: int | None, route: str, shape: Shape, speeds: Speeds
+) -> tuple[Pass, Pass]:
+    """Forward and backward of one causal attention, on the rank that takes longest.
+
+    Without a window one schedule stands for those of every length, since twice the tokens of a rank are four times the
+    pairs and twice the bytes; that of many ranks is drawn on from two smaller ones, see ``_passes``. Of twice the
+    sequences everything is twice as much.
+    """
+    if shape.batch > 1:
+        one = attention_passes(layout, length, ranks, window, route, replace(shape, batch=1), speeds)
+        forward, backward = (Pass(*(shape.batch * cost for cost in each)) for each in one)
+        return forward, backward
+    way = Route.parse(route, ranks)
+    split, usual = Layout(layout, length, ranks), Layout(layout, _TOKENS // way.ulysses * ranks, ranks)
+    if window is None and split.tokens_per_rank * way.ulysses >= _FEW_TOKENS and split != usual:
+        times = split.tokens_per_rank / usual.tokens_per_rank
+        slower = replace(
+            speeds,
+            flops=speeds.flops / times**2,
+            intra_node_bytes=speeds.intra_node_bytes / times,
+            inter_node_bytes=speeds.inter_node_bytes / times,
+        )
+        forward, backward = attention_passes(layout, usual.length, ranks, None, route, shape, slower)
+        return _with_bytes(forward, times), _with_bytes(backward, times)
+    mask = causal() if window is None else sliding_window(window)
+    forward, backward = (
+        slowest(_passes(split, mask, way, shape, speeds, is_backward=is_backward)) for is_backward in (False, True)
+    )
+    return forward, backward
+
+
+def _with_bytes(one: Pass, times: float) -> Pass:
+    return one._replace(intra_node_bytes=one.intra_node_bytes * times, inter_node_bytes=one.inter_node_bytes * times)
+
+
+def _passes(
+    layout: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, *, is_backward: bool
+) -> Iterable[Pass]:
+    """``timing.passes``; of more than 64 ranks, or Ulysses groups, drawn on from those of 64 and 48.
+
+    With as many tokens per rank, a further one adds the same to every pass. Either nodes are added, or as many nodes
+    have more ranks. Rank by rank, for with more of them another one may take longest.
+    """
+    groups, nodes = layout.ranks // route.ulysses, -(-layout.ranks // speeds.ranks_per_node)
+    grows_inside = route.inner == 1 and _LARGEST_SCHEDULE * route.ulysses < 4 * speeds.ranks_per_node
+    unit = nodes if grows_inside else route.inner
+    most = max(2, _LARGEST_SCHEDULE // unit)
+    large, small = most * unit, max(1, most * 3 // 4) * unit
+    if groups <= large:
+        return passes(layout, mask, route, shape, speeds, is_backward=is_backward)
+
+    def smaller(groups: int) -> tuple[Pass, ...]:
+        ranks = groups * route.ulysses
+        per_node = ranks // nodes if grows_inside else speeds.ranks_per_node
+        fewer = Layout(layout.name, ranks * layout.tokens_per_rank, ranks)
+        nearer = replace(speeds, ranks_per_node=per_node)
+        return passes(fewer, mask, route, shape, nearer, is_backward=is_backward)
+
+    beyond = (groups - large) / (large - small)
+    return (
+        Pass(*(a + (a - b) * beyond for a, b in zip(more, less, strict=True)))
+        for more, less in zip(smaller(large), smaller(small), strict=True)
+    )

@@ -1,0 +1,116 @@
+"""One way to run a training step: what a plan proposes, a trace traces and a formula counts."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
+from ringspan.core.errors import ConfigError
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.names import ChunkTokens, checkpoint_name, offload_name
+from ringspan.core.schedule.choice import check_segments
+from ringspan.core.schedule.route import Route, member_heads
+from ringspan.core.step_config import StepConfig
+from ringspan.plan.model.shapes import ModelShape
+
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(StepConfig):
+    """One training step: the options of ``parallelize``, its length, how it is split, and what it keeps numbers in.
+
+    ``batch`` is the number of sequences of a rank's micro-step; ``parameter_dtype`` what parameters, gradients and
+    moments are kept in; ``optimizer_on_host`` has AdamW's moments in host memory. ``on_gpu`` is what a GPU does where
+    it differs from a CPU: fewer groups of heads, and the optimizer on all parameters at once.
+    """
+
+    length: int
+    ring: int = 1
+    replicate: int = 1
+    tp: int = 1
+    batch: int = 1
+    compute_dtype: str = "bfloat16"  # pyright: ignore[reportIncompatibleVariableOverride]
+    parameter_dtype: str = "float32"
+    optimizer_on_host: bool = False
+    on_gpu: bool = True
+
+    @property
+    def devices(self) -> int:
+        return self.replicate * self.ring * self.tp
+
+    @cached_property
+    def way(self) -> Route:
+        """The route, read for this ring."""
+        return Route.parse(self.route, self.ring)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of one rank in one micro-step."""
+        return self.batch * Layout(self.layout, self.length, self.ring).tokens_per_rank
+
+    @property
+    def number_bytes(self) -> int:
+        return dtype_bytes(self.compute_dtype)
+
+    @property
+    def feedforward_tokens(self) -> int:
+        """Tokens that a feed-forward works on at once, 0 for all; ``auto`` for one that can be cut and comes last."""
+        return self._chunk_tokens(self.feedforward_chunk_tokens)
+
+    @cached_property
+    def norm_tokens(self) -> int:
+        """Tokens that a norm works on at once, 0 for all."""
+        if self.norm_chunk_tokens == "auto" and self.tokens < FREE_NORM_TOKENS:
+            return 0
+        return self._chunk_tokens(self.norm_chunk_tokens)
+
+    def _chunk_tokens(self, chosen: ChunkTokens) -> int:
+        if chosen == "auto":
+            return 0 if self.checkpoint == "none" else FREE_CHUNK_TOKENS
+        return chosen
+
+    @property
+    def parameter_bytes(self) -> int:
+        return dtype_bytes(self.parameter_dtype)
+
+    def micro_steps(self, sequences: int) -> int:
+        """Forward and backward passes of each replica for an optimizer step of so many sequences."""
+        return sequences // (self.replicate * self.batch)
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything is kept in host memory."""
+        return self.offload != "none" or self.optimizer_on_host
+
+    @property
+    def has_moments_on_host(self) -> bool:
+        """Whether AdamW's moments are in other memory than the device's."""
+        return self.optimizer_on_host and self.on_gpu
+
+
+def dtype_bytes(name: str) -> int:
+    """Bytes of a number.
+
+    Raises:
+        ConfigError: a dtype that training does not compute in.
+    """
+    if name not in DTYPE_BYTES:
+        raise ConfigError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[name]
+
+
+def check_setting(shape: ModelShape, setting: Setting) -> None:
+    """Refuse what ``parallelize`` refuses.
+
+    Raises:
+        ConfigError: an unknown checkpoint policy or offload, or nothing to offload.
+        UnsupportedError: a route or tensor parallelism that these ranks and heads do not allow.
+    """
+    checkpoint_name(setting.checkpoint)
+    check_segments(setting.checkpoint, setting.layers_per_checkpoint)
+    offload_name(setting.offload)
+    if setting.offload != "none" and setting.checkpoint == "none":
+        raise ConfigError("offload moves what checkpointing keeps; use checkpoint='attention' or 'full'")
+    local = shape.split(setting.tp)
+    member_heads(local.heads, local.kv_heads, setting.way.ulysses)

@@ -1,0 +1,78 @@
+"""Models and data sets of the Hugging Face Hub, from the local cache alone where the Hub is out of reach."""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.messages.lines import one_line
+
+_PROBE_SECONDS: Final = 5.0
+_ID: Final = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
+
+
+@contextmanager
+def from_hub(what: str, name: str) -> Iterator[None]:
+    """Let a block load what ``name`` stands for, a local folder or an id of the Hub; ``what`` begins a message.
+
+    The Hub's own clients try for half a minute to reach it. Here one request finds out, and without an answer the block
+    sees the local cache alone (``HF_HUB_OFFLINE=1`` does that without asking).
+
+    Raises:
+        ConfigError: the name can only be a path and nothing is there; or it is neither a folder nor cached, and the Hub
+            is out of reach.
+    """
+    if Path(name).exists():
+        yield
+        return
+    if not _ID.fullmatch(name):
+        raise ConfigError(f"{what}: there is no such folder in {Path.cwd()}; correct it, or give a Hub id, owner/name")
+    reason = out_of_reach()
+    if reason is None:
+        yield
+        return
+    try:
+        with _offline():
+            yield
+    except OSError as error:  # so are the errors of the Hub's clients for what is not in the cache
+        raise ConfigError(
+            f"{what}: is neither in {Path.cwd()} nor in the local cache, and the Hub is out of reach ({reason}); "
+            "download it where there is a network, or give a local folder"
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def out_of_reach() -> str | None:
+    """Why the Hub cannot be asked, after one request without retries; None when it answers, with whatever status."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_PROBE_SECONDS)
+    except Exception as error:  # of the HTTP library that huggingface_hub has chosen
+        return f"{constants.ENDPOINT}: {one_line(error, 80)}"
+    return None
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """As if HF_HUB_OFFLINE had been set when the Hub's clients were imported."""
+    from huggingface_hub import constants
+
+    modules: list[Any] = [constants]
+    if "datasets" in sys.modules:  # which keeps a copy; it is slow to import, and not every block needs it
+        modules.append(sys.modules["datasets"].config)
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    for module in modules:
+        module.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value

@@ -1,0 +1,327 @@
+"""What a decoder is made of: its sizes, parameters and windows; built in, or read from a config.json.
+
+L layers, C hidden size, H query heads, G key/value heads, D head size, I intermediate size, V vocabulary.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.files.named import read_small
+from ringspan.core.messages.lines import one_line
+from ringspan.plan.model.hub import from_hub
+from ringspan.plan.names import normal, unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder-only transformer of one of the families that are built alike.
+
+    ``family``: ``llama`` (RMS norms, gated feed-forward, rotary positions; Mistral and Qwen too) or ``gpt2`` (layer
+    norms, biases, a plain feed-forward, learned positions).
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    family: str = "llama"
+    positions: int = 0
+    tied: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+    model_type: str = "llama"
+
+    @property
+    def query_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer, None where it sees everything before it."""
+        return self.windows or (None,) * self.layers
+
+    @property
+    def layer_matrix_parameters(self) -> int:
+        """Weights of one layer that every token is multiplied with."""
+        return self.hidden * (2 * self.query_size + 2 * self.kv_size) + self.feedforward_parameters
+
+    @property
+    def feedforward_parameters(self) -> int:
+        """Weights of one feed-forward."""
+        return (3 if self.family == "llama" else 2) * self.hidden * self.intermediate
+
+    def split(self, tp: int) -> "ModelShape":
+        """What each rank of tensor parallelism has: its share of heads, feed-forward and, where it comes out even,
+        vocabulary.
+
+        Raises:
+            UnsupportedError: a family without a plan, or sizes that do not come out even.
+        """
+        if tp == 1:
+            return self
+        if self.family == "gpt2":
+            raise UnsupportedError(f"{self.name}: there is no tensor-parallel plan for {self.model_type}; use tp=1")
+        sizes = {name: getattr(self, name) for name in ("heads", "kv_heads", "intermediate")}
+        for name, size in sizes.items():
+            if size % tp:
+                raise UnsupportedError(f"{self.name}: tp={tp} does not divide {name}={size}; choose a divisor")
+        vocab = self.vocab // tp if self.vocab % tp == 0 else self.vocab
+        return replace(self, vocab=vocab, **{name: size // tp for name, size in sizes.items()})
+
+    @property
+    def layer_parameters(self) -> int:
+        """All parameters of one layer."""
+        if self.family == "gpt2":
+            biases = 3 * self.hidden + self.hidden + self.intermediate + self.hidden
+            return self.layer_matrix_parameters + biases + 4 * self.hidden
+        biases = self.qkv_bias * (self.query_size + 2 * self.kv_size) + self.output_bias * self.hidden
+        biases += self.mlp_bias * (2 * self.intermediate + self.hidden)
+        norms = 2 * self.hidden + self.qk_norm * 2 * self.head_dim
+        return self.layer_matrix_parameters + biases + norms
+
+    @property
+    def root_parameters(self) -> int:
+        """Parameters outside of the layers: embeddings, the head when it is not tied, the last norm."""
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2) + self.positions * self.hidden
+        return embeddings + (2 if self.family == "gpt2" else 1) * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.root_parameters
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Weights that every token is multiplied with, the head included: 2 FLOPs each in forward."""
+        return self.layers * self.layer_matrix_parameters + self.vocab * self.hidden
+
+
+def _llama(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    intermediate: int,
+    *,
+    kv_heads: int | None = None,
+    vocab: int = 32_000,
+    **others: Any,
+) -> ModelShape:
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads or heads,
+        head_dim=others.pop("head_dim", hidden // heads),
+        intermediate=intermediate,
+        vocab=vocab,
+        **others,
+    )
+
+
+def _llama3(name: str, layers: int, hidden: int, heads: int, intermediate: int, *, tied: bool = False) -> ModelShape:
+    return _llama(name, layers, hidden, heads, intermediate, kv_heads=8, vocab=128_256, tied=tied)
+
+
+def _qwen3(name: str, layers: int, hidden: int, heads: int, intermediate: int, *, tied: bool = False) -> ModelShape:
+    return _llama(
+        name,
+        layers,
+        hidden,
+        heads,
+        intermediate,
+        kv_heads=8,
+        vocab=151_936,
+        tied=tied,
+        head_dim=128,
+        qk_norm=True,
+        model_type="qwen3",
+    )
+
+
+def _gpt(name: str, layers: int, hidden: int, heads: int, *, positions: int = 1024) -> ModelShape:
+    return ModelShape(
+        name=name,
+        family="gpt2",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate=4 * hidden,
+        vocab=50_257,
+        positions=positions,
+        tied=True,
+        model_type="gpt2",
+    )
+
+
+# Sizes from each model's published config.json or paper. "llama-3b" is OpenLLaMA 3B, "llama-30b" the 33B of the paper.
+_MODELS: Final = (
+    _gpt("gpt2", 12, 768, 12),
+    _gpt("gpt2-medium", 24, 1024, 16),
+    _gpt("gpt2-large", 36, 1280, 20),
+    _gpt("gpt2-xl", 48, 1600, 25),
+    _gpt("gpt-175b", 96, 12_288, 96, positions=2048),
+    _llama("llama-3b", 26, 3200, 32, 8640),
+    _llama("llama-7b", 32, 4096, 32, 11_008),
+    _llama("llama-13b", 40, 5120, 40, 13_824),
+    _llama("llama-30b", 60, 6656, 52, 17_920),
+    _llama("llama-65b", 80, 8192, 64, 22_016),
+    _llama("llama-2-70b", 80, 8192, 64, 28_672, kv_heads=8),
+    _llama3("llama-3.1-8b", 32, 4096, 32, 14_336),
+    _llama3("llama-3.1-70b", 80, 8192, 64, 28_672),
+    _llama3("llama-3.1-405b", 126, 16_384, 128, 53_248),
+    _llama3("llama-3.2-1b", 16, 2048, 32, 8192, tied=True),
+    _llama3("llama-3.2-3b", 28, 3072, 24, 8192, tied=True),
+    _qwen3("qwen3-0.6b", 28, 1024, 16, 3072, tied=True),
+    _qwen3("qwen3-1.7b", 28, 2048, 16, 6144, tied=True),
+    _qwen3("qwen3-4b", 36, 2560, 32, 9728, tied=True),
+    _qwen3("qwen3-8b", 36, 4096, 32, 12_288),
+    _qwen3("qwen3-14b", 40, 5120, 40, 17_408),
+    _qwen3("qwen3-32b", 64, 5120, 64, 25_600),
+)
+MODELS: Final = {model.name: model for model in _MODELS}
+
+_FAMILIES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt2"}
+
+
+def model_shape(text: str) -> ModelShape:
+    """A built-in shape by name, the config.json at a path (or in a folder), or that of a Hugging Face id.
+
+    Raises:
+        ConfigError: an unknown name (near ones are listed), or a config that cannot be read.
+        UnsupportedError: a kind of model whose parts this does not know.
+    """
+    path = Path(text).expanduser()
+    if not text.strip():
+        raise ConfigError(f"--model {text!r}: give a name such as llama-3.1-8b, a config.json or its folder, or an id")
+    if path.exists() or path.suffix == ".json":
+        return read_config(path / "config.json" if path.is_dir() else path)
+    if normal(text) in MODELS:
+        return MODELS[normal(text)]
+    published = normal(text.rpartition("/")[2]).replace("meta-", "").removesuffix("-instruct").removesuffix("-base")
+    if "/" in text and published in MODELS:
+        return replace(MODELS[published], name=text)
+    if "/" in text:
+        return _from_hub(text)
+    raise unknown("model", text, MODELS, "; or give a config.json, its folder, or a Hugging Face id")
+
+
+def _from_hub(repository: str) -> ModelShape:
+    """The config of a Hugging Face id, from the local cache if it is there."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        with from_hub(f"--model {repository!r}", repository):
+            path = hf_hub_download(repository, "config.json")
+    except ConfigError:
+        raise
+    except Exception as error:  # the Hub's client raises errors of several libraries
+        raise ConfigError(f"--model {repository!r}: could not download config.json: {one_line(error)}") from error
+    return replace(read_config(Path(path)), name=repository)
+
+
+def read_config(path: Path) -> ModelShape:
+    """The shape that a config.json describes.
+
+    Raises:
+        ConfigError: a file that cannot be read, or a value that is missing or not a number.
+        UnsupportedError: a kind of model whose parts this does not know.
+    """
+    try:
+        values = json.loads(read_small(path))
+    except OSError as error:
+        raise ConfigError(f"--model {str(path)!r}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--model {str(path)!r}: is not valid JSON ({one_line(error)})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--model {str(path)!r}: should hold a JSON object, the config of a Hugging Face model")
+    return from_config(values, path.parent.name or str(path))
+
+
+def from_config(values: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape that the values of a Hugging Face config describe; see ``read_config``.
+
+    Raises:
+        UnsupportedError: a model type that the planner does not know, or heads that do not divide.
+    """
+    kind = values.get("model_type")
+    if kind not in _FAMILIES:
+        raise UnsupportedError(
+            f"{name}: model_type={kind!r} is not known to the planner; it knows {', '.join(_FAMILIES)}"
+        )
+    if kind == "gpt2":
+        return _gpt2_config(values, name)
+
+    def number(field: str, default: int | None = None) -> int:
+        value = values.get(field)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name}: {field}={value!r} should be a positive integer")
+        return value
+
+    layers, hidden, heads = number("num_hidden_layers"), number("hidden_size"), number("num_attention_heads")
+    kv_heads = number("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UnsupportedError(f"{name}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=number("head_dim", 128 if kind == "qwen3" else hidden // heads),
+        intermediate=number("intermediate_size"),
+        vocab=number("vocab_size"),
+        tied=bool(values.get("tie_word_embeddings", False)),
+        qkv_bias=kind == "qwen2" or bool(values.get("attention_bias", False)),
+        output_bias=kind != "qwen2" and bool(values.get("attention_bias", False)),
+        mlp_bias=bool(values.get("mlp_bias", False)),
+        qk_norm=kind == "qwen3",
+        windows=_windows(values, layers),
+        model_type=kind,
+    )
+
+
+def _gpt2_config(values: Mapping[str, Any], name: str) -> ModelShape:
+    try:
+        layers, hidden, heads = (int(values[field]) for field in ("n_layer", "n_embd", "n_head"))
+        vocab, positions = int(values["vocab_size"]), int(values["n_positions"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: {error} is missing or not a number") from error
+    intermediate = int(values.get("n_inner") or 4 * hidden)
+    return replace(
+        _gpt(name, layers, hidden, heads, positions=positions),
+        vocab=vocab,
+        intermediate=intermediate,
+        tied=bool(values.get("tie_word_embeddings", True)),
+    )
+
+
+def _windows(values: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """As ``ringspan.torch.model.support.layer_kinds`` reads them, without importing a framework."""
+    kind = values["model_type"]
+    window = values.get("sliding_window") if values.get("use_sliding_window", kind == "mistral") else None
+    if window is None:
+        return ()
+    kinds = values.get("layer_types")
+    if kinds is None:
+        dense_layers = int(values.get("max_window_layers", 0)) if kind != "mistral" else 0
+        return tuple(window if layer >= dense_layers else None for layer in range(layers))
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

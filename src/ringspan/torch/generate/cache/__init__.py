@@ -1,0 +1,1 @@
+"""Keys and values of a text, split over a ring: held, quantised, saved."""

@@ -1,0 +1,259 @@
+"""A cache of keys and values for transformers' ``generate`` that is split over a ring: each rank holds its share.
+
+To transformers it is as long as all ranks' shares together; ``update`` returns this rank's share alone, which attention
+on the ring knows what to do with.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.layout import CustomLayout
+from ringspan.core.geometry.shares import Shares
+from ringspan.torch.attention.cached import current_turn
+from ringspan.torch.generate.cache.quantised import check_dtype, new_rows
+from ringspan.torch.generate.cache.rows import Rows
+from ringspan.torch.layers.decoder import LayerKind
+
+
+class RingCache(Cache):
+    """The keys and values of a sequence, split over the ranks of a ring; make one with ``model.new_cache()``.
+
+    Hand it to ``generate`` as ``past_key_values`` to go on where the last call ended. Every rank has one and treats it
+    alike.
+    """
+
+    layers: list["RingLayer"]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, kinds: Sequence[LayerKind | None], ranks: int, rank: int, dtype: str | None = None) -> None:
+        check_dtype(dtype)
+        self.dtype: Final = dtype
+        self.shares = Shares(ranks)
+        self.rank = rank
+        self.records_past = False
+        self._ids = Rows()
+        super().__init__(layers=[RingLayer(self, kind) for kind in kinds])
+        self.keepers = [layer for layer in self.layers if layer.kind is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank's share takes."""
+        return sum(rows.nbytes for layer in self.layers for rows in layer.rows)
+
+    @property
+    def ids(self) -> Tensor:
+        """The tokens that it holds, (B, L), in CPU memory: every rank knows all."""
+        return self._ids.tensor[:, 0, :, 0]
+
+    def keep_ids(self, ids: Tensor) -> None:
+        """Note new tokens (B, n), which the layers were given."""
+        self._ids.append(ids.cpu()[:, None, :, None])
+
+    @property
+    def num_sequences(self) -> int | None:
+        """Sequences that it holds; None while it is empty."""
+        return next((len(layer.keys) for layer in self.layers if layer.keys is not None), None)
+
+    @property
+    def firsts(self) -> dict[LayerKind, int]:
+        """Of each kind of layer the first position that is still held."""
+        firsts: dict[LayerKind, int] = {}
+        for layer in self.keepers:
+            assert layer.kind is not None
+            firsts[layer.kind] = max(layer.first, firsts.get(layer.kind, 0))
+        return firsts
+
+    @property
+    def behind(self) -> list[int]:
+        """Layers that lack keys and values of the last tokens: all have them, unless a pass ended in the middle."""
+        return [
+            number
+            for number, layer in enumerate(self.layers)
+            if layer.kind is not None and layer.length != self.shares.length
+        ]
+
+    def check_complete(self) -> None:
+        """Raise an UnsupportedError for a cache that a pass has left in the middle."""
+        if behind := ", ".join(map(str, self.behind)):
+            raise UnsupportedError(
+                f"the cache is incomplete: a pass over it failed, and layers {behind} lack its last tokens; call "
+                "reset() of it and read the text again"
+            )
+
+    def check_updated(self, model_name: str) -> None:
+        """Raise an UnsupportedError for a model that has not added its new keys and values, layer by layer."""
+        if behind := self.behind:
+            raise UnsupportedError(
+                f"{model_name} does not generate on a ring: layers {', '.join(map(str, behind))} keep no keys "
+                "and values of their own in transformers' cache"
+            )
+
+    def add(self, count: int, *, is_split: bool) -> CustomLayout:
+        """Say that ``count`` new tokens come, and who keeps which."""
+        return self.shares.split(count) if is_split else self.shares.deal(count)
+
+    def activate_past_recording(self) -> None:
+        """Drop nothing until ``crop``, so that the last tokens can be taken back."""
+        self.records_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last ``-tokens_to_remove`` tokens. transformers before 5.20 gives the length to keep instead,
+        which is positive.
+        """
+        length = self.get_seq_length()
+        new = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
+        first = max((layer.first for layer in self.keepers), default=0)
+        if not 0 <= new <= length:
+            raise UnsupportedError(f"cannot crop a cache of {length} tokens to {new}")
+        if new < length and any(layer.first > layer.first_seen_after(new) for layer in self.layers):
+            raise UnsupportedError(
+                f"cannot crop to {new} tokens: windows have dropped what lies before {first}; call "
+                "activate_past_recording() before"
+            )
+        before = self.shares.counts()[self.rank]
+        self._ids.cut(0, length - new)
+        self.shares.crop(new)
+        for layer in self.layers:
+            layer.take_back(before - self.shares.counts()[self.rank])
+            layer.length = min(layer.length, new)
+            layer.forget()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.shares, self._ids = Shares(self.shares.ranks), Rows()
+        for layer in self.layers:
+            layer.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
+        self._ids.change(lambda x: x[beam_idx.cpu()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._ids.change(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._ids.change(lambda x: x[indices.cpu()])
+
+
+class RingLayer(CacheLayerMixin):
+    """This rank's share of the keys and values of one layer; without a kind, one that keeps none."""
+
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, cache: RingCache, kind: LayerKind | None) -> None:
+        self._cache = cache
+        self.kind = kind
+        self.is_sliding = kind is not None and kind.window is not None
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        self.rows = new_rows(self._cache.dtype), new_rows(self._cache.dtype)
+        self.length = 0  # of the whole sequence, as this layer has seen it
+        self.first = 0  # the first position that is still held somewhere
+        self.is_initialized = False
+        self.keys = self.values = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keep what this rank is to keep of the new tokens; this rank's share, new tokens included.
+
+        Raises:
+            UnsupportedError: outside of a forward pass of the model that the cache is for.
+        """
+        turn = current_turn()
+        if turn is None:
+            raise UnsupportedError("a RingCache is for the model on the ring that made it; give others their own cache")
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        for rows, new in zip(self.rows, (key_states, value_states), strict=True):
+            rows.append(new if turn.is_split else new.index_select(2, turn.kept.to(new.device)))
+        self.length = turn.new.length
+        share = key_states[:, :, :1], value_states[:, :, :1]  # of a rank that holds none: padding (``Shares.held``)
+        if self.rows[0].count:
+            share = tuple(rows.tensor for rows in self.rows)
+        if not self._cache.records_past:
+            self.forget()
+        self.keys, self.values = (rows.stored for rows in self.rows)
+        return share  # pyright: ignore[reportReturnType]
+
+    def fill(self, keys: Tensor, values: Tensor, length: int, first: int) -> None:
+        """Hold this rank's share (B, G, M, D) of a sequence of ``length`` tokens, from position ``first`` on."""
+        self.lazy_initialization(keys, values)
+        for rows, new in zip(self.rows, (keys, values), strict=True):
+            rows.append(new)
+        self.length, self.first = length, first
+        self._cut(0, 0)
+
+    def first_seen_after(self, length: int) -> int:
+        """The first position that a token at ``length`` or later can see."""
+        if self.kind is None:
+            return 0
+        if self.kind.window is not None:
+            return max(0, length - self.kind.window + 1)
+        if self.kind.chunk is not None:
+            # Sequences with padding on their left begin their chunks later, so that one more may reach back.
+            return max(0, length - self.kind.chunk + 1)
+        return 0
+
+    def forget(self) -> None:
+        """Drop what no later token can see."""
+        first = self.first_seen_after(self.length)
+        if first > self.first:
+            self._cut(self._held(self.first) - self._held(first), 0)
+            self.first = first
+
+    def take_back(self, count: int) -> None:
+        """Drop the last ``count`` rows of this rank, as far as they are here."""
+        if self.is_initialized:
+            self._cut(0, min(count, self.rows[0].count))
+
+    def _held(self, first: int) -> int:
+        """How many of the rows that this layer has are at positions from ``first`` on."""
+        return self._cache.shares.counts(first)[self._cache.rank]
+
+    def _cut(self, first: int, last: int) -> None:
+        for rows in self.rows:
+            rows.cut(first, last)
+        if self.is_initialized:
+            self.keys, self.values = (rows.stored for rows in self.rows)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1 if self.kind is None or self.kind.window is None else self.kind.window
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.2x
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change(lambda x: x[indices.to(x.device)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise UnsupportedError("layers of a RingCache are cropped together; call crop of the cache")
+
+    def offload(self) -> None:
+        raise UnsupportedError("a RingCache is not offloaded; use a larger ring, or model.new_cache('int8')")
+
+    def _change(self, function: Any) -> None:
+        for rows in self.rows:
+            rows.change(function)
+        self._cut(0, 0)

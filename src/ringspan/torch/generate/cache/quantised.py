@@ -1,0 +1,133 @@
+"""Keys or values in 8 or 4 bits, one scale per head and block of tokens. B batch, G heads, M tokens, D size, K blocks.
+
+``x ~ scale * code`` with ``scale = max |x| / largest code`` over the 64 tokens of a block and the numbers of a head.
+The last 64 tokens at least keep the model's precision, until 64 more have come: so a few can be taken back, and nothing
+is rounded twice.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.names import CACHE_DTYPE_NAMES
+from ringspan.torch.generate.cache.rows import Rows
+
+BLOCK: Final = 64
+_LARGEST: Final = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+
+
+def new_rows(dtype: str | None) -> "Rows | QuantisedRows":
+    """Empty rows that are held in a dtype of ``CACHE_DTYPE_NAMES``; in that of what is added when None."""
+    return QuantisedRows(dtype) if dtype in _LARGEST else Rows(None if dtype is None else getattr(torch, dtype))
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raise a ConfigError for a dtype that no cache has."""
+    if dtype is not None and dtype not in CACHE_DTYPE_NAMES:
+        raise ConfigError(f"the dtype of a cache must be one of {', '.join(CACHE_DTYPE_NAMES)} or None, got {dtype!r}")
+
+
+class QuantisedRows:
+    """What ``Rows`` is, in fewer bits."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._rows_per_block = BLOCK // 2 if dtype == "int4" else BLOCK  # two codes of four bits share a byte
+        self._codes, self._scales, self._tail = Rows(), Rows(), Rows()
+        self._skipped = 0  # tokens of the first block that were dropped
+
+    @property
+    def count(self) -> int:
+        return self._scales.count * BLOCK - self._skipped + self._tail.count
+
+    @property
+    def stored(self) -> Tensor:
+        """What the rows are kept as: the codes of the blocks, or all rows while none is complete."""
+        return (self._codes if self._codes.count else self._tail).stored
+
+    @property
+    def tensor(self) -> Tensor:
+        """All rows so far, computed anew each time."""
+        tail = self._tail.tensor
+        if not self._scales.count:
+            return tail
+        return torch.cat((self._decoded(0)[:, :, self._skipped :], tail), 2)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are taken, room included."""
+        return self._codes.nbytes + self._scales.nbytes + self._tail.nbytes
+
+    def append(self, new: Tensor) -> None:
+        """Add rows (B, G, n, D) behind the others."""
+        self._tail.append(new)
+        full = (self._tail.count - BLOCK) // BLOCK
+        if full > 0:
+            codes, scales = encoded(self._tail.tensor[:, :, : full * BLOCK], self._dtype)
+            self._codes.append(codes)
+            self._scales.append(scales)
+            self._tail.cut(full * BLOCK, 0)
+
+    def cut(self, first: int, last: int) -> None:
+        """Drop the ``first`` rows at the beginning and the ``last`` ones at the end."""
+        if last > self._tail.count:
+            self._reopen(-(-(last - self._tail.count) // BLOCK))
+        self._tail.cut(0, last)
+        dropped = self._skipped + first
+        blocks = min(dropped // BLOCK, self._scales.count)
+        self._codes.cut(blocks * self._rows_per_block, 0)
+        self._scales.cut(blocks, 0)
+        self._skipped = dropped - blocks * BLOCK
+        if not self._scales.count:
+            self._tail.cut(self._skipped, 0)
+            self._skipped = 0
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace what is held by a function of it that leaves dimension 2 as it is."""
+        for rows in (self._codes, self._scales, self._tail):
+            rows.change(function)
+
+    def _reopen(self, blocks: int) -> None:
+        """Put the last blocks back into the tail; they are rounded again when it has grown past them."""
+        first = self._scales.count - blocks
+        assert first >= 0, "no more is cut than there is"
+        rows, old = self._decoded(first), self._tail.tensor
+        self._codes.cut(0, blocks * self._rows_per_block)
+        self._scales.cut(0, blocks)
+        self._tail = Rows()
+        self._tail.append(torch.cat((rows, old), 2))
+
+    def _decoded(self, first: int) -> Tensor:
+        """The rows of the blocks from ``first`` on."""
+        codes = self._codes.tensor[:, :, first * self._rows_per_block :]
+        return decoded(codes, self._scales.tensor[:, :, first:], self._dtype).to(self._tail.tensor.dtype)
+
+
+def encoded(rows: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
+    """Codes (B, G, K * 64, D), in 4 bits (B, G, K * 32, D), and scales (B, G, K, 1) of rows (B, G, K * 64, D)."""
+    blocks = rows.float().unflatten(2, (-1, BLOCK))
+    scales = blocks.abs().amax((3, 4), keepdim=True) / _LARGEST[dtype]
+    codes = blocks / scales.masked_fill(scales == 0, 1)
+    if dtype == "fp8":
+        codes = codes.to(torch.float8_e4m3fn).view(torch.uint8)
+    elif dtype == "int8":
+        codes = codes.round().to(torch.int8)
+    else:
+        low, high = (codes.round() + 8).to(torch.uint8).tensor_split(2, dim=3)
+        codes = low | high << 4
+    return codes.flatten(2, 3), scales[..., 0, 0].unsqueeze(-1)
+
+
+def decoded(codes: Tensor, scales: Tensor, dtype: str) -> Tensor:
+    """The rows (B, G, K * 64, D) of codes and scales, in float32."""
+    blocks = codes.unflatten(2, (scales.shape[2], -1))
+    if dtype == "fp8":
+        numbers = blocks.view(torch.float8_e4m3fn).float()
+    elif dtype == "int8":
+        numbers = blocks.float()
+    else:
+        numbers = torch.cat((blocks & 15, blocks >> 4), 3).float() - 8
+    return (numbers * scales.unsqueeze(-1)).flatten(2, 3)

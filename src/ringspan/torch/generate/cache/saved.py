@@ -1,0 +1,305 @@
+"""A cache in a folder: each rank's share as safetensors and a signed manifest, read back onto any number of ranks.
+
+A save writes into ``NAME.tmp-new`` and renames that when all ranks have written. B batch, G key/value heads of a rank,
+M tokens of a rank, D head size, L tokens of the whole sequence.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ringspan.core.errors import CheckpointError, UnsupportedError
+from ringspan.core.files.disk import sync_file, sync_folder, write_synced
+from ringspan.core.files.named import why_no_folder
+from ringspan.core.files.signed import digest_of, file_digest, read_signed, signed, why_not_written
+from ringspan.core.geometry.shares import Runs, runs_from
+from ringspan.core.messages.lines import one_line, shortened
+from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.generate.cache.cache import RingCache, RingLayer
+from ringspan.torch.generate.cache.identity import config_of, weights_digest
+from ringspan.torch.layers.modules import class_name
+from ringspan.torch.memory.sharding import settle
+from ringspan.torch.transport.collectives import gather
+
+MANIFEST: Final = "manifest.json"
+_HALVES: Final = "keys", "values"
+
+_Run = Annotated[tuple[NonNegativeInt, PositiveInt], Field(strict=False)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class SavedLayer(_Record):
+    """What is held of a layer: its tokens from position ``first`` on."""
+
+    first: NonNegativeInt
+    heads: PositiveInt
+    """Key/value heads of the whole model."""
+    sizes: tuple[PositiveInt, PositiveInt] = Field(strict=False)
+    dtype: str
+
+
+class SavedShare(_Record):
+    """The file of one rank: of each layer the keys and values at ``runs`` from the layer's first position on."""
+
+    file: str = Field(pattern=r"^rank_\d+\.safetensors$")
+    bytes: NonNegativeInt
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    tp: NonNegativeInt
+    runs: tuple[_Run, ...] = Field(strict=False)
+
+
+class SavedCache(_Record):
+    """What ``manifest.json`` of a cache says."""
+
+    format: Literal["ringspan cache 1"] = "ringspan cache 1"
+    model: str
+    config: dict[str, Any]
+    weights_sha256: str
+    length: PositiveInt
+    sequences: PositiveInt
+    ids_sha256: str
+    tp: PositiveInt
+    layers: tuple[SavedLayer, ...] = Field(strict=False)
+    shares: tuple[SavedShare, ...] = Field(strict=False)
+
+
+def save(model: Any, cache: Any, folder: str | Path) -> None:
+    """Write a cache into a new folder; every rank calls it.
+
+    Raises:
+        UnsupportedError: the cache is not of this model, or empty.
+        CheckpointError: the folder exists, or cannot be written; on every rank.
+        PeerMismatch: replicas have caches of different tokens.
+    """
+    target = Path(folder)
+    scratch = target.with_name(f"{target.name}.tmp-new")
+    _vote(model, "save_cache", lambda: _facts_to_save(model, cache, target))
+    settle(model)
+    weights = weights_digest(model)
+    mesh = model.ring_mesh
+    tp = _axis(mesh, "tp")
+    is_writer = mesh["replicate"].get_local_rank() == 0
+    is_first = not any(mesh.get_coordinate())
+    _vote(model, "save_cache: make the folder", lambda: _make(scratch) if is_first else None)
+    written: list[SavedShare] = []
+    _vote(
+        model,
+        "save_cache: write",
+        lambda: written.append(_write(scratch, cache, cache.rank * tp[1] + tp[0], tp[0])) if is_writer else None,
+    )
+    for axis in reversed(mesh.mesh_dim_names):
+        written = [share for part in gather(written, mesh[axis].get_group()) for share in part]
+    saved = SavedCache(
+        model=class_name(model),
+        config=config_of(model),
+        weights_sha256=weights,
+        length=cache.shares.length,
+        sequences=cache.num_sequences,
+        ids_sha256=_ids_digest(cache.ids),
+        tp=tp[1],
+        layers=tuple(_saved_layer(layer, tp[1]) for layer in cache.keepers),
+        shares=tuple(written),
+    )
+    _vote(model, "save_cache: finish", lambda: _finish(scratch, target, saved) if is_first else None)
+
+
+def load(model: Any, folder: str | Path, cache: RingCache) -> RingCache:
+    """Fill an empty cache of a model with a saved one, of which each rank reads what it is to hold.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or cut, or the cache is another model's; on every rank.
+    """
+    source = Path(folder)
+    manifests: list[SavedCache] = []
+    _vote(model, "load_cache", lambda: _check(model, source, manifests))
+    (saved,) = manifests
+    settle(model)
+    if weights_digest(model) != saved.weights_sha256:
+        raise CheckpointError(f"{source}: was written by a {saved.model} with other weights; read the tokens again")
+    _vote(model, "load_cache: read", lambda: _fill(model, source, saved, cache))
+    return cache
+
+
+def _vote(model: Any, name: str, work: Callable[[], dict[str, Any] | None]) -> None:
+    """Do something on each rank; raise on all of them what went wrong on any, or what they should have alike."""
+    try:
+        call = Call(name, work() or {})
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        known = isinstance(error, (CheckpointError, UnsupportedError))
+        call = Call(name, error=error if known else CheckpointError(f"{type(error).__name__}: {one_line(error)}"))
+    check_call(model.ring_mesh, call)
+
+
+def _axis(mesh: Any, name: str) -> tuple[int, int]:
+    """This rank on an axis that a mesh may lack, and the ranks there."""
+    return (mesh[name].get_local_rank(), mesh[name].size()) if name in mesh.mesh_dim_names else (0, 1)
+
+
+def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
+    if not isinstance(cache, RingCache):
+        raise UnsupportedError(f"a {type(cache).__name__} cannot be saved; use a cache from model.new_cache()")
+    if (cache.shares.ranks, len(cache.layers)) != (model.ring_mesh["ring"].size(), len(model.new_cache().layers)):
+        raise UnsupportedError(
+            f"the cache is for {cache.shares.ranks} ranks and {len(cache.layers)} layers, not this model's"
+        )
+    if not cache.shares.length or cache.num_sequences is None:
+        raise UnsupportedError("the cache is empty; generate with past_key_values=cache first")
+    if target.exists():
+        raise CheckpointError(f"{target}: exists; remove it, or choose another name")
+    if reason := why_no_folder(target):
+        raise CheckpointError(f"{target}: cannot be written: {reason}")
+    return {"model": model.ring_number, "folder": target.name, "tokens": _ids_digest(cache.ids)}
+
+
+def _make(scratch: Path) -> None:
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+
+
+def _write(folder: Path, cache: RingCache, number: int, tp: int) -> SavedShare:
+    """Write the share of this rank."""
+    path = folder / f"rank_{number:05d}.safetensors"
+    tensors = {
+        f"{index}.{half}": rows.tensor.cpu().contiguous()
+        for index, layer in enumerate(cache.keepers)
+        for half, rows in zip(_HALVES, layer.rows, strict=True)
+    }
+    if number == 0:
+        tensors["ids"] = cache.ids.contiguous()
+    save_file(tensors, path)
+    sync_file(path)
+    return SavedShare(
+        file=path.name,
+        bytes=path.stat().st_size,
+        sha256=file_digest(path),
+        tp=tp,
+        runs=cache.shares.runs()[cache.rank],
+    )
+
+
+def _saved_layer(layer: RingLayer, tp: int) -> SavedLayer:
+    keys, values = (rows.tensor for rows in layer.rows)
+    dtype = str(keys.dtype).removeprefix("torch.")
+    return SavedLayer(
+        first=layer.first, heads=keys.shape[1] * tp, sizes=(keys.shape[-1], values.shape[-1]), dtype=dtype
+    )
+
+
+def _finish(scratch: Path, target: Path, saved: SavedCache) -> None:
+    write_synced(scratch / MANIFEST, signed(saved.model_dump(mode="json")))
+    sync_folder(scratch)
+    scratch.rename(target)
+    sync_folder(target.parent)
+
+
+def _check(model: Any, folder: Path, manifests: list[SavedCache]) -> dict[str, Any]:
+    """Read the manifest, and verify this rank's part of the files: the ranks share the reading."""
+    path = folder / MANIFEST
+    values = read_signed(path, "not a cache that was saved to its end")
+    try:
+        saved = SavedCache.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise CheckpointError(f"{path}: {shortened(place)}: {shortened(problem['msg'])}") from error
+    mine, theirs = config_of(model), saved.config
+    if class_name(model) != saved.model:
+        raise CheckpointError(f"{folder}: is the cache of a {saved.model}, not of a {class_name(model)}")
+    for name in sorted({*mine, *theirs}):
+        if mine.get(name) != theirs.get(name):
+            raise CheckpointError(
+                f"{folder}: is the cache of a {saved.model} with {name}={shortened(str(theirs.get(name)))}, "
+                f"not {shortened(str(mine.get(name)))}"
+            )
+    mesh = model.ring_mesh
+    number = 0
+    for axis, place in zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True):
+        number = number * mesh[axis].size() + place
+    for share in saved.shares[number :: mesh.size()]:
+        if problem := why_not_written(folder / share.file, share.bytes, share.sha256):
+            raise CheckpointError(f"{folder / share.file}: {problem}; its content is damaged")
+    manifests.append(saved)
+    return {"model": model.ring_number, "cache": digest_of(values)}
+
+
+def _fill(model: Any, folder: Path, saved: SavedCache, cache: RingCache) -> None:
+    ranks, tp = cache.shares.ranks, _axis(model.ring_mesh, "tp")
+    if saved.length >= 2 * ranks:
+        cache.shares.split(saved.length)
+    else:
+        cache.shares.deal(saved.length)
+    device = next(iter(model.get_input_embeddings().parameters())).device
+    runs = cache.shares.runs()[cache.rank]
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+
+        def opened(name: str) -> Any:
+            if name not in files:
+                files[name] = stack.enter_context(safe_open(folder / name, "pt"))
+            return files[name]
+
+        try:
+            cache.keep_ids(opened(saved.shares[0].file).get_tensor("ids"))
+            for index, (layer, entry) in enumerate(zip(cache.keepers, saved.layers, strict=True)):
+                count = entry.heads // tp[1]
+                heads = slice(tp[0] * count, (tp[0] + 1) * count)
+                held = tuple(runs_from(runs, entry.first))
+                parts = (_gathered(opened, saved, f"{index}.{half}", entry, held, heads) for half in _HALVES)
+                keys, values = (part.to(device) for part in parts)
+                layer.fill(keys, values, saved.length, entry.first)
+        except (SafetensorError, ValueError, KeyError, IndexError) as error:
+            raise CheckpointError(f"{folder}: cannot be read: {one_line(error)}") from error
+    if _ids_digest(cache.ids) != saved.ids_sha256:
+        raise CheckpointError(f"{folder}: its tokens are not those that it says it holds")
+
+
+def _gathered(
+    opened: Callable[[str], Any], saved: SavedCache, name: str, entry: SavedLayer, held: Runs, heads: slice
+) -> Tensor:
+    """Keys or values (B, G, M, D) of a layer at some runs and heads, out of all shares that have any of them."""
+    size = entry.sizes[_HALVES.index(name.partition(".")[2])]
+    num_tokens = sum(count for _, count in held)
+    result = torch.empty(saved.sequences, heads.stop - heads.start, num_tokens, size, dtype=getattr(torch, entry.dtype))
+    found = 0
+    for share in saved.shares:
+        count = entry.heads // saved.tp
+        low, high = max(heads.start, share.tp * count), min(heads.stop, (share.tp + 1) * count)
+        if low >= high:
+            continue
+        for here, there, length in _meetings(held, tuple(runs_from(share.runs, entry.first))):
+            stored = opened(share.file).get_slice(name)
+            part = stored[:, low - share.tp * count : high - share.tp * count, there : there + length]
+            result[:, low - heads.start : high - heads.start, here : here + length] = part
+            found += (high - low) * length
+    if found != (heads.stop - heads.start) * num_tokens:
+        raise CheckpointError(f"the shares do not make up {name}")
+    return result
+
+
+def _meetings(one: Runs, other: Runs) -> Iterator[tuple[int, int, int]]:
+    """Of two lists of runs what they have in common: (row in the one, row in the other, count)."""
+    here = 0
+    for start, count in one:
+        there = 0
+        for begin, size in other:
+            low, high = max(start, begin), min(start + count, begin + size)
+            if low < high:
+                yield here + low - start, there + low - begin, high - low
+            there += size
+        here += count
+
+
+def _ids_digest(ids: Tensor) -> str:
+    return hashlib.sha256(f"{tuple(ids.shape)} ".encode() + ids.contiguous().numpy().tobytes()).hexdigest()

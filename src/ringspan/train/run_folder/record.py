@@ -1,0 +1,140 @@
+"""Whose folder a run's is, as the folder says: a new run, one to go on with, or another. Asked without a framework."""
+
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.files.named import read_small, why_no_folder
+from ringspan.train.config.load import parse_config
+from ringspan.train.config.problems import table_of
+from ringspan.train.config.tables import TrainConfig
+
+RECORD: Final = "run.json"
+EXPORTED: Final = "exported"  # the step whose model has been written
+# Another value of these would be another run under the same name.
+_FIXED: Final = ("seed", "model", "data")
+# Which text it is, which a run may change that says so.
+_TEXT: Final = ("data.paths", "data.text_field", "data.hub_split", "data.extensions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Who a run is, as its folder says."""
+
+    run_id: str
+    is_new: bool
+    changes: list[str] = field(default_factory=list)
+    """Settings that differ from those it began with, as lines to show."""
+
+
+def read_record(config: TrainConfig) -> RunRecord:
+    """Whether ``config.run`` is a new run or one to go on with, as its folder says.
+
+    Raises:
+        ConfigError: the folder cannot be one of a run, holds something else, or the same run with another seed, model
+            or data.
+    """
+    run = Path(config.run)
+    if reason := why_no_folder(run):
+        raise unusable(run, reason)
+    path = run / RECORD
+    try:
+        values = json.loads(read_small(path))
+        run_id, (began, unknown) = values["run_id"], recorded(values["config"])
+    except FileNotFoundError:
+        if (run / "metrics.jsonl").exists():
+            raise ConfigError(
+                f"{run} already holds a run that cannot be continued ({RECORD} is missing); choose another with "
+                "run=..., or remove it"
+            ) from None
+        return RunRecord(run_id=uuid.uuid4().hex, is_new=True)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not the record of a run: {' '.join(str(error).split())}; remove it") from error
+    if not isinstance(run_id, str) or not run_id.isalnum():
+        raise ConfigError(f"{path}: run_id = {run_id!r} is no name; remove the file")
+    if lost := [key for key in unknown if key.split(".")[0] in _FIXED]:
+        raise ConfigError(
+            f"{run} holds a run of another version of ringspan, with {lost[0]}, which this one does not know; use "
+            "that version, or choose another folder with run=..."
+        )
+    changes = [f"{key} is left out: this version of ringspan does not know it" for key in unknown]
+    for key, before, now in _differences(began.model_dump(mode="json"), config.model_dump(mode="json")):
+        if key == "data.on_change" or (key in _TEXT and config.data.on_change == "continue"):
+            continue  # what that does is said when the text has been read
+        if key.split(".")[0] in _FIXED:
+            raise ConfigError(
+                f"{run} holds a run with {key} = {json.dumps(before)}, now it is {json.dumps(now)}; choose another "
+                "folder with run=..., or set it back"
+                + (", or go on with another text with data.on_change=continue" if key in _TEXT else "")
+            )
+        if key != "run":
+            changes.append(f"{key} = {json.dumps(now)} (was {json.dumps(before)})")
+    return RunRecord(run_id=run_id, is_new=False, changes=changes)
+
+
+def recorded(values: Any) -> tuple[TrainConfig, list[str]]:
+    """The configuration that a run began with, and the keys of it that only another version knows.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    unknown: list[str] = []
+    return parse_config(_known(values, TrainConfig, "", unknown)), unknown
+
+
+def _known(values: Any, table: type[BaseModel], prefix: str, unknown: list[str]) -> Any:
+    """The values of keys that a table has; the others' names are added to ``unknown``."""
+    if not isinstance(values, dict):
+        return values
+    kept = {}
+    for key, value in values.items():
+        field = table.model_fields.get(key)
+        if field is None:
+            unknown.append(prefix + key)
+            continue
+        inner = table_of(field)
+        kept[key] = value if inner is None else _known(value, inner, f"{prefix}{key}.", unknown)
+    return kept
+
+
+def refuse_finished(config: TrainConfig) -> None:
+    """Raise, before anything is loaded, where the run has come as far as it is asked to.
+
+    Raises:
+        ConfigError: it has, as its folder says; its checkpoints are not opened here.
+    """
+    run = Path(config.run)
+    try:
+        step = int(read_small(run / EXPORTED))
+    except (OSError, ValueError):
+        return
+    is_there = (run / "model").exists() and (run / "checkpoints" / f"step_{step:08d}").is_dir()
+    if is_there and step >= config.steps:
+        raise finished(config, step)
+
+
+def finished(config: TrainConfig, step: int) -> ConfigError:
+    """What is said of a run that has come to this step, and has written its model."""
+    return ConfigError(
+        f"{config.run} is finished at step {step}; set steps above {step} to go on (it is {config.steps}), or choose "
+        "another folder with run=..."
+    )
+
+
+def unusable(run: Path, why: str | OSError) -> ConfigError:
+    reason = why if isinstance(why, str) else why.strerror or type(why).__name__
+    return ConfigError(f'run = "{run}": cannot be the folder of a run ({reason}); choose another with run=...')
+
+
+def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in [*before, *(key for key in now if key not in before)]:
+            yield from _differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
+    elif before != now:
+        yield prefix, before, now

@@ -1,0 +1,196 @@
+"""Going on: the folder of a run, from when it is opened, and what a run's state consists of."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
+
+from ringspan.core.errors import CheckpointError, ConfigError, RingspanError
+from ringspan.core.files.disk import sync_folder, write_synced
+from ringspan.train.checkpoints.checkpoint import Checkpoints
+from ringspan.train.checkpoints.manifest import Manifest
+from ringspan.train.checkpoints.shards import Part
+from ringspan.train.config.paths import refuse_missing
+from ringspan.train.config.tables import TrainConfig
+from ringspan.train.data import origin
+from ringspan.train.data.sequences import Data
+from ringspan.train.run_folder.lock import RunLock
+from ringspan.train.run_folder.record import RECORD, RunRecord, read_record, recorded, unusable
+
+
+def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
+    """Find out whether ``config.run`` is a new run or one to go on with, and keep others out of that; nothing else is
+    written. All ranks call it.
+
+    Raises:
+        ConfigError: as ``read_record``, or some of the text is not there, or the run is being trained; on every rank.
+    """
+
+    def find() -> RunRecord:
+        refuse_missing(config.data.paths)
+        lock.take()
+        return read_record(config)
+
+    return _on_first_rank(find)
+
+
+def begin_run(
+    config: TrainConfig, record: RunRecord, lock: RunLock, tokenizer: PreTrainedTokenizerBase, data: Data
+) -> None:
+    """Make the folder of a new run, or see whether the text is still that of one to go on with, on rank 0.
+
+    Raises:
+        ConfigError: it cannot be made, another run has begun there, or the text has changed; on every rank.
+    """
+    run = Path(config.run)
+
+    def begin() -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        lock.take()
+        if (run / RECORD).exists():
+            raise ConfigError(f'run = "{run}": another run has begun there meanwhile; choose another with run=...')
+        origin.keep(run, tokenizer, data)
+        _write_record(run, record.run_id, config)
+
+    def go_on() -> list[str]:
+        changed = origin.compare(run, config.data, data)
+        if config.data.on_change == "continue":  # from now on it is this text, wherever it is
+            began = json.loads((run / RECORD).read_text(encoding="utf-8"))["config"]
+            begun, _ = recorded(began | {"data": config.model_dump(mode="json")["data"]})
+            _write_record(run, record.run_id, begun)
+        return [changed] if changed else []
+
+    def work() -> list[str] | None:
+        try:
+            return begin() if record.is_new else go_on()
+        except OSError as error:
+            raise unusable(run, error) from error
+
+    record.changes.extend(_on_first_rank(work) or ())
+
+
+def _write_record(run: Path, run_id: str, config: TrainConfig) -> None:
+    values = {"run_id": run_id, "config": config.model_dump(mode="json")}
+    write_synced(run / RECORD, json.dumps(values, indent=1) + "\n")
+    sync_folder(run)
+
+
+def _on_first_rank(work: Callable[[], Any]) -> Any:
+    """What rank 0 finds, or a ConfigError in its words, on every rank."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [work(), None]
+        except RingspanError as error:
+            answer = [None, str(error)]
+    dist.broadcast_object_list(answer)
+    found, refusal = answer
+    if refusal is not None:
+        raise ConfigError(refusal)
+    return found
+
+
+def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | Part]:
+    """Every tensor that a run goes on with, by name: parameters, buffers, and the optimizer's state of each parameter.
+
+    A fresh optimizer gets the state that its first step would give it, so that there is something to load into; what a
+    rank holds in host memory is a part of what is split as its weight.
+    """
+    _make_state(optimizer)
+    parameters: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:  # tied weights have two names
+            seen.add(id(tensor))
+            parameters[name] = tensor
+    tensors: dict[str, Tensor | Part] = {f"model/{name}": tensor for name, tensor in parameters.items()}
+    for name, parameter in parameters.items():
+        if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+            for key, value in optimizer.state[parameter].items():
+                is_split = isinstance(parameter, DTensor) and value.ndim > 0
+                is_part = is_split and not isinstance(value, DTensor)
+                tensors[f"optimizer/{name}/{key}"] = Part(value, cast(DTensor, parameter)) if is_part else value
+    return tensors
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make the state that it lacks, by a step of no gradient at a rate of 0, which changes no weight:
+    it alone knows where its moments are, and in how many bits.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    fresh = [p for p in parameters if p.requires_grad and not optimizer.state[p]]
+    if not fresh:
+        return
+    for p in parameters:
+        p.grad = None
+    for p in fresh:
+        p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    optimizer.step()
+    for p in fresh:
+        optimizer.state[p]["step"].zero_()
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """This rank's random number generators."""
+    state = {"random/cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["random/cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def begin_random_numbers(*numbers: int) -> None:
+    """Let random numbers begin anew, a function of these numbers and of the rank: what one rank drops from its tokens
+    says nothing of what another one does.
+    """
+    [seed] = np.random.SeedSequence([*numbers, dist.get_rank()]).generate_state(1)
+    torch.manual_seed(int(seed))
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Go on with the random numbers after those of ``random_state``."""
+    torch.set_rng_state(state["random/cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["random/cuda"], device)
+
+
+def restore(
+    checkpoints: Checkpoints,
+    folder: Path,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> None:
+    """Put model, optimizer and random numbers into the state of a checkpoint that was checked.
+
+    With another number of ranks, their random numbers begin anew, from the checkpoint's step.
+
+    Raises:
+        CheckpointError: on every rank, when the checkpoint is of another model.
+    """
+    tensors = run_state(model, optimizer)
+    unknown = [name for name in manifest.tensors if name not in tensors and not name.startswith("rank ")]
+    if unknown:
+        raise CheckpointError(f"{folder}: has {unknown[0]}, which this model lacks; is it of another model?")
+    same = manifest.num_ranks == dist.get_world_size()
+    random = random_state(device)
+    checkpoints.load(folder, manifest, tensors, random if same else None)
+    if same:
+        set_random_state(random, device)
+    else:
+        begin_random_numbers(manifest.step, dist.get_world_size())

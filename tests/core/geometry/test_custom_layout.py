@@ -1,0 +1,110 @@
+"""Layouts of any runs of positions: the schedule computes each allowed pair once, whoever holds how much of what."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ringspan.core.errors import LayoutError
+from ringspan.core.geometry.layout import CustomLayout, Layout, Span
+from ringspan.core.geometry.mask import causal
+from ringspan.core.geometry.ranges import size
+from ringspan.core.schedule.schedule import plan
+from tests.core.schedule.test_schedule import ROUTES, exists, painted
+from tests.core.strategies import custom_layouts, layouts, masks
+from tests.fuzz import examples
+
+
+def computed(queries, keys, mask, route):
+    """How often each pair of positions is computed, over all ranks and hops."""
+    ends = [max(int(one.positions(rank).max(initial=-1)) for rank in range(one.ranks)) + 1 for one in (queries, keys)]
+    counts = np.zeros(ends, dtype=int)
+    for rank in range(queries.ranks):
+        for hop in plan(queries, mask, rank, keys, route).hops:
+            of_queries, of_keys = (hop.owner, rank) if route == "pass-q" else (rank, hop.owner)
+            rows, columns = queries.positions(of_queries), keys.positions(of_keys)
+            for tile in hop.tiles:
+                counts[np.ix_(rows[tile.q0 : tile.q1], columns[tile.k0 : tile.k1])] += painted(tile)
+    return counts
+
+
+def held(layout):
+    positions = np.concatenate([layout.positions(rank) for rank in range(layout.ranks)])
+    return np.sort(positions[positions < layout.length])
+
+
+@given(custom_layouts(), st.data(), masks, st.sampled_from(ROUTES))
+@examples(500)
+def test_each_allowed_pair_is_computed_exactly_once(queries, data, mask, route):
+    assume(exists(route, queries.ranks))
+    keys = data.draw(st.one_of(st.just(queries), custom_layouts(queries.ranks)))
+    counts = computed(queries, keys, mask, route)
+    expected = np.zeros_like(counts)
+    rows, columns = held(queries), held(keys)
+    expected[np.ix_(rows, columns)] = mask.dense(rows, columns)
+    assert np.array_equal(counts, expected)
+
+
+@given(layouts.filter(lambda layout: layout.name != "striped"), masks, st.sampled_from(ROUTES))
+@examples(200)
+def test_a_named_layout_written_out_sends_the_same(layout, mask, route):
+    assume(exists(route, layout.ranks))
+    parts = [[(span.start, span.count) for span in layout.spans(rank)] for rank in range(layout.ranks)]
+    custom = CustomLayout.of(parts, layout.length)
+    assert custom.tokens_per_rank == layout.tokens_per_rank
+    for rank in range(layout.ranks):
+        one, other = plan(layout, mask, rank, None, route), plan(custom, mask, rank, None, route)
+        assert one.hops == other.hops
+
+
+@given(custom_layouts(), masks, st.sampled_from(ROUTES))
+@examples(200)
+def test_what_is_sent_is_what_the_other_rank_receives(layout, mask, route):
+    assume(exists(route, layout.ranks))
+    schedules = [plan(layout, mask, rank, None, route) for rank in range(layout.ranks)]
+    sent = {
+        (rank, peer, schedules[peer].hops[later].owner, ranges)
+        for rank, schedule in enumerate(schedules)
+        for hop in schedule.hops
+        for later, (peer, ranges) in hop.sends
+        if ranges
+    }
+    received = {
+        (hop.arrives.peer, rank, hop.owner, hop.arrives.ranges)
+        for rank, schedule in enumerate(schedules)
+        for hop in schedule.hops[1:]
+        if hop.arrives.ranges
+    }
+    assert sent == received
+    assert all(size(ranges) <= layout.tokens_of(owner) for _, _, owner, ranges in sent)
+
+
+def test_keys_that_nobody_holds_are_seen_by_nobody():
+    queries = CustomLayout.of([[(3, 2)]])
+    keys = CustomLayout("custom", 5, 1, parts=((),))
+    for route in ("ring", "pass-q"):
+        assert plan(queries, causal(), 0, keys, route).num_pairs == 0
+
+
+def test_unequal_shares_are_counted_and_have_no_tokens_per_rank():
+    layout = CustomLayout.of([[(0, 3), (10, 2)], [(3, 7)], []])
+    assert [layout.tokens_of(rank) for rank in range(3)] == [5, 7, 0]
+    assert layout.length == layout.padded_length == 12 and layout.positions(0).tolist() == [0, 1, 2, 10, 11]
+    with pytest.raises(LayoutError, match="0 to 7 tokens"):
+        _ = layout.tokens_per_rank
+
+
+@pytest.mark.parametrize("parts", [[[(0, 4)], [(3, 2)]], [[(-1, 2)]], [[(0, 0)]], [], [[]]])
+def test_runs_that_are_none_or_overlap_raise(parts):
+    with pytest.raises(LayoutError):
+        CustomLayout.of(parts)
+
+
+def test_custom_and_named_layouts_do_not_mix_and_have_no_groups():
+    custom = CustomLayout.of([[(0, 2)], [(2, 2)]])
+    with pytest.raises(LayoutError, match="make them alike"):
+        plan(Layout("contiguous", 4, 2), causal(), 0, custom)
+    with pytest.raises(LayoutError, match="Ulysses"):
+        custom.grouped(2)
+    with pytest.raises(LayoutError):
+        CustomLayout("custom", 4, 1, parts=((Span(0, 4, 2),),))

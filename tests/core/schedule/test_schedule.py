@@ -1,0 +1,196 @@
+"""Every mask on every layout becomes tiles that compute each allowed pair exactly once, and blocks that carry what is
+needed.
+"""
+
+from math import ceil
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.core.geometry.ranges import minus, size, union
+from ringspan.core.names import LAYOUT_NAMES
+from ringspan.core.schedule.schedule import plan
+from tests.core.strategies import layouts, masks
+from tests.fuzz import examples
+
+
+def painted(tile):
+    rows, columns = np.mgrid[: tile.num_rows, : tile.num_keys]
+    return (rows - columns >= tile.lo) & (rows - columns <= tile.hi)
+
+
+ROUTES = ["ring", "bidirectional", "double-ring:1", "double-ring:2", "double-ring:3", "all-gather", "pass-q"]
+
+
+def computed(layout, mask, key_layout=None, route="ring"):
+    """How often each (query, key) pair of the padded sequence is computed, over all ranks and hops."""
+    keys = key_layout or layout
+    counts = np.zeros((layout.padded_length, keys.padded_length), dtype=int)
+    for rank in range(layout.ranks):
+        for hop in plan(layout, mask, rank, key_layout, route).hops:
+            of_queries, of_keys = (hop.owner, rank) if route == "pass-q" else (rank, hop.owner)
+            rows, columns = layout.positions(of_queries), keys.positions(of_keys)
+            for tile in hop.tiles:
+                allowed = painted(tile)
+                assert allowed.any(0).all() and allowed.any(1).all(), "a trimmed tile has no idle row or key"
+                assert allowed.sum() == tile.num_pairs
+                assert tile.is_full == allowed.all()
+                counts[np.ix_(rows[tile.q0 : tile.q1], columns[tile.k0 : tile.k1])] += allowed
+    return counts
+
+
+@given(layouts, masks, st.sampled_from(ROUTES))
+@examples(500)
+def test_each_allowed_pair_is_computed_exactly_once(layout, mask, route):
+    assume(exists(route, layout.ranks))
+    everywhere = np.arange(layout.padded_length)
+    expected = mask.dense(everywhere, everywhere) & (everywhere < layout.length) & (everywhere < layout.length)[:, None]
+    assert np.array_equal(computed(layout, mask, route=route), expected)
+
+
+@given(layouts, masks, st.integers(1, 41), st.sampled_from(["ring", "pass-q"]))
+@examples(200)
+def test_cross_attention_of_unequal_lengths(layout, mask, num_keys, route):
+    keys = rs.Layout(layout.name, num_keys, layout.ranks)
+    q, k = np.arange(layout.padded_length), np.arange(keys.padded_length)
+    expected = mask.dense(q, k) & (q < layout.length)[:, None] & (k < keys.length)
+    assert np.array_equal(computed(layout, mask, keys, route), expected)
+
+
+@given(layouts, masks, st.sampled_from(ROUTES))
+@examples(300)
+def test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once(layout, mask, route):
+    assume(exists(route, layout.ranks))
+    schedules = [plan(layout, mask, rank, None, route) for rank in range(layout.ranks)]
+    returned = np.zeros((layout.ranks, layout.tokens_per_rank), int)
+    added = np.zeros((layout.ranks, layout.tokens_per_rank), int)
+    for rank, schedule in enumerate(schedules):
+        for hop in schedule.hops:
+            for index, (peer, ranges) in hop.sends:
+                there = schedules[peer].hops[index]
+                held = hop.arrives.ranges if hop.index else ((0, layout.tokens_per_rank),)
+                assert there.owner == hop.owner and there.arrives == (rank, ranges) and not minus(ranges, held)
+            needed = union((t.q0, t.q1) if route == "pass-q" else (t.k0, t.k1) for t in hop.tiles)
+            if hop.index == 0:
+                assert hop.gradient == hop.gradient_on.ranges == hop.gradient_to_owner == ()
+                continue
+            assert sum(hop.index in dict(earlier.sends) for earlier in schedule.hops[: hop.index]) == 1
+            assert not minus(needed, hop.arrives.ranges)
+            assert not minus(union(needed, hop.gradient_in.ranges), hop.gradient)
+            assert union(hop.gradient_on.ranges, hop.gradient_to_owner) == hop.gradient
+            assert size(hop.gradient_on.ranges) + size(hop.gradient_to_owner) == size(hop.gradient)
+            if hop.gradient_on.ranges:
+                there = schedules[hop.gradient_on.peer].hops[hop.gradient_next]
+                assert there.owner == hop.owner and there.gradient_in == (rank, hop.gradient_on.ranges)
+            assert schedules[hop.owner].hops[hop.index].from_visitor == (rank, hop.gradient_to_owner)
+            for start, stop in needed:
+                added[hop.owner, start:stop] = 1
+            for start, stop in hop.gradient_to_owner:
+                returned[hop.owner, start:stop] += 1
+    if route in ("ring", "bidirectional"):
+        assert (returned <= 1).all()  # one sum goes around; the others have one for each node or rank
+    assert (returned >= added).all()
+
+
+def exists(route, ranks):
+    _, _, inner = route.partition(":")
+    return not inner or ranks % int(inner) == 0
+
+
+@pytest.mark.parametrize("route", ["ring", "bidirectional", "double-ring:4", "all-gather"])
+def test_all_routes_move_the_same_keys_and_values(route):
+    """Whole blocks to everybody: N - 1 of them leave each rank, whichever way they go."""
+    ranks, tokens = 8, 6
+    for rank in range(ranks):
+        schedule = plan(rs.Layout("contiguous", ranks * tokens, ranks), rs.full(), rank, None, route)
+        assert schedule.sent_tokens == (ranks - 1) * tokens
+
+
+def test_a_double_ring_crosses_nodes_as_rarely_as_it_can():
+    """Of N - 1 blocks one a node must come in from another node; the others come from neighbours in the node."""
+    ranks, inner = 8, 4
+    for rank in range(ranks):
+        schedule = plan(rs.Layout("contiguous", 64, ranks), rs.full(), rank, None, f"double-ring:{inner}")
+        crossing = [hop.index for hop in schedule.hops if hop.arrives.peer // inner != rank // inner]
+        assert crossing == [4]
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+@pytest.mark.parametrize(("ranks", "members"), [(2, 2), (4, 2), (6, 2), (6, 3), (8, 4), (3, 1)])
+def test_a_group_of_ranks_holds_what_its_members_hold(layout, ranks, members):
+    whole = rs.Layout(layout, 37, ranks)
+    grouped = whole.grouped(members)
+    assert grouped.padded_length == whole.padded_length
+    ranks_of_groups = [grouped.group_ranks(group) for group in range(grouped.ranks)]
+    assert sorted(rank for group in ranks_of_groups for rank in group) == list(range(ranks))
+    for group, its_ranks in enumerate(ranks_of_groups):
+        for member, rank in enumerate(its_ranks):
+            held = np.concatenate([grouped.positions(group)[place] for place in grouped.places(member)])
+            assert np.array_equal(held, whole.positions(rank))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_causal_work_is_balanced(layout, ranks):
+    length = ranks * 2 * 64
+    work = [plan(rs.Layout(layout, length, ranks), rs.causal(), rank).num_pairs for rank in range(ranks)]
+    assert sum(work) == length * (length + 1) // 2
+    assert max(work) / (sum(work) / ranks) < 1.02
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 18, 33, 34, 100])
+def test_a_window_reaches_only_its_neighbours(window):
+    chunk, ranks = 16, 8
+    schedules = [
+        plan(rs.Layout("contiguous", chunk * ranks, ranks), rs.sliding_window(window), r) for r in range(ranks)
+    ]
+    reached = max(hop.index for schedule in schedules for hop in schedule.hops if hop.arrives.ranges or hop.tiles)
+    assert reached == min(ceil((window - 1) / chunk), ranks - 1)
+    sent = sum(schedule.sent_tokens for schedule in schedules)
+    assert sent == sum(min(window - 1, first) for first in range(0, chunk * ranks, chunk))
+
+
+def test_zigzag_sends_a_quarter_less_than_whole_blocks():
+    ranks, chunk = 8, 4
+    layout = rs.Layout("zigzag", 2 * ranks * chunk, ranks)
+    sent = sum(plan(layout, rs.causal(), rank).sent_tokens for rank in range(ranks))
+    assert sent == 0.75 * ranks * (ranks - 1) * 2 * chunk
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_a_causal_hop_is_few_large_tiles(layout):
+    for rank in range(4):
+        for hop in plan(rs.Layout(layout, 64, 4), rs.causal(), rank).hops:
+            assert len(hop.tiles) <= (1 if hop.index == 0 or layout == "contiguous" else 2)
+            assert all(tile.is_full or tile.is_causal for tile in hop.tiles)
+
+
+def test_thousands_of_documents_on_many_ranks_are_planned_quickly():
+    schedule = plan(rs.Layout("striped", 60_000, 8), rs.documents([12] * 5_000), 3)
+    assert (
+        schedule.num_pairs == sum(hop.num_pairs for hop in schedule.hops) and 0 < schedule.num_pairs < 5_000 * 12 * 12
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "key_layout", "route", "error"),
+    [
+        (rs.Layout("zigzag", 8, 2), None, "teleport", rs.UnsupportedError),
+        (rs.Layout("zigzag", 8, 2), None, "ring:2", rs.UnsupportedError),
+        (rs.Layout("zigzag", 8, 2), None, "double-ring", rs.UnsupportedError),
+        (rs.Layout("zigzag", 8, 2), None, "double-ring:0", rs.UnsupportedError),
+        (rs.Layout("zigzag", 12, 3), None, "double-ring:2", rs.UnsupportedError),
+        (rs.Layout("zigzag", 12, 3), None, "ulysses:2", rs.UnsupportedError),
+        (rs.Layout("zigzag", 12, 4), None, "ulysses:2+ulysses:2", rs.UnsupportedError),
+        (rs.Layout("zigzag", 12, 4), None, "ulysses:2", rs.UnsupportedError),
+        (rs.Layout("zigzag", 12, 4), None, "ring+ring", rs.UnsupportedError),
+        (rs.Layout("zigzag", 8, 2), rs.Layout("striped", 8, 2), "ring", rs.LayoutError),
+        (rs.Layout("zigzag", 8, 2), rs.Layout("zigzag", 8, 4), "ring", rs.LayoutError),
+    ],
+)
+def test_unsupported_schedules_are_refused(layout, key_layout, route, error):
+    with pytest.raises(error):
+        plan(layout, rs.causal(), 0, key_layout, route)

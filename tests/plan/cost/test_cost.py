@@ -1,0 +1,104 @@
+"""FLOPs, traffic and time against the schedule, brute force and published figures."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from ringspan.plan.cluster.hardware import DEVICES, device
+from ringspan.plan.cost.cost import (
+    causal_pairs,
+    dataset_flops_ratio,
+    model_flops,
+    step_cost,
+)
+from ringspan.plan.cost.setting import Setting
+from ringspan.plan.model.shapes import MODELS
+from ringspan.train.model import flops_per_token
+
+LLAMA = MODELS["llama-3.1-8b"]
+FAST = replace(DEVICES["h100-80gb"], intra_node_bandwidth=1e18, inter_node_bandwidth=1e18)
+
+
+def test_model_flops_are_those_that_training_reports():
+    sizes = {"num_attention_heads": 32, "head_dim": 128, "hidden_size": 4096, "num_hidden_layers": 32}
+    config = SimpleNamespace(**sizes)
+    length = 131_072
+    expected = length * flops_per_token(config, LLAMA.matrix_parameters, length)
+    assert model_flops(LLAMA, length) == pytest.approx(expected, rel=1e-4)
+
+
+def test_with_links_that_cost_nothing_a_step_is_its_flops_at_the_efficiencies():
+    setting = Setting(length=65_536, ring=4, checkpoint="none")
+    ideal = replace(FAST, matmul_efficiency=1.0, attention_efficiency=1.0)
+    step = step_cost(LLAMA, setting, ideal, batch=1)
+    # The model's FLOPs count backward as twice the forward; attention's own backward is 5 products to forward's 2.
+    extra = 2 * LLAMA.query_size * causal_pairs(65_536) * LLAMA.layers
+    assert step.seconds == pytest.approx((step.flops + extra) / (4 * ideal.flops), rel=1e-3)
+    assert step.exposed_seconds == pytest.approx(0, abs=1e-6)
+    assert step.mfu == pytest.approx(step.flops / (step.flops + extra), rel=1e-3)
+
+
+def test_checkpointing_costs_a_forward_pass_and_attention_only_when_it_is_not_kept():
+    seconds = {
+        name: step_cost(LLAMA, Setting(length=131_072, ring=4, checkpoint=name), FAST, 1).seconds
+        for name in ("none", "attention", "full")
+    }
+    assert seconds["none"] < seconds["attention"] < seconds["full"]
+    attention = 4.0 * LLAMA.query_size * causal_pairs(131_072) / 4 * LLAMA.layers
+    again = attention / (FAST.flops * FAST.attention_efficiency)
+    assert seconds["full"] - seconds["attention"] == pytest.approx(again, rel=1e-3)
+
+
+@pytest.mark.parametrize("checkpoint", ["attention", "full"])
+def test_inputs_that_are_made_again_cost_the_forward_pass_of_three_layers_in_four(checkpoint):
+    setting = Setting(length=131_072, ring=4, checkpoint=checkpoint)
+    plain, shared = (
+        step_cost(LLAMA, replace(setting, layers_per_checkpoint=layers), FAST, 1).seconds for layers in (1, 4)
+    )
+    tokens = 131_072 / 4 * LLAMA.layers
+    forward = 2 * LLAMA.layer_matrix_parameters * tokens / (FAST.flops * FAST.matmul_efficiency)
+    if checkpoint == "full":
+        pairs = causal_pairs(131_072) / 4 * LLAMA.layers
+        forward += 4.0 * LLAMA.query_size * pairs / (FAST.flops * FAST.attention_efficiency)
+    assert shared - plain == pytest.approx(0.75 * forward, rel=1e-3)
+
+
+def test_a_step_of_the_optimizer_on_the_host_waits_for_the_link_and_the_hosts_memory():
+    h100, setting = DEVICES["h100-80gb"], Setting(length=131_072, ring=4)
+    plain, on_host = (step_cost(LLAMA, replace(setting, optimizer_on_host=where), h100, 1) for where in (False, True))
+    numbers = 4 * LLAMA.parameters / 4  # bytes of a rank's float32 weights
+    assert on_host.host_bytes - plain.host_bytes == pytest.approx(3 * numbers)
+    assert on_host.seconds - plain.seconds == pytest.approx(10 * numbers / h100.host_bandwidth)
+
+
+def test_a_link_slower_than_the_block_is_what_a_step_waits_for():
+    setting = Setting(length=8192, ring=8)
+    slow = device("h100-80gb,intra_node_bandwidth=1e6")
+    step = step_cost(LLAMA, setting, slow, batch=1)
+    sent = step.ring_bytes + step.shard_bytes
+    assert step.seconds == pytest.approx(sent / 1e6, rel=0.05)
+    assert step.exposed_seconds > 0.9 * step.seconds
+
+
+def test_micro_steps_and_replicas_share_a_batch():
+    one = step_cost(LLAMA, Setting(length=32_768, ring=4), FAST, batch=1)
+    two = step_cost(LLAMA, Setting(length=32_768, ring=4), FAST, batch=2)
+    shared = step_cost(LLAMA, Setting(length=32_768, ring=4, replicate=2), FAST, batch=2)
+    assert two.seconds == pytest.approx(2 * one.seconds)
+    assert shared.seconds == pytest.approx(one.seconds, rel=1e-6)
+    assert shared.mfu == pytest.approx(one.mfu, rel=1e-6)
+
+
+def test_replicas_sum_their_gradients_once_a_step():
+    setting = Setting(length=8192, ring=4, replicate=2)
+    one, four = (step_cost(LLAMA, setting, FAST, batch=batch) for batch in (2, 8))
+    alone = step_cost(LLAMA, replace(setting, replicate=1), FAST, batch=1)
+    summed = 4 * LLAMA.parameters / 4  # half of twice the float32 gradients of a rank
+    assert one.shard_bytes == pytest.approx(alone.shard_bytes + summed)
+    assert four.shard_bytes == pytest.approx(4 * alone.shard_bytes + summed)
+
+
+def test_the_published_ratio_of_flops_for_a_dataset_at_a_million_tokens():
+    hidden = MODELS["gpt-175b"].hidden
+    assert round(dataset_flops_ratio(hidden, 1 << 20, 4096), 1) == 14.4

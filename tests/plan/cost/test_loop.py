@@ -1,0 +1,17 @@
+"""What the ring's loop holds, by its events."""
+
+import pytest
+
+from ringspan.core.schedule.route import Route
+from ringspan.plan.cost import loop
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("name", ["ring", "bidirectional", "all-gather", "double-ring:2", "double-ring:8"])
+def test_a_large_ring_holds_what_is_drawn_on_from_small_ones(monkeypatch, name, layout):
+    drawn = loop.loop_bytes(layout, 96, Route.parse(name, 96), 4096, 2048, 2, 2)
+    monkeypatch.setattr(loop, "_MOST_NODES", 96)
+    loop._share.cache_clear()
+    walked = loop.loop_bytes(layout, 96, Route.parse(name, 96), 4096, 2048, 2, 2)
+    loop._share.cache_clear()
+    assert (drawn.sums, drawn.in_transit) == pytest.approx((walked.sums, walked.in_transit))

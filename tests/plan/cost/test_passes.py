@@ -1,0 +1,60 @@
+"""Attention's passes from few schedules against those of the ring itself."""
+
+import pytest
+
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import causal, sliding_window
+from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.timing import Speeds
+from ringspan.core.schedule.workspace import Shape
+from ringspan.plan.cost import passes
+from ringspan.plan.cost.passes import attention_passes, causal_pairs, even_passes
+
+SIZES = Shape(1, 32, 8, 128, 128, 2)
+
+
+@pytest.mark.parametrize(
+    ("route", "per_node"),
+    [("double-ring:8", 8), *((route, n) for route in ("ring", "all-gather", "ulysses:2") for n in (8, 48, 512))],
+)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("tokens", [1024, 2048, 4096])
+def test_a_large_ring_is_drawn_on_from_small_ones(monkeypatch, tokens, layout, route, per_node):
+    """At 144 ranks, near the balance of computing and sending, where neither hides the other alone."""
+    speeds = Speeds(4e14, 3e11, 5e10, per_node)
+    drawn = attention_passes(layout, 144 * tokens, 144, None, route, SIZES, speeds)
+    monkeypatch.setattr(passes, "_LARGEST_SCHEDULE", 144)
+    attention_passes.cache_clear()
+    walked = attention_passes.__wrapped__(layout, 144 * tokens, 144, None, route, SIZES, speeds)
+    attention_passes.cache_clear()
+    for one, other in zip(drawn, walked, strict=True):
+        assert one == pytest.approx(other, rel=0.02)
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_attention_computes_the_pairs_of_the_mask(layout, window):
+    ranks, length, shape, speeds = 5, 70, Shape(1, 3, 3, 16, 16, 2), Speeds(1.0, 1e30, 1e30, 8)
+    mask = causal() if window is None else sliding_window(window)
+    schedules = [plan(Layout(layout, length, ranks), mask, rank) for rank in range(ranks)]
+    assert sum(schedule.num_pairs for schedule in schedules) == causal_pairs(length, window)
+    forward, backward = attention_passes(layout, length, ranks, window, "ring", shape, speeds)
+    most = max(schedule.num_pairs for schedule in schedules) * 3 * 16 * 2
+    assert most >= forward.compute_seconds / 2 >= 0.8 * most
+    assert backward.compute_seconds == pytest.approx(2.5 * forward.compute_seconds)
+
+
+@pytest.mark.parametrize("window", [None, 100, 3000])
+@pytest.mark.parametrize("route", ["ring", "bidirectional", "double-ring:8", "all-gather", "pass-q", "ulysses:4"])
+@pytest.mark.parametrize(("ranks", "tokens"), [(8, 2), (8, 320), (16, 5000), (96, 512)])
+def test_nothing_beats_an_even_share_of_the_pairs(ranks, tokens, route, window):
+    """By which the planner knows that a route cannot win before it has made its schedules."""
+    speeds = Speeds(4e14, 3e11, 5e10, 8)
+    for layout in ("zigzag", "contiguous", "striped"):
+        asked = (layout, ranks * tokens, ranks, window, route, SIZES)
+        for least, one in zip(even_passes(*asked, speeds), attention_passes(*asked, speeds), strict=True):
+            assert least.compute_seconds == least.seconds <= one.seconds
+    endless = Speeds(4e14, 1e30, 1e30, 8)
+    asked = ("zigzag", ranks * 5000, ranks, None, "ring", SIZES)
+    for least, one in zip(even_passes(*asked, endless), attention_passes(*asked, endless), strict=True):
+        assert least.seconds == pytest.approx(one.seconds, rel=0.001), "and nearly reached where links are fast"

@@ -1,0 +1,105 @@
+"""Parameter counts against the published totals, and against what transformers builds."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ringspan.core.errors import ConfigError, RingspanError, UnsupportedError
+from ringspan.plan.model.shapes import MODELS, model_shape
+from ringspan.torch.layers.decoder import layer_kinds
+from tests.torch import models
+
+# Counted from the published checkpoints (their safetensors index); GPT-3 from its paper's sizes (Brown et al. 2020).
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "gpt-175b": 174_604_259_328,
+    "llama-3b": 3_426_473_600,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-30b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+def test_every_built_in_model_has_its_published_number_of_parameters():
+    assert {name: shape.parameters for name, shape in MODELS.items()} == PUBLISHED
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "head_dim": 24}),
+        ("llama-tied", {}),
+        ("qwen3", {}),
+        ("qwen3-window", {}),
+        ("mistral-window", {}),
+        ("qwen2", {}),
+        ("gpt2", {"n_embd": 60, "n_layer": 3, "n_head": 4, "n_positions": 77, "vocab_size": 101}),
+    ],
+)
+def test_a_config_has_the_parameters_and_windows_of_the_model_that_transformers_builds(tmp_path, kind, changes):
+    config = AutoConfig.for_model("gpt2", **changes) if kind == "gpt2" else models.config(kind, **changes)
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    shape = model_shape(str(tmp_path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linear = [m for m in model.modules() if type(m).__name__ in ("Linear", "Conv1D")]
+    assert shape.parameters == model.num_parameters()
+    assert shape.matrix_parameters == sum(module.weight.numel() for module in linear)
+    assert list(shape.layer_windows) == [kind.window for kind in layer_kinds(config)]
+
+
+def test_a_hub_id_of_a_built_in_model_needs_no_network():
+    assert model_shape("meta-llama/Llama-3.1-8B-Instruct").parameters == PUBLISHED["llama-3.1-8b"]
+    assert model_shape("meta-llama/Meta-Llama-3.1-8B").parameters == PUBLISHED["llama-3.1-8b"]
+    assert model_shape("Qwen/Qwen3-0.6B").parameters == PUBLISHED["qwen3-0.6b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("lama-7b", ConfigError, "did you mean llama-7b"),
+        ("zzz", ConfigError, "known are gpt2"),
+        ("{folder}/none.json", ConfigError, "none.json"),
+        ("{folder}/list.json", ConfigError, "JSON object"),
+        ("{folder}/broken.json", ConfigError, "not valid JSON"),
+        ("{folder}/mamba.json", UnsupportedError, "model_type='mamba'"),
+        ("{folder}/heads.json", UnsupportedError, "num_key_value_heads=3"),
+        ("{folder}/missing.json", ConfigError, "hidden_size=None"),
+    ],
+)
+def test_what_is_no_model_is_refused(tmp_path, name, error, message):
+    llama = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "mamba.json").write_text(json.dumps({"model_type": "mamba"}))
+    (tmp_path / "missing.json").write_text(json.dumps(llama))
+    (tmp_path / "heads.json").write_text(json.dumps({**llama, "hidden_size": 8, "num_key_value_heads": 3}))
+    with pytest.raises(error, match=message):
+        model_shape(name.format(folder=tmp_path))
+
+
+def test_a_path_that_is_there_is_no_id_of_the_hub(tmp_path):
+    (tmp_path / "config").write_text("{}")
+    cases = {"/dev/zero": "cannot be read .a pipe or a device", tmp_path / "config": "model_type=None"}
+    for path, message in cases.items():
+        with pytest.raises(RingspanError, match=message):
+            model_shape(str(path))

@@ -1,0 +1,52 @@
+"""What a run's folder says of it: a new run, one to go on with, one of another version."""
+
+import json
+
+import pytest
+
+from ringspan.core.errors import ConfigError
+from ringspan.train.config.load import parse_config
+from ringspan.train.run_folder.record import read_record, recorded
+
+
+def values(run, **optimizer):
+    return {
+        "run": str(run),
+        "model": {"path": "x"},
+        "data": {"paths": "a", "sequence_length_tokens": 64},
+        "optimizer": {"warmup_steps": 1, **optimizer},
+    }
+
+
+def begun(run, table="", **others):
+    """The folder of a run whose record has these keys beside those of this version."""
+    config = parse_config(values(run)).model_dump(mode="json")
+    (config[table] if table else config).update(others)
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"run_id": "abc", "config": config}))
+    return config
+
+
+@pytest.mark.parametrize(("table", "key"), [("attention", "attention.wire"), ("", "attention_sink"), ("", "old_table")])
+def test_a_run_of_another_version_goes_on_without_what_only_that_knows(tmp_path, table, key):
+    config = begun(tmp_path / "run", table, **{key.split(".")[-1]: {"a": 1} if key == "old_table" else "exact"})
+    record = read_record(parse_config(values(tmp_path / "run", learning_rate=1e-5)))
+    assert not record.is_new and record.changes == [
+        f"{key} is left out: this version of ringspan does not know it",
+        "optimizer.learning_rate = 1e-05 (was 0.0003)",
+    ]
+    assert recorded(config)[0] == parse_config(values(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("table", ["model", "data"])
+def test_another_model_or_text_of_another_version_raises(tmp_path, table):
+    begun(tmp_path / "run", table, shuffle=True)
+    with pytest.raises(ConfigError, match=f"of another version of ringspan, with {table}.shuffle"):
+        read_record(parse_config(values(tmp_path / "run")))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"run_id": "abc", "config": 3}', '{"run_id": "abc", "config": {}}'])
+def test_what_is_no_record_is_named(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.json: is not the record of a run"):
+        read_record(parse_config(values(tmp_path)))
