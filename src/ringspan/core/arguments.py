@@ -17,7 +17,17 @@ FREE_CHUNK_TOKENS: Final = 4096
 # norms of 32K tokens need and those of 8K do not; below, computing them again is what remains of it.
 FREE_NORM_TOKENS: Final = 4 * FREE_CHUNK_TOKENS
 
+# Of generation: tokens of a prompt that a rank reads at once, so that what a chunk computes stays small beside a long
+# cache; and new tokens below which every rank computes all of them: a pass is then one message per layer, not N.
+PREFILL_TOKENS: Final = 4096
+SPLIT_FROM_TOKENS: Final = 32
+
 _LAYOUT_HINT: Final = 'pass rs.Layout("zigzag", length=S, ranks=N)'
+
+
+def is_split(count: int, ranks: int) -> bool:
+    """Whether ``count`` new tokens over a cache are split over the ranks of a ring, or computed by each."""
+    return ranks > 1 and count >= max(SPLIT_FROM_TOKENS, 2 * ranks)
 
 
 def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:

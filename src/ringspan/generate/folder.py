@@ -15,6 +15,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.layers.decoder import text_config
+from ringspan.torch.layers.positions import num_trained_positions
 from ringspan.torch.model.loaded import check_loaded
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.tensor_parallel.split import refuse_heads
@@ -91,23 +92,13 @@ def check_ids(ids: Sequence[int], settings: GenerateSettings, config: PreTrained
             f"{settings.folder}: its tokenizer makes token {largest} of this prompt, the model has {text.vocab_size}; "
             "use the tokenizer that belongs to the model"
         )
-    limit = num_positions(text)
+    limit = num_trained_positions(text)
     if limit is not None and len(ids) + settings.max_new_tokens > limit:
         raise ConfigError(
             f"{len(ids):,} tokens of prompt and {settings.max_new_tokens:,} new ones are more than the {limit:,} "
             "positions of the model; shorten the prompt, lower --max-new-tokens, or scale its rotary positions "
             "(rope_parameters and max_position_embeddings in config.json)"
         )
-
-
-def num_positions(text: Any) -> int | None:
-    """Positions that a text config is for; dynamic scaling keeps the length of training there, whatever its factor."""
-    limit = getattr(text, "max_position_embeddings", None)
-    if not isinstance(limit, int):
-        return None
-    rope = getattr(text, "rope_parameters", None) or {}
-    factor = rope.get("factor", 1.0) if rope.get("rope_type") == "dynamic" else 1.0
-    return int(limit * factor)
 
 
 def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> Any:

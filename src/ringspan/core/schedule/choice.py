@@ -63,6 +63,14 @@ def choose_route(
     return Choice(best, tuple(seconds.items()))
 
 
+def cheaper_route(queries: Layout, keys: Layout, mask: Mask, shape: Shape) -> str:
+    """``ring`` or ``pass-q``, whichever sends fewer bytes, for new tokens over a cache: new keys that see no old ones
+    travel, and beside a long cache the queries and their results do.
+    """
+    everyone = range(queries.ranks)
+    return min(("ring", "pass-q"), key=lambda route: sent_bytes(queries, keys, mask, route, shape, everyone))
+
+
 def other_routes(ranks: int, shape: Shape, ranks_per_node: int) -> Iterator[str]:
     """What there is beside the ring, for keys and values: the double ring when there are several nodes, all-gather, and
     Ulysses groups of every size that the heads allow, with a ring between them.

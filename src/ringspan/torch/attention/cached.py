@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.geometry.layout import CustomLayout, Layout
+from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import KernelName
+from ringspan.core.schedule.choice import cheaper_route
 from ringspan.core.schedule.schedule import plan
-from ringspan.core.schedule.timing import Shape, sent_bytes
+from ringspan.core.schedule.workspace import Shape
 from ringspan.torch.attention.ring import Ring, accumulation_dtype, forward, num_head_groups
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.score_mod import Scores
@@ -156,14 +157,6 @@ _turn: ContextVar[Turn | None] = ContextVar("turn", default=None)
 def current_turn() -> Turn | None:
     """The turn that layers compute now; None outside of generation."""
     return _turn.get()
-
-
-def cheaper_route(queries: Layout, keys: Layout, mask: Mask, shape: Shape) -> str:
-    """``ring`` or ``pass-q``, whichever sends fewer bytes: new keys that see no old ones travel, and beside a long
-    cache the queries and their results do.
-    """
-    everyone = range(queries.ranks)
-    return min(("ring", "pass-q"), key=lambda route: sent_bytes(queries, keys, mask, route, shape, everyone))
 
 
 def merged(out: Tensor, lse: Tensor, sinks: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:

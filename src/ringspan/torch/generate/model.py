@@ -8,11 +8,12 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ringspan.core.arguments import PREFILL_TOKENS
 from ringspan.core.names import CacheDtypeName
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.generate.agreed import first_ranks_numbers
@@ -26,16 +27,12 @@ from ringspan.torch.layers.decoder import cached_kinds
 from ringspan.torch.memory.sharding import recover, settle
 from ringspan.torch.model.causal_lm import RingCausalLM
 
-PREFILL_TOKENS: Final = 4096  # that a rank reads at once: what a chunk computes stays small beside a long cache
-SPLIT_FROM_TOKENS: Final = 32  # fewer are computed by every rank: each pass is then one message per layer, not N
-
 
 class RingGenerator(RingCausalLM):
     """What ``parallelize`` adds to a model's class so that it generates."""
 
     ring_is_generating = False
     ring_prefill_tokens = PREFILL_TOKENS
-    ring_split_from = SPLIT_FROM_TOKENS
     ring_on_read: Callable[[int], None] | None = None  # told the length of the cache after each chunk
 
     @torch.compiler.disable(recursive=False)

@@ -18,6 +18,7 @@ from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.weights import check_weights
 from ringspan.torch.layers.decoder import head_counts, head_sizes
 from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.positions import check_text
 from ringspan.torch.model.config_changes import check_configs
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.transport.digest import described
@@ -92,8 +93,19 @@ def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, A
     if not inputs.numel():
         raise UnsupportedError(f"generate needs a prompt of at least one token, got the shape {tuple(inputs.shape)}")
     check_entries("input_ids", inputs, model.ring_vocabularies[0])
+    mask = arguments.get("attention_mask")
     if cache is not None and not model.ring_is_generating:
-        _check_continues(cache, inputs, arguments.get("attention_mask"))
+        _check_continues(cache, inputs, mask)
+    prompt = inputs.shape[1] if mask is None else int(mask.sum(-1).max())
+    new = _num_new_tokens(config, arguments, inputs.shape[1])
+    check_text(model, prompt, new, says=model.ring_mesh.get_rank() == 0)
+
+
+def _num_new_tokens(config: GenerationConfig, arguments: dict[str, Any], prompt: int) -> int:
+    """Tokens to write at most; at least one."""
+    if (new := _asked(config, arguments, "max_new_tokens")) is None:
+        new = (_asked(config, arguments, "max_length") or 0) - prompt
+    return max(int(new), 1)
 
 
 def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None:
@@ -128,8 +140,7 @@ def cache_bytes(model: Any, arguments: dict[str, Any]) -> int:
     config = model.get_submodule(model.ring_decoder).config
     inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
     settings = arguments.get("generation_config") or model.generation_config
-    new = _asked(settings, arguments, "max_new_tokens") or 0
-    longest = max(inputs.shape[1] + new, _asked(settings, arguments, "max_length") or 0)
+    longest = inputs.shape[1] + _num_new_tokens(settings, arguments, inputs.shape[1])
     numbers = sum(2 * heads * size for (_, heads), size in zip(head_counts(config), head_sizes(config), strict=True))
     rows = len(inputs) * max(_asked(settings, arguments, "num_beams") or 1, 1)
     return rows * longest * numbers * model.dtype.itemsize // model.ring_mesh["ring"].size()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ringspan.core.arguments import is_split
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.shares import Runs
 from ringspan.torch.attention.cached import Reach, Turn
@@ -140,9 +141,9 @@ def _turn(
     """One pass of the decoder over new tokens (B, n): hidden states of the last ``wanted`` of them, on every rank."""
     ring, decoder = model.ring_mesh["ring"], model.get_submodule(model.ring_decoder)
     start, count = cache.shares.length, ids.shape[1]
-    is_split = cache.shares.ranks > 1 and count >= max(model.ring_split_from, 2 * cache.shares.ranks)
+    splits = is_split(count, cache.shares.ranks)
     firsts = cache.firsts
-    new = cache.add(count, is_split=is_split)
+    new = cache.add(count, is_split=splits)
     reaches = {
         kind: Reach(
             cache.shares.held(first),
@@ -150,8 +151,8 @@ def _turn(
         )
         for kind, first in firsts.items()
     }
-    turn = Turn(ring.get_group(), ring.get_local_rank(), new, is_split, reaches)
-    mine = turn.kept.to(ids.device) if is_split else slice(None)
+    turn = Turn(ring.get_group(), ring.get_local_rank(), new, splits, reaches)
+    mine = turn.kept.to(ids.device) if splits else slice(None)
     others = {} if model.ring_router is None else {"output_router_logits": False}
     with turn.active():
         out = decoder(
@@ -159,7 +160,7 @@ def _turn(
         )
     cache.check_updated(class_name(model))
     hidden = out.last_hidden_state
-    if not is_split:
+    if not splits:
         return hidden[:, count - wanted :]
     whole = hidden.new_zeros((len(ids), wanted, hidden.shape[-1]))
     here = turn.kept >= count - wanted

@@ -40,16 +40,54 @@ def beyond_table(model: PreTrainedModel, decoder: nn.Module, length: int) -> Uns
     )
 
 
+def num_trained_positions(config: PreTrainedConfig) -> int | None:
+    """Positions that the config of a text model says it was made for; None where it says nothing."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return None
+    # Dynamic scaling keeps the length that the model was first trained for there, whatever its factor.
+    factors = [each.get("factor", 1.0) for each in _rope_tables(config) if each.get("rope_type") == "dynamic"]
+    return int(limit * max(factors, default=1.0))
+
+
+def check_text(model: Any, prompt: int, new: int, *, says: bool) -> None:
+    """Whether the model has positions for a text of ``prompt`` tokens and ``new`` ones after them; one rank ``says``
+    once where a rotary model was made for fewer.
+
+    Raises:
+        UnsupportedError: a learned table ends before the text does.
+    """
+    decoder = model.get_submodule(model.ring_decoder)
+    limit = num_learned_positions(decoder)
+    if limit is not None and prompt + new > limit:
+        raise UnsupportedError(
+            f"{class_name(model)} has learned positions for {limit} tokens, and a prompt of {prompt} with {new} new "
+            f"ones needs {prompt + new}; shorten the prompt or lower max_new_tokens"
+        )
+    config = text_config(model.config)
+    made_for = num_trained_positions(config)
+    if made_for is None or prompt + new <= made_for or not says or getattr(model, "ring_said_text_length", False):
+        return
+    model.ring_said_text_length = True
+    scale = "; scale them (config.rope_parameters) or expect worse text" if _rope_tables(config)[0] else ""
+    logger.warning(
+        "a prompt of %d tokens with %d new ones is longer than the %d positions that this model was made for%s",
+        prompt,
+        new,
+        made_for,
+        scale,
+    )
+
+
 def note_length(model: Any, length: int, *, says: bool) -> None:
     """Remember that a rotary model is trained on sequences of ``length`` tokens, for ``as_trained``; one rank ``says``
     once that the model was not made for them.
     """
     config = text_config(model.config)
-    limit, rope = getattr(config, "max_position_embeddings", None), _rope_tables(config)
-    # Dynamic scaling keeps the length that the model was first trained for there, whatever its factor.
-    factors = [each.get("factor", 1.0) for each in rope if each.get("rope_type") == "dynamic"]
-    if not isinstance(limit, int) or length <= limit * max(factors, default=1.0):
+    made_for = num_trained_positions(config)
+    if made_for is None or length <= made_for:
         return
+    limit, rope = config.max_position_embeddings, _rope_tables(config)
     keeps = any(
         each.get("rope_type") in _LENGTH_IN_FREQUENCIES
         or (each.get("rope_type") == "yarn" and each.get("factor") is None)
