@@ -36,6 +36,9 @@ TRIALS: Final = {
     "documents": (3, "striped", True, 1),
     "tp": (4, "zigzag", False, 2),
 }
+# What is generated: tokens of a prompt that is read in chunks, so many of each rank, and of what follows, on two ranks.
+PROMPT, READ_AT_ONCE, WRITTEN, RANKS = 40, 9, 12, 2
+GENERATION: Final = "generation"
 LOSS_BOUND, BOUND = 1e-6, 1e-5  # relative, as in tests/torch/test_parallelize.py
 
 
@@ -71,6 +74,56 @@ def on_the_ring(mesh: DeviceMesh, kind: str, layout: str, is_packed: bool) -> di
     return {"loss": loss.detach(), "logits": logits, "gradients": gradients}
 
 
+def written(model: Any) -> dict[str, Any]:
+    """The most likely tokens after a prompt, and the logits of each."""
+    with torch.no_grad():
+        out = model.eval().generate(
+            tiny_tokens(PROMPT),
+            max_new_tokens=WRITTEN,
+            min_new_tokens=WRITTEN,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    return {"tokens": out.sequences, "logits": torch.stack(out.logits)}
+
+
+def written_on_the_ring(mesh: DeviceMesh, kind: str) -> dict[str, Any]:
+    """The same of a rank."""
+    model = tiny_model(kind)
+    model = rs.parallelize(model, mesh, checkpoint="attention" if model.supports_gradient_checkpointing else "none")
+    model.ring_prefill_tokens = READ_AT_ONCE
+    return written(model)
+
+
+def judge_generation(pool: Pool, kind: str) -> dict[str, Any]:
+    """The error of the logits while a model type writes on a ring, if all tokens are those of one process."""
+    try:
+        plain = written(tiny_model(kind))
+    except Exception as error:  # whatever it raises: it does not generate in transformers either
+        return {
+            "refused": f"not on one process either: {type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+        }
+    outcomes = pool.outcomes(written_on_the_ring, RANKS, kind)
+    if failure := _failure(pool, outcomes):
+        return failure
+    if not all(torch.equal(outcome["tokens"], plain["tokens"]) for outcome in outcomes):
+        return {"failed": "other tokens than those of one process"}
+    return {"error": max(relative(outcome["logits"], plain["logits"]) for outcome in outcomes), "alone": 0.0}
+
+
+def _failure(pool: Pool, outcomes: list[Any]) -> dict[str, Any] | None:
+    """Why ranks have no result, if they have none."""
+    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if not failures:
+        return None
+    if not all(isinstance(failure, rs.RingspanError) for failure in failures):
+        pool.restart()
+    refused = len(failures) == len(outcomes) and isinstance(failures[0], rs.RingspanError)
+    return {"refused" if refused else "failed": str(failures[0])}
+
+
 def judge(pool: Pool, kind: str) -> dict[str, Any]:
     """What each trial of a model type gave: its worst error, or why there is none."""
     row: dict[str, Any] = {"kind": kind}
@@ -86,16 +139,13 @@ def judge(pool: Pool, kind: str) -> dict[str, Any]:
                 return row | {"sequence": {"refused": refusal}}
             return row | {"untried": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"}
         outcomes = pool.outcomes(on_the_ring, ranks, kind, layout, is_packed, tp=tp)
-        if failures := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
-            if not all(isinstance(failure, rs.RingspanError) for failure in failures):
-                pool.restart()
-            refused = len(failures) == ranks and isinstance(failures[0], rs.RingspanError)
-            row[trial] = {"refused" if refused else "failed": str(failures[0])}
-        else:
-            row[trial] = {"error": max(_error(each, truth) for each in outcomes), "alone": _error(plain, truth)}
+        row[trial] = _failure(pool, outcomes) or {
+            "error": max(_error(each, truth) for each in outcomes),
+            "alone": _error(plain, truth),
+        }
         if "refused" in row[trial] and trial == "sequence":
-            break
-    return row
+            return row
+    return row | {GENERATION: judge_generation(pool, kind)}
 
 
 def refusal_without_trial(kind: str) -> str:
@@ -150,12 +200,15 @@ def page(facts: dict[str, Any]) -> str:
         "Sequence: two ranks, zigzag; beside it what one process in float32 is off. Documents: two in one sequence on",
         "three ranks, striped, each against itself alone. Heads split: two ranks of a ring times two that share the",
         "heads ([tensor parallelism](tensor-parallel.md)).",
+        f"Generation: the {WRITTEN} most likely tokens after a prompt of {PROMPT}, read by two ranks in chunks of",
+        f"{READ_AT_ONCE} each: all are those of one process in float32, and this is the relative error of their logits",
+        "against its own (bound 1e-5).",
         "",
-        "| model type | one process | sequence | documents | heads split |",
-        "| --- | --- | --- | --- | --- |",
+        "| model type | one process | sequence | documents | heads split | generation |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in run:
-        cells = f"{row['sequence']['alone']:.0e}", *(_cell(row[trial]) for trial in TRIALS)
+        cells = f"{row['sequence']['alone']:.0e}", *(_cell(row[trial]) for trial in (*TRIALS, GENERATION))
         lines.append(f"| {row['kind']} | {' | '.join(cells)} |")
     lines += [
         "",
@@ -202,7 +255,7 @@ def main(kinds: list[str]) -> int:
     pool, bad = Pool(), []
     for kind in kinds or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         row = before[kind] = judge(pool, kind)
-        outcomes = [row[trial] for trial in TRIALS if trial in row]
+        outcomes = [row[trial] for trial in (*TRIALS, GENERATION) if trial in row]
         if any("failed" in outcome or not is_exact(outcome) for outcome in outcomes):
             bad.append(kind)
         print(json.dumps(row), flush=True)

@@ -11,7 +11,7 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.every_model.refusals import refusal_of
-from tests.every_model.run import PAGE, RESULTS, TRIALS, is_exact, page
+from tests.every_model.run import GENERATION, PAGE, RESULTS, TRIALS, is_exact, page
 from tests.every_model.tiny import tiny_config
 
 FACTS = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -22,9 +22,15 @@ def test_the_page_is_that_of_the_results():
 
 
 def test_every_model_that_runs_is_exact_and_none_fails():
-    outcomes = [row[trial] for row in FACTS["rows"] for trial in TRIALS if trial in row]
+    outcomes = [row[trial] for row in FACTS["rows"] for trial in (*TRIALS, GENERATION) if trial in row]
     assert sum("error" in outcome for outcome in outcomes) > 100
     assert all(is_exact(outcome) and "failed" not in outcome for outcome in outcomes)
+
+
+def test_every_model_that_runs_was_asked_to_generate():
+    rows = [row for row in FACTS["rows"] if "error" in row.get("sequence", {})]
+    refused = [row["kind"] for row in rows if "error" not in row[GENERATION]]
+    assert refused == ["moshi"], "the window in its config is not in its mask"
 
 
 def test_each_refusal_is_in_words_for_who_reads_the_page():
