@@ -37,7 +37,8 @@ MODEL = {
 TINY = ["--length", "64", "--repeats", "1", "--heads", "1", "--kv-heads", "1", "--head-dim", "8"]
 # Commands that print one object, in a folder with a model; tests that run them anyway call `check_object`.
 OBJECTS = {
-    "plan": ["plan", "--generate", "--json"],
+    "plan": ["plan", "--json"],
+    "plan --generate": ["plan", "--generate", "--json"],
     "rehearse": ["rehearse", "--model", ".", "--devices", "4", "--length", "256", "--json"],
     "doctor": ["doctor", "--ranks", "2", "--json"],
     "bench attention": ["bench", "attention", *TINY, "--json"],

@@ -48,17 +48,6 @@ def why(question: Question, setting: Setting, memory: Memory, cost: StepCost, lo
         yield device.note
 
 
-def about_decoding(setting: Setting) -> Iterator[str]:
-    """What to know before generating text with the sequence spread over these ranks."""
-    if setting.ring > 1:
-        yield (
-            "for decoding one sequence a ring is the wrong tool: a new token is one query, too little to compute while "
-            "a block arrives; leave the cache where it is and merge the ranks' partial results"
-        )
-    else:
-        yield "for decoding, the whole cache is on one device: there is nothing to send"
-
-
 def _what_would_fit(question: Question, setting: Setting, memory: Memory, longest: Setting | None) -> Iterator[str]:
     shape, device = question.shape, question.device
     short = f"{shown_bytes(memory.peak_bytes)} a device do not fit {shown_bytes(device.memory_bytes)}"

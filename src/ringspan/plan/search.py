@@ -77,7 +77,7 @@ def meshes(question: Question) -> tuple[Setting, ...]:
     found: list[Setting] = []
     refusal: UnsupportedError | None = None
     for tp in _tensor_sizes(question):
-        for ring in _divisors(question.devices // tp):
+        for ring in divisors(question.devices // tp):
             setting = Setting(
                 length=question.length,
                 ring=ring,
@@ -109,7 +109,7 @@ def meshes(question: Question) -> tuple[Setting, ...]:
 
 def _tensor_sizes(question: Question) -> Iterator[int]:
     """Sizes of tensor parallelism inside of a node that the model can be split into."""
-    for tp in _divisors(question.devices):
+    for tp in divisors(question.devices):
         try:
             question.shape.split(tp)
         except UnsupportedError:
@@ -212,5 +212,5 @@ def longest(setting: Setting, fits: Callable[[Setting], bool], *, at_least: int 
     return low * step
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

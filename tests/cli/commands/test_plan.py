@@ -85,16 +85,35 @@ def test_colour_is_for_terminals_that_want_it(monkeypatch, capsys):
     assert "\x1b" not in printed(monkeypatch, capsys)
 
 
-def test_advice_on_decoding_is_for_those_who_ask(monkeypatch, capsys):
-    for options in ((), ("--json",)):
-        assert "decoding" not in printed(monkeypatch, capsys, *options)
-        assert "for decoding one sequence a ring is the wrong tool" in printed(
-            monkeypatch, capsys, "--generate", *options
+GENERATE = ("--generate", "--prompt", "100000", "--new-tokens", "50")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize(
+    "options",
+    [("--devices", "8"), ("--devices", "1"), ("--batch", "16"), ("--model", "llama-3.1-405b"), ("--prompt", "9")],
+)
+def test_the_text_of_generation_says_what_the_object_does(monkeypatch, capsys, options, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = printed(monkeypatch, capsys, *GENERATE, *options).splitlines()
+    result = json.loads(printed(monkeypatch, capsys, *GENERATE, *options, "--json"))
+    assert lines[0].startswith(f"fits: {'yes' if result['fits'] else 'no'}, ")
+    assert lines[1].startswith("longest prompt that fits: ")
+    assert ("one device would be the better choice" in lines) == (result["one_device_is_better"] and "1" not in options)
+    unwrapped = " ".join(lines)
+    assert all(reason.split(": ")[0][:60] in unwrapped for reason in result["reasons"])
+    assert ("to generate:" in lines) == result["fits"]
+    if result["fits"]:
+        command = lines[lines.index("to generate:") + 1]
+        assert command.startswith(
+            "ringspan generate" if result["mesh"]["replicate"] == 1 and "16" not in options else "mesh"
         )
+    assert max(map(len, lines[: lines.index("why")])) <= columns
 
 
-def test_the_keys_of_the_object_are_those_of_before(monkeypatch, capsys):
-    check_object("plan", json.loads(printed(monkeypatch, capsys, "--json", "--generate")))
+def test_the_keys_of_the_objects_are_those_of_before(monkeypatch, capsys):
+    check_object("plan", json.loads(printed(monkeypatch, capsys, "--json")))
+    check_object("plan --generate", json.loads(printed(monkeypatch, capsys, *GENERATE, "--json")))
 
 
 def test_a_name_of_two_devices_is_said_to_be_one(monkeypatch, capsys):
@@ -154,6 +173,21 @@ def test_a_trace_takes_the_place_of_the_formula(monkeypatch, capsys, tmp_path):
         (["--picture", "a.png"], "add --trace"),
         (["--trace", "--picture", "a.gif"], "end the name in .png, .svg or .pdf"),
         (["--trace", "--picture", "nowhere/a.png"], "there is no folder nowhere"),
+        (["--prompt", "9"], "--prompt 9 is for generation; add --generate"),
+        (["--new-tokens", "9"], "--new-tokens 9 is for generation; add --generate"),
+        (["--generate", "--length", "9"], "--length is for a training step"),
+        (["--generate", "--parameter-dtype", "float32"], "--parameter-dtype is for a training step"),
+        (["--generate", "--trace"], "--trace is for a training step"),
+        (["--generate", "--prompt", HUGE], "--prompt 1000000000000000000: at least 1, and at most"),
+        (["--generate", "--new-tokens", "0"], "--new-tokens"),
+        (["--generate", "--batch", HUGE], "--batch 1000000000000000000: at least 1, and at most"),
+        (["--generate", "--devices", HUGE], "--devices 1000000000000000000: at least 1, and at most"),
+        (["--generate", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--generate", "--nodes", "3"], "--nodes 3 do not share 8 devices"),
+        (
+            ["--generate", "--device", "flops=2e12,memory_bytes=16e9,intra_node_bandwidth=1e10"],
+            "add memory_bandwidth",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_a_line(monkeypatch, capsys, arguments, message):

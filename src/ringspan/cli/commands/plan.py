@@ -9,9 +9,15 @@ import typer
 from ringspan.cli.outputs import check_picture
 
 if TYPE_CHECKING:
+    from ringspan.plan.cluster.devices import Device as Accelerator
+    from ringspan.plan.generation.planner import TextPlan
     from ringspan.plan.planner import Plan
 
-EPILOG = "Example: ringspan plan --model llama-3.1-8b --devices 8 --device h100 --length 1048576"
+EPILOG = (
+    "Examples: ringspan plan --model llama-3.1-8b --devices 8 --device h100 --length 1048576. "
+    "ringspan plan --generate --model llama-3.1-8b --devices 8 --device h100 --prompt 1000000 --new-tokens 500"
+)
+DEFAULT_PROMPT, DEFAULT_NEW_TOKENS = 131_072, 200
 
 
 Model = Annotated[
@@ -29,6 +35,9 @@ Nodes = Annotated[
 ]
 Length = Annotated[int, typer.Option("--length", min=1, help="Tokens of one sequence.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences of one optimizer step, on all devices.")]
+BatchOrPrompts = Annotated[
+    int, typer.Option("--batch", min=1, help="Sequences of one optimizer step on all devices, or prompts at once.")
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="What layers compute in (model.dtype): bfloat16 or float32.")]
 ParameterDtype = Annotated[
     str,
@@ -47,13 +56,18 @@ Route = Annotated[
 ]
 
 
+# What says how to train, and has no part in generation.
+_OF_TRAINING = ("length", "parameter_dtype", "route", "trace", "rank", "picture")
+
+
 def command(
+    context: typer.Context,
     model: Model = "llama-3.1-8b",
     devices: Devices = 8,
     device: Device = "h100-80gb",
     nodes: Nodes = None,
     length: Length = 131_072,
-    batch: Batch = 1,
+    batch: BatchOrPrompts = 1,
     dtype: Dtype = "bfloat16",
     parameter_dtype: ParameterDtype = "float32",
     route: Route = "auto",
@@ -65,18 +79,44 @@ def command(
         Path | None, typer.Option(help="Where to draw what --trace finds over the step: a .png, .svg or .pdf file.")
     ] = None,
     generate: Annotated[
-        bool, typer.Option("--generate", help="Also say what to know before generating text on these devices.")
+        bool, typer.Option("--generate", help="Plan generation instead: --batch prompts read, and tokens after them.")
     ] = False,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="With --generate: tokens of a prompt; default: 131072.")
+    ] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="With --generate: tokens to write after each prompt; default: 200.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Plan a training step on a cluster: memory, mesh, layout, route, checkpoint policy, time, longest sequence.
 
-    Analytic and without a framework, in under a second; with --trace the real step is traced as one of its ranks.
+    Analytic and without a framework, in under a second; with --trace the real step is traced as one of its ranks. With
+    --generate: whether weights and cache fit, on which mesh, and the time to the first token and of each after it.
     """
     from ringspan.core.errors import ConfigError
     from ringspan.core.messages.extras import require
-    from ringspan.plan.reasons import about_decoding
 
+    if generate:
+        given = [
+            name for name in _OF_TRAINING if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        ]
+        if given:
+            option = given[0].replace("_", "-")
+            raise ConfigError(f"--{option} is for a training step; leave it out, or --generate")
+        answer = planned_text(
+            model, devices, device, nodes, prompt or DEFAULT_PROMPT, new_tokens or DEFAULT_NEW_TOKENS, batch, dtype
+        )
+        if as_json:
+            print(json.dumps(answer.as_json()))
+            return
+        from ringspan.cli.commands.plan_generation_text import show as show_generation
+
+        show_generation(answer, model)
+        return
+    for name, value in (("prompt", prompt), ("new-tokens", new_tokens)):
+        if value is not None:
+            raise ConfigError(f"--{name} {value} is for generation; add --generate")
     if picture:
         if not trace:
             raise ConfigError(f"--picture {picture} draws what a trace finds; add --trace")
@@ -88,8 +128,6 @@ def command(
     result = answer.as_json()
     if trace:
         result |= _traced(answer, rank or 0, quiet=as_json)
-    if generate:
-        result["reasons"] += about_decoding(answer.setting)
     if picture:
         _draw(answer, result, picture)
     if as_json:
@@ -128,24 +166,15 @@ def planned(
     Raises:
         ConfigError: nodes that do not share the devices.
     """
-    from dataclasses import replace
-
-    from ringspan.core.errors import ConfigError
-    from ringspan.plan.cluster import hardware
     from ringspan.plan.model.shapes import model_shape
     from ringspan.plan.planner import make_plan
     from ringspan.plan.search import Question
 
     refuse_float16(dtype)
-    kind = hardware.device(device)
-    if nodes is not None:
-        if devices % nodes:
-            raise ConfigError(f"--nodes {nodes} do not share {devices} devices evenly")
-        kind = replace(kind, devices_per_node=devices // nodes)
     return make_plan(
         Question(
+            device=_kind(device, devices, nodes),
             shape=model_shape(model),
-            device=kind,
             devices=devices,
             length=length,
             batch=batch,
@@ -154,6 +183,52 @@ def planned(
             route=route,
         )
     )
+
+
+def planned_text(
+    model: str, devices: int, device: str, nodes: int | None, prompt: int, new_tokens: int, batch: int, dtype: str
+) -> "TextPlan":
+    """The plan of generation that the options of the command line ask for.
+
+    Raises:
+        ConfigError: nodes that do not share the devices, or a dtype that is none.
+    """
+    from ringspan.plan.cost.setting import dtype_bytes
+    from ringspan.plan.generation.planner import TextQuestion, plan_text
+    from ringspan.plan.model.shapes import model_shape
+
+    refuse_float16(dtype)
+    dtype_bytes(dtype)
+    return plan_text(
+        TextQuestion(
+            device=_kind(device, devices, nodes),
+            shape=model_shape(model),
+            devices=devices,
+            prompt=prompt,
+            new_tokens=new_tokens,
+            batch=batch,
+            dtype=dtype,
+        )
+    )
+
+
+def _kind(name: str, devices: int, nodes: int | None) -> "Accelerator":
+    """The device of that name, as many in a node as the nodes share.
+
+    Raises:
+        ConfigError: nodes that do not share the devices.
+    """
+    from dataclasses import replace
+
+    from ringspan.core.errors import ConfigError
+    from ringspan.plan.cluster import hardware
+
+    kind = hardware.device(name)
+    if nodes is None:
+        return kind
+    if devices % nodes:
+        raise ConfigError(f"--nodes {nodes} do not share {devices} devices evenly")
+    return replace(kind, devices_per_node=devices // nodes)
 
 
 def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:

@@ -1,0 +1,257 @@
+"""Bytes and seconds of a prompt that is read over a ring, and of each token after it.
+
+B prompts of a replica, n new tokens, C hidden size, H, G heads, D head size, V vocabulary, N ranks of the ring, P of
+tensor parallelism.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Final
+
+from ringspan.core.arguments import PREFILL_TOKENS, is_split
+from ringspan.core.geometry.shares import BLOCK_TOKENS, Shares
+from ringspan.core.names import WeightsName
+from ringspan.core.schedule.timing import pair_flops
+from ringspan.core.schedule.workspace import Shape
+from ringspan.plan.cluster.devices import Device
+from ringspan.plan.cost.passes import causal_pairs
+from ringspan.plan.cost.setting import dtype_bytes
+from ringspan.plan.model.shapes import ModelShape
+
+# What a collective of a few bytes takes, inside a node and between nodes: no table has it, and of a token it is what
+# a ring costs. An assumption about NCCL; measure yours.
+COLLECTIVE_SECONDS: Final = {True: 20e-6, False: 40e-6}
+_FLOAT32: Final = 4
+_MOST_TIMED: Final = 64  # chunks of a prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """How some prompts are answered: ``batch`` of them on each replica, on one ring with ``tp`` ranks in each place.
+
+    ``weights`` says whether a rank has those of the whole ring, or gathers them for every pass.
+    """
+
+    prompt: int
+    new_tokens: int
+    batch: int = 1
+    ring: int = 1
+    tp: int = 1
+    replicate: int = 1
+    weights: WeightsName = "whole"
+    dtype: str = "bfloat16"
+
+    @property
+    def devices(self) -> int:
+        return self.replicate * self.ring * self.tp
+
+    @property
+    def number_bytes(self) -> int:
+        return dtype_bytes(self.dtype)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of the prompt that a ring reads at once."""
+        return PREFILL_TOKENS * self.ring
+
+
+@dataclass(frozen=True)
+class TextCost:
+    """Of one text: bytes of the fullest rank, and seconds. Launches are left out, so times are lower bounds.
+
+    ``weight_bytes`` are those of the shards too, ``work_bytes`` what reading a chunk takes beside weights and cache.
+    ``token_parts`` are seconds of one token, its last: weights read, cache read, sent.
+    """
+
+    weight_bytes: int
+    cache_bytes: int
+    work_bytes: int
+    first_token_seconds: float
+    exposed_seconds: float
+    token_parts: dict[str, float]
+    collectives_per_token: int
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.weight_bytes + self.cache_bytes + self.work_bytes
+
+    @property
+    def token_seconds(self) -> float:
+        return sum(self.token_parts.values())
+
+
+def text_bytes(shape: ModelShape, text: Text) -> tuple[int, int, int]:
+    """Weights, cache and what reading a chunk takes, on the fullest rank.
+
+    Weights that stay whole are copies: FSDP keeps their shards too. A chunk's own: the residual stream, its norm and
+    sum; beside it attention's q, k, v, its result with float32 sums, what is in transit, and one layer's keys being
+    moved to a larger place; or the feed-forward's.
+    """
+    local, a = shape.split(text.tp), text.number_bytes
+    mine = a * local.parameters // text.ring
+    gathered = a * (local.parameters if text.weights == "whole" else local.root_parameters + 2 * local.layer_parameters)
+    weights = mine + (gathered if text.ring > 1 else 0)
+    # Nothing follows the last token, so it is not kept.
+    tokens = [_fullest(text, text.prompt, text.new_tokens - 1, window) for window in local.layer_windows]
+    cache = sum(2 * local.kv_size * a * text.batch * held for held in tokens)
+
+    here = text.batch * min(text.prompt if text.ring == 1 else -(-text.prompt // text.ring), PREFILL_TOKENS)
+    stream = 3 * a * shape.hidden
+    queries, keys = local.query_size, 2 * local.kv_size
+    partial = _FLOAT32 * (queries + local.heads)
+    sent = 0
+    if text.ring > 1:
+        whole = text.batch * max(tokens) * keys * a / max(here, 1)
+        sent = min(2 * whole, 2 * (a * queries + partial))
+    moved = text.batch * max(tokens) * local.kv_size * a
+    attention = here * (a * (2 * queries + keys) + partial + sent) + moved
+    feedforward = here * a * 3 * local.intermediate
+    return weights, cache, int(here * stream + max(attention, feedforward))
+
+
+def _fullest(text: Text, read: int, written: int, window: int | None) -> int:
+    """Tokens that the fullest rank holds of those that a layer can still see, after so many were read and written.
+
+    What is read is shared evenly, what is written in blocks; a window lies in the last pieces of what was read.
+    """
+    if text.ring == 1:
+        return min(read + written, window or read + written)
+    seen = min(written, window or written)
+    blocks = min(seen, -(-seen // (BLOCK_TOKENS * text.ring)) * BLOCK_TOKENS)
+    if window is None:
+        return -(-read // text.ring) + blocks
+    last = read % text.chunk or min(read, text.chunk)
+    return _of_window(text.ring, min(read - last, text.chunk), last, min(window - seen, read)) + blocks
+
+
+@lru_cache(maxsize=1024)
+def _of_window(ring: int, before: int, last: int, window: int) -> int:
+    """The most that a rank holds of the last ``window`` tokens, after the last chunk and the one before were read."""
+    shares = Shares(ring)
+    for count in (before, last):
+        if count:
+            (shares.split if is_split(count, ring) else shares.deal)(count)
+    return max(shares.counts(max(0, shares.length - window)))
+
+
+def text_cost(shape: ModelShape, text: Text, device: Device) -> TextCost:
+    """What a text takes on one kind of device, whose memory's bandwidth is known."""
+    times = _Times(shape, text, device)
+    first, exposed = times.reading()
+    parts = times.writing(text.prompt)
+    last = times.writing(text.prompt + max(text.new_tokens - 2, 0))
+    more = text.new_tokens - 1
+    seconds = first + more * (sum(parts.values()) + sum(last.values())) / 2
+    return TextCost(*text_bytes(shape, text), first, exposed, last, times.collectives, seconds)
+
+
+class _Times:
+    """Seconds of the passes of one text on one rank."""
+
+    def __init__(self, shape: ModelShape, text: Text, device: Device) -> None:
+        self.text, self.device, self.shape = text, device, shape.split(text.tp)
+        self.windows = Counter(self.shape.layer_windows)
+        # Peak numbers are for half precision; float32 runs as TF32 at about half of it, at best.
+        self.peak = device.flops if text.number_bytes < _FLOAT32 else device.flops / 2
+        inside = text.ring * text.tp <= device.devices_per_node
+        self.collective = COLLECTIVE_SECONDS[inside]
+        layers = shape.layers
+        self.collectives = (layers + 1) * (text.ring > 1) + 2 * (layers + 1) * (text.tp > 1)
+        self.collectives += (layers + 1) * (text.ring > 1 and text.weights == "sharded")
+        sizes = self.shape.heads, self.shape.kv_heads, self.shape.head_dim, self.shape.head_dim
+        self.attention = Shape(text.batch, *sizes, text.number_bytes)
+        self.flops = self.peak * device.attention_efficiency
+
+    def reading(self) -> tuple[float, float]:
+        """From the prompt to the first token; of that, waiting for links."""
+        text = self.text
+        seconds = exposed = 0.0
+        chunks = -(-text.prompt // text.chunk)
+        alike = -(-chunks // _MOST_TIMED)  # neighbours, of which the middle one stands for all
+        for first in range(0, chunks, alike):
+            times = min(alike, chunks - first)
+            start = (first + times // 2) * text.chunk
+            one = self._chunk(start, min(text.chunk, text.prompt - start))
+            seconds, exposed = seconds + times * one[0], exposed + times * one[1]
+        return seconds + self._matrices(self._head, text.batch) + self.collectives * self.collective, exposed
+
+    def writing(self, held: int) -> dict[str, float]:
+        """One token after ``held`` ones: what reads the weights, what reads the cache, what is sent."""
+        text, count = self.text, self.text.batch
+        weights = self.shape.layers * self._matrices(self.shape.layer_matrix_parameters, count)
+        weights += self._matrices(self._head, count)
+        cache = sum(times * self._few(1, held, window) for window, times in self.windows.items())
+        sent = self.collectives * self.collective
+        if text.ring > 1:
+            partial = count * self.shape.heads * (self.shape.head_dim + 1) * _FLOAT32
+            logits = count * self.shape.vocab * text.number_bytes
+            sent += (self.shape.layers * (text.ring - 1) * partial + logits) / self._bandwidth
+            if text.weights == "sharded":
+                weights = max(weights, self._gathered(self.shape.parameters))
+        sent += self.shape.layers * self._sums(count)
+        return {"weights": weights, "cache": cache, "sent": sent}
+
+    @cached_property
+    def _head(self) -> int:
+        return self.shape.vocab * self.shape.hidden
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.device.bandwidth(self.text.ring * self.text.tp)
+
+    def _chunk(self, start: int, count: int) -> tuple[float, float]:
+        """All layers for ``count`` tokens of the prompt after ``start`` ones; of that, waiting for links."""
+        text = self.text
+        splits = is_split(count, text.ring)
+        here = text.batch * (-(-count // text.ring) if splits else count)
+        matrices = self._matrices(self.shape.layer_matrix_parameters, here)
+        waited = self._sums(here)
+        if text.ring > 1 and text.weights == "sharded":
+            waited += max(0.0, self._gathered(self.shape.layer_parameters) - matrices)
+        seconds = self.shape.layers * (matrices + waited)
+        exposed = self.shape.layers * waited
+        for window, times in self.windows.items():
+            computed = self._few(count, start, window) if not splits else self._computed(count, start, window)
+            sent = self._sent(count, start, window) if splits else 0.0
+            seconds += times * max(computed, sent)
+            exposed += times * max(0.0, sent - computed)
+        return seconds, exposed
+
+    def _computed(self, count: int, held: int, window: int | None) -> float:
+        """A rank's part of the attention of new tokens to all so far."""
+        pairs = causal_pairs(held + count, window) - causal_pairs(held, window)
+        return pairs / self.text.ring * pair_flops(self.attention, is_backward=False) / self.flops
+
+    def _sent(self, count: int, held: int, window: int | None) -> float:
+        """What arrives at a rank while new tokens are split: keys and values of all others, or their queries and then
+        what they have found for this one's, whichever are fewer bytes.
+        """
+        others, shape = self.text.ring - 1, self.attention
+        length = count + held if window is None else count + min(held, window - 1)
+        keys = -(-length // self.text.ring) * shape.kv_numbers * shape.itemsize
+        result = shape.batch * shape.heads * (shape.value_dim + 1) * shape.sum_itemsize
+        queries = -(-count // self.text.ring) * (shape.query_bytes + result)
+        return others * min(keys, queries) / self._bandwidth
+
+    def _matrices(self, weights: float, tokens: int) -> float:
+        """Seconds in which so many tokens are multiplied with so many weights, which are read once."""
+        computed = 2.0 * weights * tokens / (self.peak * self.device.matmul_efficiency)
+        return max(computed, weights * self.text.number_bytes / self.device.memory_bandwidth)
+
+    def _few(self, count: int, held: int, window: int | None) -> float:
+        """Attention of one layer for a few tokens that every rank computes over the share that it holds."""
+        length, read = held + count, min(held, self.text.prompt)
+        share = _fullest(self.text, read, length - read, window)
+        of_cache = share * self.attention.kv_numbers * self.text.number_bytes
+        return max(self._computed(count, held, window), of_cache / self.device.memory_bandwidth)
+
+    def _gathered(self, parameters: int) -> float:
+        """Seconds in which other ranks' shards of some parameters arrive."""
+        return parameters * self.text.number_bytes * (1 - 1 / self.text.ring) / self._bandwidth
+
+    def _sums(self, tokens: int) -> float:
+        """What the two sums of tensor parallelism in a layer take on its links."""
+        hidden = tokens * self.shape.hidden * self.text.number_bytes
+        return 2 * 2 * (1 - 1 / self.text.tp) * hidden / self.device.bandwidth(self.text.tp)
