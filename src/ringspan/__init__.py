@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         RingspanError,
         UnsupportedError,
     )
+    from ringspan.core.geometry.balanced import balanced
     from ringspan.core.geometry.layout import Layout, Span
     from ringspan.core.geometry.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
     from ringspan.torch.attention.op import ring_attention
@@ -38,6 +39,7 @@ _MODULES = {
     "RingspanError": "ringspan.core.errors",
     "Span": "ringspan.core.geometry.layout",
     "UnsupportedError": "ringspan.core.errors",
+    "balanced": "ringspan.core.geometry.balanced",
     "blockwise_cross_entropy": "ringspan.torch.data.cross_entropy",
     "causal": "ringspan.core.geometry.mask",
     "chunked": "ringspan.core.geometry.mask",
@@ -78,6 +80,7 @@ __all__ = [
     "RingspanError",
     "Span",
     "UnsupportedError",
+    "balanced",
     "blockwise_cross_entropy",
     "causal",
     "chunked",

@@ -42,6 +42,7 @@ EVENTS = "torch/attention/test_events.py::test_the_loop_sends_waits_and_holds_wh
 ROUTERS = "torch/layers/test_router_loss.py::"
 CARRIED = "core/schedule/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once"
 SHARES = "core/geometry/test_shares.py::"
+BALANCED = "core/geometry/test_balanced.py::"
 CACHED = "torch/attention/test_cached.py::"
 WRITTEN = f"{CACHED}test_a_prompt_and_then_token_after_token"
 MERGED = f"{CACHED}test_the_merge_weighs_shares_by_what_they_saw_and_counts_sinks_once"
@@ -653,5 +654,33 @@ MUTANTS = [
         "rows, here = queries.part(launch.q0, launch.q1)[0], keys.part(launch.k0, launch.k1)",
         "(rows, _), here = queries.part(launch.q0, launch.q1), keys.part(launch.k0, launch.k1)",
         EVENTS,
+    ),
+    Mutant(
+        "a late chunk taken one token too early",
+        "core/geometry/balanced.py",
+        "self._take(rank, stop - (count - first), count - first, int(late_pairs[best]))",
+        "self._take(rank, stop - (count - first) - 1, count - first, int(late_pairs[best]))",
+        f"{BALANCED}test_every_position_is_held_once_and_every_rank_holds_as_many",
+    ),
+    Mutant(
+        "a chunk of a cut document lost",
+        "core/geometry/balanced.py",
+        "            start += count\n            if start == stop:",
+        "            start = stop\n            if start == stop:",
+        f"{BALANCED}test_every_position_is_held_once_and_every_rank_holds_as_many",
+    ),
+    Mutant(
+        "documents placed without looking at their work",
+        "core/geometry/balanced.py",
+        "        self.lacking[rank] -= pairs\n",
+        "",
+        f"{BALANCED}test_documents_as_they_come_are_balanced[0-16]",
+    ),
+    Mutant(
+        "runs of a layout stored in another order than said",
+        "core/geometry/layout.py",
+        'parts = "/".join(",".join(f"{span.start}+{span.count}" for span in held) for held in self.parts)',
+        'parts = "/".join(",".join(f"{span.start}+{span.count}" for span in held[::-1]) for held in self.parts)',
+        f"{BALANCED}test_a_layout_reads_back_from_its_text",
     ),
 ]

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ringspan.core.arguments import check_scores, check_shapes, find_layouts, find_mask
 from ringspan.core.errors import LayoutError, UnsupportedError
-from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.messages.numbers import described, integer
 from ringspan.core.names import JAX_KERNEL_NAMES, JaxKernelName, LayoutName, find_name
@@ -86,6 +86,11 @@ def ring_attention(
     _check_kernel(kernel, q, v)
     ranks = _axis_size(axis_name)
     layout, key_layout = find_layouts(layout, key_layout, ranks, q.shape[2], k.shape[2], remedy="ringspan.jax.shard")
+    if isinstance(layout, CustomLayout):
+        raise UnsupportedError(
+            "a layout of any runs of positions is not supported in JAX, where one program serves all ranks; use "
+            "contiguous, striped or zigzag"
+        )
     mask = find_mask(mask)
     geometry = ring.Ring(
         axis_name,

@@ -3,6 +3,7 @@
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +56,42 @@ def test_real_ranks_take_every_route(pool, route):
     whole = pool.run(attend_on_ring, 4, "zigzag", 61, "causal", route)[2]
     alone = pool.run(attend_on_ring, 1, "zigzag", 61, "causal")[0]
     assert max(map(relative, whole, alone)) < 3e-6
+
+
+def attend_balanced(mesh, lengths, mask, route):
+    group = mesh["ring"].get_group()
+    layout = rs.balanced(rs.documents(lengths), length=sum(lengths), ranks=dist.get_world_size(group))
+    *inputs, dout = (rs.shard(x, layout, dist.get_rank(group), 2) for x in tensors(sum(lengths)))
+    local = [x.requires_grad_() for x in inputs]
+    out = rs.ring_attention(*local, mask=mask, layout=layout, group=group, route=route)
+    gradients = torch.autograd.grad(out, local, dout)
+    return [rs.unshard(x, layout, group, 2) for x in (out, *gradients)]
+
+
+@pytest.mark.parametrize("route", ["ring", "all-gather", "pass-q"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_real_ranks_take_a_layout_made_for_the_mask(pool, ranks, route):
+    lengths = [41, 3, 17, 1, 5, 5, 9, 8]
+    mask = rs.documents(lengths, window=19)
+    *inputs, dout = tensors(sum(lengths))
+    inputs = [x.double().requires_grad_() for x in inputs]
+    allowed = torch.from_numpy(mask.dense(*[np.arange(sum(lengths))] * 2))
+    expected = scaled_dot_product_attention(*inputs, attn_mask=allowed, enable_gqa=True)
+    expected = [expected, *torch.autograd.grad(expected, inputs, dout.double())]
+    for result in pool.run(attend_balanced, ranks, lengths, mask, route):
+        assert max(map(relative, result, expected)) < 3e-6
+
+
+def balanced_apart(mesh):
+    rank = mesh["ring"].get_local_rank()
+    layout = rs.balanced(rs.documents([9, 7] if rank else [7, 9]), length=16, ranks=2)
+    q, k, v, _ = (rs.shard(x, layout, rank, 2) for x in tensors(16))
+    rs.ring_attention(q, k, v, layout=layout, group=mesh["ring"])
+
+
+def test_ranks_with_other_layouts_are_refused(pool):
+    for outcome in pool.outcomes(balanced_apart, 2):
+        assert isinstance(outcome, rs.PeerMismatch) and "different layout" in str(outcome)
 
 
 def few_queries(mesh, name, queries, keys, route):

@@ -5,7 +5,7 @@ S global tokens, N ranks, T = padded S / N tokens per rank. A position is an ind
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -173,6 +173,27 @@ class CustomLayout(Layout):
         spans = tuple(tuple(Span(*run) for run in runs) for runs in parts)
         last = max((span.start + span.count for held in spans for span in held), default=0)
         return CustomLayout("custom", last if length is None else length, len(spans), parts=spans)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def spec(self) -> str:
+        """The layout as text that ``parse`` reads back, the same for equal layouts."""
+        parts = "/".join(",".join(f"{span.start}+{span.count}" for span in held) for held in self.parts)
+        return f"custom:{self.length}:{parts}"
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def parse(text: str) -> "CustomLayout":
+        """Read what ``spec`` has written."""
+        _, length, parts = text.split(":")
+        runs = ([run.split("+") for run in held.split(",") if run] for held in parts.split("/"))
+        return CustomLayout.of(([(int(start), int(count)) for start, count in held] for held in runs), int(length))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.length, self.parts))
+
+    def __hash__(self) -> int:  # once: there may be thousands of runs, and caches ask for every layer
+        return self._hash
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "length", integer(self.length, "length", LayoutError))

@@ -4,6 +4,7 @@ Being an operator, it traces under FakeTensor and torch.compile without communic
 name it to keep its result. B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
 """
 
+import hashlib
 import logging
 import os
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.arguments import check_scores, find_layouts, find_mask
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import CommDtypeName, GradientCommDtypeName, KernelName, LayoutName, kernel_name
 from ringspan.core.schedule.choice import Choice, choose_route
@@ -138,9 +139,7 @@ def ring_attention(
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         softcap=float(softcap or 0.0),
         mask=mask.spec,
-        layout=layout.name,
-        padding=padding_of(layout),
-        key_padding=padding_of(key_layout),
+        **_layout_options(layout, key_layout),
         route=route,
         comm_dtype=comm_dtype,
         gradient_comm_dtype=gradient_comm_dtype,
@@ -149,6 +148,19 @@ def ring_attention(
     )
     out, _ = _forward(q, k, v, sinks, slopes, str(spec))
     return out
+
+
+def _layout_options(layout: Layout, keys: Layout) -> dict[str, Any]:
+    """The fields of a spec about layouts."""
+    if isinstance(layout, CustomLayout) and isinstance(keys, CustomLayout):
+        return {"layout": layout.spec, "key_layout": "" if keys == layout else keys.spec}
+    return {"layout": layout.name, "padding": padding_of(layout), "key_padding": padding_of(keys)}
+
+
+def _named(layout: str) -> str:
+    """A layout's text as ranks compare it: there may be thousands of runs."""
+    name, _, runs = layout.partition(":")
+    return f"{name} {hashlib.sha256(runs.encode()).hexdigest()[:16]}" if runs else name
 
 
 # Asked once: torch.compile of PyTorch 2.11 cannot trace the question.
@@ -278,7 +290,8 @@ def _prepare(
         "keys": tuple(k.shape),
         "values": tuple(v.shape),
         "dtype": str(q.dtype),
-        "layout": f"{spec.layout} over {ranks} ranks for {layout.length} tokens and {keys.length} keys",
+        "layout": f"{_named(spec.layout)} over {ranks} ranks for {layout.length} tokens and {keys.length} keys",
+        "keys' layout": _named(spec.key_layout or spec.layout),
         "mask": spec.mask,
         "route": spec.route,
         "comm_dtype": f"{spec.comm_dtype}, gradients {spec.gradient_comm_dtype}",

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Final
 
-from ringspan.core.geometry.layout import Layout
-from ringspan.core.names import CommDtypeName, GradientCommDtypeName, KernelName, LayoutName
+from ringspan.core.geometry.layout import CustomLayout, Layout
+from ringspan.core.names import CommDtypeName, GradientCommDtypeName, KernelName
 
 _NUMBERS: Final = {"scale": float, "softcap": float, "padding": int, "key_padding": int}
 
@@ -28,7 +28,10 @@ class AttentionSpec:
     """0 for none."""
     mask: str = "causal"
     """``Mask.spec``."""
-    layout: LayoutName = "zigzag"
+    layout: str = "zigzag"
+    """A name, or ``CustomLayout.spec``."""
+    key_layout: str = ""
+    """Where the keys live if that is another ``CustomLayout.spec``."""
     padding: int = 0
     """Positions at the end of the padded sequence of queries that are no tokens."""
     key_padding: int = 0
@@ -45,6 +48,7 @@ class AttentionSpec:
         # No loop over the fields: torch.compile traces this.
         return (
             f"scale={self.scale!r} softcap={self.softcap!r} mask={self.mask} layout={self.layout} "
+            f"key_layout={self.key_layout} "
             f"padding={self.padding} key_padding={self.key_padding} route={self.route} comm_dtype={self.comm_dtype} "
             f"gradient_comm_dtype={self.gradient_comm_dtype} kernel={self.kernel} group={self.group}"
         )
@@ -59,9 +63,11 @@ class AttentionSpec:
 
     def layouts(self, tokens: int, key_tokens: int, ranks: int) -> tuple[Layout, Layout]:
         """Where queries and keys live, of which each rank has so many."""
+        if self.layout.startswith("custom:"):
+            return CustomLayout.parse(self.layout), CustomLayout.parse(self.key_layout or self.layout)
         return (
-            Layout(self.layout, ranks * tokens - self.padding, ranks),
-            Layout(self.layout, ranks * key_tokens - self.key_padding, ranks),
+            Layout(self.layout, ranks * tokens - self.padding, ranks),  # pyright: ignore[reportArgumentType]
+            Layout(self.layout, ranks * key_tokens - self.key_padding, ranks),  # pyright: ignore[reportArgumentType]
         )
 
 

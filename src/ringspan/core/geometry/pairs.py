@@ -1,0 +1,86 @@
+"""How many keys the queries before a position see: work as a function that is exact for every mask.
+
+Query q of a region sees ``clip(q - lo + 1, k0, k1) - clip(q - hi, k0, k1)`` keys, since lo <= hi; summed over queries
+in closed form. R regions.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.core.geometry.mask import Mask
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """The sequence cut wherever no pair of the mask crosses: packed documents, chunks, or the whole.
+
+    Stretch i is the positions [starts[i], stops[i]), which see ``pairs[i]`` keys, all of them their own.
+    """
+
+    starts: IntArray
+    stops: IntArray
+    pairs: IntArray
+    regions: IntArray
+    """In the order of the stretches that they are in. Shape (R, 6)."""
+    first_region: IntArray
+    """Of each stretch, and the number of regions at the end."""
+
+    def before(self, stretch: int, positions: IntArray) -> IntArray:
+        """Allowed pairs of a stretch whose query lies before each position. Shape of ``positions``."""
+        some = self.regions[self.first_region[stretch] : self.first_region[stretch + 1]]
+        return pairs_before(some, positions[:, None]).sum(1)
+
+
+def stretches(mask: Mask, length: int) -> Stretches:
+    """The stretches of a sequence; positions that see nothing and that nobody sees are stretches without pairs."""
+    regions = _bound(mask.table(length, length))
+    # A region ties together all from its first query or key to its last.
+    firsts, lasts = np.minimum(regions[:, 0], regions[:, 2]), np.maximum(regions[:, 1], regions[:, 3])
+    order = np.argsort(firsts, kind="stable")
+    regions, firsts, lasts = regions[order], firsts[order], np.maximum.accumulate(lasts[order])
+    opens = np.flatnonzero(np.concatenate(([True], firsts[1:] >= lasts[:-1]))[: len(regions)])
+    starts, stops = firsts[opens], lasts[np.append(opens[1:], len(regions)) - 1] if len(opens) else lasts
+    pairs = np.add.reduceat(pairs_before(regions, stops[-1]), opens) if len(opens) else opens
+    # Gaps between them, before the first and behind the last.
+    gap_starts, gap_stops = np.concatenate(([0], stops)), np.append(starts, length)
+    is_gap = gap_starts < gap_stops
+    begins = np.concatenate((starts, gap_starts[is_gap]))
+    where = np.argsort(begins, kind="stable")
+    counts = np.concatenate((np.diff(np.append(opens, len(regions))), np.zeros(int(is_gap.sum()), np.int64)))[where]
+    return Stretches(
+        begins[where],
+        np.concatenate((stops, gap_stops[is_gap]))[where],
+        np.concatenate((pairs, np.zeros(int(is_gap.sum()), np.int64)))[where],
+        regions,
+        np.concatenate(([0], counts.cumsum())),
+    )
+
+
+def pairs_before(regions: IntArray, positions: IntArray) -> IntArray:
+    """Pairs of each region whose query lies before a position; broadcasts regions (R,) with positions (..., 1)."""
+    q0, q1, k0, k1, lo, hi = regions.T
+    last = np.clip(positions, q0, q1)
+    return _clipped(q0, last, lo - 1, k0, k1) - _clipped(q0, last, hi, k0, k1)
+
+
+def _clipped(first: IntArray, last: IntArray, shift: IntArray, k0: IntArray, k1: IntArray) -> IntArray:
+    """The sum of ``clip(q - shift, k0, k1)`` over q in [first, last)."""
+    low, high = np.clip(k0 + shift, first, last), np.clip(k1 + shift, first, last)
+    middle = (low + high - 1) * (high - low) // 2 - shift * (high - low)
+    return (low - first) * k0 + middle + (last - high) * k1
+
+
+def _bound(regions: IntArray) -> IntArray:
+    """Regions cut to the queries that see a key and the keys that are seen, with bounds no farther away than the
+    rectangle reaches; those without a pair are left out.
+    """
+    q0, q1, k0, k1, lo, hi = regions.T.copy()
+    for _ in range(2):
+        q0, q1 = np.maximum(q0, k0 + lo), np.minimum(q1, k1 + hi)
+        k0, k1 = np.maximum(k0, q0 - hi), np.minimum(k1, q1 - lo)
+    lo, hi = np.maximum(lo, q0 - k1 + 1), np.minimum(hi, q1 - 1 - k0)
+    return np.stack([q0, q1, k0, k1, lo, hi], 1)[(q0 < q1) & (k0 < k1) & (lo <= hi)]
