@@ -26,14 +26,15 @@ TIMEOUT_SECONDS = 100
 
 
 class Pool:
-    """``SIZE`` processes, one thread each. ``run(f, ranks, ...)`` calls ``f(mesh, ...)`` on the first ``ranks`` of
-    them.
+    """``size`` processes, one thread each. ``run(f, ranks, ...)`` calls ``f(mesh, ...)`` on the first ``ranks`` of
+    them. Those that are ``launched`` have what torchrun would put into their environment.
 
     ``mesh`` has the axes ``replicate`` and ``ring``, and ``tp`` where that is above 1; all are made at the start, since
     making one takes every process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE, *, launched: bool = False) -> None:
+        self.size, self._launched = size, launched
         self._context = mp.get_context("forkserver")
         self._start()
 
@@ -42,9 +43,11 @@ class Pool:
         os.close(descriptor)
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(SIZE):
+        for rank in range(self.size):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, theirs, self._store), daemon=True)
+            process = self._context.Process(
+                target=_serve, args=(rank, theirs, self._store, self.size, self._launched), daemon=not self._launched
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -82,26 +85,30 @@ class Pool:
         self._start()
 
     def close(self) -> None:
-        for process in self._processes:
+        for process in self._processes:  # all of them, before one notices that another one is gone
             process.kill()
+        for process in self._processes:
             process.join()
         with suppress(FileNotFoundError):
             os.unlink(self._store)
 
 
-def _serve(rank: int, pipe: Connection, store: str) -> None:
+def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool) -> None:
     settle()
+    if launched:
+        sizes = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank}
+        os.environ |= {name: str(value) for name, value in sizes.items()} | {"OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     _share_loop()
     share = shared._anonymous_file
     # Rings of three talk through sockets, as between hosts, so that the tests go both ways.
     shared._anonymous_file = lambda ranks: None if ranks == 3 else share(ranks)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     meshes = {
-        (ranks, replicate, tp): _mesh(ranks, replicate, tp)
-        for ranks in range(1, SIZE + 1)
+        (ranks, replicate, tp): _mesh(ranks, replicate, tp, size)
+        for ranks in range(1, size + 1)
         for replicate in range(1, ranks + 1)
         for tp in range(1, ranks + 1)
         if ranks % (replicate * tp) == 0
@@ -134,8 +141,8 @@ def _share_loop() -> None:
     ProcessGroupGloo.__init__ = make_on_device
 
 
-def _mesh(ranks: int, replicate: int, tp: int) -> DeviceMesh:
-    if ranks == SIZE:  # as users' meshes are; one of fewer ranks cannot make groups by itself
+def _mesh(ranks: int, replicate: int, tp: int, size: int) -> DeviceMesh:
+    if ranks == size:  # as users' meshes are; one of fewer ranks cannot make groups by itself
         return make_mesh("cpu", replicate, ranks // (replicate * tp), tp)
     axes, shape = ("replicate", "ring", "tp"), (replicate, -1, tp)
     num_axes = 3 if tp > 1 else 2

@@ -86,7 +86,7 @@ def test_every_module_but_those_that_read_text_is_imported_without_extras(ringsp
     used."""
     root = SOURCE / "ringspan"
     names = [".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in sorted(root.rglob("*.py"))]
-    skipped = ("ringspan.jax", "ringspan.gpu", "ringspan.torch.kernels.triton_", "ringspan.__main__")
+    skipped = ("ringspan.jax", "ringspan.hf", "ringspan.gpu", "ringspan.torch.kernels.triton_", "ringspan.__main__")
     modules = [name.removesuffix(".__init__") for name in names if not name.startswith(skipped)]
     (tmp_path / "ringspan_imports.py").write_text(
         "import importlib, json, sys\nfrom ringspan.core.errors import MissingExtraError\nmissing = []\n"
@@ -135,6 +135,14 @@ def test_the_jax_back_end_asks_for_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(ImportError, match=r"ringspan\.jax needs the extra ringspan\[jax\]"):
         importlib.import_module("ringspan.jax")
+
+
+def test_trainers_ask_for_their_extra(monkeypatch):
+    for name in [name for name in sys.modules if name == "ringspan.hf" or name.startswith("ringspan.hf.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ImportError, match=r"ringspan\.hf needs the extra ringspan\[hf\]"):
+        importlib.import_module("ringspan.hf")
 
 
 def test_what_is_missing_is_a_refusal_and_an_import_error_and_travels_between_ranks(monkeypatch):

@@ -47,7 +47,46 @@ CACHED = "torch/attention/test_cached.py::"
 WRITTEN = f"{CACHED}test_a_prompt_and_then_token_after_token"
 MERGED = f"{CACHED}test_the_merge_weighs_shares_by_what_they_saw_and_counts_sinks_once"
 
+TRAINER = "hf/test_trainer.py::"
+SFT = "hf/test_sft.py::"
+STEPS = "test_ten_steps_equal_one_process"
+
 MUTANTS = [
+    Mutant(
+        "a trainer's gradients are summed over replicas",
+        "hf/batches.py",
+        'module.set_gradient_divide_factor(float(base.ring_mesh["replicate"].size()))',
+        "module.set_gradient_divide_factor(1.0)",
+        f"{TRAINER}{STEPS}[4-2]",
+    ),
+    Mutant(
+        "a counted loss is not that of one process of data parallelism",
+        "hf/batches.py",
+        "value, gradient = (1 / replicas, 1) if is_counted else (1, replicas)",
+        "value, gradient = (1, 1) if is_counted else (1, replicas)",
+        f"{TRAINER}{STEPS}[4-2]",
+    ),
+    Mutant(
+        "a trainer's logits stay in the order of the layout",
+        "hf/batches.py",
+        "layout = Layout(model.ring_layout, whole",
+        'layout = Layout("contiguous", whole',
+        f"{TRAINER}test_predictions_are_whole_and_in_order[2-1]",
+    ),
+    Mutant(
+        "a trainer's data is dealt to ranks",
+        "hf/replicas.py",
+        'return self.ring_mesh["replicate"].get_local_rank()',
+        "return self.ring_mesh.get_rank()",
+        f"{TRAINER}{STEPS}[4-2]",
+    ),
+    Mutant(
+        "a trainer resumes without the optimizer's state",
+        "hf/progress.py",
+        "checkpoints.load(found.folder, found.manifest, state, None)",
+        "pass",
+        f"{TRAINER}test_a_run_resumes_on_another_ring",
+    ),
     Mutant(
         "merge by plain mean",
         "torch/kernels/partials/merge.py",

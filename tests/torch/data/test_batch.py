@@ -109,6 +109,49 @@ def test_the_digest_of_a_batch_sees_what_is_in_it_and_not_which_rank_asks(change
     assert [bool(x) for x in same[0] != changed[0]] == [number == place for number in range(3)]
 
 
+ENDS, INDEX = torch.tensor([0, 3, 6], dtype=torch.int32), torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"cu_seq_lens_q": ENDS},
+        {"cu_seq_lens_k": ENDS, "max_length_k": 3},
+        {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": torch.tensor(3), "seq_idx": INDEX},
+        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "seq_idx": INDEX, "max_length_q": 3},
+    ],
+    ids=lambda said: "+".join(said),
+)
+def test_what_collators_say_of_a_flattened_row_is_its_documents(said):
+    whole = {"input_ids": tokens(1, 6), "labels": tokens(1, 6)}
+    expected = parts(whole | {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, 2)
+    for part, found in zip(expected, parts(whole | said, 2), strict=True):
+        assert part.keys() == found.keys()
+        assert all(torch.equal(part[name], found[name]) for name in part)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"cu_seq_lens_q": ENDS[:2]}, "cu_seq_lens_q must begin with 0 and end with 6"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 3, 6])}, "different documents"),
+        ({"cu_seq_lens_q": ENDS, "cu_seq_lens_k": torch.tensor([0, 2, 6])}, "cu_seq_lens_q and cu_seq_lens_k say"),
+        ({"cu_seq_lens_q": ENDS, "max_length_q": 4}, "max_length_q=4, the longest document has 3 tokens"),
+        (
+            {"cu_seq_lens_q": ENDS, "position_ids": torch.arange(6)[None]},
+            "position_ids and cu_seq_lens_q say different",
+        ),
+        ({"seq_idx": INDEX[:, :4]}, "seq_idx has shape"),
+        ({"max_length_q": 3}, "max_length_q needs position_ids or cu_seq_lens_q"),
+        ({"input_ids": tokens(2, 3), "cu_seq_lens_q": ENDS}, "flattened into one row, input_ids has 2"),
+    ],
+    ids=str,
+)
+def test_a_flattened_row_whose_documents_are_unclear_is_refused(said, message):
+    with pytest.raises(rs.UnsupportedError, match=message):
+        parts({"input_ids": tokens(1, 6)} | said, 2)
+
+
 def test_shifted_labels_are_taken_as_they_are():
     ids = tokens(1, 6)
     [part] = parts({"input_ids": ids, "shift_labels": ids + 1}, 1)

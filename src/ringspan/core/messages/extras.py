@@ -6,10 +6,12 @@ from typing import Final
 from ringspan.core.errors import MissingExtraError
 
 EXTRAS: Final = {
+    "accelerate": "hf",
     "datasets": "train",
     "tensorboard": "train",
     "matplotlib": "report",
     "jax": "jax",
+    "trl": "hf",
 }
 """Packages that are imported where they are used, and the extra of ringspan that brings each."""
 

@@ -4,6 +4,7 @@ B batch, S global tokens, N ranks, T tokens per rank.
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -36,7 +37,10 @@ SHARDED: Final = frozenset(
 )
 
 _INTEGERS: Final = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-_KEYS: Final = frozenset({"input_ids", "labels", "shift_labels", "attention_mask", "position_ids"})
+# What collators that flatten a batch into one row say of its documents.
+_FLATTENED: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# What ``shard_batch`` takes.
+TAKEN: Final = frozenset({"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *_FLATTENED})
 
 
 def shard(x: Tensor, layout: Layout, rank: int, dim: int, *, value: float = 0) -> Tensor:
@@ -115,7 +119,9 @@ def shard_batch(
     Args:
         batch: ``input_ids`` (B, S) and optionally ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry
             i is the target of token i; an ``attention_mask`` that marks padding on the right or left of each sequence;
-            ``position_ids`` (B, S) or (S,) that count up, from 0 anew for each packed document.
+            ``position_ids`` (B, S) or (S,) that count up, from 0 anew for each packed document. In place of these, or
+            beside them, what collators of flattened batches (transformers', TRL's) give for one row: ``cu_seq_lens_q``
+            and ``cu_seq_lens_k`` (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx`` (1, S).
         mesh: the mesh of the model.
         layout: the layout that the model was parallelized with.
         device: where the result goes; where ``input_ids`` are when None.
@@ -132,13 +138,13 @@ def shard_batch(
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
     """
     check_mesh(mesh)
-    unknown = sorted(set(batch) - _KEYS)
+    unknown = sorted(set(batch) - TAKEN)
     if unknown:
-        raise UnsupportedError(f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(sorted(_KEYS))}")
+        raise UnsupportedError(f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(sorted(TAKEN))}")
     if "input_ids" not in batch:
         raise UnsupportedError("shard_batch needs input_ids")
     for name, value in batch.items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) and not name.startswith("max_length"):
             raise UnsupportedError(f"{name} must be a tensor, got a {type(value).__name__}; collate the batch first")
     tokens = batch["input_ids"]
     if tokens.ndim != 2 or not tokens.numel() or tokens.dtype not in (torch.int64, torch.int32):
@@ -147,6 +153,7 @@ def shard_batch(
         )
     targets = _targets(batch)
     lengths = _document_lengths(batch["position_ids"], tokens) if "position_ids" in batch else None
+    lengths = _flattened_lengths(batch, lengths, has_positions="position_ids" in batch)
     mask = batch.get("attention_mask")
     if mask is not None:
         lengths = _behind_padding((mask != 0).cpu(), lengths, may_restart="position_ids" not in batch)
@@ -167,6 +174,41 @@ def shard_batch(
     longest = split.length if lengths is None else int(lengths.max())
     digest = torch.stack([digest_integers(x).to(tokens.device) for x in (tokens, targets, lengths)])
     return parts | {"sequence_length": torch.tensor(longest), "batch_digest": digest}
+
+
+def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_positions: bool) -> Tensor | None:
+    """The lengths of the documents of a flattened row, as all that its collator gave says alike.
+
+    Raises:
+        UnsupportedError: two of them say different things, or one of them none that a row can have.
+    """
+    given = [name for name in _FLATTENED if batch.get(name) is not None]
+    if not given:
+        return lengths
+    rows, length = batch["input_ids"].shape
+    if rows != 1:
+        raise UnsupportedError(f"{given[0]} is for a batch that was flattened into one row, input_ids has {rows}")
+    said = {} if not has_positions else {"position_ids": [length] if lengths is None else lengths[0].tolist()}
+    for name in given:
+        if name.startswith("cu_seq_lens"):
+            ends = batch[name].flatten().tolist()
+            if len(ends) < 2 or ends[0] != 0 or ends[-1] != length:
+                raise UnsupportedError(f"{name} must begin with 0 and end with {length}, the tokens of input_ids")
+            said[name] = [after - before for before, after in pairwise(ends)]
+        elif name == "seq_idx":
+            if batch[name].shape != (1, length):
+                raise UnsupportedError(f"seq_idx has shape {tuple(batch[name].shape)}, input_ids (1, {length})")
+            said[name] = torch.unique_consecutive(batch[name], return_counts=True)[1].tolist()
+    if not said:
+        raise UnsupportedError(f"{given[0]} needs position_ids or cu_seq_lens_q beside it")
+    first, documents = next(iter(said.items()))
+    for name, others in said.items():
+        if others != documents or min(others) < 1:
+            raise UnsupportedError(f"{first} and {name} say different documents: lengths {documents} and {others}")
+    for name in ("max_length_q", "max_length_k"):
+        if batch.get(name) is not None and int(batch[name]) != max(documents):
+            raise UnsupportedError(f"{name}={int(batch[name])}, the longest document has {max(documents)} tokens")
+    return torch.tensor([documents]) if len(documents) > 1 else None
 
 
 def _targets(batch: Mapping[str, Tensor]) -> Tensor | None:

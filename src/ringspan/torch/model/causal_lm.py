@@ -7,9 +7,9 @@ B batch, S global tokens, T local tokens, V vocabulary.
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any, Final
@@ -53,6 +53,23 @@ class Asked(Enum):
 
     LOSS = "a forward pass"
     LOGPROBS = "token_logprobs"
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """Asks a forward pass for numbers of each local token, computed from its hidden states and its target.
+
+    Args:
+        value: how errors name the call.
+        compute: (model, hidden (B, T, C), targets (B, T)) -> (B, T, ...), while the head's weights are whole; the
+            output has it as ``logits``.
+    """
+
+    value: str
+    compute: Callable[[Any, Tensor, Tensor], Tensor]
+
+    def __str__(self) -> str:  # by which ranks compare what they ask for
+        return self.value
 
 
 class RingCausalLM(Fixed):
@@ -126,7 +143,7 @@ class RingCausalLM(Fixed):
         the tokens of all ranks that are no padding, and is a part of the loss. ``real_tokens`` (B, T) says which those
         are; all but the padding of the layout when None.
         ``kwargs`` has at most ``ring_asked``, by which ``token_logprobs`` asks for log-probabilities (B, S) in place of
-        the loss.
+        the loss, or somebody else for a ``PerToken``.
         ``labels`` and ``attention_mask`` raise in ``__call__``. They are named for those who look (transformers'
         Trainer keeps the columns of a data set that are arguments here); ``shard_batch`` takes both.
 
@@ -137,7 +154,8 @@ class RingCausalLM(Fixed):
         assert input_ids is not None and position_ids is not None, "checked by __call__"
         assert num_items_in_batch is not None and sequence_length is not None, "filled in by __call__"
         renew_types(self)
-        is_scored = _asked(kwargs) is Asked.LOGPROBS
+        asked = _asked(kwargs)
+        is_scored = asked is Asked.LOGPROBS
         router = None if is_scored else wanted_router(self, output_router_logits)
         decoder = self.get_submodule(self.ring_decoder)
         longest = int(sequence_length)
@@ -167,6 +185,9 @@ class RingCausalLM(Fixed):
             if real_tokens is None:
                 real_tokens = real_tokens_of(self, position_ids, longest, document_lengths)
             auxiliary = router(scores or [], real_tokens.flatten(), _groups(self))
+        if isinstance(asked, PerToken):
+            assert shift_labels is not None, "checked by __call__"
+            return _output(auxiliary, logits=watch_backward(asked.compute(self, hidden, shift_labels)))
         if shift_labels is None:
             logits = finished_logits(self.get_output_embeddings()(hidden), self.config)
             return _output(auxiliary, logits=logits)
@@ -296,10 +317,10 @@ def _output(auxiliary: Tensor | None, **values: Any) -> CausalLMOutputWithPast |
     return MoeCausalLMOutputWithPast(aux_loss=auxiliary, **values)
 
 
-def _asked(arguments: dict[str, Any]) -> Asked:
-    """Only ``token_logprobs`` has another one to give."""
+def _asked(arguments: dict[str, Any]) -> Asked | PerToken:
+    """Only ``token_logprobs`` and ``ringspan.hf`` have another one to give."""
     asked = arguments.get("ring_asked")
-    return asked if isinstance(asked, Asked) else Asked.LOSS
+    return asked if isinstance(asked, Asked | PerToken) else Asked.LOSS
 
 
 def _bind(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
@@ -310,17 +331,18 @@ def _bind(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.Bo
         UnsupportedError: no targets where log-probabilities are asked for, or what has no meaning there.
     """
     bound = _SIGNATURE.bind(model, *args, **kwargs)
-    if _asked(kwargs) is Asked.LOGPROBS:
+    asked = _asked(kwargs)
+    if asked is not Asked.LOSS:
         given = {name for name, value in kwargs.items() if value is not None} - {"ring_asked"}
-        if unknown := sorted(given - SHARDED):
+        if asked is Asked.LOGPROBS and (unknown := sorted(given - SHARDED)):
             raise UnsupportedError(f"token_logprobs takes what rs.shard_batch returned, and no {', '.join(unknown)}")
         if "input_ids" in given and "shift_labels" not in given:
-            raise UnsupportedError("token_logprobs needs targets; give rs.shard_batch labels or shift_labels")
+            raise UnsupportedError(f"{asked.value} needs targets; give rs.shard_batch labels or shift_labels")
     return bound
 
 
 def _check_asked(model: Any, arguments: dict[str, Any]) -> None:
     """Raise what a caller, or the config meanwhile, asks for and a model on a ring does not do."""
-    others = {name: value for name, value in arguments.items() if not isinstance(value, Asked)}
+    others = {name: value for name, value in arguments.items() if not isinstance(value, Asked | PerToken)}
     check_arguments(class_name(model), others)
     check_configs(model.ring_configs)

@@ -138,7 +138,8 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     optimizer.step()
     for p in fresh:
-        optimizer.state[p]["step"].zero_()
+        if "step" in optimizer.state[p]:
+            optimizer.state[p]["step"].zero_()
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -1,0 +1,38 @@
+"""The trainers of transformers and TRL with sequences split over a ring: one changed line in a script. Needs
+``ringspan[hf]``.
+
+    class Trainer(RingTrainerMixin, trl.SFTTrainer): ...
+
+    trainer = Trainer(model=model, args=SFTConfig(...), train_dataset=data, ring=RingConfig(ring=4))
+"""
+
+# ruff: noqa: E402 - asked for before the modules below import it
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ringspan.core.messages.extras import require
+
+require("ringspan.hf", "accelerate", "datasets")
+
+from ringspan.hf.config import RingConfig
+from ringspan.hf.trainer import RingTrainer, RingTrainerMixin
+
+if TYPE_CHECKING:
+    from ringspan.hf.trl import RingSFTTrainer
+
+_TRL = frozenset({"RingSFTTrainer"})  # imported when they are first used: TRL may be missing
+
+
+def __getattr__(name: str) -> Any:
+    if name in _TRL:
+        require(f"ringspan.hf.{name}", "trl")
+        return getattr(import_module("ringspan.hf.trl"), name)
+    raise AttributeError(f"module 'ringspan.hf' has no attribute {name!r}")
+
+
+__all__ = [
+    "RingConfig",
+    "RingSFTTrainer",
+    "RingTrainer",
+    "RingTrainerMixin",
+]

@@ -1,0 +1,239 @@
+"""A model on a ring that is called as any model is: with whole batches, for whole results.
+
+Trainers call ``model(input_ids=..., labels=...)`` in many places, so that is where batches are split: each rank of a
+ring gives the same whole batch, takes its part of it, and has the loss, the logits or the log-probabilities of all of
+it. What a replica computes is its own, and gradients are averaged over replicas: to a trainer a ring is one process of
+data parallelism.
+
+B batch, S global tokens, T local tokens, V vocabulary, R replicas.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import cross_entropy
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.step_config import StepConfig
+from ringspan.hf.fused import fused_output, take_fused_forward
+from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.data.batch import IGNORED, TAKEN, Unsharded, shard_batch
+from ringspan.torch.generate.cache.cache import RingCache
+from ringspan.torch.layers.modules import mix_in
+from ringspan.torch.model.adapters import base_of, is_peft
+from ringspan.torch.model.causal_lm import RingCausalLM
+from ringspan.torch.parallelize import put_on_mesh
+
+_log: Final = logging.getLogger(__name__)
+
+
+class WholeBatches:
+    """What ``takes_whole_batches`` adds to a model's class."""
+
+    ring_autocast: Callable[..., AbstractContextManager[Any]] | None = None
+    ring_wants_logits = False
+    """A pass with labels is asked for logits too."""
+    ring_checkpoint: str
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """A whole batch -> what transformers' model gives for it, on every rank of the ring.
+
+        With labels: the loss, and logits (B, S, V) where ``whole_logits`` asks for them. Without: the logits, which are
+        differentiable. With ``fused_lm_head=True``: what TRL's fused head gives.
+        ``num_items_in_batch`` counts the targets on all replicas, of which the loss is then 1/R: callers multiply it by
+        the number of processes, as Trainer does.
+        """
+        call: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
+        if args:
+            bound = inspect.signature(type(self).forward).bind(self, *args, **kwargs).arguments
+            kwargs = {name: value for name, value in bound.items() if name not in ("self", "kwargs")}
+            kwargs |= bound.get("kwargs", {})
+        if self.ring_is_generating or isinstance(kwargs.get("past_key_values"), RingCache):
+            return call(**kwargs)
+        if "batch_digest" in kwargs or "ring_asked" in kwargs:  # from shard_batch
+            return call(**kwargs)
+        with nullcontext() if self.ring_autocast is None else self.ring_autocast():
+            return _called(self, call, {name: value for name, value in kwargs.items() if value is not None})
+
+    def gradient_checkpointing_enable(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Say once that layers are checkpointed as ``RingConfig(checkpoint=...)`` says.
+
+        Raises:
+            UnsupportedError: something else is asked for.
+        """
+        if self.ring_checkpoint == "none":
+            raise UnsupportedError(
+                "gradient_checkpointing=True contradicts RingConfig(checkpoint='none'); drop one of the two"
+            )
+        options = dict(zip(("gradient_checkpointing_kwargs", "every_n_layers", "offload"), args, strict=False)) | kwargs
+        if options.get("every_n_layers", 1) != 1:
+            raise UnsupportedError("every_n_layers is RingConfig(layers_per_checkpoint=...) on a ring")
+        if options.get("offload"):
+            raise UnsupportedError("offload of activations is RingConfig(offload=...) on a ring")
+        for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+            others = set(options.get(name) or {}) - {"use_reentrant"}
+            if others:
+                raise UnsupportedError(f"{name} has {min(others)}, which layers on a ring do not take; leave it out")
+        if dist.get_rank() == 0:
+            _log.warning("layers are checkpointed by RingConfig(checkpoint=%r)", self.ring_checkpoint)
+
+    activation_checkpointing_enable = gradient_checkpointing_enable
+
+
+def takes_whole_batches(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: StepConfig,
+    autocast: Callable[..., AbstractContextManager[Any]] | None = None,
+) -> None:
+    """Put a model on a ring, unless it is there, and let it be called with whole batches; in place.
+
+    ``autocast`` makes the contexts that its passes run in.
+
+    Raises:
+        RingspanError: as ``parallelize``.
+    """
+    base: Any = base_of(model) if is_peft(model) else model
+    fused, plain = take_fused_forward(base), type(base).forward
+    if not _is(base, RingCausalLM):
+        devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
+        with torch.random.fork_rng(devices):  # what is drawn next is what one process would draw
+            put_on_mesh(model, mesh, config)  # pyright: ignore[reportArgumentType]
+    if not _is(base, WholeBatches):
+        mix_in(base, WholeBatches, ring_checkpoint=config.checkpoint, forward=_seen_as(plain, type(base).forward))
+        for module in base.modules():
+            if isinstance(module, FSDPModule):  # the mean over replicas, as of data parallelism
+                module.set_gradient_divide_factor(float(base.ring_mesh["replicate"].size()))
+    if fused is not None:
+        base.ring_fused_forward = fused
+    if autocast is not None:
+        type(base).ring_autocast = staticmethod(autocast)
+
+
+def _seen_as(plain: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward in which those who look (Trainer, for labels and columns) find what transformers' model takes."""
+
+    @wraps(plain)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return seen
+
+
+def _is(model: Any, kind: type) -> bool:
+    return isinstance(model, kind)
+
+
+@contextmanager
+def whole_logits(model: nn.Module, *, wanted: bool) -> Iterator[None]:
+    """While passes with labels give logits too, or not."""
+    kind: Any = type(base_of(model) if is_peft(model) else model)
+    before, kind.ring_wants_logits = kind.ring_wants_logits, wanted
+    try:
+        yield
+    finally:
+        kind.ring_wants_logits = before
+
+
+def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """One pass of the whole batch in ``kwargs``."""
+    whole = {name: kwargs.pop(name) for name in TAKEN if name in kwargs}
+    is_fused, count = kwargs.pop("fused_lm_head", False), None
+    try:
+        count = _counted(kwargs.pop("num_items_in_batch", None))
+        local = shard_batch(whole, model.ring_mesh, layout=model.ring_layout)
+        if is_fused and "shift_labels" not in local:
+            raise UnsupportedError("fused_lm_head=True needs labels")
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        check_call(model.ring_mesh, Call("a forward pass", error=error))
+        raise
+    ring = model.ring_mesh["ring"]
+    layout = Layout(model.ring_layout, whole["input_ids"].shape[1], ring.size())
+
+    def gathered(local: Tensor) -> Tensor:
+        return Unsharded.apply(local, layout, ring.get_group(), 1)
+
+    if is_fused:
+        output = fused_output(model, lambda **asked: call(**local, **asked, **kwargs), gathered, count)
+        if output.aux_loss is not None:
+            output.aux_loss = _of_replica(model, output.aux_loss, is_counted=False)
+            output.loss = output.loss + getattr(model, model.ring_router.coefficient) * output.aux_loss
+        return output if "shift_labels" in whole else _without_last(output)
+    targets = local.get("shift_labels")
+    if targets is not None and not model.ring_wants_logits:
+        output = call(**local, **kwargs, **({} if count is None else {"num_items_in_batch": count}))
+        output.loss = _of_replica(model, output.loss, is_counted=count is not None)
+        return output
+    local.pop("shift_labels", None)
+    output: Any = call(**local, **kwargs)
+    if targets is not None:
+        loss = _loss_of(model, output, targets, count)
+        output = _with_loss(output, _of_replica(model, loss, is_counted=count is not None))
+    logits = output.logits.float() if model.ring_autocast is not None else output.logits
+    output.logits = gathered(logits)
+    return output
+
+
+def _counted(number: Any) -> int | None:
+    """``num_items_in_batch`` as Trainer gives it, at times as a tensor of float32."""
+    if number is None:
+        return None
+    value = number.item() if isinstance(number, Tensor) else number
+    if int(value) != value:
+        raise UnsupportedError(f"num_items_in_batch={value} is no whole number")
+    return int(value)
+
+
+def _of_replica(model: Any, loss: Tensor, *, is_counted: bool) -> Tensor:
+    """A loss over all replicas, as a process of data parallelism has it: one whose mean over replicas, in value and
+    gradient, is what it is on one process.
+
+    Its gradient is this rank's part, whose sum over all ranks FSDP divides by R. A counted one is multiplied by R by
+    whoever counted.
+    """
+    replicas = model.ring_mesh["replicate"].size()
+    if replicas == 1:
+        return loss
+    value, gradient = (1 / replicas, 1) if is_counted else (1, replicas)
+    return loss.detach() * value + (loss - loss.detach()) * gradient
+
+
+def _loss_of(model: Any, output: Any, targets: Tensor, count: int | None) -> Tensor:
+    """The loss over all replicas, from local logits (B, T, V): that of evaluation, without a gradient."""
+    losses = cross_entropy(
+        output.logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    sums = torch.stack((losses.detach().double(), (targets != IGNORED).sum().double()))
+    for axis in ("ring", "replicate"):
+        if model.ring_mesh[axis].size() > 1:
+            dist.all_reduce(sums, group=model.ring_mesh[axis].get_group())
+    loss = (sums[0] / (sums[1].clamp(min=1) if count is None else max(count, 1))).to(losses.dtype)
+    if getattr(output, "aux_loss", None) is not None:
+        loss = loss + getattr(model, model.ring_router.coefficient) * output.aux_loss
+    return loss
+
+
+def _with_loss(output: Mapping[str, Any], loss: Tensor) -> Any:
+    """The output with its loss in front, where Trainer looks for it."""
+    kind: Any = MoeCausalLMOutputWithPast if "aux_loss" in output else CausalLMOutputWithPast
+    return kind(**{"loss": loss} | dict(output))
+
+
+def _without_last(output: Any) -> Any:
+    """Without the last token's entry, as TRL's head gives them for labels that it shifts itself."""
+    for name, value in output.items():
+        if isinstance(value, Tensor) and value.ndim == 2:
+            output[name] = value[:, :-1]
+    return output

@@ -1,0 +1,50 @@
+"""How a trainer's model goes onto a ring."""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.core.step_config import StepConfig
+from ringspan.torch.runtime.mesh import check_mesh, init_mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingConfig(StepConfig):
+    """The sizes of the mesh, and the options of ``ringspan.parallelize``.
+
+    Args:
+        ring: ranks that share each sequence; all that the other two leave when None.
+        replicate: rings that take different examples.
+        tp: ranks that share each token's heads and feed-forward.
+        mesh: one made before, with ``rs.init_mesh``, in place of the three sizes.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the number of ranks (when a trainer is made).
+    """
+
+    ring: int | None = None
+    replicate: int = 1
+    tp: int = 1
+    mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.compute_dtype, torch.dtype):  # as ``parallelize`` takes it
+            object.__setattr__(self, "compute_dtype", str(self.compute_dtype).removeprefix("torch."))
+
+    def make_mesh(self) -> DeviceMesh:
+        """The mesh that was given, or a new one over all ranks."""
+        if self.mesh is not None:
+            check_mesh(self.mesh)
+            return self.mesh
+        return init_mesh(ring=self.ring, replicate=self.replicate, tp=self.tp)
+
+    @property
+    def replicas(self) -> int:
+        """Rings that take different examples."""
+        return self.replicate if self.mesh is None else self.mesh["replicate"].size()
+
+    @property
+    def step(self) -> StepConfig:
+        """What ``parallelize`` takes."""
+        return StepConfig(**{field.name: getattr(self, field.name) for field in fields(StepConfig)})

@@ -1,0 +1,69 @@
+"""TRL's fused head on a ring: log-probabilities, entropies and what else it computes of each token, by its own code.
+
+``add_fused_lm_head`` sets a ``forward`` on the model that runs the decoder, then TRL's kernels on its hidden states. On
+a ring the decoder's pass is the ring's; TRL's forward is then called on the local hidden states, in a model's place.
+
+B batch, S global tokens, T local tokens.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.model.causal_lm import PerToken
+
+FIELDS: Final = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+
+
+def take_fused_forward(model: Any) -> Callable[..., Any] | None:
+    """The forward that ``add_fused_lm_head`` set on a model, which is then without it; None where there is none.
+
+    On a model that goes onto a ring afterwards it would call the forward from before.
+    """
+    forward: Any = vars(model).get("forward")
+    if "fused_lm_head" not in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
+        return None
+    del model.forward
+    return forward.__func__
+
+
+def fused_output(model: Any, call: Callable[..., Any], gathered: Callable[[Tensor], Tensor], count: int | None) -> Any:
+    """TRL's ``FusedCausalLMOutput``, with (B, S) numbers in the order of the whole batch on every rank.
+
+    Args:
+        model: one that was given a fused head.
+        call: the ring's pass of the local batch, with further arguments.
+        gathered: local numbers (B, T, ...) to those of all ranks (B, S, ...), differentiable.
+        count: targets to divide the loss by; those of the batch when None.
+    """
+    forward: Any = getattr(vars(model).get("forward"), "__func__", None) or vars(model).get("ring_fused_forward")
+    if forward is None:
+        raise UnsupportedError("fused_lm_head=True: this model has no fused head; trl's add_fused_lm_head gives it one")
+    found: list[Any] = []
+    asked = PerToken("a forward pass", partial(_per_token, forward, found))
+    output = call(ring_asked=asked)
+    kind, names = found
+    numbers = gathered(output.logits).unbind(-1)
+    values: dict[str, Any] = dict(zip(names, numbers, strict=True))
+    values |= {name: values[name].detach() > 0.5 for name in ("is_top1", "label_mask") if name in values}
+    values |= {name: values[name].detach() for name in ("log_sum_sq_probs", "mean_logits") if name in values}
+    total = values["label_mask"].sum().clamp(min=1) if count is None else count
+    return kind(loss=-values["log_probs"].sum() / total, aux_loss=getattr(output, "aux_loss", None), **values)
+
+
+def _per_token(forward: Callable[..., Any], found: list[Any], model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+    """What TRL's forward computes of local hidden states, behind one another (B, T, fields)."""
+    in_place = SimpleNamespace(
+        base_model=lambda **_: SimpleNamespace(last_hidden_state=hidden),
+        get_output_embeddings=model.get_output_embeddings,
+    )
+    # The load-balancing loss is the ring's, over the tokens of all ranks.
+    output = forward(in_place, fused_lm_head=True, shift_labels=targets.long(), output_router_logits=False)
+    names = [name for name in FIELDS if getattr(output, name) is not None]
+    found[:] = type(output), names
+    return torch.stack([getattr(output, name).float() for name in names], -1)

@@ -1,0 +1,114 @@
+"""What a trainer's checkpoint holds beside the model: the optimizer's state in shards, and random numbers of replicas.
+
+Each rank writes its own part of the optimizer's state, and reads the slices that it needs: a checkpoint continues on
+whatever mesh.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.core.errors import CheckpointError
+from ringspan.torch.model.adapters import is_peft
+from ringspan.train.checkpoints.checkpoint import Checkpoints
+from ringspan.train.checkpoints.shards import Part
+from ringspan.train.run_folder.resume import run_state
+
+FOLDER: Final = "ring_optimizer"
+_RUN: Final = "trainer"  # one folder holds one save, so there is nothing to tell apart
+_ADAPTER_FILES: Final = "adapter_model.safetensors"
+
+
+def save_optimizer(folder: Path, model: nn.Module, optimizer: Any, step: int, mesh: DeviceMesh, layout: str) -> None:
+    """Write the optimizer's state; every rank its part.
+
+    Raises:
+        CheckpointError: on every rank, when one of them could not.
+    """
+    sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
+    with closing(Checkpoints(folder / FOLDER, run_id=_RUN, keep=1, asynchronous=False)) as checkpoints:
+        state = {"groups": _settings(optimizer)}
+        error = checkpoints.save(step, _state(model, optimizer), {}, state, mesh=sizes, layout=layout)
+    if error is not None:
+        raise error
+
+
+def load_optimizer(folder: Path, model: nn.Module, optimizer: Any) -> None:
+    """Continue with the state that ``save_optimizer`` wrote, on whatever mesh.
+
+    Raises:
+        CheckpointError: on every rank: there is none, it is damaged, or of another model.
+    """
+    if not (folder / FOLDER).is_dir():
+        advice = "; it was saved without a ring" if (folder / "optimizer.pt").is_file() else ""
+        raise CheckpointError(
+            f"{folder}: has no {FOLDER}{advice}; load the model from it and start a new run, or train with "
+            "save_only_model=False"
+        )
+    with closing(Checkpoints(folder / FOLDER, run_id=_RUN, keep=1, asynchronous=False)) as checkpoints:
+        found = checkpoints.find()
+        if found.folder is None or found.manifest is None:
+            raise CheckpointError(found.skipped[0] if found.skipped else f"{folder / FOLDER}: is empty")
+        state = _state(model, optimizer)
+        if unknown := sorted(set(found.manifest.tensors) - set(state)):
+            raise CheckpointError(f"{folder}: has {unknown[0]}, which this model lacks; is it of another model?")
+        checkpoints.load(found.folder, found.manifest, state, None)
+        for group, settings in zip(optimizer.param_groups, found.manifest.state["groups"], strict=True):
+            group |= {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | Part]:
+    return {name: value for name, value in run_state(model, optimizer).items() if name.startswith("optimizer/")}
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each group of parameters: its learning rate and what else was set, as numbers."""
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        values = {name: value for name, value in group.items() if name != "params"}
+        groups.append({name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()})
+    return groups
+
+
+def load_adapter(folder: Path, model: nn.Module) -> bool:
+    """Fill the adapter of a PEFT model with that of a folder; whether the model has one.
+
+    Raises:
+        CheckpointError: the folder has no adapter, or one of other weights.
+    """
+    if not is_peft(model):
+        return False
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    peft: Any = model
+    for name in peft.peft_config:
+        place = folder if name == "default" else folder / name
+        if not (place / _ADAPTER_FILES).is_file():
+            raise CheckpointError(f"{place / _ADAPTER_FILES}: is missing; is it a checkpoint of this adapter?")
+        result: Any = set_peft_model_state_dict(model, load_peft_weights(str(place), device="cpu"), adapter_name=name)
+        if result.unexpected_keys:
+            raise CheckpointError(f"{place}: has {result.unexpected_keys[0]}, which the adapter {name!r} lacks")
+    return True
+
+
+@contextmanager
+def random_state_folder(folder: Path, index: int, world_size: int) -> Iterator[str]:
+    """A folder in which Trainer finds this rank's random numbers: its own of the checkpoint, or those of another rank
+    where the run had fewer. The ranks of a ring drew the same ones.
+    """
+    own = f"rng_state_{index}.pth" if world_size > 1 else "rng_state.pth"
+    there = [folder / name for name in (own, "rng_state_0.pth", "rng_state.pth")]
+    source = next((path for path in there if path.is_file()), None)
+    if source is None or source.name == own:
+        yield str(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="ringspan-") as beside:
+        os.symlink(source.resolve(), Path(beside, own))
+        yield beside

@@ -1,0 +1,118 @@
+"""What of a trainer's arguments would not be exact on a ring, and what to do instead."""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.hf.config import RingConfig
+
+# Optimizers that treat each number by itself; tests compare each with one process.
+_OPTIMIZERS: Final = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
+_DDP: Final = ("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+
+
+def refuse_arguments(args: Any, ring: RingConfig) -> None:
+    """Refuse what ``TrainingArguments`` ask for and a ring does not do, alike on every rank.
+
+    Raises:
+        UnsupportedError: the first of them, naming it and what to do.
+    """
+    for what, remedy in _unsupported(args, ring):
+        raise UnsupportedError(f"{what} is not supported on a ring; {remedy}")
+
+
+def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
+    """What is refused, and what to do instead."""
+    if getattr(args, "parallelism_config", None) is not None:
+        yield "parallelism_config, a second parallelism beside the ring,", "leave it out"
+    if args.deepspeed:
+        yield "deepspeed", "leave it out: weights are sharded over the ring (FSDP2)"
+    if args.fsdp:
+        yield "fsdp", "leave it out: weights are sharded over the ring (FSDP2)"
+    if args.fp16:
+        yield "fp16=True", "use bf16=True, which needs no scaled loss"
+    for name in ("fp16_full_eval", "bf16_full_eval"):
+        if getattr(args, name):
+            yield f"{name}=True", "load the model in that dtype, or use bf16=True"
+    if args.label_smoothing_factor:
+        yield (
+            f"label_smoothing_factor={args.label_smoothing_factor}",
+            ("it needs whole logits: use RingConfig(label_smoothing=...), which evaluates without it"),
+        )
+    if args.neftune_noise_alpha is not None:
+        yield (
+            f"neftune_noise_alpha={args.neftune_noise_alpha}",
+            "its noise would be scaled by the local length; leave it out",
+        )
+    if args.use_liger_kernel:
+        yield "use_liger_kernel=True", "leave it out: the ring's loss uses Liger's where it is installed"
+    if args.torch_compile:
+        yield "torch_compile=True", "leave it out"
+    if args.auto_find_batch_size:
+        yield "auto_find_batch_size=True", "one rank that runs out of memory would leave the others; set the batch size"
+    if not args.average_tokens_across_devices and ring.replicas > 1:
+        yield (
+            "average_tokens_across_devices=False with several replicas",
+            ("the loss would be the mean of the replicas' means, not that of one process; leave it True"),
+        )
+    if args.save_on_each_node:
+        yield "save_on_each_node=True", "leave it out: rank 0 writes the model"
+    if args.eval_use_gather_object:
+        yield "eval_use_gather_object=True", "leave it out: predictions are gathered as tensors"
+    if args.accelerator_config.dispatch_batches:
+        yield "dispatch_batches=True", "leave it out: each rank reads its replica's batches"
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
+        yield "train_sampling_strategy='batch_rebalance'", "use 'group_by_length' or 'random'"
+    if getattr(args, "activation_offloading", False):
+        yield "activation_offloading=True", "use RingConfig(offload='host')"
+    if (getattr(args, "gradient_checkpointing_kwargs", None) or {}).get("selective"):
+        yield (
+            "gradient_checkpointing_kwargs={'selective': True}",
+            "RingConfig(checkpoint='attention') keeps attention's results",
+        )
+    for name in _DDP:
+        if getattr(args, name) is not None:
+            yield f"{name}={getattr(args, name)}", "leave it out: the model is not wrapped in DistributedDataParallel"
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer not in _OPTIMIZERS:
+        yield (
+            f"optim={optimizer!r}",
+            (
+                f"use one of {', '.join(sorted(_OPTIMIZERS))}, or optimizer_cls_and_kwargs with one that treats each "
+                "number by itself"
+            ),
+        )
+
+
+def refuse_accelerator(accelerator: Any) -> None:
+    """Refuse parallelism that a launcher's environment has set up.
+
+    Raises:
+        UnsupportedError: naming it.
+    """
+    state = accelerator.state
+    for name in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin"):
+        if getattr(state, name, None) is not None:
+            raise UnsupportedError(
+                f"accelerate was launched with {name}, a second parallelism beside the ring; launch without"
+            )
+    if getattr(accelerator, "parallelism_config", None) is not None:
+        raise UnsupportedError(
+            "accelerate was launched with a parallelism_config, a second parallelism beside the ring; launch without"
+        )
+
+
+def refuse_optimizer(optimizer: Any, model: Any) -> None:
+    """Refuse an optimizer whose weights are not those on the ring.
+
+    Raises:
+        ConfigError: it was made before the model went there.
+    """
+    if optimizer is None:
+        return
+    ours = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) not in ours for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigError(
+            "optimizers=(...) holds weights from before the model went onto the ring; give "
+            "optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), or parallelize the model first"
+        )

@@ -1,0 +1,109 @@
+"""An accelerator that counts a ring as one process: what it deals out, gathers and averages is per replica.
+
+The ranks of a ring hold one batch between them, and every one of them has that batch's loss and predictions. To all
+that a trainer computes with ``num_processes``, a ring is therefore one process.
+"""
+
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ringspan.hf.batches import takes_whole_batches
+from ringspan.hf.seams import note_prepared
+
+_REDUCTIONS: Final = ("sum", "mean", "none")
+
+
+class RingAccelerator(Accelerator):
+    """What becomes of a trainer's accelerator, by ``count_rings``.
+
+    ``is_main_process``, ``wait_for_everyone`` and the like are about processes as before.
+    """
+
+    ring_mesh: DeviceMesh
+    ring_config: Any
+
+    @property
+    def num_processes(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """How many replicas there are."""
+        return self.ring_mesh["replicate"].size()
+
+    @property
+    def process_index(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Which replica this rank is of."""
+        return self.ring_mesh["replicate"].get_local_rank()
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The model on the ring, never wrapped: FSDP2 has its weights already.
+
+        A model for evaluation that has no language model's head (a reward model) stays whole on every rank.
+        """
+        head = getattr(model, "get_output_embeddings", None)
+        if evaluation_mode and (head is None or head() is None):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        takes_whole_batches(model, self.ring_mesh, self.ring_config, self.autocast if self.native_amp else None)
+        note_prepared(self, model)
+        return model
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of all replicas, one after the other along the first dimension."""
+        return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
+
+    def _gather_one(self, tensor: Tensor) -> Tensor:
+        if self.num_processes == 1:
+            return tensor
+        tensor = (tensor[None] if tensor.ndim == 0 else tensor).contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.num_processes)]
+        dist.all_gather(parts, tensor, group=self.ring_mesh["replicate"].get_group())
+        return torch.cat(parts)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or mean over all replicas."""
+        assert reduction in _REDUCTIONS, f"reduction={reduction!r}"
+
+        def one(tensor: Tensor) -> Tensor:
+            total = tensor.clone()
+            if reduction == "none":
+                return total
+            dist.all_reduce(total, group=self.ring_mesh["replicate"].get_group())
+            return total * scale if reduction == "sum" else total * (scale / self.num_processes)
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors padded along a dimension to the longest of all replicas."""
+
+        def one(tensor: Tensor) -> Tensor:
+            if dim >= tensor.ndim or self.num_processes == 1:
+                return tensor
+            size = torch.tensor(tensor.shape[dim], device=tensor.device)
+            dist.all_reduce(size, dist.ReduceOp.MAX, group=self.ring_mesh["replicate"].get_group())
+            shape = list(tensor.shape)
+            shape[dim] = int(size) - tensor.shape[dim]
+            padding = tensor.new_full(shape, pad_index)
+            return torch.cat((padding, tensor) if pad_first else (tensor, padding), dim)
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
+        """``Accelerator.clip_grad_norm_``, whose norm is the whole one on every rank and a plain tensor."""
+        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def count_rings(accelerator: Accelerator, mesh: DeviceMesh, config: Any) -> RingAccelerator:
+    """Let an accelerator count rings, in place."""
+    ours: Any = accelerator
+    ours.__class__ = RingAccelerator
+    ours.ring_mesh, ours.ring_config = mesh, config
+    if ours.dataloader_config.dispatch_batches is None:  # which one process would read for all, batch by batch
+        ours.dataloader_config.dispatch_batches = False
+    return ours

@@ -1,0 +1,113 @@
+"""Every private name of other libraries that ``ringspan.hf`` relies on; a test fails by name when a release moves one.
+
+A public method that does the same is overridden in ``trainer.py`` instead.
+"""
+
+import inspect
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from ringspan.core.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object  # the mix-in stands before whichever trainer
+
+# By module and class: private methods that Trainer calls, with the parameters that ours must be able to take.
+OVERRIDDEN: Final = {
+    "transformers:Trainer": {
+        "_save": ("output_dir", "state_dict"),
+        "_save_optimizer_and_scheduler": ("output_dir",),
+        "_load_optimizer_and_scheduler": ("checkpoint",),
+        "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
+        "_load_best_model": (),
+        "_load_rng_state": ("checkpoint",),
+    }
+}
+# By module and class: text that its source has, where no method says what we rely on.
+SOURCE: Final = {
+    "accelerate:Accelerator": ("self._models = []", "dataloader_config.dispatch_batches", "self.native_amp"),
+    "trl.trainer.utils:add_fused_lm_head": (
+        "model.forward = types.MethodType(_fused_forward, model)",
+        "self, *args, fused_lm_head=False, labels=None, shift_labels=None",
+        "getattr(self, backbone_attr)(*args, **kwargs)",
+        "self.get_output_embeddings()",
+        'kwargs.setdefault("output_router_logits", True)',
+    ),
+}
+
+
+class TrainerSeams(_Trainer):
+    """Trainer's private methods, each as a method of ours."""
+
+    def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self.save_beside_model(output_dir)
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        self.save_progress(output_dir)
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.load_progress(checkpoint)
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self.load_adapter_weights(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self: Any) -> None:
+        if not self.load_adapter_weights(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            with self.random_state_of_replica(checkpoint) as folder:
+                super()._load_rng_state(folder)
+
+
+def note_prepared(accelerator: Any, model: Any) -> None:
+    """Let an accelerator know a model that it need not prepare again."""
+    if not any(model is known for known in accelerator._models):
+        accelerator._models.append(model)
+
+
+def plain_optimizer(optimizer: Any) -> Any:
+    """The optimizer of torch inside of what an accelerator made of it."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def moved() -> list[str]:
+    """The seams that the installed releases no longer have, by name. TRL's are looked at where it is in use."""
+    found: list[str] = []
+    for place, methods in OVERRIDDEN.items():
+        owner = _find(place)
+        for name, parameters in methods.items():
+            if owner is not None:
+                method = getattr(owner, name, None)
+                known = None if method is None else tuple(inspect.signature(method).parameters)[1:]
+                if known != parameters:
+                    found.append(f"{place}.{name}")
+    for place, texts in SOURCE.items():
+        owner = _find(place)
+        if owner is not None:
+            source = inspect.getsource(owner)
+            found += [f"{place}: {text}" for text in texts if text not in source]
+    return found
+
+
+def check_seams() -> None:
+    """Refuse releases whose trainers would not call us.
+
+    Raises:
+        UnsupportedError: naming the seam and the releases.
+    """
+    if found := moved():
+        releases = ", ".join(f"{name} {import_module(name).__version__}" for name in ("transformers", "accelerate"))
+        raise UnsupportedError(f"{found[0]} is not as ringspan knows it in {releases}; install releases it supports")
+
+
+def _find(place: str) -> Any:
+    module, _, name = place.partition(":")
+    top = module.partition(".")[0]
+    return getattr(import_module(module), name) if top in sys.modules else None

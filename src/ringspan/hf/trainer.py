@@ -1,0 +1,140 @@
+"""The mix-in that lets transformers' Trainer, and those that are made from it, train on a ring."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import Trainer
+from transformers.trainer_utils import seed_worker
+
+from ringspan.hf.batches import takes_whole_batches, whole_logits
+from ringspan.hf.config import RingConfig
+from ringspan.hf.progress import load_adapter, load_optimizer, random_state_folder, save_optimizer
+from ringspan.hf.refusals import refuse_accelerator, refuse_arguments, refuse_optimizer
+from ringspan.hf.replicas import count_rings
+from ringspan.hf.seams import TrainerSeams, check_seams, plain_optimizer
+
+_SCHEDULER: Final = "scheduler.pt"
+_ARGUMENTS: Final = "training_args.bin"
+
+
+class RingTrainerMixin(TrainerSeams):
+    """Before a trainer of transformers or TRL: its model is split over a ring, and everything else keeps its meaning.
+
+        class Trainer(RingTrainerMixin, transformers.Trainer): ...
+
+    Losses, gradients, metrics and weights are those of the trainer on one process. To the trainer a ring is one
+    process: batch sizes are per replica, and each rank of a ring gets the same examples. ``train``, ``evaluate``,
+    ``predict`` and ``save_model`` are called on every rank.
+
+    Args:
+        ring: sizes of the mesh and options of ``parallelize``; the model goes onto the ring when the trainer is made.
+        args, kwargs: the trainer's own.
+
+    Raises:
+        UnsupportedError: an argument of the trainer that would not be exact on a ring, or a second parallelism.
+        ConfigError: a mesh that does not fit the number of ranks.
+    """
+
+    def __init__(self, *args: Any, ring: RingConfig | None = None, **kwargs: Any) -> None:
+        self.ring = RingConfig() if ring is None else ring
+        check_seams()
+        super().__init__(*args, **kwargs)
+        ours: Any = self
+        refuse_optimizer(ours.optimizer, ours.model)
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        """Trainer's accelerator, which counts rings; and the model on the mesh, before anybody looks at it."""
+        refuse_arguments(self.args, self.ring)
+        super().create_accelerator_and_postprocess()
+        refuse_accelerator(self.accelerator)
+        self.ring_mesh: DeviceMesh = self.ring.make_mesh()
+        self.accelerator = count_rings(self.accelerator, self.ring_mesh, self.ring.step)
+        if self.model is not None:
+            self._put_on_ring(self.model)
+
+    def call_model_init(self: Any, trial: Any = None) -> nn.Module:
+        """What ``model_init`` makes, on the ring."""
+        model = super().call_model_init(trial)
+        self._put_on_ring(model)
+        return model
+
+    def _put_on_ring(self: Any, model: nn.Module) -> None:
+        autocast = self.accelerator.autocast if self.accelerator.native_amp else None
+        takes_whole_batches(model, self.ring_mesh, self.ring.step, autocast)
+
+    def get_train_dataloader(self: Any) -> Any:
+        """Trainer's batches, alike on a ring; what workers draw at random is by replica too."""
+        loader = super().get_train_dataloader()
+        if getattr(loader, "worker_init_fn", None) is not None:
+            workers = self.args.dataloader_num_workers
+            loader.worker_init_fn = partial(seed_worker, num_workers=workers, rank=self.accelerator.process_index)
+        return loader
+
+    def get_total_train_batch_size(self: Any, args: Any) -> int:
+        """Examples per step: per replica, times accumulation, times replicas."""
+        return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+
+    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> int:
+        """This rank's part of what its replica computes."""
+        ranks = self.ring_mesh.size() // self.accelerator.num_processes
+        return super().floating_point_ops(inputs) // ranks
+
+    def prediction_step(
+        self: Any, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Trainer's step; with logits (B, S, V), in the order of the sequence, where they are wanted."""
+        with whole_logits(self.model, wanted=not prediction_loss_only):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A folder that ``from_pretrained`` opens, or PEFT; every rank calls it, and rank 0 writes."""
+        folder = self.args.output_dir if output_dir is None else output_dir
+        self.model.save_pretrained(folder)
+        super().save_model(output_dir, _internal_call)
+
+    def save_beside_model(self: Any, output_dir: str | None) -> None:
+        """What a saved folder has beside the model: the tokenizer and the arguments."""
+        if not self.args.should_save:
+            return
+        folder = self.args.output_dir if output_dir is None else output_dir
+        tokenizer = self.processing_class
+        if tokenizer is None:
+            tokenizer = getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(self.args, os.path.join(folder, _ARGUMENTS))
+
+    def save_progress(self: Any, output_dir: str) -> None:
+        """The optimizer's state, each rank's part; and the scheduler's, by rank 0."""
+        optimizer = plain_optimizer(self.optimizer)
+        step, layout = self.state.global_step, self.ring.layout
+        save_optimizer(Path(output_dir), self.model, optimizer, step, self.ring_mesh, layout)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+    def load_progress(self: Any, checkpoint: str) -> None:
+        """Continue with the optimizer's and the scheduler's state, saved on whatever mesh."""
+        load_optimizer(Path(checkpoint), self.model, plain_optimizer(self.optimizer))
+        state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
+        self.lr_scheduler.load_state_dict(state)
+
+    def load_adapter_weights(self: Any, checkpoint: str) -> bool:
+        """Whether the model has an adapter, which is then that of the checkpoint."""
+        return load_adapter(Path(checkpoint), self.model)
+
+    @contextmanager
+    def random_state_of_replica(self: Any, checkpoint: str) -> Iterator[str]:
+        """A folder with the random numbers that this rank continues with."""
+        with random_state_folder(Path(checkpoint), self.args.process_index, self.args.world_size) as folder:
+            yield folder
+
+
+class RingTrainer(RingTrainerMixin, Trainer):
+    """transformers' ``Trainer`` on a ring."""

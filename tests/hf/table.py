@@ -1,0 +1,133 @@
+"""The table of docs/trainers.md: ten steps on a ring beside one process, and what the library's own context parallelism
+does with the same script. ``python -m tests.hf.table`` measures it and writes it (two minutes).
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import accelerate
+import torch
+import transformers
+import trl
+from accelerate import ParallelismConfig
+
+from ringspan.torch.runtime.forks import serve_forks
+from tests.hf.trainers import differences, history, plain, sft, train
+from tests.pool import Pool
+
+ROOT: Final = Path(__file__).parents[2]
+RESULT: Final = ROOT / "benchmarks" / "results" / "trainers-cpu.json"
+PAGE: Final = ROOT / "docs" / "trainers.md"
+BEGIN, END = "<!-- table: python -m tests.hf.table -->", "<!-- end of the table -->"
+RINGS: Final = {"ring 2": (2, 1), "ring 3": (3, 1), "2 x ring 2": (4, 2)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trainer with its options, and how it is called in the table."""
+
+    name: str
+    make: Callable[..., Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES: Final = [
+    Case("Trainer", plain),
+    Case("SFT", sft),
+    Case("SFT, packed", sft, {"packing": True}),
+    Case("SFT, completions alone, padding-free", sft, {
+        "padding_free": True, "max_length": None, "column": "completion_mask", "completion_only_loss": True,
+    }),
+]  # fmt: skip
+
+
+def of_the_library(mesh: Any, make: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """The same script with accelerate's context parallelism over two ranks; what it raises, in one line."""
+    torch.manual_seed(0)
+    own = {
+        "parallelism_config": ParallelismConfig(cp_size=2),
+        "fsdp": True,
+        "fsdp_config": {"version": 2, "reshard_after_forward": True},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            trainer = make(mesh, "llama", None, folder, own | options)
+            trainer.train()
+            trainer.evaluate()
+            return history(trainer) | {"weights": {}}
+        except Exception as error:
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def measured(case: Case, pools: dict[int, Pool]) -> dict[str, Any]:
+    """The row of a case."""
+    row: dict[str, Any] = {"name": case.name}
+    for name, (ranks, replicas) in RINGS.items():
+        sizes = {"per_device_train_batch_size": 2 * replicas}
+        if case.make is plain:  # TRL evaluates each process's batch by itself, and takes the mean
+            sizes["per_device_eval_batch_size"] = 2 * replicas
+        expected = train(None, case.make, "llama", None, case.options | sizes)
+        every = pools[ranks].run(train, ranks, case.make, "llama", {}, case.options, replicate=replicas)
+        apart = [differences(found, expected) for found in every]
+        row[name] = {key: max(one.get(key, 0.0) for one in apart) for key in apart[0]}
+        if ranks == 2:
+            row["one process"] = {"loss": expected["loss"], "eval_loss": expected["eval_loss"][0]}
+    try:
+        theirs = pools[2].run(of_the_library, 2, case.make, case.options)[0]
+    except Exception as error:  # a rank that died or hung
+        theirs = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        pools[2].restart()
+    row["library"] = theirs if isinstance(theirs, str) else {"loss": theirs["loss"], "eval_loss": theirs["eval_loss"]}
+    return row
+
+
+def lines(rows: list[dict[str, Any]]) -> list[str]:
+    """The table in Markdown."""
+    table = [
+        "| trainer | on | losses | gradient norms | evaluation loss | weights | accelerate's context parallelism |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        for place, name in enumerate(RINGS):
+            names = ("loss", "grad_norm", "eval_loss", "weights")
+            numbers = " | ".join(f"{row[name][key]:.1e}" for key in names)
+            theirs = said(row) if place == 0 else ""
+            table.append(f"| {row['name'] if place == 0 else ''} | {name} | {numbers} | {theirs} |")
+    return table
+
+
+def said(row: dict[str, Any]) -> str:
+    """What the library's own did, in a cell."""
+    theirs, one = row["library"], row["one process"]
+    if isinstance(theirs, str):
+        return theirs if len(theirs) < 160 else theirs[:157] + "..."
+    last = theirs["eval_loss"][-1] if theirs["eval_loss"] else float("nan")
+    return f"loss {theirs['loss'][0]:.4f} for {one['loss'][0]:.4f}, evaluation {last:.4f} for {one['eval_loss']:.4f}"
+
+
+def main() -> None:
+    """Measure and write."""
+    serve_forks("tests.hf.trainers")
+    pools = {ranks: Pool(ranks, launched=True) for ranks, _ in RINGS.values()}
+    try:
+        rows = [measured(case, pools) for case in CASES]
+    finally:
+        for pool in pools.values():
+            pool.close()
+    releases = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, trl)}
+    RESULT.write_text(json.dumps({"releases": releases, "rows": rows}, indent=1) + "\n")
+    text = PAGE.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    PAGE.write_text("\n".join([before + BEGIN, "", *lines(rows), "", END]) + after)
+    print("\n".join(lines(rows)))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit("usage: python -m tests.hf.table")
+    main()

@@ -1,0 +1,127 @@
+"""What would not be exact on a ring raises on every rank, in one line that says what to do."""
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+from transformers import Trainer
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.hf import RingConfig
+from tests.hf.trainers import Examples, Ring, arguments, made, plain, sft
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"fp16": True}, "fp16=True is not supported on a ring; use bf16=True"),
+    ({"bf16_full_eval": True}, "bf16_full_eval=True is not supported on a ring; load the model in that dtype"),
+    ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1 .* RingConfig\(label_smoothing=...\)"),
+    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 is not supported on a ring"),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size=True .* set the batch size"),
+    ({"optim": "adafactor"}, "optim='adafactor' .* use one of adagrad, adamw_torch"),
+    ({"ddp_bucket_cap_mb": 3}, "ddp_bucket_cap_mb=3 .* not wrapped"),
+    ({"save_on_each_node": True}, "save_on_each_node=True .* rank 0 writes"),
+    ({"eval_use_gather_object": True}, "eval_use_gather_object=True is not"),
+    ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True .* each rank reads"),
+    ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.* use 'group_by_length'"),
+]
+
+
+def refused(mesh: Any, options: dict[str, Any], ring: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        plain(mesh, "llama", ring, folder, options).train()
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=[next(iter(options)) for options, _ in OPTIONS])
+def test_an_argument_that_would_not_be_exact_raises(world, options, message):
+    for error in world(2).outcomes(refused, 2, options, {}):
+        assert isinstance(error, UnsupportedError), error
+        with pytest.raises(UnsupportedError, match=message):
+            raise error
+        assert "\n" not in str(error)
+
+
+def second(mesh: Any) -> None:
+    config = ParallelismConfig(cp_size=2)
+    refused(mesh, {"parallelism_config": config}, {})
+
+
+def test_two_context_parallelisms_raise(world):
+    for error in world(2).outcomes(second, 2):
+        assert isinstance(error, UnsupportedError) and "parallelism_config, a second parallelism" in str(error)
+
+
+def of_another_size(mesh: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Ring(model=made("llama"), args=arguments(folder), train_dataset=Examples(4), ring=RingConfig(ring=3))
+
+
+def test_a_ring_that_does_not_divide_the_world_raises(world):
+    for error in world(4).outcomes(of_another_size, 4):
+        assert isinstance(error, ConfigError)
+        assert str(error) == "replicate 1 x ring 3 must equal the world size 4; rings that divide it: 1, 2, 4"
+
+
+def test_means_of_means_raise(world):
+    for error in world(4).run(caught, 4, {"average_tokens_across_devices": False}, replicate=2):
+        assert "average_tokens_across_devices=False with several replicas is not supported" in error
+
+
+def caught(mesh: Any, options: dict[str, Any]) -> str:
+    with pytest.raises(UnsupportedError) as error:
+        refused(mesh, options, {})
+    return str(error.value)
+
+
+def with_optimizer(mesh: Any) -> None:
+    model = made("llama")
+    optimizer = torch.optim.AdamW(model.parameters())
+    with tempfile.TemporaryDirectory() as folder:
+        Ring(model=model, args=arguments(folder), optimizers=(optimizer, None), ring=RingConfig(mesh=mesh))
+
+
+def test_an_optimizer_of_the_whole_weights_raises(world):
+    for error in world(2).outcomes(with_optimizer, 2):
+        assert isinstance(error, ConfigError) and "optimizer_cls_and_kwargs" in str(error)
+
+
+def offloading(mesh: Any, options: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        sft(mesh, "llama", {}, folder, options).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation_offloading": True}, r"activation_offloading=True .* RingConfig\(offload="),
+        ({"gradient_checkpointing_kwargs": {"selective": True}}, "'selective': True"),
+    ],
+)
+def test_what_trl_would_put_around_layers_raises(world, options, message):
+    for error in world(2).outcomes(offloading, 2, options):
+        with pytest.raises(UnsupportedError, match=message):
+            raise error
+
+
+def test_checkpointing_and_none_contradict(world):
+    for error in world(2).outcomes(refused, 2, {"gradient_checkpointing": True}, {"checkpoint": "none"}):
+        assert "contradicts RingConfig(checkpoint='none')" in str(error)
+
+
+def different(mesh: Any) -> None:
+    """Each rank reads data of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = Examples(40, seed=mesh.get_rank())
+        plain(mesh, "llama", {}, folder, {"train_dataset": data}).train()
+
+
+def test_ranks_that_read_different_data_raise(world):
+    for error in world(2).outcomes(different, 2):
+        assert "the ranks of one ring were given different" in str(error)
+
+
+def test_trainer_itself_is_as_before():
+    assert "num_processes" not in vars(Trainer)
+    from accelerate import Accelerator
+
+    assert Accelerator().num_processes == 1

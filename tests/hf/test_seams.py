@@ -1,0 +1,39 @@
+"""The private names of other libraries that trainers on a ring rely on: one that a release moves is named here."""
+
+import inspect
+
+import pytest
+import trl  # noqa: F401 - so that its seams are looked at too
+from accelerate import Accelerator
+from transformers import Trainer
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.hf import RingTrainerMixin, seams
+
+
+def test_the_installed_releases_have_every_seam():
+    assert seams.moved() == []
+
+
+def test_trainer_calls_what_is_overridden():
+    for name in seams.OVERRIDDEN["transformers:Trainer"]:
+        assert f"self.{name}(" in inspect.getsource(Trainer), f"Trainer no longer calls {name}"
+        assert name in vars(seams.TrainerSeams), f"{name} is not overridden"
+
+
+def test_a_seam_that_moved_is_named(monkeypatch):
+    known = dict(seams.OVERRIDDEN["transformers:Trainer"]) | {"_save": ("folder",), "_gone": ()}
+    monkeypatch.setitem(seams.OVERRIDDEN, "transformers:Trainer", known)
+    monkeypatch.setitem(seams.SOURCE, "accelerate:Accelerator", ("self._all_models = []",))
+    expected = ["transformers:Trainer._save", "transformers:Trainer._gone"]
+    assert seams.moved()[:3] == [*expected, "accelerate:Accelerator: self._all_models = []"]
+    with pytest.raises(
+        UnsupportedError, match=r"transformers:Trainer\._save is not as ringspan knows it in transformers"
+    ):
+        RingTrainerMixin()
+
+
+def test_what_is_public_is_overridden_in_public():
+    private = {name for name in vars(RingTrainerMixin) if name.startswith("_") and not name.startswith("__")}
+    assert private == {"_put_on_ring"}, "a private method of Trainer belongs into seams.py"
+    assert not hasattr(Trainer, "_put_on_ring") and not hasattr(Accelerator, "ring_mesh")

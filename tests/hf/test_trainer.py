@@ -1,0 +1,244 @@
+"""transformers' Trainer on a ring is the one on one process: ten steps, evaluation, and the weights at the end."""
+
+import logging
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from tests.hf.trainers import Examples, differences, made, plain, saved, train
+
+# What is logged and the weights, relative; a seed of float32 apart.
+TOLERANCE = 1e-5
+RINGS = [(2, 1), (3, 1), (4, 2)]  # ranks, replicas
+
+
+@lru_cache
+def on_one_process(model: str, replicas: int, *options: tuple[str, Any]) -> dict[str, Any]:
+    sizes = {"per_device_train_batch_size": 2 * replicas, "per_device_eval_batch_size": 2 * replicas}
+    return train(None, plain, model, None, dict(options) | sizes)
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), RINGS)
+def test_ten_steps_equal_one_process(world, ranks, replicas):
+    expected = on_one_process("llama", replicas)
+    assert len(expected["loss"]) == len(expected["grad_norm"]) == 10 and len(expected["eval_loss"]) == 1
+    for found in world(ranks).run(train, ranks, plain, "llama", {}, {}, replicate=replicas):
+        assert max(differences(found, expected).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("model", ["gemma3_text", "mixtral+router"])  # a window; experts, with their auxiliary loss
+def test_other_models_equal_one_process(world, model):
+    expected = on_one_process(model, 2, ("max_steps", 3))
+    for found in world(4).run(train, 4, plain, model, {}, {"max_steps": 3}, replicate=2):
+        assert max(differences(found, expected).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optim": "sgd", "learning_rate": 1.0},
+        {"optim": "rmsprop", "learning_rate": 1e-3},
+        {"optim": "adagrad", "learning_rate": 1e-3},
+        {"optim": "adamw_torch"},
+        {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 1},
+        {"gradient_checkpointing": True},
+        {"average_tokens_across_devices": False},
+        {"dataloader_drop_last": True, "per_device_train_batch_size": 3},
+        {"include_num_input_tokens_seen": "all", "max_grad_norm": 0.0},
+    ],
+    ids=lambda options: next(iter(options)) + "=" + str(next(iter(options.values()))),
+)
+def test_what_is_asked_for_keeps_its_meaning(world, options):
+    options = {"max_steps": 3} | options
+    expected = train(None, plain, "llama", None, options)
+    for found in world(2).run(train, 2, plain, "llama", {}, options):
+        apart = differences(found, expected)
+        if options.get("optim") in (
+            "rmsprop",
+            "adagrad",
+        ):  # whose first steps are the signs of gradients, of rounding too
+            apart = {name: apart[name] for name in ("loss", "eval_loss")}
+        assert max(apart.values()) < TOLERANCE
+
+
+class Stream(IterableDataset[Any]):
+    """Examples without a length."""
+
+    def __iter__(self) -> Any:
+        examples = Examples(40)
+        return (examples[index] for index in range(40))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"train_dataset": Stream()}, {"dataloader_num_workers": 1}],
+    ids=["a stream", "a worker"],
+)
+def test_data_is_dealt_to_replicas(world, options):
+    options = {"max_steps": 3} | options
+    expected = train(None, plain, "llama", None, options | {"per_device_train_batch_size": 4})
+    for found in world(4).run(train, 4, plain, "llama", {}, options, replicate=2):
+        assert differences(found, expected)["loss"] < TOLERANCE
+
+
+def test_bfloat16_is_that_of_one_process(world):
+    options = {"bf16": True, "max_steps": 3}
+    expected = train(None, plain, "llama", None, options)
+    exact = train(None, plain, "llama", None, {"max_steps": 3})
+    assert expected["loss"] != exact["loss"]
+    for found in world(2).run(train, 2, plain, "llama", {}, options):
+        assert found["loss"] != exact["loss"]
+        assert differences(found, expected)["loss"] < 3e-3
+
+
+def metrics(prediction: Any) -> dict[str, float]:
+    """A number that knows each logit's place."""
+    logits, labels = prediction.predictions, prediction.label_ids
+    places = np.arange(logits[0].size).reshape(logits.shape[1:])
+    return {"sum": float((logits * np.cos(places)).mean()), "labels": float((labels * (labels >= 0)).sum())}
+
+
+def top(logits: Any, labels: Any) -> Any:
+    return logits.argmax(-1)
+
+
+def predict(mesh: Any, ring: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = plain(mesh, "llama", ring, folder, options | {"compute_metrics": metrics})
+        evaluated = trainer.evaluate()
+        predicted = trainer.predict(Examples(11, length=19, seed=2))
+        only_loss = trainer.evaluate(Examples(11, length=19, seed=2), metric_key_prefix="other")
+        names = ("eval_loss", "eval_sum", "eval_labels")
+        values = {name: evaluated[name] for name in names} | {"other_loss": only_loss["other_loss"]}
+        return values, predicted.predictions, predicted.label_ids, predicted.metrics["test_loss"]
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), RINGS)
+def test_predictions_are_whole_and_in_order(world, ranks, replicas):
+    size = {"per_device_eval_batch_size": 2 * replicas}
+    values, logits, labels, loss = predict(None, None, size)
+    assert logits.shape == (11, 19, 97)
+    for found in world(ranks).run(predict, ranks, {}, {}, replicate=replicas):
+        assert found[0] == pytest.approx(values, rel=TOLERANCE) or replicas > 1
+        assert found[0]["eval_loss"] == pytest.approx(values["eval_loss"], rel=TOLERANCE)
+        np.testing.assert_allclose(found[1], logits, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(found[2], labels)
+        if replicas == 1:
+            assert found[3] == pytest.approx(loss, rel=TOLERANCE)
+
+
+def test_logits_are_preprocessed_for_metrics(world):
+    given = {"preprocess_logits_for_metrics": top, "compute_metrics": None}
+    expected = predict_tops(None, None, given)
+    for found in world(2).run(predict_tops, 2, {}, given):
+        np.testing.assert_array_equal(found, expected)
+
+
+def predict_tops(mesh: Any, ring: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = plain(mesh, "llama", ring, folder, options)
+        return trainer.predict(Examples(5)).predictions
+
+
+def checkpointed(mesh: Any, folder: str, options: dict[str, Any], resume: str | None) -> Any:
+    """The losses of a run that saves, and what the model's folder opens as."""
+    trainer = plain(mesh, "llama", {}, folder, {"save_strategy": "steps", "save_steps": 5, "seed": 7} | options)
+    trainer.train(resume_from_checkpoint=resume)
+    losses = {one["step"]: one["loss"] for one in trainer.state.log_history if "loss" in one}
+    trainer.save_model(folder + "/model")
+    weights = {}
+    if trainer.args.should_save:
+        weights = AutoModelForCausalLM.from_pretrained(folder + "/model").state_dict()
+    return losses, {name: tensor.clone() for name, tensor in weights.items()}, trainer.state.best_model_checkpoint
+
+
+def test_a_run_resumes_on_another_ring(world, tmp_path):
+    through, weights, _ = world(2).run(checkpointed, 2, str(tmp_path), {}, None)[0]
+    assert saved(tmp_path) == ["checkpoint-10", "checkpoint-5"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-5").num_parameters() > 0
+    for ranks, replicas, size in [(3, 1, 2), (4, 2, 1)]:
+        folder = tmp_path / f"on {ranks}"
+        options = {"per_device_train_batch_size": size}
+        resume = str(tmp_path / "checkpoint-5")
+        results = world(ranks).run(checkpointed, ranks, str(folder), options, resume, replicate=replicas)
+        for losses, _, _ in results:
+            after = {step: loss for step, loss in losses.items() if step > 5}
+            assert sorted(after) == [6, 7, 8, 9, 10]
+            assert after == pytest.approx({step: through[step] for step in after}, rel=1e-6)
+        for name, value in results[0][1].items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_best_model_is_loaded_at_the_end(world, tmp_path):
+    options = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "learning_rate": 0.3,  # the second evaluation is worse
+        "save_total_limit": 1,
+    }
+    _, weights, best = world(2).run(checkpointed, 2, str(tmp_path), options, None)[0]
+    assert best is not None
+    for name, value in AutoModelForCausalLM.from_pretrained(best).state_dict().items():
+        assert torch.equal(weights[name], value)
+
+
+class Counting(TrainerCallback):
+    """Ends a run."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        control.should_training_stop = state.global_step == 2
+        return control
+
+
+def stopped(mesh: Any) -> Any:
+    callback = Counting()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = plain(mesh, "llama", {}, folder, {"callbacks": [callback]})
+        trainer.train()
+        total = trainer.get_total_train_batch_size(trainer.args)
+        return callback.steps, trainer.state.global_step, trainer.state.total_flos, total
+
+
+def test_callbacks_stop_a_run_and_counts_are_per_replica(world):
+    flos = 6 * 23 * 2 * 2 * 2 * made("llama").num_parameters(exclude_embeddings=True)
+    assert world(2).run(stopped, 2) == [(2, 2, flos, 4)] * 2
+    assert [one[3] for one in world(4).run(stopped, 4, replicate=2)] == [8] * 4
+
+
+def says(mesh: Any) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("ringspan.hf.batches")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            plain(mesh, "llama", {}, folder, {"gradient_checkpointing": True, "max_steps": 1}).train()
+    finally:
+        logger.removeHandler(handler)
+    return records
+
+
+def test_gradient_checkpointing_is_said_to_be_the_rings_once(world):
+    first, second = world(2).run(says, 2)
+    assert first == ["layers are checkpointed by RingConfig(checkpoint='attention')"] and not second
+
+
+def test_saved_arguments_and_tokenizer_are_beside_the_model(world, tmp_path):
+    world(2).run(checkpointed, 2, str(tmp_path), {"max_steps": 5}, None)
+    names = {path.name for path in Path(tmp_path, "checkpoint-5").iterdir()}
+    assert {"config.json", "model.safetensors", "training_args.bin", "trainer_state.json", "scheduler.pt"} <= names

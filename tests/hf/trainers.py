@@ -1,0 +1,162 @@
+"""Trainers on tiny models and made-up data, on a ring and on one process."""
+
+import random
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
+
+from ringspan.hf import RingConfig, RingTrainerMixin
+from ringspan.torch.model.causal_lm import whole_weights
+from tests.torch.models import build
+
+VOCABULARY = 97
+COMMON = {
+    "max_steps": 10,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "per_device_eval_batch_size": 2,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "max_grad_norm": 0.5,
+    "adam_epsilon": 1e-3,  # at 1e-8 Adam makes whole steps of gradients that are rounding
+}
+# Arguments of a trainer itself.
+OWN = ("callbacks", "compute_metrics", "eval_dataset", "preprocess_logits_for_metrics", "train_dataset")
+
+datasets.disable_progress_bars()
+
+
+class Ring(RingTrainerMixin, Trainer):
+    """A user's own line."""
+
+
+class RingSFT(RingTrainerMixin, SFTTrainer):
+    """Another one."""
+
+
+class Examples(Dataset[dict[str, Tensor]]):
+    """Examples of one length, of which some have targets at their beginning alone, so that other ranks have none."""
+
+    def __init__(self, count: int, length: int = 23, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.ids = torch.randint(2, VOCABULARY, (count, length), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        labels = self.ids[index].clone()
+        if index % 3 == 1:
+            labels[4:] = -100
+        return {"input_ids": self.ids[index], "labels": labels, "attention_mask": torch.ones_like(labels)}
+
+
+def conversations(count: int, seed: int, column: str | None) -> datasets.Dataset:
+    """Documents of 3 to 20 tokens, with a column that masks some of them or none."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        ids = [draw.randrange(2, VOCABULARY) for _ in range(draw.randrange(3, 21))]
+        row: dict[str, list[int]] = {"input_ids": ids}
+        if column is not None:
+            row[column] = [int(place >= len(ids) // 2) for place in range(len(ids))]
+        rows.append(row)
+    return datasets.Dataset.from_list(rows)
+
+
+@lru_cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One word for each entry of the vocabulary."""
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+
+
+def made(model: str) -> Any:
+    """A kind of model; behind a plus sign, with the auxiliary loss of its router."""
+    kind, _, router = model.partition("+")
+    return build(kind, **({"output_router_logits": True} if router else {}))
+
+
+def arguments(folder: str, kind: type = TrainingArguments, **options: Any) -> Any:
+    """What both have: ten steps of two accumulated batches."""
+    return kind(output_dir=folder, **COMMON | options)
+
+
+def plain(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> Any:
+    """transformers' trainer, made."""
+    torch.manual_seed(0)
+    options = dict(options)
+    own = {name: options.pop(name) for name in OWN if name in options}
+    given = {"model": made(model), "args": arguments(folder, **options)}
+    given |= {"train_dataset": Examples(40), "eval_dataset": Examples(12, seed=1)} | own
+    return Trainer(**given) if ring is None else Ring(**given, ring=RingConfig(mesh=mesh, **ring))
+
+
+def sft(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> Any:
+    """TRL's trainer, made."""
+    torch.manual_seed(0)
+    # Without the last rows: of those that do not come out even, replicas would see some twice.
+    options = {"bf16": False, "max_length": 24, "dataloader_drop_last": True} | options
+    column, lora = options.pop("column", None), options.pop("lora", False)
+    given = {"model": made(model), "args": arguments(folder, SFTConfig, **options), "processing_class": tokenizer()}
+    given |= {"train_dataset": conversations(200, 0, column), "eval_dataset": conversations(36, 1, column)}
+    if lora:
+        given["peft_config"] = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+    return SFTTrainer(**given) if ring is None else RingSFT(**given, ring=RingConfig(mesh=mesh, **ring))
+
+
+def history(trainer: Any) -> dict[str, Any]:
+    """What a trainer has logged, step by step, and its weights."""
+    logs = trainer.state.log_history
+    state = whole_weights(trainer.model) if isinstance(trainer, RingTrainerMixin) else trainer.model.state_dict()
+    names = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "eval_entropy")
+    found: dict[str, Any] = {name: [one[name] for one in logs if name in one] for name in names}
+    return found | {"weights": {name: tensor.clone() for name, tensor in state.items()}}
+
+
+def train(mesh: Any, make: Callable[..., Any], model: str, ring: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    """Ten steps and an evaluation; on one process where ``ring`` is None."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make(mesh, model, ring, folder, options)
+        trainer.train()
+        trainer.evaluate()
+        return history(trainer)
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """By what is logged, and of the weights: the largest relative difference."""
+    result: dict[str, float] = {}
+    for name, values in expected.items():
+        if name != "weights" and values:
+            assert len(found[name]) == len(values), name
+            scale = max(map(abs, values)) or 1.0
+            result[name] = max(abs(a - b) / (abs(b) or scale) for a, b in zip(found[name], values, strict=True))
+    if found["weights"]:  # of the first rank
+        result["weights"] = max(
+            float((found["weights"][name] - value).abs().max() / value.abs().max())
+            for name, value in expected["weights"].items()
+            if name in found["weights"]
+        )
+    return result
+
+
+def saved(folder: Path) -> list[str]:
+    """The checkpoints of a run."""
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
