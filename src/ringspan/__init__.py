@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ringspan.torch.data.loader import loader, sampler
     from ringspan.torch.model.logprobs import token_logprobs
     from ringspan.torch.parallelize import parallelize
+    from ringspan.torch.runtime.foreign_mesh import map_mesh
     from ringspan.torch.runtime.mesh import init_mesh
 
 __version__ = "0.1.0"
@@ -47,6 +48,7 @@ _MODULES = {
     "full": "ringspan.core.geometry.mask",
     "init_mesh": "ringspan.torch.runtime.mesh",
     "loader": "ringspan.torch.data.loader",
+    "map_mesh": "ringspan.torch.runtime.foreign_mesh",
     "parallelize": "ringspan.torch.parallelize",
     "prefix_lm": "ringspan.core.geometry.mask",
     "ring_attention": "ringspan.torch.attention.op",
@@ -88,6 +90,7 @@ __all__ = [
     "full",
     "init_mesh",
     "loader",
+    "map_mesh",
     "parallelize",
     "prefix_lm",
     "ring_attention",

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import optax
 import torch
 from flax import nnx
+from jax.sharding import Mesh
 from transformers import AutoModelForCausalLM
 
 import ringspan as rs
-from ringspan.jax import init_mesh, shard_batch
+from ringspan.core.errors import ConfigError
+from ringspan.jax import init_mesh, map_mesh, shard_batch
 from ringspan.jax.checkpoint import load_checkpoint, load_llama, save_checkpoint, save_llama
 from ringspan.jax.llama import Llama, LlamaConfig, look_up, mean_loss
 from tests.jax.test_program import permutes
@@ -206,3 +208,20 @@ def test_missing_files_and_meshes_that_do_not_fit_are_refused(folders, tmp_path)
         shard_batch(batch_of(3, 8), init_mesh(dp=2))
     with pytest.raises(rs.UnsupportedError, match="does not know attention_mask"):
         shard_batch({**batch_of(2, 8), "attention_mask": np.ones((2, 8))}, init_mesh(dp=2))
+
+
+def test_a_mesh_with_other_names_and_order_trains_alike(folders):
+    """accelerate's names are recognised; others are said."""
+    ours = init_mesh(dp=2, fsdp=2, sp=2)
+    devices = ours.devices.reshape(2, 2, 2)
+    known = Mesh(devices.transpose(2, 0, 1), ("cp", "dp_replicate", "dp_shard"))
+    said = map_mesh(Mesh(devices, ("data", "weights", "context")), dp="data", fsdp="weights", sp="context")
+    batch, losses = batch_of(4, 16), []
+    for mesh in (ours, known, said):
+        graph, state = nnx.split(load_llama(folders["llama"], mesh))
+        losses.append(float(jax.jit(mean_loss(graph, mesh))(state, shard_batch(batch, mesh))))
+    assert losses[0] == losses[1] == losses[2]
+    with pytest.raises(ConfigError, match=r"no role is known for pp \(2\)"):
+        shard_batch(batch, Mesh(devices, ("dp_replicate", "pp", "cp")))
+    with pytest.raises(ConfigError, match=r"context \(2\) has no role; name it as dp or fsdp or tp or sp"):
+        map_mesh(Mesh(devices, ("data", "weights", "context")), dp=("data", "weights"))

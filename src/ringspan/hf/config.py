@@ -6,7 +6,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.step_config import StepConfig
-from ringspan.torch.runtime.mesh import check_mesh, init_mesh
+from ringspan.torch.runtime.foreign_mesh import ring_mesh
+from ringspan.torch.runtime.mesh import init_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class RingConfig(StepConfig):
         ring: ranks that share each sequence; all that the other two leave when None.
         replicate: rings that take different examples.
         tp: ranks that share each token's heads and feed-forward.
-        mesh: one made before, with ``rs.init_mesh``, in place of the three sizes.
+        mesh: one made before, as ``parallelize`` takes it, in place of the three sizes.
 
     Raises:
         ConfigError: the sizes do not multiply to the number of ranks (when a trainer is made).
@@ -35,14 +36,13 @@ class RingConfig(StepConfig):
     def make_mesh(self) -> DeviceMesh:
         """The mesh that was given, or a new one over all ranks."""
         if self.mesh is not None:
-            check_mesh(self.mesh)
-            return self.mesh
+            return ring_mesh(self.mesh)
         return init_mesh(ring=self.ring, replicate=self.replicate, tp=self.tp)
 
     @property
     def replicas(self) -> int:
         """Rings that take different examples."""
-        return self.replicate if self.mesh is None else self.mesh["replicate"].size()
+        return self.replicate if self.mesh is None else ring_mesh(self.mesh)["replicate"].size()
 
     @property
     def step(self) -> StepConfig:

@@ -9,12 +9,13 @@ from ringspan.jax.attention import ring_attention, sharded_ring_attention
 from ringspan.jax.batch import shard, shard_batch, unshard
 from ringspan.jax.feedforward import blockwise_feedforward
 from ringspan.jax.loss import blockwise_cross_entropy
-from ringspan.jax.mesh import init_mesh
+from ringspan.jax.mesh import init_mesh, map_mesh
 
 __all__ = [
     "blockwise_cross_entropy",
     "blockwise_feedforward",
     "init_mesh",
+    "map_mesh",
     "ring_attention",
     "shard",
     "shard_batch",

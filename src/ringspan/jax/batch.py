@@ -17,7 +17,7 @@ from ringspan.core.arguments import check_sharding
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import LayoutName
-from ringspan.jax.mesh import BATCH_AXES
+from ringspan.jax.mesh import BATCH_AXES, own_mesh
 
 IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
 
@@ -61,7 +61,7 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
     Args:
         batch: ``input_ids`` (B, S) and ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry i is the
             target of token i.
-        mesh: from ``init_mesh``.
+        mesh: from ``init_mesh``, or one with the axes that ``map_mesh`` names.
         layout: as the model's.
 
     Returns:
@@ -71,6 +71,7 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
         UnsupportedError: keys, shapes or numbers that cannot be honoured, by name.
         LayoutError: a batch that dp x fsdp does not divide.
     """
+    mesh = own_mesh(mesh)
     unknown = sorted(set(batch) - set(_KEYS))
     if unknown:
         raise UnsupportedError(f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(_KEYS)}")

@@ -16,6 +16,7 @@ from safetensors.flax import save_file
 
 from ringspan.core.errors import ConfigError
 from ringspan.jax.llama import Llama, LlamaConfig, put
+from ringspan.jax.mesh import own_mesh
 
 _IN_LAYER: Final = {
     **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
@@ -35,7 +36,7 @@ def load_llama(folder: Path | str, mesh: Mesh, *, dtype: Any = np.float32, **cha
 
     Args:
         folder: a local folder with config.json and one or more .safetensors files.
-        mesh: from ``init_mesh``.
+        mesh: as ``shard_batch`` takes.
         dtype: of the weights.
         changes: ``layout``, ``chunk_tokens``, ``layers_per_checkpoint`` and ``kernel`` of ``LlamaConfig``.
 
@@ -44,6 +45,7 @@ def load_llama(folder: Path | str, mesh: Mesh, *, dtype: Any = np.float32, **cha
         UnsupportedError, LayoutError: as ``LlamaConfig.read`` and ``LlamaConfig.check_mesh``.
     """
     config = LlamaConfig.read(folder, **changes)
+    mesh = own_mesh(mesh)
     config.check_mesh(mesh)
     found: dict[str, Path] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):

@@ -27,7 +27,7 @@ from ringspan.jax.attention import SAVED_NAME, ring_attention
 from ringspan.jax.feedforward import blockwise_feedforward
 from ringspan.jax.kernels.xla import accumulation_dtype, varying_like
 from ringspan.jax.loss import blockwise_cross_entropy
-from ringspan.jax.mesh import BATCH_AXES, TOKEN_AXES, gathered
+from ringspan.jax.mesh import BATCH_AXES, TOKEN_AXES, gathered, own_mesh
 
 SPECS: Final = {
     "embed_tokens": P("tp", "fsdp"),
@@ -192,6 +192,7 @@ class Llama(nnx.Module):
     @staticmethod
     def initialized(config: LlamaConfig, mesh: Mesh, seed: int = 0) -> "Llama":
         """New weights, normal with deviation 0.02 as Hugging Face draws them, on the mesh."""
+        mesh = own_mesh(mesh)
         config.check_mesh(mesh)
         generator = np.random.default_rng(seed)
         weights = {
@@ -270,7 +271,7 @@ look_up.defvjp(_look_up_forward, _look_up_backward)
 
 def put(name: str, weight: Any, mesh: Mesh) -> Array:
     """A whole weight, split over the mesh."""
-    return jax.device_put(weight, jax.sharding.NamedSharding(mesh, SPECS[name]))
+    return jax.device_put(weight, jax.sharding.NamedSharding(own_mesh(mesh), SPECS[name]))
 
 
 def specs(tree: Any) -> Any:
@@ -281,6 +282,7 @@ def specs(tree: Any) -> Any:
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
     """``specs`` on a mesh, as ``jax.jit(optimizer.init, out_shardings=...)`` wants them."""
+    mesh = own_mesh(mesh)
     return jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs(tree))
 
 
@@ -290,6 +292,7 @@ def mean_loss(graph: Any, mesh: Mesh) -> Any:
     ``graph`` and ``state`` are ``nnx.split(model)``, ``batch`` is from ``shard_batch``. Differentiate and jit it as any
     function; gradients come out split as the weights are.
     """
+    mesh = own_mesh(mesh)
 
     def local(state: Any, batch: dict[str, Array]) -> Array:
         total = lax.psum(nnx.merge(graph, state).loss_sum(**batch), TOKEN_AXES)

@@ -1,5 +1,6 @@
 """The device mesh: dp copies, fsdp splits weights and gathers them, tp splits heads and features, sp is the ring."""
 
+from collections.abc import Mapping
 from typing import Final
 
 import jax
@@ -8,6 +9,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh
 
 from ringspan.core.errors import LayoutError
+from ringspan.core.mesh_axes import Names, assigned, recognised
 from ringspan.core.messages.numbers import integer
 
 AXES: Final = ("dp", "fsdp", "tp", "sp")
@@ -33,6 +35,40 @@ def init_mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1) -> Mesh:
             'mesh, or on CPU ask for more with jax.config.update("jax_num_cpu_devices", N) before anything else'
         )
     return Mesh(np.array(devices[:needed]).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def map_mesh(mesh: Mesh, *, sp: Names = None, dp: Names = None, fsdp: Names = None, tp: Names = None) -> Mesh:
+    """A mesh that somebody else made, with the axes that ``init_mesh`` makes, over the same devices.
+
+    Not needed for the names of torchtitan and accelerate (``dp_replicate``, ``dp_shard``, ``cp``, ``sp``, ``tp``),
+    which every function recognises, in any order. Each argument is an axis of the mesh or several, None for an axis of
+    one device.
+
+    Raises:
+        ConfigError: a name that is no axis or is given twice, or an axis of two or more devices that has no role.
+    """
+    return _map(mesh, assigned(dict(mesh.shape), {"dp": dp, "fsdp": fsdp, "tp": tp, "sp": sp}))
+
+
+def own_mesh(mesh: Mesh) -> Mesh:
+    """A mesh with the axes of ``init_mesh``: this one, or one over the same devices whose axes are recognised.
+
+    Raises:
+        ConfigError: axes of two or more devices that have no place here, by name.
+    """
+    if mesh.axis_names == AXES:
+        return mesh
+    roles = recognised(dict(mesh.shape))
+    return _map(mesh, {"dp": roles["replicate"], "fsdp": roles["shard"], "tp": roles["tp"], "sp": roles["ring"]})
+
+
+def _map(mesh: Mesh, roles: Mapping[str, tuple[str, ...]]) -> Mesh:
+    names = mesh.axis_names
+    used = [names.index(name) for axis in AXES for name in roles[axis]]
+    others = [dim for dim in range(len(names)) if dim not in used]  # of one device each
+    sizes = [int(np.prod([mesh.shape[name] for name in roles[axis]])) for axis in AXES]
+    devices = mesh.devices.transpose(*used, *others).reshape(sizes)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def gathered(weight: Array, axis: int) -> Array:

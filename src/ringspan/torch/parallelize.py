@@ -53,7 +53,8 @@ from ringspan.torch.model.attention_function import register_attention
 from ringspan.torch.model.causal_lm import RingCausalLM
 from ringspan.torch.model.config_changes import copy_configs
 from ringspan.torch.model.support import refuse_route, refuse_unsupported
-from ringspan.torch.runtime.mesh import check_mesh, tensor_axis
+from ringspan.torch.runtime.foreign_mesh import ring_mesh
+from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import refuse_split, split_model
 
 # How many models each mesh has been given, alike on all of its ranks.
@@ -97,7 +98,8 @@ def parallelize(
         model: any model whose attention goes through transformers' AttentionInterface, wherever it is: its shards go
             to the mesh's devices layer by layer. One on the meta device gets its weights afterwards (``to_empty``,
             then ``set_model_state_dict`` of ``torch.distributed``).
-        mesh: from ``init_mesh``.
+        mesh: from ``init_mesh``, or one whose axes have the names of torchtitan and accelerate (``dp_replicate``,
+            ``cp`` or ``sp``, ``tp``); see ``map_mesh`` for other names.
         layout: how sequences are split; ``shard_batch`` needs the same.
         route: how keys and values get to other ranks, see ``ring_attention``.
         comm_dtype: what they are sent as, see ``ring_attention``; ``exact`` changes nothing.
@@ -150,7 +152,7 @@ def parallelize(
 
 def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> PreTrainedModel:
     """``parallelize`` with its options in one value."""
-    check_mesh(mesh)
+    mesh = ring_mesh(mesh)
     given, parts = model, None
     try:
         model = base_of(given) if is_peft(given) else given

@@ -18,7 +18,7 @@ from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import LayoutName
 from ringspan.torch.attention.arguments import check_plain, find_group
-from ringspan.torch.runtime.mesh import check_mesh
+from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.transport.digest import digest_integers
 
 IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
@@ -137,7 +137,7 @@ def shard_batch(
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
     """
-    check_mesh(mesh)
+    mesh = ring_mesh(mesh)
     unknown = sorted(set(batch) - TAKEN)
     if unknown:
         raise UnsupportedError(f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(sorted(TAKEN))}")

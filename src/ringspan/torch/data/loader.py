@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ringspan.core.errors import ConfigError
+from ringspan.torch.runtime.foreign_mesh import ring_mesh
 
 
 class RingSampler(DistributedSampler[Any]):
@@ -32,12 +33,12 @@ def sampler(
 
     Args:
         dataset: anything with a length; every rank has the same one.
-        mesh: from ``init_mesh``.
+        mesh: as ``parallelize`` takes.
         shuffle: draw another order in each epoch, from the seed.
         seed: alike on every rank.
         drop_last: leave out what does not come out even; otherwise some first examples are seen twice.
     """
-    axis = mesh["replicate"]
+    axis = ring_mesh(mesh)["replicate"]
     return RingSampler(
         dataset,
         num_replicas=axis.size(),
@@ -64,7 +65,7 @@ def loader(
     Args:
         dataset: with a length, see ``sampler``; or iterable, of which replica r of R takes examples r, r + R, ... as
             long as there is one for each.
-        mesh: from ``init_mesh``.
+        mesh: as ``parallelize`` takes.
         batch_size: examples per replica; None where each example is a batch already.
         shuffle: see ``sampler``; an iterable data set has its own order.
         seed: of the order, and of what workers draw.
@@ -77,13 +78,14 @@ def loader(
     for name in ("sampler", "batch_sampler", "generator"):
         if options.get(name) is not None:
             raise ConfigError(f"rs.loader makes its own {name}; use torch's DataLoader with rs.sampler(dataset, mesh)")
-    replica = mesh["replicate"].get_local_rank()
-    options["generator"] = torch.Generator().manual_seed(seed * mesh["replicate"].size() + replica)
+    axis = ring_mesh(mesh)["replicate"]
+    replica = axis.get_local_rank()
+    options["generator"] = torch.Generator().manual_seed(seed * axis.size() + replica)
     options |= {"batch_size": batch_size, "drop_last": drop_last}
     if isinstance(dataset, IterableDataset):
         if shuffle:
             raise ConfigError("shuffle=True: an iterable data set has its own order; shuffle it where it is made")
-        return DataLoader(_Dealt(dataset, mesh["replicate"].size(), replica), **options)
+        return DataLoader(_Dealt(dataset, axis.size(), replica), **options)
     return DataLoader(
         dataset, sampler=sampler(dataset, mesh, shuffle=shuffle, seed=seed, drop_last=drop_last), **options
     )

@@ -1,6 +1,6 @@
 """The device mesh: replicas of a ring of tensor-parallel groups, ``world size = replicate x ring x tp``."""
 
-from typing import Any, Final
+from typing import Final
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
@@ -37,20 +37,16 @@ def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMes
     if tp == 1:
         return init_device_mesh(device_type, (replicate, ring), mesh_dim_names=AXES[:2])
     mesh = init_device_mesh(device_type, (replicate, ring, tp), mesh_dim_names=AXES)
-    mesh[AXES[1:]]._flatten()  # a norm over both axes is then one sum; DTensor warns of one an axis
+    flatten_weights(mesh)
     return mesh
 
 
-def check_mesh(mesh: Any) -> None:
-    """Raise a ConfigError that says what a mesh is, when this is none or has other axes than ``init_mesh`` makes."""
-    advice = "use mesh = rs.init_mesh(ring=...)"
-    if not hasattr(mesh, "mesh_dim_names"):
-        raise ConfigError(f"mesh={mesh!r} is no DeviceMesh; {advice}")
-    names = mesh.mesh_dim_names
-    if names not in (AXES, AXES[:2]):
-        raise ConfigError(
-            f"the mesh has the axes {', '.join(names or ()) or 'without names'}, not replicate, ring; {advice}"
-        )
+def flatten_weights(mesh: DeviceMesh) -> None:
+    """Let a norm over ring and tp be one sum; DTensor warns of one an axis. All ranks make the group, so it is left out
+    where the mesh has only some of them.
+    """
+    if "tp" in (mesh.mesh_dim_names or ()) and mesh.size() == dist.get_world_size():
+        mesh[AXES[1:]]._flatten()
 
 
 def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:

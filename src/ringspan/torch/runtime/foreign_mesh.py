@@ -1,0 +1,113 @@
+"""Meshes that somebody else made: their axes in the roles that ours have, over the process groups that they have."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.mesh_axes import Names, assigned, recognised
+from ringspan.torch.runtime.mesh import AXES, flatten_weights
+
+# Of each default process group, the meshes that were made in it: a loop maps its mesh at every step.
+_mapped: Final[WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]]] = WeakKeyDictionary()
+
+
+def ring_mesh(mesh: Any) -> DeviceMesh:
+    """A mesh with the axes of ``init_mesh``: this one, or one over the same ranks and groups.
+
+    The axes that torchtitan and accelerate name are recognised, in any order: ``dp_replicate`` is ``replicate``, ``cp``
+    or ``sp`` is ``ring``, ``tp`` is ``tp``. Any other axis must have one rank; it is left out.
+
+    Raises:
+        ConfigError: no DeviceMesh, or axes that have no place here, by name.
+    """
+    names = _names(mesh)
+    if names in (AXES, AXES[:2]):
+        return mesh
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    roles = recognised(sizes)
+    shard = roles.pop("shard")
+    if any(sizes[name] > 1 for name in shard):
+        raise ConfigError(
+            f"the mesh has {shard[0]} = {sizes[shard[0]]}, and weights are split over the ring alone; lengthen it, "
+            f'or copy them over that axis: rs.map_mesh(mesh, ring=..., replicate=("dp_replicate", "{shard[0]}"))'
+        )
+    return _map(mesh, roles)
+
+
+def map_mesh(mesh: DeviceMesh, *, ring: Names, replicate: Names = None, tp: Names = None) -> DeviceMesh:
+    """A mesh that somebody else made, with the axes that ``init_mesh`` makes, over the same ranks.
+
+    Not needed for the names of torchtitan and accelerate, which every function recognises: ``dp_replicate``, ``cp``,
+    ``sp``, ``tp``. Process groups are those of the mesh; one is made where two axes become one. Call it on every rank.
+
+    Args:
+        mesh: of any names and order. A part of one, as ``mesh["data", "context"]``, leaves axes out.
+        ring: the axis, or axes, over which sequences and weights are split; None for a ring of one.
+        replicate: those whose ranks take other examples, with copies of the weights.
+        tp: those over which heads and features are split.
+
+    Raises:
+        ConfigError: a name that is no axis or is given twice, or an axis of two or more ranks that has no role.
+    """
+    sizes = dict(zip(_names(mesh), mesh.shape, strict=True))
+    return _map(mesh, assigned(sizes, {"replicate": replicate, "ring": ring, "tp": tp}))
+
+
+def _names(mesh: Any) -> tuple[str, ...]:
+    advice = "use mesh = rs.init_mesh(ring=...)"
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise ConfigError(f"mesh={mesh!r} is no DeviceMesh; {advice}")
+    if not mesh.mesh_dim_names:
+        raise ConfigError(f"the mesh has axes without names; give it mesh_dim_names, or {advice}")
+    return mesh.mesh_dim_names
+
+
+def _map(mesh: DeviceMesh, roles: Mapping[str, tuple[str, ...]]) -> DeviceMesh:
+    world = dist.group.WORLD
+    assert world is not None, "a mesh has process groups"
+    known = _mapped.setdefault(world, {})
+    key = (mesh.device_type, tuple(mesh.mesh.flatten().tolist()), mesh.mesh_dim_names, mesh.shape, tuple(roles.items()))
+    if key not in known:
+        known[key] = _mapped_anew(mesh, roles)
+    return known[key]
+
+
+def _mapped_anew(mesh: DeviceMesh, roles: Mapping[str, tuple[str, ...]]) -> DeviceMesh:
+    names = mesh.mesh_dim_names or ()
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    ranks, axes = _arranged(mesh.mesh, names, roles), AXES
+    if ranks.shape[2] == 1:
+        ranks, axes = ranks.squeeze(2), AXES[:2]
+    groups = []
+    for axis in axes:
+        split = [name for name in roles[axis] if sizes[name] > 1] or roles[axis][:1]
+        if len(split) > 1:
+            groups.append(mesh[tuple(split)]._flatten(f"ringspan_{axis}").get_group())
+        else:
+            groups.append(mesh.get_group(split[0]) if split else _group_of_one())
+    mapped = DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=axes)
+    flatten_weights(mapped)
+    return mapped
+
+
+def _arranged(ranks: Tensor, names: tuple[str, ...], roles: Mapping[str, tuple[str, ...]]) -> Tensor:
+    """The ranks of a mesh as (replicate, ring, tp); axes without a role have one rank."""
+    used = [names.index(name) for axis in AXES for name in roles[axis]]
+    others = [dim for dim in range(len(names)) if dim not in used]
+    sizes = [1, 1, 1]
+    for role, axis in enumerate(AXES):
+        for name in roles[axis]:
+            sizes[role] *= ranks.shape[names.index(name)]
+    return ranks.permute(*used, *others).reshape(sizes)
+
+
+def _group_of_one() -> dist.ProcessGroup:
+    """For an axis that the mesh lacks."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+    return group

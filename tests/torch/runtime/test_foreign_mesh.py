@@ -1,0 +1,160 @@
+"""A mesh that somebody else made trains, scores and generates as one of ours does, over the groups that it has."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import ringspan as rs
+from ringspan.core.mesh_axes import assigned, recognised
+from ringspan.torch.runtime.foreign_mesh import ring_mesh
+from tests.torch.models import build, relative, tokens
+
+IDS = tokens(4, 21)
+
+
+def step(mesh: DeviceMesh, replicas: int) -> dict[str, Any]:
+    """A step on each replica's part of the batch, and whatever else takes a mesh or asks a model for its own."""
+    model = rs.parallelize(build("llama"), mesh)
+    batch_size = len(IDS) // replicas
+    dataset = [{"input_ids": row, "labels": row} for row in IDS]
+    [batch] = list(rs.loader(dataset, mesh, batch_size=batch_size))
+    rows = list(rs.sampler(dataset, mesh))  #
+    assert torch.equal(batch["input_ids"], IDS[rows])
+    part = rs.shard_batch(batch, mesh)
+    loss = model(**part).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    with torch.no_grad():
+        logprobs = rs.token_logprobs(model, part)
+    answer = model.generate(input_ids=batch["input_ids"][:1], max_new_tokens=3, do_sample=False)
+    gradients: Any = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {name: gradient.full_tensor() for name, gradient in gradients.items()}
+    return {
+        "loss": loss.detach(),
+        "norm": float(norm),
+        "rows": rows,
+        "logprobs": logprobs,
+        "answer": answer,
+        "gradients": gradients,
+    }
+
+
+def one_process() -> dict[str, Any]:
+    model = build("llama")
+    out = model(input_ids=IDS, labels=IDS)
+    out.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    logprobs = out.logits[:, :-1].log_softmax(-1).gather(2, IDS[:, 1:, None])[..., 0].detach()
+    answers: list[Tensor] = [model.generate(input_ids=row[None], max_new_tokens=3, do_sample=False) for row in IDS]
+    return {
+        "loss": out.loss.detach(),
+        "norm": norm,
+        "logprobs": logprobs,
+        "answers": answers,
+        "gradients": gradients,
+    }
+
+
+def foreign_step(_: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...], given: Any, replicas: int) -> Any:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if given:
+        mesh = rs.map_mesh(mesh, **given)
+    return step(mesh, replicas)
+
+
+FOREIGN = [
+    # shape, names, what map_mesh is given, replicas
+    ((2, 2), ("dp_replicate", "cp"), None, 2),
+    ((1, 2, 1, 2, 1), ("pp", "dp_replicate", "dp_shard", "cp", "tp"), None, 2),  # torchtitan
+    ((2, 1, 1, 1, 2), ("dp_replicate", "dp_shard", "cp", "sp", "tp"), None, 2),  # accelerate; a ring of one
+    ((2, 2), ("sp", "tp"), None, 1),
+    ((4,), ("cp",), None, 1),
+    ((2, 2), ("cp", "dp_replicate"), None, 2),  # neighbours on the ring are not neighbours
+    ((2, 2), ("a", "b"), {"ring": ("a", "b")}, 1),
+    ((2, 2), ("tensor", "context"), {"ring": "context", "tp": "tensor"}, 1),
+    ((2, 2), ("dp_replicate", "dp_shard"), {"ring": None, "replicate": ("dp_replicate", "dp_shard")}, 4),
+]
+
+
+@pytest.mark.parametrize(("shape", "names", "given", "replicas"), FOREIGN)
+def test_a_step_on_a_foreign_mesh_equals_one_process(pool, shape, names, given, replicas):
+    truth = one_process()
+    seen = set()
+    for result in pool.run(foreign_step, 4, shape, names, given, replicas):
+        seen.add(tuple(result["rows"]))
+        assert relative(result["loss"], truth["loss"]) < 1e-5
+        assert abs(result["norm"] / truth["norm"] - 1) < 1e-5
+        assert relative(result["logprobs"][:, : IDS.shape[1] - 1], truth["logprobs"][result["rows"]]) < 1e-5
+        assert torch.equal(result["answer"], truth["answers"][result["rows"][0]])
+        for name, gradient in truth["gradients"].items():
+            assert relative(result["gradients"][name], gradient) < 1e-5, name
+    assert sorted(row for rows in seen for row in rows) == [0, 1, 2, 3], "replicas see all examples, once"
+
+
+def mapped_twice(_: DeviceMesh) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "cp"))
+    first = ring_mesh(mesh)
+    ours = ring_mesh(first)
+    return (
+        first is ring_mesh(mesh),
+        ours is first,
+        first["ring"].get_group().group_name == mesh.get_group("cp").group_name,
+    )
+
+
+def test_a_mesh_is_mapped_once_and_keeps_its_groups(pool):
+    assert pool.run(mapped_twice, 4) == [(True, True, True)] * 4
+
+
+def part_of_a_mesh(_: DeviceMesh) -> Any:
+    """Two pipeline stages, of which each has a model of its own, and only one a mesh of two axes in one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    mine = mesh["cp"]
+    if mesh.get_local_rank("pp") == 0:
+        return None
+    model = rs.parallelize(build("llama"), mine)
+    part = rs.shard_batch({"input_ids": IDS, "labels": IDS}, mine)
+    return model(**part).loss.detach()
+
+
+def test_a_part_of_a_mesh_needs_its_own_ranks_alone(pool):
+    none, again, loss, same = pool.run(part_of_a_mesh, 4)
+    assert none is again is None
+    assert torch.equal(loss, same) and relative(loss, one_process()["loss"]) < 1e-5
+
+
+def refused(_: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...], given: Any) -> str:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    with pytest.raises(rs.ConfigError) as caught:
+        rs.map_mesh(mesh, **given) if given else rs.parallelize(build("llama"), mesh)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "given", "message"),
+    [
+        ((2, 2), ("pp", "cp"), None, "no role is known for pp (2); say which axis is what with map_mesh"),
+        ((2, 2), ("ep", "cp"), None, "no role is known for ep (2)"),
+        ((4,), ("fsdp",), None, "no role is known for fsdp (4)"),
+        ((2, 2), ("dp_shard", "cp"), None, "the mesh has dp_shard = 2, and weights are split over the ring alone"),
+        ((2, 2), ("cp", "sp"), None, "the mesh splits sequences twice, over cp and sp; use one of them"),
+        ((2, 2), ("a", "b"), {"ring": "c"}, "the mesh has no axis 'c'; its axes are a, b"),
+        ((2, 2), ("a", "b"), {"ring": "a", "tp": "a"}, "the axis 'a' is given twice"),
+        ((2, 2), ("a", "b"), {"ring": "a"}, "b (2) has no role; name it as replicate or ring or tp"),
+    ],
+)
+def test_axes_without_a_place_are_refused_by_name(pool, shape, names, given, message):
+    for said in pool.run(refused, 4, shape, names, given):
+        assert message in said and "\n" not in said
+
+
+def test_roles_of_names():
+    sizes = {"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 1, "sp": 3, "tp": 1}
+    found = {"replicate": ("dp_replicate",), "shard": ("dp_shard",), "ring": ("sp",), "tp": ("tp",)}
+    assert recognised(sizes) == found
+    assert recognised({}) == {"replicate": (), "shard": (), "ring": (), "tp": ()}
+    assert assigned({"a": 2, "b": 2, "c": 1}, {"x": ("b", "a"), "y": None}) == {"x": ("a", "b"), "y": ()}
