@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ringspan as rs
+from ringspan.core.geometry.balanced import batch_layout
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from tests.torch.models import build, relative, tokens
 
@@ -42,7 +43,8 @@ def ring_step(mesh: DeviceMesh, kind: str, layout: str, length: int, batch: int,
     ids, targets = labelled(batch * replicate * accumulate, length, labels)
     count = int((targets[:, 1:] != -100).sum())
     rows = torch.arange(len(ids)).view(accumulate, replicate, batch)[:, mesh["replicate"].get_local_rank()]
-    split = rs.Layout(layout, length, mesh["ring"].size())
+    last = documents[rows[-1][0]] if documents else None
+    split = batch_layout(layout, length, mesh["ring"].size(), last)
     loss = torch.zeros(())
     for step in range(accumulate):
         whole_batch = {"input_ids": ids[rows[step]], "labels": targets[rows[step]]}
@@ -123,6 +125,11 @@ CASES = [
     ("gpt_oss", 4, 1, "zigzag", 41, 1, 1, {"route": "ulysses:2"}),
     ("gpt_oss", 3, 1, "zigzag", 41, 1, 1, {"route": "pass-q"}),
     ("llama", 4, 1, "striped", 37, 1, 1, {"route": "ulysses", "documents": [[16, 21]]}),
+    ("llama", 3, 1, "balanced", 37, 2, 1, {}),
+    ("llama", 3, 1, "balanced", 50, 1, 2, {"documents": [[5, 20, 1, 11, 13], [50]], "labels": "few"}),
+    ("mistral-window", 4, 2, "balanced", 40, 1, 1, {"documents": [[25, 15], [3, 37]]}),
+    ("gpt_oss", 2, 1, "balanced", 37, 1, 1, {"documents": [[17, 20]], "route": "all-gather"}),
+    ("llama4_text", 4, 1, "balanced", 39, 1, 1, {"documents": [[19, 20]], "route": "pass-q"}),
 ]
 
 
@@ -158,6 +165,27 @@ class Forgetful(torch.nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
         return self.decoder(input_ids=input_ids, position_ids=position_ids)
+
+
+def different_rows(mesh: DeviceMesh) -> None:
+    ids, _ = labelled(2, 16, "all")
+    rs.shard_batch({"input_ids": ids, "position_ids": restarting([[7, 9], [9, 7]])}, mesh, layout="balanced")
+
+
+def without_documents(mesh: DeviceMesh) -> None:
+    model = rs.parallelize(build("llama"), mesh, layout="balanced")
+    ids, _ = labelled(1, 16, "all")
+    part = rs.shard_batch({"input_ids": ids}, mesh, layout="balanced")
+    model(input_ids=part["input_ids"], position_ids=part["position_ids"])
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [(different_rows, "the 2 sequences of this batch have different ones"), (without_documents, "document_lengths")],
+)
+def test_what_a_balanced_layout_cannot_be_made_for_is_refused(pool, what, message):
+    for outcome in pool.outcomes(what, 2):
+        assert isinstance(outcome, rs.UnsupportedError) and message in str(outcome)
 
 
 def packed_into_a_forgetful_model(mesh: DeviceMesh) -> None:

@@ -14,6 +14,7 @@ IDS = tokens(1, 37)
 BAD: list[dict[str, Any]] = [
     {"layout": "spiral"},
     {"layout": None},
+    {"layout": "balanced", "route": "ulysses"},
     {"route": "teleport"},
     {"comm_dtype": "morse"},
     {"kernel": "abacus"},

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, TypeVar, get_args
 from ringspan.core.errors import ConfigError, RingspanError, UnsupportedError
 
 LayoutName = Literal["contiguous", "striped", "zigzag"]
+BatchLayoutName = Literal["contiguous", "striped", "zigzag", "balanced"]  # the last one depends on the documents
 RouteName = Literal["ring", "bidirectional", "double-ring", "all-gather", "pass-q"]
 CheckpointName = Literal["none", "attention", "full"]  # from the fastest to the most frugal
 OffloadName = Literal["none", "activations"]
@@ -24,6 +25,7 @@ Category = Literal["parameters", "gradients", "optimizer", "activations", "tempo
 ChunkTokens = int | Literal["auto"]
 
 LAYOUT_NAMES: Final[tuple[LayoutName, ...]] = get_args(LayoutName)
+BATCH_LAYOUT_NAMES: Final[tuple[BatchLayoutName, ...]] = get_args(BatchLayoutName)
 ROUTE_NAMES: Final[tuple[str, ...]] = (*get_args(RouteName), "ulysses")  # which takes another one between its groups
 CHECKPOINT_NAMES: Final[tuple[CheckpointName, ...]] = get_args(CheckpointName)
 OFFLOAD_NAMES: Final[tuple[OffloadName, ...]] = get_args(OffloadName)

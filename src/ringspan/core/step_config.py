@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ringspan.core.names import CheckpointName, ChunkTokens, CommDtypeName, KernelName, LayoutName, OffloadName
+from ringspan.core.names import BatchLayoutName, CheckpointName, ChunkTokens, CommDtypeName, KernelName, OffloadName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,7 @@ class StepConfig:
     ``compute_dtype`` is named here as torch names it, so that a plan needs no torch.
     """
 
-    layout: LayoutName = "zigzag"
+    layout: BatchLayoutName = "zigzag"
     route: str = "ring"
     comm_dtype: CommDtypeName = "exact"
     kernel: KernelName = "auto"

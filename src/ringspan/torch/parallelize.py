@@ -16,14 +16,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.geometry.layout import layout_name
+from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.messages.numbers import check_whole
 from ringspan.core.names import (
+    BatchLayoutName,
     CheckpointName,
     ChunkTokens,
     CommDtypeName,
     KernelName,
-    LayoutName,
     OffloadName,
     kernel_name,
 )
@@ -65,7 +65,7 @@ def parallelize(
     model: PreTrainedModel,
     mesh: DeviceMesh,
     *,
-    layout: LayoutName = "zigzag",
+    layout: BatchLayoutName = "zigzag",
     route: str = "ring",
     comm_dtype: CommDtypeName = "exact",
     kernel: KernelName = "auto",
@@ -100,7 +100,8 @@ def parallelize(
             then ``set_model_state_dict`` of ``torch.distributed``).
         mesh: from ``init_mesh``, or one whose axes have the names of torchtitan and accelerate (``dp_replicate``,
             ``cp`` or ``sp``, ``tp``); see ``map_mesh`` for other names.
-        layout: how sequences are split; ``shard_batch`` needs the same.
+        layout: how sequences are split; ``shard_batch`` needs the same. ``balanced`` makes one for the documents of
+            each batch (``ringspan.balanced``).
         route: how keys and values get to other ranks, see ``ring_attention``.
         comm_dtype: what they are sent as, see ``ring_attention``; ``exact`` changes nothing.
         kernel: what computes attention on each device, see ``ring_attention``.
@@ -239,7 +240,9 @@ def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Par
     decoder: Any = decoder_of(model)
     if tp is not None:
         refuse_split(model, tp.size())
-    layout_name(config.layout)
+    batch_layout(config.layout, mesh["ring"].size(), mesh["ring"].size())
+    if config.layout == "balanced" and "ulysses" in config.route:
+        raise UnsupportedError("layout 'balanced' has no Ulysses groups; use a route without them, such as all-gather")
     compute_dtype = _compute_dtype(config)
     refuse_route(decoder.config, mesh["ring"].size(), config.route, config.comm_dtype, 1 if tp is None else tp.size())
     _refuse_kernel(decoder, config.kernel, compute_dtype, mesh["ring"])

@@ -5,6 +5,7 @@ most work per token to the least. What counts of a rank is its excess: the work 
 if all its free tokens were filled with the average of the documents still to come.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from typing import Final
@@ -13,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.core.errors import LayoutError
-from ringspan.core.geometry.layout import CustomLayout
-from ringspan.core.geometry.mask import FORMS, Mask
+from ringspan.core.geometry.layout import CustomLayout, Layout
+from ringspan.core.geometry.mask import FORMS, Mask, documents
 from ringspan.core.geometry.pairs import IntArray, Stretches, stretches
 from ringspan.core.messages.numbers import described, integer, is_a
+from ringspan.core.names import BATCH_LAYOUT_NAMES, BatchLayoutName, find_name
 
 CHUNK_TOKENS: Final = 128  # below, kernels lose more than balance gains
 _TOLERANCE: Final = 0.005  # of a rank's mean work
@@ -45,6 +47,20 @@ def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_T
         if numbers[name] < 1:
             raise LayoutError(f"a balanced layout needs {name} of at least 1, got {value}")
     return _balanced(mask, *numbers.values())
+
+
+def batch_layout(name: BatchLayoutName, length: int, ranks: int, documents_of: Sequence[int] | None = None) -> Layout:
+    """The layout of sequences of ``length`` tokens that are these documents, or one: a named one, or for ``balanced``
+    that of their mask.
+
+    Raises:
+        LayoutError: there is no such layout.
+    """
+    if not is_a(name, str):
+        raise LayoutError(f"a layout's name must be one of {', '.join(BATCH_LAYOUT_NAMES)}, got {described(name)}")
+    if find_name("layout", name, BATCH_LAYOUT_NAMES, LayoutError) != "balanced":
+        return Layout(name, length, ranks)  # pyright: ignore[reportArgumentType]
+    return balanced(documents(documents_of or (length,)), length=sum(documents_of or (length,)), ranks=ranks)
 
 
 @lru_cache(maxsize=32)

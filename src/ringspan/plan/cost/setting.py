@@ -7,7 +7,7 @@ from typing import Final
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.errors import ConfigError
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.names import ChunkTokens, checkpoint_name, offload_name
+from ringspan.core.names import ChunkTokens, LayoutName, checkpoint_name, offload_name
 from ringspan.core.schedule.choice import check_segments
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.step_config import StepConfig
@@ -25,6 +25,7 @@ class Setting(StepConfig):
     it differs from a CPU: fewer groups of heads, and the optimizer on all parameters at once.
     """
 
+    layout: LayoutName = "zigzag"  # pyright: ignore[reportIncompatibleVariableOverride]  # of one long sequence
     length: int
     ring: int = 1
     replicate: int = 1

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from ringspan.core.errors import LayoutError, UnsupportedError
+from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.messages.numbers import integer
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import check_parameters, check_structure
 from ringspan.torch.consistency.optimizers import optimizer_facts
-from ringspan.torch.data.batch import IGNORED, document_positions
+from ringspan.torch.data.batch import IGNORED, document_positions, documents_of
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
 from ringspan.torch.memory.sharding import settle
@@ -128,7 +129,8 @@ def _check_batch(
             "with rs.shard_batch"
         )
     ring = model.ring_mesh["ring"]
-    layout = Layout(model.ring_layout, ring.size() * input_ids.shape[1], ring.size())
+    documents = documents_of(model.ring_layout, document_lengths)
+    layout = batch_layout(model.ring_layout, ring.size() * input_ids.shape[1], ring.size(), documents)
     inputs, labels = model.ring_vocabularies
     _check_positions(position_ids, layout, ring.get_local_rank(), document_lengths)
     check_entries("input_ids", input_ids, inputs)
@@ -144,10 +146,10 @@ def _check_positions(positions: Tensor, layout: Layout, rank: int, document_leng
     expected = torch.from_numpy(layout.positions(rank))
     if document_lengths is not None:
         expected = document_positions(document_lengths, layout.padded_length)[:, expected]
+    name = "balanced" if layout.name == "custom" else layout.name
     if positions.shape[-1] != layout.tokens_per_rank or not bool((positions == expected.to(positions.device)).all()):
         raise LayoutError(
-            f"position_ids are not those of the layout {layout.name}; use rs.shard_batch(batch, mesh, "
-            f"layout={layout.name!r})"
+            f"position_ids are not those of the layout {name}; use rs.shard_batch(batch, mesh, layout={name!r})"
         )
 
 

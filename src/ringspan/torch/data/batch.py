@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.arguments import check_sharding
 from ringspan.core.errors import LayoutError, UnsupportedError
+from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.names import LayoutName
+from ringspan.core.names import BatchLayoutName
 from ringspan.torch.attention.arguments import check_plain, find_group
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.transport.digest import digest_integers
@@ -108,7 +109,11 @@ class Unsharded(torch.autograd.Function):
 
 
 def shard_batch(
-    batch: Mapping[str, Tensor], mesh: DeviceMesh, *, layout: LayoutName = "zigzag", device: torch.device | None = None
+    batch: Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    *,
+    layout: BatchLayoutName = "zigzag",
+    device: torch.device | None = None,
 ) -> dict[str, Tensor]:
     """This rank's part of a Hugging Face batch, ready for a model that ``parallelize`` prepared.
 
@@ -123,7 +128,8 @@ def shard_batch(
             beside them, what collators of flattened batches (transformers', TRL's) give for one row: ``cu_seq_lens_q``
             and ``cu_seq_lens_k`` (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx`` (1, S).
         mesh: the mesh of the model.
-        layout: the layout that the model was parallelized with.
+        layout: the layout that the model was parallelized with. ``balanced`` is made for the documents of the
+            batch, which must be those of every sequence.
         device: where the result goes; where ``input_ids`` are when None.
 
     Returns:
@@ -158,7 +164,9 @@ def shard_batch(
     if mask is not None:
         lengths = _behind_padding((mask != 0).cpu(), lengths, may_restart="position_ids" not in batch)
     ring = mesh["ring"]
-    split = Layout(layout, tokens.shape[1], ring.size())
+    if layout == "balanced" and lengths is None:  # said, since the layout depends on where the sequence ends
+        lengths = torch.full((len(tokens), 1), tokens.shape[1])
+    split = batch_layout(layout, tokens.shape[1], ring.size(), documents_of(layout, lengths))
     rank = ring.get_local_rank()
     positions = torch.from_numpy(split.positions(rank)).expand(len(tokens), -1)
     if lengths is not None:
@@ -209,6 +217,25 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
         if batch.get(name) is not None and int(batch[name]) != max(documents):
             raise UnsupportedError(f"{name}={int(batch[name])}, the longest document has {max(documents)} tokens")
     return torch.tensor([documents]) if len(documents) > 1 else None
+
+
+def documents_of(layout: BatchLayoutName, lengths: Tensor | None) -> tuple[int, ...] | None:
+    """The documents on which the layout of a batch depends, from those of each sequence (B, documents).
+
+    Raises:
+        UnsupportedError: no documents for ``balanced``, or others in each sequence.
+    """
+    if layout != "balanced":
+        return None
+    if lengths is None:
+        raise UnsupportedError("layout 'balanced' needs document_lengths; make the batch with rs.shard_batch")
+    rows = {tuple(length for length in row if length) for row in lengths.tolist()}
+    if len(rows) > 1:
+        raise UnsupportedError(
+            f"layout 'balanced' is made for the documents of a sequence, and the {len(lengths)} sequences of this "
+            "batch have different ones; pack them into one sequence, or give one at a time"
+        )
+    return rows.pop()
 
 
 def _targets(batch: Mapping[str, Tensor]) -> Tensor | None:

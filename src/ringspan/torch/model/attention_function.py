@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.mask import Mask, causal, documents, sliding_window
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.cached import current_turn
@@ -77,20 +77,21 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
             return out.transpose(1, 2).contiguous(), None  # some models view it as (batch, tokens, hidden size)
         length = query.shape[2] * dist.get_world_size(ring)
         if getattr(module, "ring_temperature", False):
-            positions = torch.from_numpy(
-                Layout(config.layout, length, dist.get_world_size(ring)).positions(dist.get_rank(ring))
-            )
+            layout = batch_layout(config.layout, length, dist.get_world_size(ring))
+            positions = torch.from_numpy(layout.positions(dist.get_rank(ring)))
             factors = _temperature(module, ring_packed.positions if ring_packed else positions[None])
             query = (query * factors.to(query.device)).to(query.dtype)
         sequences: Sequence[tuple[int, ...] | None] = (None,)
+        where: Any = config.layout
         if ring_packed:
+            where = ring_packed.layout or where
             ring_packed.is_seen, sequences = True, ring_packed.rows
         rows = [slice(None)] if len(sequences) == 1 else [slice(row, row + 1) for row in range(len(sequences))]
         parts = [
             ring_attention(
                 *(x[part] for x in (query, key, value)),
                 mask=_layer_mask(kind, length, lengths),
-                layout=config.layout,
+                layout=where,
                 group=ring,
                 scale=scaling,
                 softcap=softcap,

@@ -24,14 +24,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.names import LayoutName, ReductionName
+from ringspan.core.names import BatchLayoutName, ReductionName
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import Fixed
 from ringspan.torch.consistency.forward import check_forward
 from ringspan.torch.consistency.loop_watch import in_call, watch_backward
 from ringspan.torch.consistency.optimizers import optimizer_facts
-from ringspan.torch.data.batch import SHARDED, Unsharded
+from ringspan.torch.data.batch import SHARDED, Unsharded, documents_of
 from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
 from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.layers.decoder import finished_logits
@@ -76,7 +77,7 @@ class RingCausalLM(Fixed):
     """What ``parallelize`` adds to a model's class: one loss for the whole batch, without whole logits."""
 
     ring_mesh: DeviceMesh
-    ring_layout: LayoutName
+    ring_layout: BatchLayoutName
     ring_loss: LossOptions
     ring_decoder: str
     ring_vocabularies: tuple[int, int]
@@ -162,7 +163,7 @@ class RingCausalLM(Fixed):
         set_global_length(decoder, longest)
         if self.training:
             _note_length(self, longest)
-        packed = None if document_lengths is None else Packed(document_lengths, position_ids)
+        packed = None if document_lengths is None else Packed(self, document_lengths, position_ids)
         others: dict[str, Any] = {"ring_packed": packed} if packed else {}
         if self.ring_router is not None:
             others["output_router_logits"] = False  # by transformers; they are recorded here
@@ -179,7 +180,7 @@ class RingCausalLM(Fixed):
         if is_scored:
             assert shift_labels is not None, "checked by __call__"
             whole = longest if document_lengths is None else int(document_lengths.sum(1).max())
-            return watch_backward(_logprobs(self, hidden, shift_labels, whole))
+            return watch_backward(_logprobs(self, hidden, shift_labels, whole, document_lengths))
         auxiliary = None
         if router is not None:
             if real_tokens is None:
@@ -242,8 +243,12 @@ class Packed:
     layers.
     """
 
-    def __init__(self, lengths: Tensor, positions: Tensor) -> None:
+    def __init__(self, model: Any, lengths: Tensor, positions: Tensor) -> None:
         self.positions = positions
+        self.layout: Layout | None = None
+        """Where that is not the model's named one on as many tokens."""
+        if model.ring_layout == "balanced":
+            self.layout = _layout_of(model, int(lengths.sum(1).max()), lengths)
         rows = [tuple(length for length in row if length) for row in lengths.tolist()]
         self.rows = rows[:1] if len(set(rows)) == 1 else rows  # alike for all sequences: one attention does
         self.is_seen = False
@@ -263,11 +268,17 @@ def _loss(model: Any, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
 
 
 @torch.compiler.disable()
-def _logprobs(model: Any, hidden: Tensor, targets: Tensor, length: int) -> Tensor:
+def _logprobs(model: Any, hidden: Tensor, targets: Tensor, length: int, document_lengths: Tensor | None) -> Tensor:
     """Of each target of the whole sequences (B, S), on every rank of the ring; 0 where there is none."""
     losses = _cross_entropy(model, hidden, targets, _plain(model), "none").view(targets.shape)
     ring = model.ring_mesh["ring"]
-    return Unsharded.apply(0.0 - losses, Layout(model.ring_layout, length, ring.size()), ring.get_group(), 1)
+    return Unsharded.apply(0.0 - losses, _layout_of(model, length, document_lengths), ring.get_group(), 1)
+
+
+def _layout_of(model: Any, length: int, document_lengths: Tensor | None) -> Layout:
+    """How the sequences of a batch are split."""
+    documents = documents_of(model.ring_layout, document_lengths)
+    return batch_layout(model.ring_layout, length, model.ring_mesh["ring"].size(), documents)
 
 
 def _plain(model: Any) -> LossOptions:
