@@ -1,0 +1,48 @@
+"""The halo of a causal convolution: the inputs before a span that its first outputs need, and who has them.
+
+A kernel of K taps needs K - 1 inputs before a span, as far as its document reaches back. They may be in several spans.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ringspan.core.recurrence.spans import Place
+
+
+class Loan(NamedTuple):
+    """``tokens`` inputs of a span from an offset in it on, which are in the halo of another one from ``place`` on."""
+
+    source: int
+    offset: int
+    target: int
+    place: int
+    tokens: int
+
+
+def reach_back(places: Sequence[Place], number: int, width: int, starts: Sequence[int]) -> int:
+    """How many of the ``width`` inputs before a span are of its first token's document."""
+    lowest = starts[bisect_right(starts, places[number].start) - 1]
+    found = 0
+    while number and found < width and places[number - 1].end > lowest:
+        number -= 1
+        found += places[number].end - max(places[number].start, lowest)
+    return min(found, width)
+
+
+def halo_loans(places: Sequence[Place], width: int, starts_of_rows: Sequence[Sequence[int]]) -> tuple[Loan, ...]:
+    """Who has which inputs of the ``width`` before each span, by target and in the order of positions.
+
+    As far back as any sequence of the batch needs them; spans are in the order of their positions.
+    """
+    loans: list[Loan] = []
+    for target in range(len(places)):
+        left = max(reach_back(places, target, width, starts) for starts in starts_of_rows)
+        source, place, mine = target, width, list[Loan]()
+        while left:
+            source -= 1
+            count = min(left, places[source].tokens)
+            place, left = place - count, left - count
+            mine.append(Loan(source, places[source].tokens - count, target, place, count))
+        loans += mine[::-1]
+    return tuple(loans)

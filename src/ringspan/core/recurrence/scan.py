@@ -1,0 +1,98 @@
+"""The scan of spans' affine maps, as rounds of messages between spans.
+
+Span j maps a state to ``A_j S + B_j``. What all spans up to j make of nothing is its prefix, ``B_j + A_j (B_{j-1} +
+A_{j-1} ...)``, and the state that span j + 1 takes. In a chain each prefix goes to the next span, as soon as it is
+there: one state per span travels, in as many rounds as there are spans. Over more spans, prefixes are made in a
+logarithmic number of rounds (Hillis and Steele 1986), of messages that hold the map as well.
+
+Of four spans where a document begins inside the third one, whose prefix needs nobody: a chain of two rounds.
+
+    round 0    0 -> 1, 2 -> 3
+    round 1    1 -> 2
+"""
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from ringspan.core.recurrence.spans import Links
+
+CHAIN_SPANS: Final = 8
+"""Up to so many spans, as few bytes as possible; beyond, few rounds."""
+
+
+class Message(NamedTuple):
+    """What one span sends another one behind it, and what becomes of it.
+
+    ``has_map``: A comes with B, because the sender's is not the whole prefix yet. ``composes``: the target's map is
+    applied behind it. ``is_state``: it is the state that the target takes.
+    """
+
+    source: int
+    target: int
+    has_map: bool
+    composes: bool
+    is_state: bool
+
+
+Rounds = tuple[tuple[Message, ...], ...]
+
+
+def scan_rounds(links: Links, *, chain_spans: int = CHAIN_SPANS) -> Rounds:
+    """Rounds of messages after which each span that takes a state has it. A round's messages hold what was before it.
+
+    Spans are in the order in which states go through them; one that does not pass states on has A = 0.
+    """
+    rounds: dict[int, list[Message]] = {}
+    for first, last in _runs(links):
+        spans = last - first  # those whose prefixes somebody needs, all but the last
+        steps = _chain(first, last) if spans <= chain_spans else _doubling(first, spans)
+        for number, message in steps:
+            rounds.setdefault(number, []).append(message)
+    return tuple(tuple(rounds[number]) for number in sorted(rounds))
+
+
+def _runs(links: Links) -> Iterator[tuple[int, int]]:
+    """First and last span of each run that a state goes through: the first one's prefix needs nobody."""
+    first = 0
+    for span in range(1, len(links.takes) + 1):
+        takes = span < len(links.takes) and links.takes[span]
+        if takes and links.passes[span]:
+            continue
+        last = span if takes else span - 1
+        if last > first:
+            yield first, last
+        first = span
+
+
+def _chain(first: int, last: int) -> Iterator[tuple[int, Message]]:
+    for number, span in enumerate(range(first, last)):
+        is_prefix_needed = span + 1 < last
+        yield number, Message(span, span + 1, has_map=False, composes=is_prefix_needed, is_state=True)
+
+
+def _doubling(first: int, spans: int) -> Iterator[tuple[int, Message]]:
+    """Prefixes of ``spans`` spans from ``first`` on, and their delivery to the next ones."""
+    delivered: set[int] = set()
+    number, reach = 0, 1
+    while reach < spans:
+        for span in range(reach, spans):
+            source = span - reach
+            is_whole = source < reach
+            if is_whole and reach == 1:
+                delivered.add(span)
+            yield (
+                number,
+                Message(
+                    first + source, first + span, has_map=not is_whole, composes=True, is_state=is_whole and reach == 1
+                ),
+            )
+        number, reach = number + 1, 2 * reach
+    for span in range(1, spans + 1):
+        if span not in delivered:
+            yield number, Message(first + span - 1, first + span, has_map=False, composes=False, is_state=True)
+
+
+def sent_states(rounds: Rounds, owners: list[int]) -> int:
+    """How many states, and maps of a state's size, travel between different ranks."""
+    messages = (message for each in rounds for message in each)
+    return sum(1 + message.has_map for message in messages if owners[message.source] != owners[message.target])

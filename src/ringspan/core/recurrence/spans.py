@@ -1,0 +1,108 @@
+"""Spans in the order of positions, cut where documents begin: what one recurrent state runs through.
+
+A layer with a state maps it affinely over consecutive tokens: ``state_out = A state_in + B``. A span is consecutive
+tokens of one rank. A document begins with a state of zero, so a span is cut there: its first piece continues the span
+before, its last piece is continued by the span behind.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ringspan.core.errors import LayoutError
+from ringspan.core.geometry.layout import Layout
+
+
+class Place(NamedTuple):
+    """A span: of which rank, which of its spans in storage order, its first token there, and its positions."""
+
+    rank: int
+    place: int
+    offset: int
+    start: int
+    tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one document in a span: the first one's offset in the span, and how many.
+
+    ``begins``: the first token begins its document.
+    """
+
+    offset: int
+    tokens: int
+    begins: bool
+
+
+def places_of(layout: Layout) -> tuple[Place, ...]:
+    """All spans of a layout in the order of their positions.
+
+    Raises:
+        LayoutError: the tokens of a rank are not consecutive (striped): each would need the state of another rank.
+    """
+    places: list[Place] = []
+    for rank in range(layout.ranks):
+        offset = 0
+        for index, span in enumerate(layout.spans(rank)):
+            if span.step != 1 and span.count > 1:
+                raise LayoutError(
+                    f"layout {layout.name!r} gives each rank every {span.step}-th token, and a layer with a recurrent "
+                    "state or a convolution needs consecutive ones; use zigzag or contiguous"
+                )
+            places.append(Place(rank, index, offset, span.start, span.count))
+            offset += span.count
+    return tuple(sorted(places, key=lambda place: place.start))
+
+
+def pieces_of(place: Place, starts: Sequence[int]) -> tuple[Piece, ...]:
+    """The pieces of a span; ``starts`` are the positions at which documents begin, in increasing order, 0 the first."""
+    inside = starts[bisect_right(starts, place.start) : bisect_left(starts, place.end)]
+    cuts = [place.start, *inside, place.end]
+    begins = [begins_at(place.start, starts), *(True for _ in inside)]
+    return tuple(
+        Piece(cut - place.start, following - cut, is_first)
+        for cut, following, is_first in zip(cuts, cuts[1:], begins, strict=False)
+    )
+
+
+def begins_at(position: int, starts: Sequence[int]) -> bool:
+    """Whether a document begins at a position."""
+    found = bisect_left(starts, position)
+    return found < len(starts) and starts[found] == position
+
+
+class Links(NamedTuple):
+    """For each span, in the order of positions, whether any sequence of a batch
+
+    ``takes``: continues a document of the span before, whose state it needs;
+    ``passes``: hands what it takes on to its end, since no document begins in it.
+    """
+
+    takes: tuple[bool, ...]
+    passes: tuple[bool, ...]
+
+    @property
+    def reverse(self) -> "Links":
+        """Those of the gradients of states, which come from the last span and go to the first one."""
+        behind = (*self.takes[1:], False)
+        return Links(behind[::-1], self.passes[::-1])
+
+
+def links_of(places: Sequence[Place], starts_of_rows: Sequence[Sequence[int]]) -> Links:
+    """The links between spans, for the starts of the documents of each sequence of a batch."""
+    takes: list[bool] = []
+    passes: list[bool] = []
+    for number, place in enumerate(places):
+        continues = [number > 0 and not begins_at(place.start, starts) for starts in starts_of_rows]
+        takes.append(any(continues))
+        passes.append(
+            any(
+                goes_on and len(pieces_of(place, starts)) == 1
+                for goes_on, starts in zip(continues, starts_of_rows, strict=True)
+            )
+        )
+    return Links(tuple(takes), tuple(passes))

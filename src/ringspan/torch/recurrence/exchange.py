@@ -1,0 +1,182 @@
+"""What travels between spans: states and the maps that compose them, and the halos of convolutions.
+
+As operators, which trace without communicating. n local spans in storage order, B batch, C channels, T local tokens.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from ringspan.torch.recurrence.plan import Plan, from_text
+from ringspan.torch.transport.agreement import agree, one_at_a_time
+from ringspan.torch.transport.exchange import TensorSpec
+from ringspan.torch.transport.protocol import Transport, transport_of
+
+
+def applied(maps: Tensor, states: Tensor, is_matrix: bool) -> Tensor:
+    """``A S``: A is a matrix (..., K, K), or has factors of S's entries."""
+    return maps @ states if is_matrix else maps * states
+
+
+@torch.library.custom_op("ringspan::scan_states", mutates_args=())
+def scan_states(maps: Tensor, states: Tensor, plan: str, is_matrix: bool, reverse: bool) -> Tensor:
+    """The state that each local span takes: of the maps ``A_j S + B_j`` of the spans before it. 0 where it takes none.
+
+    maps (n, B, ...) are A and states (n, B, ...) B. In ``reverse`` the spans come from the last one on, A is transposed
+    and what a span takes is the gradient of the state behind it.
+    """
+    plan_, name = from_text(plan)
+    group = _group(name)
+    rank = dist.get_rank(group) if group is not None else 0
+    facts = {
+        "states": tuple(states.shape[1:]),
+        "maps": tuple(maps.shape[1:]),
+        "dtype": str(states.dtype),
+        "spans": plan,
+        "direction": "backward" if reverse else "forward",
+    }
+    with one_at_a_time(group), torch.autocast(states.device.type, enabled=False):
+        agree(group, facts)
+        transport = transport_of(group, f"scan {facts}")
+        return scan(maps, states, plan_, rank, transport, is_matrix=is_matrix, reverse=reverse)
+
+
+@scan_states.register_fake
+def _(maps: Tensor, states: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(states, memory_format=torch.contiguous_format)
+
+
+def scan(
+    maps: Tensor, states: Tensor, plan: Plan, rank: int, transport: Transport, *, is_matrix: bool, reverse: bool
+) -> Tensor:
+    """``scan_states`` over a transport."""
+    mine = plan.mine(rank)
+    if reverse and is_matrix:
+        maps = maps.mT
+    prefix_maps = {number: maps[index] for index, number in enumerate(mine)}
+    prefixes = {number: states[index] for index, number in enumerate(mine)}
+    taken: dict[int, Tensor] = {}
+    last = len(plan.places) - 1
+    for number, messages in enumerate(plan.reverse_rounds if reverse else plan.rounds):
+        sends: list[tuple[int, Tensor]] = []
+        receives: list[tuple[int, TensorSpec]] = []
+        arrivals: list[tuple[Any, list[Tensor] | None, int]] = []
+        for message in messages:
+            source, target = message.source, message.target
+            if reverse:
+                source, target = last - source, last - target
+            sender, receiver = plan.places[source].rank, plan.places[target].rank
+            parts: list[Tensor] | None = None
+            if sender == rank:
+                parts = [prefixes[source]] + ([prefix_maps[source]] if message.has_map else [])
+                parts = [part.contiguous() for part in parts]
+                if receiver != rank:
+                    sends += [(receiver, part) for part in parts]
+            if receiver == rank:
+                arrivals.append((message, parts, target))
+                if parts is None:
+                    like = [states[0]] + ([maps[0]] if message.has_map else [])
+                    receives += [(sender, TensorSpec.like(part)) for part in like]
+        transfer, pending = transport.post(sends, receives, 2 * number + reverse)
+        transfer.wait()
+        received = iter(pending)
+        # Only now: what was sent is from before this round.
+        for message, parts, target in arrivals:
+            if parts is None:
+                parts = [next(received).read() for _ in range(1 + message.has_map)]
+            if message.is_state:
+                taken[target] = parts[0].clone()
+            if message.composes:
+                own = prefix_maps[target]
+                prefixes[target] = applied(own, parts[0], is_matrix) + prefixes[target]
+                prefix_maps[target] = applied(own, parts[1], is_matrix) if message.has_map else torch.zeros_like(own)
+    return torch.stack([taken[number] if number in taken else torch.zeros_like(states[0]) for number in mine])
+
+
+@torch.library.custom_op("ringspan::halo", mutates_args=())
+def halo_of(x: Tensor, width: int, plan: str) -> Tensor:
+    """The ``width`` inputs before each local span, 0 where no sequence of the batch needs them: (B, C, T) -> (n, B, C,
+    width).
+    """
+    return _lent(x, x.shape[-1], width, plan, reverse=False)
+
+
+@torch.library.custom_op("ringspan::halo_backward", mutates_args=())
+def halo_backward(dhalo: Tensor, width: int, tokens: int, plan: str) -> Tensor:
+    """What the inputs (B, C, tokens) of this rank contributed to halos: (n, B, C, width) -> (B, C, tokens)."""
+    return _lent(dhalo, tokens, width, plan, reverse=True)
+
+
+@halo_of.register_fake
+def _(x: Tensor, width: int, plan: str) -> Tensor:
+    plan_, name = from_text(plan)
+    group = _group(name)
+    spans = len(plan_.mine(dist.get_rank(group) if group is not None else 0))
+    return x.new_empty((spans, *x.shape[:-1], width))
+
+
+@halo_backward.register_fake
+def _(dhalo: Tensor, width: int, tokens: int, plan: str) -> Tensor:
+    return dhalo.new_empty((*dhalo.shape[1:-1], tokens))
+
+
+def _lent(x: Tensor, tokens: int, width: int, plan: str, *, reverse: bool) -> Tensor:
+    plan_, name = from_text(plan)
+    group = _group(name)
+    rank = dist.get_rank(group) if group is not None else 0
+    facts = {
+        "inputs": tuple(x.shape[:-1] if not reverse else x.shape[1:-1]),
+        "taps": width + 1,
+        "dtype": str(x.dtype),
+        "spans": plan,
+        "direction": "backward" if reverse else "forward",
+    }
+    with one_at_a_time(group):
+        agree(group, facts)
+        transport = transport_of(group, f"halo {facts}")
+        return lend(x, tokens, width, plan_, rank, transport, reverse=reverse)
+
+
+def lend(x: Tensor, tokens: int, width: int, plan: Plan, rank: int, transport: Transport, *, reverse: bool) -> Tensor:
+    """``halo_of``, or ``halo_backward`` in reverse, over a transport."""
+    mine = plan.mine(rank)
+    index = {number: i for i, number in enumerate(mine)}
+    shape = (*x.shape[1:-1], tokens) if reverse else (len(mine), *x.shape[:-1], width)
+    made = x.new_zeros(shape)
+    sends: list[tuple[int, Tensor]] = []
+    receives: list[tuple[int, TensorSpec]] = []
+    arrivals: list[tuple[Tensor, Tensor | None]] = []
+
+    def inputs(of: Tensor, loan: Any) -> Tensor:
+        first = plan.places[loan.source].offset + loan.offset
+        return of[..., first : first + loan.tokens]
+
+    def borrowed(of: Tensor, loan: Any) -> Tensor:
+        return of[index[loan.target]][..., loan.place : loan.place + loan.tokens]
+
+    for loan in plan.loans(width):
+        lender, borrower = plan.places[loan.source].rank, plan.places[loan.target].rank
+        sender, receiver = (borrower, lender) if reverse else (lender, borrower)
+        part = None
+        if sender == rank:
+            part = (borrowed if reverse else inputs)(x, loan).contiguous()
+            if receiver != rank:
+                sends.append((receiver, part))
+        if receiver == rank:
+            place = (inputs if reverse else borrowed)(made, loan)
+            arrivals.append((place, part))
+            if part is None:
+                receives.append((sender, TensorSpec(tuple(place.shape), x.dtype, x.device)))
+    transfer, pending = transport.post(sends, receives, int(reverse))
+    transfer.wait()
+    received = iter(pending)
+    for place, part in arrivals:
+        place += next(received).read() if part is None else part  # an input may be in several halos
+    return made
+
+
+def _group(name: str) -> dist.ProcessGroup | None:
+    return c10d._resolve_process_group(name) if name else None  # pyright: ignore

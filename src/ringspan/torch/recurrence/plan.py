@@ -1,0 +1,107 @@
+"""One rank's part of a recurrence: its spans, their pieces, and who sends whom what."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch.distributed as dist
+
+from ringspan.core.geometry.layout import CustomLayout, Layout
+from ringspan.core.recurrence.halo import Loan, halo_loans, reach_back
+from ringspan.core.recurrence.scan import Rounds, scan_rounds
+from ringspan.core.recurrence.spans import Links, Place, begins_at, links_of, pieces_of, places_of
+
+
+@dataclass(frozen=True)
+class LocalPiece:
+    """Tokens ``start`` to ``stop - 1`` of this rank, of one document.
+
+    ``continues``: it takes a state, or inputs, from the span before; else its document begins.
+    """
+
+    start: int
+    stop: int
+    continues: bool
+
+
+class Plan:
+    """Who computes what, and who sends whom what, for the sequences of one layout with the same documents."""
+
+    def __init__(self, layout: Layout, starts: tuple[tuple[int, ...], ...]) -> None:
+        self.layout, self.starts = layout, starts
+        self.places = places_of(layout)
+        self._loans: dict[int, tuple[Loan, ...]] = {}
+
+    @cached_property
+    def links(self) -> Links:
+        return links_of(self.places, self.starts)
+
+    @cached_property
+    def rounds(self) -> Rounds:
+        return scan_rounds(self.links)
+
+    @cached_property
+    def reverse_rounds(self) -> Rounds:
+        return scan_rounds(self.links.reverse)
+
+    def loans(self, width: int) -> tuple[Loan, ...]:
+        """Who lends whom inputs for halos of that width."""
+        if width not in self._loans:
+            self._loans[width] = halo_loans(self.places, width, self.starts)
+        return self._loans[width]
+
+    def mine(self, rank: int) -> tuple[int, ...]:
+        """Which spans a rank holds, in storage order."""
+        held = [(place.place, number) for number, place in enumerate(self.places) if place.rank == rank]
+        return tuple(number for _, number in sorted(held))
+
+    def rows(self) -> list[tuple[slice, tuple[int, ...]]]:
+        """The sequences of a batch that have the same documents, and where these begin."""
+        if len(self.starts) == 1:
+            return [(slice(None), self.starts[0])]
+        return [(slice(row, row + 1), starts) for row, starts in enumerate(self.starts)]
+
+    def pieces(self, number: int, starts: tuple[int, ...]) -> Iterator[LocalPiece]:
+        """The pieces of a span in a sequence whose documents begin there."""
+        place = self.places[number]
+        for offset, count, begins in pieces_of(place, starts):
+            first = place.offset + offset
+            yield LocalPiece(first, first + count, number > 0 and not begins)
+
+    def passes(self, number: int, starts: tuple[int, ...]) -> bool:
+        """Whether the state that a span takes goes on behind it."""
+        place = self.places[number]
+        return number > 0 and not begins_at(place.start, starts) and len(pieces_of(place, starts)) == 1
+
+    def reach_back(self, number: int, width: int, starts: tuple[int, ...]) -> int:
+        return reach_back(self.places, number, width, starts)
+
+    def is_taken(self, number: int) -> bool:
+        """Whether the next span takes the state behind this one."""
+        return number + 1 < len(self.places) and self.links.takes[number + 1]
+
+    def takes(self, number: int) -> bool:
+        return self.links.takes[number]
+
+    def place(self, number: int) -> Place:
+        return self.places[number]
+
+
+@lru_cache(maxsize=64)
+def plan_of(layout: Layout, starts: tuple[tuple[int, ...], ...]) -> Plan:
+    return Plan(layout, starts)
+
+
+def as_text(layout: Layout, starts: tuple[tuple[int, ...], ...], group: dist.ProcessGroup | None) -> str:
+    """A plan and its group as the argument of an operator."""
+    name = layout.spec if isinstance(layout, CustomLayout) else layout.name
+    return json.dumps([name, layout.length, layout.ranks, starts, "" if group is None else group.group_name])
+
+
+@lru_cache(maxsize=64)
+def from_text(text: str) -> tuple[Plan, str]:
+    """The plan and the name of its group."""
+    name, length, ranks, starts, group = json.loads(text)
+    layout = CustomLayout.parse(name) if name.startswith("custom") else Layout(name, length, ranks)
+    return plan_of(layout, tuple(map(tuple, starts))), group

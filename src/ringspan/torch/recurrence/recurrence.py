@@ -1,0 +1,219 @@
+"""A layer with a state over the spans of a ring: compute each span's map, scan them, compute with the states.
+
+Every span is computed twice, first from a state of zero, to know what it makes of one, then from the one that it takes;
+but for those that take none. In backward, a span's part in the gradient of its state is asked of its outputs first; the
+gradients are scanned from the last span on, and then each span has all that its inputs' gradients need.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ringspan.torch.layers.modules import autocast_now
+from ringspan.torch.recurrence.current import Record, SequencePass
+from ringspan.torch.recurrence.exchange import halo_backward, halo_of, scan_states
+from ringspan.torch.recurrence.plan import LocalPiece, Plan, as_text, plan_of
+from ringspan.torch.recurrence.rules import Arguments, Function, Rule, state_dtype
+
+
+@torch.compiler.disable()
+def recurrence(rule: Rule, function: Function, arguments: Mapping[str, Any], sequences: SequencePass) -> Tensor:
+    """The outputs of a layer with a state for the local tokens; differentiable. Every rank of the ring calls it alike.
+
+    On the whole sequence it equals ``function(**arguments)``, each document by itself.
+    """
+    plan = plan_of(sequences.layout, sequences.starts)
+    rank = dist.get_rank(sequences.group) if sequences.group is not None else 0
+    job = _Job(
+        rule, function, dict(arguments), plan, plan.mine(rank), as_text(plan.layout, plan.starts, sequences.group)
+    )
+    if not plan.rounds:
+        return job.outputs(job.arguments)
+    names = [name for name, x in arguments.items() if isinstance(x, Tensor)]
+    return _Recurrence.apply(job, names, sequences.record, *(arguments[name] for name in names))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One rank's spans of one layer."""
+
+    rule: Rule
+    function: Function
+    arguments: dict[str, Any]
+    plan: Plan
+    mine: tuple[int, ...]
+    text: str
+
+    def outputs(self, arguments: Arguments) -> Tensor:
+        """Where no span takes a state."""
+        return torch.cat([self.run(arguments, number, None)[0] for number in self.mine], self.rule.out_dim)
+
+    def run(self, arguments: Arguments, number: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Outputs of a span and the state behind it, from the one that it takes."""
+        outs: list[Tensor] = []
+        ends: list[Tensor] = []
+        for rows, starts in self.plan.rows():
+            made: list[Tensor] = []
+            end = None
+            for piece in self.plan.pieces(number, starts):
+                begin = state[rows] if piece.continues and state is not None else None
+                out, end = self.rule.run(self.function, self._part(arguments, rows, piece), begin)
+                made.append(out)
+            assert end is not None, "a span has tokens"
+            outs.append(_joined(made, self.rule.out_dim))
+            ends.append(end)
+        return _joined(outs, 0), _joined(ends, 0)
+
+    def map_of(self, arguments: Arguments, number: int) -> tuple[Tensor, Tensor]:
+        """A and B of a span: what it makes of a state that it takes."""
+        maps: list[Tensor] = []
+        states: list[Tensor] = []
+        for rows, starts in self.plan.rows():
+            *_, last = self.plan.pieces(number, starts)
+            part = self._part(arguments, rows, last)
+            if self.plan.passes(number, starts):
+                a, b = self.rule.map_of(self.function, part)
+            else:
+                _, b = self.rule.run(self.function, part, None)
+                a = b.new_zeros(self.rule.shapes(part)[0])
+            maps.append(a)
+            states.append(b)
+        return _joined(maps, 0), _joined(states, 0)
+
+    def _part(self, arguments: Arguments, rows: slice, piece: LocalPiece) -> dict[str, Any]:
+        part = dict(arguments)
+        for name, dim in self.rule.dims.items():
+            x = part.get(name)
+            if isinstance(x, Tensor):
+                part[name] = x[rows].narrow(dim, piece.start, piece.stop - piece.start)
+        return part
+
+    def with_tensors(self, names: list[str], tensors: tuple[Tensor, ...]) -> dict[str, Any]:
+        return {**self.arguments, **dict(zip(names, tensors, strict=True))}
+
+    def forward(self, arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs, and for each local span the state that it takes and A."""
+        outs: dict[int, Tensor] = {}
+        maps: list[Tensor] = []
+        states: list[Tensor] = []
+        first = next(arguments[name] for name in self.rule.dims)
+        shapes = self.rule.shapes(arguments)
+        dtype = state_dtype(first.dtype)
+        for number in self.mine:
+            a, b = (torch.zeros(shape, dtype=dtype, device=first.device) for shape in shapes)
+            if not self.plan.takes(number):
+                outs[number], b = self.run(arguments, number, None)
+            elif self.plan.is_taken(number):
+                a, b = self.map_of(arguments, number)
+            maps.append(a.to(dtype))
+            states.append(b.to(dtype))
+        stacked = torch.stack(maps)
+        taken = scan_states(stacked, torch.stack(states), self.text, self.rule.is_matrix, False)
+        for state, number in zip(taken, self.mine, strict=True):
+            if number not in outs:
+                outs[number], _ = self.run(arguments, number, state)
+        return torch.cat([outs[number] for number in self.mine], self.rule.out_dim), taken, stacked
+
+    def backward(
+        self, arguments: Arguments, leaves: list[Tensor], dout: Tensor, taken: Tensor, maps: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the leaves that the arguments are."""
+        states = [
+            state.detach().requires_grad_() if self.plan.takes(number) else None
+            for state, number in zip(taken, self.mine, strict=True)
+        ]
+        with torch.enable_grad():
+            made = [self.run(arguments, number, state) for number, state in zip(self.mine, states, strict=True)]
+        outs, ends = [out for out, _ in made], [end for _, end in made]
+        douts = dout.split([self.plan.place(number).tokens for number in self.mine], self.rule.out_dim)
+        gammas = torch.zeros_like(taken)
+        for index, state in enumerate(states):
+            if state is not None:
+                (gamma,) = torch.autograd.grad(outs[index], state, douts[index], retain_graph=True)
+                gammas[index] = gamma
+        dends = scan_states(maps, gammas, self.text, self.rule.is_matrix, True)
+        of_ends = [(end, dend.to(end.dtype)) for end, dend, number in zip(ends, dends, self.mine, strict=True)
+                   if self.plan.is_taken(number)]  # fmt: skip
+        results, gradients = [*outs, *(end for end, _ in of_ends)], [*douts, *(dend for _, dend in of_ends)]
+        return torch.autograd.grad(results, leaves, gradients, allow_unused=True)
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, job: _Job, names: list[str], record: Record | None, *tensors: Tensor) -> Tensor:
+        def compute() -> tuple[Tensor, Tensor, Tensor]:
+            return job.forward(job.with_tensors(names, tensors))
+
+        out, taken, maps = compute() if record is None else record.made(compute)
+        ctx.job, ctx.names = job, names
+        kind = tensors[0].device.type
+        ctx.autocast = autocast_now(kind)
+        ctx.save_for_backward(*tensors, taken, maps)
+        return out.view_as(out) if record is not None else out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        *tensors, taken, maps = ctx.saved_tensors
+        job: _Job = ctx.job
+        wanted = ctx.needs_input_grad[3:]
+        inputs = tuple(x.detach().requires_grad_(want) for x, want in zip(tensors, wanted, strict=True))
+        leaves = [x for x in inputs if x.requires_grad]
+        with ctx.autocast():
+            found = iter(job.backward(job.with_tensors(ctx.names, inputs), leaves, gradients[0], taken, maps))
+        return (None, None, None, *(next(found) if want else None for want in wanted))
+
+
+@torch.compiler.disable()
+def convolution(
+    function: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, sequences: SequencePass,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """A causal convolution of the local tokens, each document by itself; differentiable. Every rank calls it alike.
+
+    ``function(x, weight, bias, **options)`` computes it of consecutive tokens, with zeros before the first one. x (B,
+    C, T), weight (C, K).
+    """
+    plan, width = plan_of(sequences.layout, sequences.starts), weight.shape[-1] - 1
+    mine = plan.mine(dist.get_rank(sequences.group) if sequences.group is not None else 0)
+    halos = None
+    if width and plan.loans(width):
+        text = as_text(plan.layout, plan.starts, sequences.group)
+        halos = _Halo.apply(x, width, text, sequences.record)
+    convolved: list[Tensor] = []
+    for rows, starts in plan.rows():
+        outs: list[Tensor] = []
+        for index, number in enumerate(mine):
+            for piece in plan.pieces(number, starts):
+                part = x[rows, :, piece.start : piece.stop]
+                reach = plan.reach_back(number, width, starts) if piece.continues else 0
+                if reach:
+                    assert halos is not None, "the span before lends it"
+                    part = torch.cat((halos[index, rows, :, width - reach :], part), -1)
+                outs.append(function(part, weight, bias, **options)[..., reach:])
+        convolved.append(_joined(outs, -1))
+    return _joined(convolved, 0)
+
+
+class _Halo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, width: int, text: str, record: Record | None) -> Tensor:
+        ctx.width, ctx.tokens, ctx.text = width, x.shape[-1], text
+        if record is None:
+            return halo_of(x, width, text)
+        (halo,) = record.made(lambda: (halo_of(x, width, text),))
+        return halo.view_as(halo)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return halo_backward(gradients[0].contiguous(), ctx.width, ctx.tokens, ctx.text), None, None, None
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -1,0 +1,84 @@
+"""Tiny configs of models that have layers with a state, or convolutions, which give their sizes names of their own."""
+
+from typing import Any, Final
+
+from transformers import CONFIG_MAPPING
+
+DROPOUTS: Final = (
+    "attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "dropout", "hidden_dropout_prob",
+    "attention_probs_dropout_prob", "activation_dropout", "layerdrop", "residual_dropout", "embedding_dropout",
+    "router_jitter_noise",
+)  # fmt: skip
+_ALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+_GATED = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+_MAMBA2 = {"mamba_d_state": 6, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+_MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_SELECTIVE = {"state_size": 5, "time_step_rank": 4, "expand": 2}
+
+# What a kind has beside these sizes: at least two layers of each sort.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": _GATED | _EXPERTS | {"shared_expert_intermediate_size": 16, "decoder_sparse_step": 1},
+    "qwen3_5_text": _GATED,
+    "kimi_linear": {
+        "linear_num_heads": 4, "linear_head_dim": 8, "num_key_value_heads": 4, "head_dim": None, "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": None, "first_k_dense_replace": 2,
+        "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    } | _MIXED,
+    "olmo_hybrid": _GATED,
+    "qwen3_5_moe_text": _GATED | _EXPERTS | {"shared_expert_intermediate_size": 16},
+    "nemotron_h": {
+        "layer_types": ["linear_attention", "full_attention", "mlp"] * 2, "num_hidden_layers": 6,
+        "ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 8,
+    },
+    "bamba": _MAMBA2 | {"attn_layer_indices": [1, 3]},
+    "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 64, "num_hidden_layers": 2},
+    "granitemoehybrid": _MAMBA2 | _MIXED | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16, "logits_scaling": 8.0,
+        "attention_multiplier": 0.1,
+    },
+    "zamba2": {
+        "mamba_d_state": 6, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 8,
+        "attention_head_dim": 16, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1,
+    },
+    "mamba2": {
+        "num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "chunk_size": 8, "num_hidden_layers": 2,
+    },
+    "mamba": _SELECTIVE | {"num_hidden_layers": 2, "intermediate_size": 64},
+    "jamba": {
+        "mamba_d_state": 5, "mamba_dt_rank": 4, "num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2,
+        "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0,
+    },
+    "falcon_mamba": _SELECTIVE | {"num_hidden_layers": 2, "intermediate_size": 64},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "minimax": _MIXED | {"block_size": 8, "num_local_experts": 2, "num_experts_per_tok": 2},
+}  # fmt: skip
+
+
+def hybrid_config(kind: str, **changes: Any) -> Any:
+    """Tiny sizes, at least two layers of each sort and no dropout."""
+    usual = CONFIG_MAPPING[kind]()
+    values = {name: value for name, value in _ALL.items() if hasattr(usual, name)}
+    values |= {name: 0.0 for name in DROPOUTS if hasattr(usual, name)}
+    values |= HYBRIDS[kind] | changes
+    made = CONFIG_MAPPING[kind](**{name: value for name, value in values.items() if value is not None})
+    made._attn_implementation = made._experts_implementation = "eager"  # others know no float64
+    return made
