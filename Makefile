@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fuzz faults models bench clean
+.PHONY: help setup demo test lint fuzz long faults models bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,9 @@ lint: $(STAMP) ## check style, formatting and types
 
 fuzz: $(STAMP) ## run the property tests with 25 times as many, and new, random examples
 	RINGSPAN_FUZZ=$${RINGSPAN_FUZZ:-25} $(BIN)/pytest -m hypothesis --timeout=7200 $(ARGS)
+
+long: $(STAMP) ## compare prompts of 5,000 tokens and 200 new ones with one process
+	RINGSPAN_LONG=1 OMP_NUM_THREADS=1 $(BIN)/pytest --timeout=600 tests/torch/generate/test_long.py $(ARGS)
 
 faults: $(STAMP) ## strike real jobs with kills, signals and damage (ARGS="kill save"); leave the machine alone meanwhile
 	$(BIN)/python -m tests.faults.run $(ARGS)

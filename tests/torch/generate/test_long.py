@@ -1,0 +1,94 @@
+"""Long prompts and long texts: token for token those of one process; ``make long`` takes 5,000 tokens and 200 new ones.
+
+The suite's own are a tenth of that. Lengths are multiples of nothing.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringspan as rs
+from tests.torch.generate import models
+
+IS_LONG = bool(os.environ.get("RINGSPAN_LONG"))
+PROMPT, NEW = (4_999, 200) if IS_LONG else (487, 40)
+CHUNK = 611 if IS_LONG else 61  # per rank
+
+
+def texts(model: Any) -> list[torch.Tensor]:
+    """The most likely tokens, and tokens drawn under a seed."""
+    ids = models.prompt(PROMPT)
+    greedy = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    torch.manual_seed(3)
+    return [greedy, model.generate(ids, max_new_tokens=NEW, do_sample=True, top_p=0.9, temperature=0.8)]
+
+
+def on_ring(mesh: DeviceMesh, name: str) -> list[torch.Tensor]:
+    model: Any = rs.parallelize(models.model(name), mesh)
+    model.ring_prefill_tokens = CHUNK
+    return texts(model)
+
+
+def check(pool, name: str, ranks: int, **mesh: int) -> None:
+    expected = texts(models.model(name))
+    assert expected[0].shape[1] == PROMPT + NEW
+    for found in pool.run(on_ring, ranks, name, **mesh):
+        for text, other in zip(found, expected, strict=True):
+            assert torch.equal(text, other), int((text != other).any(0).nonzero()[0])
+
+
+@pytest.mark.parametrize("name", models.CONFIGS if IS_LONG else ["llama", "gpt_oss", "deepseek_v3"])
+def test_a_long_text_is_that_of_one_process(pool, name):
+    check(pool, name, 2)
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_long_text_on_more_ranks(pool, ranks):
+    check(pool, "mistral", ranks)
+
+
+def test_a_long_text_with_split_heads(pool):
+    check(pool, "llama", 4, tp=2)
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Of a prompt's last token and of the next ones, which are given."""
+    ids = models.prompt(PROMPT)
+    cache = {"past_key_values": model.new_cache()} if hasattr(model, "new_cache") else {"use_cache": True}
+    rows = []
+    with torch.no_grad():
+        for part in (ids[:, :-9], *ids[:, -9:].split(1, 1)):
+            out = model(part, logits_to_keep=1, **cache)
+            rows.append(out.logits)
+            cache = {"past_key_values": out.past_key_values, "use_cache": True}
+    return torch.cat(rows, 1).float()
+
+
+# Where experts are chosen, a score that is rounded another way is another expert, and the error is of that.
+DENSE = {"deepseek_v3": {"first_k_dense_replace": 4}}
+
+
+def dense(name: str) -> Any:
+    return models.model(name, **DENSE.get(name, {}))
+
+
+def in_bfloat16(mesh: DeviceMesh, name: str) -> torch.Tensor:
+    model: Any = rs.parallelize(dense(name).bfloat16(), mesh)
+    model.ring_prefill_tokens = CHUNK
+    return logits(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "deepseek_v3"])
+def test_bfloat16_is_as_near_as_the_attentions_of_one_process(pool, name):
+    """Against float32: no further than twice what one process is, with its own eager or sdpa attention."""
+    truth, alone = logits(dense(name)), []
+    for attention in ("eager", "sdpa"):
+        model: Any = dense(name).bfloat16()
+        model.set_attn_implementation(attention)
+        alone.append((logits(model) - truth).norm())
+    assert min(alone) > 1e-3 * truth.norm(), "it is rounded"
+    for found in pool.run(in_bfloat16, 2, name):
+        assert (found - truth).norm() < 2 * max(alone)
