@@ -45,6 +45,7 @@ SHARES = "core/geometry/test_shares.py::"
 BALANCED = "core/geometry/test_balanced.py::"
 CACHED = "torch/attention/test_cached.py::"
 WRITTEN = f"{CACHED}test_a_prompt_and_then_token_after_token"
+WROTE = "torch/generate/test_generate.py::test_tokens_and_logits_are_those_of_one_process"
 MERGED = f"{CACHED}test_the_merge_weighs_shares_by_what_they_saw_and_counts_sinks_once"
 
 TRAINER = "hf/test_trainer.py::"
@@ -644,6 +645,27 @@ MUTANTS = [
         f"{SHARES}test_what_is_held_from_a_position_on",
     ),
     # What only ranks of the pool execute:
+    Mutant(
+        "a window's cache one short",
+        "torch/generate/cache/cache.py",
+        "max(0, length - self.kind.window + 1)",
+        "max(0, length - self.kind.window + 2)",
+        f"{WROTE}[mistral-2]",
+    ),
+    Mutant(
+        "every rank keeps each new token",
+        "torch/generate/cache/cache.py",
+        "new if turn.is_split else new.index_select(2, turn.kept.to(new.device))",
+        "new",
+        f"{WROTE}[llama-2]",
+    ),
+    Mutant(
+        "positions off by a share",
+        "torch/generate/passes.py",
+        "position_ids=positions[:, mine],",
+        "position_ids=positions[:, mine] - (positions[:, mine].shape[1] if ring.get_local_rank() else 0),",
+        f"{WROTE}[llama-2]",
+    ),
     Mutant(
         "speed of ranks measured in turn",
         "train/job.py",

@@ -1,14 +1,19 @@
 """transformers' ``generate`` on a ring against one process: the same tokens, and the same logits to 1e-5."""
 
+import copy
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 import ringspan as rs
+from ringspan.torch.generate.weights import gathered_bytes
+from ringspan.torch.layers.modules import local_part
+from ringspan.torch.memory.sharding import gathered_parameters, kept_whole
+from tests.cli.commands.test_generate import byte_tokenizer
 from tests.pool import Pool
 from tests.torch.generate import models
 
@@ -51,7 +56,33 @@ def without_cache(model: Any) -> Any:
     return plain(model, models.prompt(37), use_cache=False)
 
 
+def stop_strings(model: Any) -> Any:
+    """Up to what the fifth new token says, where that comes first."""
+    tokenizer = byte_tokenizer()
+    word = tokenizer.decode(model.generate(models.prompt(40), max_new_tokens=5)[0, -1:])
+    return plain(model, models.prompt(40), max_new_tokens=30, stop_strings=[word], tokenizer=tokenizer)
+
+
+def from_a_copy(model: Any) -> Any:
+    """A prompt that is read once, and a copy of its cache for a question."""
+    kept = fresh_cache(model) or {"past_key_values": DynamicCache()}
+    model.generate(models.prompt(40), max_new_tokens=1, **kept)
+    question = torch.cat((models.prompt(40), models.prompt(7)), 1)
+    plain(model, torch.cat((models.prompt(40), models.prompt(9)), 1), **copy.deepcopy(kept))
+    return plain(model, question, **copy.deepcopy(kept))
+
+
 WAYS = {
+    "stop strings": stop_strings,
+    "copies of a cache": from_a_copy,
+    "returned beams": lambda model: model.generate(
+        **padded_batch(),
+        max_new_tokens=6,
+        num_beams=3,
+        num_return_sequences=2,
+        output_logits=True,
+        return_dict_in_generate=True,
+    ),
     "sampling": sampled,
     "beams": lambda model: plain(model, models.prompt(41), num_beams=3),
     "left padding": lambda model: model.generate(
@@ -140,6 +171,23 @@ def with_weights(mesh: DeviceMesh, weights: str) -> Any:
     return results(lambda model: plain(model, models.prompt(33), weights=weights), model)
 
 
+def whole_bytes(mesh: DeviceMesh) -> tuple[int, int]:
+    """What gathering is said to take, and the bytes of what is gathered."""
+    model: Any = rs.parallelize(models.model("llama"), mesh)
+    said = gathered_bytes(model)
+    with kept_whole(model), torch.no_grad():
+        plain(model, models.prompt(5), weights="sharded", max_new_tokens=1)
+        return said, sum(local_part(parameter).nbytes for parameter in gathered_parameters(model))
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, {}), (4, {"tp": 2}), (4, {"replicate": 2})])
+def test_whole_weights_are_counted_as_the_copies_that_they_are(pool, ranks, mesh):
+    each = pool.run(whole_bytes, ranks, **mesh)
+    assert len({said for said, _ in each}) == 1, "all ranks decide alike"
+    for said, found in each:
+        assert said == found
+
+
 def test_replicas_answer_prompts_of_their_own(pool):
     for rank, ids in enumerate(pool.run(own_prompt, 4, replicate=2)):
         length = (33, 131)[rank // 2]
@@ -206,6 +254,8 @@ def refused(mesh: DeviceMesh, case: str) -> None:
             model.generate(ids, cache_implementation="static", max_new_tokens=2)
         case "hidden states":
             model.generate(ids, output_hidden_states=True, return_dict_in_generate=True, max_new_tokens=2)
+        case "an early exit":
+            model.generate(ids, assistant_early_exit=2, max_new_tokens=2)
         case "an empty prompt":
             model.generate(ids[:, :0], max_new_tokens=2)
         case "no such token":
@@ -244,6 +294,7 @@ def refused(mesh: DeviceMesh, case: str) -> None:
         ("a cache of transformers", r"model.new_cache\(\)"),
         ("a static cache", "cache_implementation='static'"),
         ("hidden states", "output_hidden_states"),
+        ("an early exit", "assistant_early_exit=2 is not supported"),
         ("an empty prompt", "at least one token"),
         ("no such token", "outside of the vocabulary"),
         ("embeddings", "inputs_embeds"),

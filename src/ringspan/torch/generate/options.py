@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
+from ringspan.core.arguments import PREFILL_TOKENS
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import check_parameters, check_structure
@@ -62,6 +63,9 @@ def agreed_options(
         arguments["past_key_values"] = model.new_cache()
     if (cache := arguments.get("past_key_values")) is not None and not model.ring_is_generating:
         cache.records_past = False  # an earlier call may have ended while it did
+        inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
+        new = _num_new_tokens(config, arguments, inputs.shape[1])
+        cache.reserve(max(cache.shares.length, inputs.shape[1]) + min(new, PREFILL_TOKENS))  # it may end earlier
     return arguments
 
 
@@ -84,6 +88,11 @@ def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, A
         if value := _asked(config, arguments, name):
             remedy = "leave it out, the cache is split over the ring" if "cache" in name else "leave it out"
             raise UnsupportedError(f"{name}={value!r} is not supported on a ring; {remedy}")
+    if layers := _asked(config, arguments, "assistant_early_exit"):
+        raise UnsupportedError(
+            f"assistant_early_exit={layers} is not supported on a ring, where no layer is left out; give an "
+            "assistant_model, or prompt_lookup_num_tokens"
+        )
     for name in ("inputs_embeds", "custom_generate", "negative_prompt_ids"):
         if arguments.get(name) is not None:
             raise UnsupportedError(f"generate with {name} is not supported on a ring; give input_ids alone")

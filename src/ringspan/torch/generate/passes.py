@@ -28,6 +28,8 @@ from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.transport.digest import described
 
+# What transformers' ``generate`` hands on to each pass, in which no model has a use for it.
+_OF_GENERATE: Final = "tokenizer", "assistant_tokenizer"
 _OURS: Final = "past_key_values", "attention_mask", "position_ids", "input_ids", "use_cache", "logits_to_keep"
 
 
@@ -42,7 +44,8 @@ def agreed_pass(
             names = [name for name in inspect.signature(forward).parameters if name != "self"]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
         asked = {name: given.pop(name) for name in _OURS if name in given}
-        check_arguments(class_name(model), {name: value for name, value in given.items() if name != "return_dict"})
+        apart = ("return_dict", *_OF_GENERATE) if model.ring_is_generating else ("return_dict",)
+        check_arguments(class_name(model), {name: value for name, value in given.items() if name not in apart})
         if given.get("return_dict") is False:
             raise UnsupportedError("return_dict=False is not supported on a ring; it must be True")
         _check_pass(model, asked)
@@ -119,6 +122,7 @@ def over_cache(
     set_global_length(model.get_submodule(model.ring_decoder), int(position_ids.max()) + 1)
     keep = min(logits_to_keep or count, count)
     chunk = model.ring_prefill_tokens * cache.shares.ranks
+    cache.reserve(before + count)
     last: list[Tensor] = []
     for first in range(0, count, chunk):
         part = slice(first, min(first + chunk, count))

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.units import shown_bytes
 from ringspan.core.names import WEIGHTS_NAMES
-from ringspan.torch.layers.modules import local_part
 from ringspan.torch.memory.sharding import kept_whole
 
 _SPARE: Final = 0.9  # of what is free; the rest is for what a chunk computes
@@ -43,7 +43,7 @@ def weights_for_tokens(model: Any, weights: str, cache_bytes: int) -> Iterator[N
         yield
         return
     if weights == "auto":
-        more = _missing_bytes(model)
+        more = gathered_bytes(model)
         free = _free_bytes(ring)
         fits = more + cache_bytes <= _SPARE * free
         _log.info(
@@ -58,13 +58,25 @@ def weights_for_tokens(model: Any, weights: str, cache_bytes: int) -> Iterator[N
         yield
 
 
-def _missing_bytes(model: Any) -> int:
-    """Bytes of the weights of other ranks."""
+def gathered_bytes(model: Any) -> int:
+    """Bytes of the weights of the whole ring, which are copies: the rank's own shards stay beside them. The same number
+    on every rank, whatever does not divide evenly.
+    """
     precision = model._get_fsdp_state()._mp_policy.param_dtype
     return sum(
-        (parameter.numel() - local_part(parameter).numel()) * (precision or parameter.dtype).itemsize
+        _numbers_on_ring(parameter) * (precision or parameter.dtype).itemsize
         for parameter in model.parameters()
+        if isinstance(parameter, DTensor)
     )
+
+
+def _numbers_on_ring(parameter: DTensor) -> int:
+    """Of a weight whose heads are split too, the part that a ring has."""
+    count, mesh = parameter.numel(), parameter.device_mesh
+    for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
+        if axis == "tp" and not placement.is_replicate():
+            count = -(-count // mesh[axis].size())
+    return count
 
 
 def _free_bytes(ring: DeviceMesh) -> int:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from ringspan.core.errors import CheckpointError
+from ringspan.torch.generate.cache import rows
 from ringspan.torch.generate.cache.quantised import QuantisedRows
 from ringspan.torch.generate.cache.rows import Rows
 from tests.torch.generate import models
@@ -220,6 +221,31 @@ def tokens_noted(mesh: DeviceMesh) -> list[bool]:
 
 def test_the_tokens_are_noted_through_crops(pool):
     assert pool.run(tokens_noted, 2) == [[True, True]] * 2
+
+
+def moved(mesh: DeviceMesh, dtype: str | None) -> list[tuple[int, ...]]:
+    """Shapes of keys and values, or their codes, that are moved to a larger place while a text is read and written."""
+    model = model_on(mesh, "llama")
+    kept, shapes, make = model.new_cache(dtype), [], rows._with_room
+
+    def noted(old: torch.Tensor, count: int) -> torch.Tensor:
+        is_held = old.shape[3] > 1 and (dtype is None or old.dtype == torch.int8)  # neither ids nor a tail
+        if is_held and old.shape[2]:
+            shapes.append(tuple(old.shape))
+        return make(old, count)
+
+    rows._with_room = noted
+    try:
+        model.generate(models.prompt(331), past_key_values=kept, max_new_tokens=140, min_new_tokens=140)
+    finally:
+        rows._with_room = make
+    return shapes
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_nothing_is_moved_while_a_text_is_read_and_written(pool, dtype):
+    """A second copy of a layer's keys would be the largest thing beside a long cache."""
+    assert pool.run(moved, 2, dtype) == [[], []]
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8", "int4"])

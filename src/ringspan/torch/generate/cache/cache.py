@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import CustomLayout
-from ringspan.core.geometry.shares import Shares
+from ringspan.core.geometry.shares import BLOCK_TOKENS, Shares
 from ringspan.torch.attention.cached import current_turn
 from ringspan.torch.generate.cache.quantised import check_dtype, new_rows
 from ringspan.torch.generate.cache.rows import Rows
@@ -95,6 +95,16 @@ class RingCache(Cache):
         """Say that ``count`` new tokens come, and who keeps which."""
         return self.shares.split(count) if is_split else self.shares.deal(count)
 
+    def reserve(self, length: int) -> None:
+        """Expect ``length`` tokens in all: layers that keep all of them take the place for this rank's share at once,
+        for while keys are moved to a larger place there are two of them.
+        """
+        share = -(-length // self.shares.ranks) + BLOCK_TOKENS
+        for layer in self.keepers:
+            if layer.keeps_all:
+                for rows in layer.rows:
+                    rows.reserve(share)
+
     def activate_past_recording(self) -> None:
         """Drop nothing until ``crop``, so that the last tokens can be taken back."""
         self.records_past = True
@@ -152,6 +162,10 @@ class RingLayer(CacheLayerMixin):
         self.is_sliding = kind is not None and kind.window is not None
         super().__init__()
         self.reset()
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.kind is not None and self.kind.window is None and self.kind.chunk is None
 
     def reset(self) -> None:
         self.rows = new_rows(self._cache.dtype), new_rows(self._cache.dtype)

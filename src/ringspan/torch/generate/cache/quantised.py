@@ -39,6 +39,11 @@ class QuantisedRows:
         self._codes, self._scales, self._tail = Rows(), Rows(), Rows()
         self._skipped = 0  # tokens of the first block that were dropped
 
+    def reserve(self, count: int) -> None:
+        """Take place for ``count`` rows when the next ones do not fit, so that so many need not be moved again."""
+        self._codes.reserve(count // BLOCK * self._rows_per_block)
+        self._scales.reserve(count // BLOCK)
+
     @property
     def count(self) -> int:
         return self._scales.count * BLOCK - self._skipped + self._tail.count

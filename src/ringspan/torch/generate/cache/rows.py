@@ -17,6 +17,11 @@ class Rows:
         self._dtype = dtype
         self._place: Tensor | None = None
         self._first = self._end = 0
+        self._reserved = 0
+
+    def reserve(self, count: int) -> None:
+        """Take place for ``count`` rows when the next ones do not fit, so that so many need not be moved again."""
+        self._reserved = max(self._reserved, count)
 
     @property
     def count(self) -> int:
@@ -54,7 +59,7 @@ class Rows:
         self._end -= last
         if self._place is not None and self._first > max(self.count, _ROOM_TOKENS):  # the larger part is waste
             kept = self.stored
-            self._place, self._first, self._end = _with_room(kept, 0), 0, kept.shape[2]
+            self._place, self._first, self._end = _with_room(kept, kept.shape[2]), 0, kept.shape[2]
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace what is held by a function of it that leaves dimension 2 as it is."""
@@ -63,12 +68,13 @@ class Rows:
 
     def _move(self, new: Tensor) -> None:
         old = new[:, :, :0] if self._place is None else self.stored
-        self._place, self._first, self._end = _with_room(old, new.shape[2]), 0, old.shape[2]
+        count = max(old.shape[2] + new.shape[2], self._reserved)
+        self._place, self._first, self._end = _with_room(old, count), 0, old.shape[2]
 
 
-def _with_room(rows: Tensor, more: int) -> Tensor:
-    """A place for the rows and ``more`` of them, with the rows in it."""
-    tokens = -(-(rows.shape[2] + more) // _ROOM_TOKENS) * _ROOM_TOKENS
+def _with_room(rows: Tensor, count: int) -> Tensor:
+    """A place for ``count`` rows, with those that there are in it."""
+    tokens = -(-count // _ROOM_TOKENS) * _ROOM_TOKENS
     place = torch.empty((*rows.shape[:2], tokens, rows.shape[3]), dtype=rows.dtype, device=rows.device)
     place[:, :, : rows.shape[2]] = rows
     return place
