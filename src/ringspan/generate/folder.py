@@ -1,5 +1,6 @@
 """A model's folder: its config, tokenizer and weights, refused in one line where they do not make a model."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.files.named import read_small
+from ringspan.core.messages.extras import require
 from ringspan.core.messages.lines import one_line
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.layers.decoder import text_config
@@ -29,8 +32,9 @@ def load_config(settings: GenerateSettings) -> PreTrainedConfig:
         UnsupportedError: it asks for something that the ring does not compute exactly, or heads that ``tp`` does not
             divide.
     """
+    folder = base_folder(settings.folder)
     try:
-        config = AutoConfig.from_pretrained(settings.folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"{settings.folder}: {one_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -39,6 +43,26 @@ def load_config(settings: GenerateSettings) -> PreTrainedConfig:
     refuse_heads(config, settings.tp)
     dtype_of(settings, config)
     return config
+
+
+def base_folder(folder: str) -> str:
+    """Where the model's config and weights are: in the folder, or where its adapter says.
+
+    Raises:
+        ConfigError: an adapter that does not say which model it is for.
+        MissingExtraError: an adapter, where PEFT is not installed.
+    """
+    path = Path(folder, "adapter_config.json")
+    if not path.is_file():
+        return folder
+    require(f"{folder}, an adapter,", "peft")
+    try:
+        base = json.loads(read_small(path)).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {one_line(error)}") from error
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"{path}: does not say which model it is for; set base_model_name_or_path")
+    return base
 
 
 def dtype_of(settings: GenerateSettings, config: PreTrainedConfig) -> torch.dtype:
@@ -102,15 +126,16 @@ def check_ids(ids: Sequence[int], settings: GenerateSettings, config: PreTrained
 
 
 def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> Any:
-    """The whole model on the CPU.
+    """The whole model on the CPU, with the folder's adapter added to its weights where it is one.
 
     Raises:
         ConfigError: no weights in safetensors (a pickle, which runs code when it is loaded, is not opened), damaged
             ones, some that are missing, or have another shape than the model's.
     """
+    folder = base_folder(settings.folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            settings.folder,
+            folder,
             config=config,
             dtype=dtype_of(settings, config),
             use_safetensors=True,
@@ -119,7 +144,19 @@ def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> Any:
             output_loading_info=True,
         )
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{settings.folder}: {one_line(error)}") from error
+        raise ConfigError(f"{folder}: {one_line(error)}") from error
     model, found = loaded
-    check_loaded(settings.folder, found)
-    return model.eval()
+    check_loaded(folder, found)
+    return (model if folder == settings.folder else _with_adapter(model, settings.folder)).eval()
+
+
+def _with_adapter(model: Any, folder: str) -> Any:
+    """The model with an adapter added to its weights."""
+    from peft import PeftModel
+
+    if not Path(folder, "adapter_model.safetensors").is_file():
+        raise ConfigError(f"{folder}: has no adapter_model.safetensors; save the adapter with save_pretrained")
+    try:
+        return PeftModel.from_pretrained(model, folder, is_trainable=False).merge_and_unload(safe_merge=True)
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"{folder}: is no adapter for this model: {one_line(error)}") from error

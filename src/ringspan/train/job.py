@@ -19,12 +19,14 @@ from transformers import PreTrainedTokenizerBase
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import CheckpointName, LayoutName
 from ringspan.torch.data.batch import IGNORED, shard_batch
+from ringspan.torch.generate.cache.identity import digest_of
 from ringspan.torch.layers.decoder import decoder_of, text_config
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.memory.checkpointing import choose_checkpoint
 from ringspan.torch.parallelize import put_on_mesh
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh
+from ringspan.train.adapter import add_adapter
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.documents import scan_documents
 from ringspan.train.data.order import BatchOrder
@@ -50,6 +52,8 @@ class Job:
     optimizer: torch.optim.Optimizer
     facts: dict[str, Any]
     step_flops: float
+    base_digest: str | None
+    """Of the weights that an adapter is trained beside, and which no checkpoint holds."""
 
     def step(self, step: int, guard: Guard) -> tuple[StepMetrics, Verdict]:
         """One optimizer step over the whole batch (steps count from 1), applied only if the guard says so.
@@ -108,7 +112,13 @@ def prepare(
         data = build_data(config, tokenizer, scan)
     doing("loading the model" if config.model.init == "pretrained" else "building the model")
     model: Any = build_model(config, model_config)
-    num_parameters, num_weights = model.num_parameters(), num_matmul_parameters(model)
+    num_parameters, num_weights = model.num_parameters(), float(num_matmul_parameters(model))
+    base = model
+    if (model := add_adapter(base, config)) is not base:
+        num_trained = model.num_parameters(only_trainable=True)
+        num_weights = num_trained + num_weights * 2 / 3  # no gradients of the others are computed
+    else:
+        num_trained = num_parameters
     mesh = init_mesh(ring=ring, replicate=replicate, tp=config.mesh.tp)
     text = text_config(model_config)
     checkpoint, layers_per_checkpoint = _checkpoint(config, text, ring, dtype)
@@ -116,13 +126,15 @@ def prepare(
     model = put_on_mesh(model.train(), mesh, config.step_config(checkpoint, layers_per_checkpoint))
     settings, length = config.optimizer, config.data.sequence_length_tokens
     # Documents that are separate count positions anew, so the model's first step is the first to know.
-    if config.data.documents != "separate" and (error := beyond_table(model, decoder_of(model), length)):
+    if config.data.documents != "separate" and (error := beyond_table(base, decoder_of(base), length)):
         raise error
     doing("measuring how fast the ranks are")
     optimizer = build_optimizer(model, settings)
     batches = Batches(config, mesh, data.train, device)
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     facts = {
         "parameters": num_parameters,
+        "trained_parameters": num_trained,
         "ranks": dist.get_world_size(),
         "replicate": replicate,
         "ring": ring,
@@ -148,6 +160,7 @@ def prepare(
         optimizer=optimizer,
         facts=facts,
         step_flops=flops_per_token(text, num_weights, data.train.seen_tokens) * batches.num_tokens,
+        base_digest=digest_of(frozen, mesh) if frozen else None,
     )
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.disk import write_synced
 from ringspan.torch.consistency.watchdog import Watchdog
+from ringspan.torch.model.adapters import is_peft
 from ringspan.train.checkpoints.checkpoint import Checkpoints
 from ringspan.train.checkpoints.manifest import Manifest
 from ringspan.train.config.tables import TrainConfig
@@ -187,6 +188,7 @@ class _Run:
         state = {
             "num_sequences": job.batches.position(self._step),
             "guard": self._guard.state(),
+            "base": job.base_digest,
             "loss": _json_number(self._loss),
             "eval_loss": _json_number(self._eval_loss),
             "eval_step": self._eval_step,
@@ -212,7 +214,8 @@ class _Run:
         Raises:
             CheckpointError: it cannot be written, on every rank; the weights are in a checkpoint, if that can be.
         """
-        problem = save_model(self._job.model, self._job.tokenizer, folder, getattr(torch, self._config.model.dtype))
+        dtype, merge = getattr(torch, self._config.model.dtype), self._config.adapter.merge
+        problem = save_model(self._job.model, self._job.tokenizer, folder, dtype, merge=merge)
         if problem is None:
             if dist.get_rank() == 0:
                 write_synced(self._folder / EXPORTED, f"{self._step}\n")
@@ -240,9 +243,10 @@ class _Run:
 
     def _say_if_the_disk_is_too_small(self) -> None:
         job = self._job
-        weights = list(job.model.parameters())
+        weights = [weight for weight in job.model.parameters() if weight.requires_grad]
         checkpoint = sum(3 * weight.numel() * weight.element_size() for weight in weights)  # AdamW has two moments
-        model = model_bytes(job.model, getattr(torch, self._config.model.dtype))
+        dtype = getattr(torch, self._config.model.dtype)
+        model = model_bytes(job.model, dtype, is_adapter=is_peft(job.model) and not self._config.adapter.merge)
         free = shutil.disk_usage(self._folder).free
         if free < checkpoint + model:
             self._notice(
@@ -288,6 +292,11 @@ class _Run:
 
     def _restore(self, folder: Path, manifest: Manifest) -> None:
         job, state = self._job, manifest.state
+        if state.get("base") != job.base_digest:
+            raise CheckpointError(
+                f"{folder}: its adapter was trained beside other weights than model.path = "
+                f"{job.config.model.path!r} has now; restore them, or start a new run with run=..."
+            )
         restore(self._checkpoints, folder, manifest, job.model, job.optimizer, job.device)
         self._guard.restore(state["guard"])
         self._loss = math.nan if state["loss"] is None else state["loss"]

@@ -190,7 +190,7 @@ def num_matmul_parameters(model: PreTrainedModel) -> int:
     return sum(module.weight.numel() for module in modules if isinstance(module, torch.nn.Linear))
 
 
-def flops_per_token(model_config: Any, num_weights: int, length_tokens: float) -> float:
+def flops_per_token(model_config: Any, num_weights: float, length_tokens: float) -> float:
     """Model FLOPs of a training step per token: ``6 weights + 6 S x layers x heads x head size``, causal, no
     recomputation.
 

@@ -48,8 +48,9 @@ def _low_bit(groups: list[dict[str, Any]], options: dict[str, Any], device: torc
 
 def _decayed(model: PreTrainedModel, settings: OptimizerConfig) -> list[dict[str, Any]]:
     """Matrices decay, vectors (norms, biases) do not."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim > 1]
+    vectors = [p for p in trained if p.ndim <= 1]
     groups = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

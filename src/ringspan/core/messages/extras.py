@@ -12,6 +12,8 @@ EXTRAS: Final = {
     "matplotlib": "report",
     "jax": "jax",
     "trl": "hf",
+    "peft": "peft",
+    "lightning": "lightning",
 }
 """Packages that are imported where they are used, and the extra of ringspan that brings each."""
 

@@ -16,6 +16,7 @@ from ringspan.core.messages.extras import require
 from ringspan.core.names import CheckpointName, CommDtypeName, KernelName, LayoutName, OffloadName
 from ringspan.core.schedule.route import Route
 from ringspan.core.step_config import StepConfig
+from ringspan.train.config.adapter_table import AdapterConfig
 from ringspan.train.config.model_table import ModelConfig
 from ringspan.train.config.table import Table
 
@@ -256,6 +257,8 @@ class TrainConfig(Table):
     """Which model, and where its weights and its tokenizer come from."""
     data: DataConfig
     """Which text, and how it becomes sequences."""
+    adapter: AdapterConfig = AdapterConfig()
+    """Small matrices that are trained in the place of the model's weights."""
     mesh: MeshConfig = MeshConfig()
     """How the processes are arranged."""
     attention: AttentionConfig = AttentionConfig()
@@ -285,6 +288,16 @@ class TrainConfig(Table):
             object.__setattr__(self, "optimizer", shorter)  # frozen from here on
         if self.profile and self.steps < 3:
             raise ConfigError(f"profile = true: takes three steps, and steps = {self.steps}; raise it")
+        if self.adapter.rank is not None and self.model.init == "scratch":
+            raise ConfigError(
+                f"adapter.rank = {self.adapter.rank}: is for a model that has been trained, and model.init = "
+                '"scratch" draws a new one; set model.path, or leave adapter out'
+            )
+        if self.adapter.rank is not None and self.model.rope is not None and not self.adapter.merge:
+            raise ConfigError(
+                f"model.rope = {self.model.rope}: an adapter's folder has no config that could say so; set "
+                "adapter.merge = true"
+            )
         if self.evaluation.every_steps and not self.data.eval_fraction:
             raise ConfigError(
                 f"evaluation.every_steps = {self.evaluation.every_steps}: data.eval_fraction = 0 holds out no text to "
@@ -299,6 +312,7 @@ class TrainConfig(Table):
             MissingExtraError: one of the packages that read text is missing, or that draw a profile where one is asked.
         """
         require("training", "datasets")
+        self.adapter.require_extras()
         if self.profile:
             require("profile = true", "matplotlib")
 

@@ -18,7 +18,8 @@ from ringspan.train.config.tables import TrainConfig
 RECORD: Final = "run.json"
 EXPORTED: Final = "exported"  # the step whose model has been written
 # Another value of these would be another run under the same name.
-_FIXED: Final = ("seed", "model", "data")
+_FIXED: Final = ("seed", "model", "data", "adapter")
+_FREE: Final = ("adapter.merge", "model.compile")  # which change no number of the run
 # Which text it is, which a run may change that says so.
 _TEXT: Final = ("data.paths", "data.text_field", "data.hub_split", "data.extensions")
 
@@ -67,7 +68,7 @@ def read_record(config: TrainConfig) -> RunRecord:
     for key, before, now in _differences(began.model_dump(mode="json"), config.model_dump(mode="json")):
         if key == "data.on_change" or (key in _TEXT and config.data.on_change == "continue"):
             continue  # what that does is said when the text has been read
-        if key.split(".")[0] in _FIXED:
+        if key.split(".")[0] in _FIXED and key not in _FREE:
             raise ConfigError(
                 f"{run} holds a run with {key} = {json.dumps(before)}, now it is {json.dumps(now)}; choose another "
                 "folder with run=..., or set it back"

@@ -98,7 +98,8 @@ def _on_first_rank(work: Callable[[], Any]) -> Any:
 
 
 def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | Part]:
-    """Every tensor that a run goes on with, by name: parameters, buffers, and the optimizer's state of each parameter.
+    """Every tensor that a run goes on with, by name: trained parameters, buffers, and the optimizer's state of each
+    parameter. Parameters that are not trained are those of the model's folder.
 
     A fresh optimizer gets the state that its first step would give it, so that there is something to load into; what a
     rank holds in host memory is a part of what is split as its weight.
@@ -107,7 +108,8 @@ def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
     parameters: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:  # tied weights have two names
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if id(tensor) not in seen and not is_frozen:  # tied weights have two names
             seen.add(id(tensor))
             parameters[name] = tensor
     tensors: dict[str, Tensor | Part] = {f"model/{name}": tensor for name, tensor in parameters.items()}

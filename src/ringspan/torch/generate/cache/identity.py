@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -24,11 +25,14 @@ def config_of(model: Any) -> dict[str, Any]:
     return json.loads(json.dumps({name: values[name] for name in sorted(values) if name not in _APART}, default=str))
 
 
-@torch.no_grad()
 def weights_digest(model: Any) -> str:
     """SHA-256 of sums over the bits of each weight, the same however they are split. Call it on every rank."""
-    mesh = model.ring_mesh
-    parameters = list(model.parameters())
+    return digest_of(list(model.parameters()), model.ring_mesh)
+
+
+@torch.no_grad()
+def digest_of(parameters: Sequence[Tensor], mesh: Any) -> str:
+    """``weights_digest`` of some weights of a model on a mesh."""
     sums = torch.tensor(
         [_sums(parameter, mesh) for parameter in parameters], dtype=torch.int64, device=mesh.device_type
     )

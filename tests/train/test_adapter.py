@@ -1,0 +1,217 @@
+"""``[adapter]``: the matrices of one process, however the work is split; folders that PEFT and the command open."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ringspan.core.errors import CheckpointError, ConfigError
+from ringspan.generate.folder import load_config, load_model
+from ringspan.generate.settings import GenerateSettings
+from ringspan.train.adapter import add_adapter
+from ringspan.train.config.load import parse_config
+from ringspan.train.config.tables import TrainConfig
+from ringspan.train.loop import train
+from ringspan.train.model import build_model, load_model_config
+from tests.torch.models import build, relative, tokens
+from tests.train.test_loop import losses, text, train_on  # noqa: F401  text is a fixture
+
+
+@pytest.fixture(scope="module")
+def base(text):  # noqa: F811
+    """The folder of a model that somebody trained, with its tokenizer."""
+    from ringspan.train.config.tables import DataConfig
+    from ringspan.train.data.documents import load_documents
+    from ringspan.train.data.tokens import train_tokenizer
+
+    folder = text / "base"
+    build("llama", vocab_size=300, hidden_size=32, intermediate_size=64).save_pretrained(folder)
+    train_tokenizer(
+        load_documents(DataConfig(paths=(str(text / "text"),), sequence_length_tokens=45)), 300
+    ).save_pretrained(folder)
+    return folder
+
+
+def settings(base: Path, name: str, adapter: dict[str, Any], **changes: Any) -> TrainConfig:
+    folder = base.parent
+    return parse_config(
+        {
+            "run": str(folder / name),
+            "steps": 3,
+            "model": {"path": str(base)},
+            "data": {"paths": str(folder / "text"), "sequence_length_tokens": 45, "eval_fraction": 0.1},
+            "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "batch_size": 2},
+            "evaluation": {"every_steps": 2, "num_sequences": 3},
+            "adapter": adapter,
+            **changes,
+        }
+    )
+
+
+def one_process(config: TrainConfig) -> tuple[list[float], Any]:
+    """The same steps without a ring: PEFT's model, torch's AdamW and the same examples."""
+    from ringspan.train.data.order import BatchOrder
+    from ringspan.train.data.sequences import build_data
+    from ringspan.train.job import collate, learning_rate
+    from ringspan.train.model import load_tokenizer
+
+    model_config = load_model_config(config)
+    model = add_adapter(build_model(config, model_config), config).train()
+    data = build_data(config, load_tokenizer(config, model_config))
+    order = BatchOrder(len(data.train), config.seed, 4, 1, 1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), eps=1e-8)
+    found = []
+    for step in range(1, config.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config.steps, config.optimizer)
+        batch = collate(data.train, order.indices(step - 1, 0, 0))
+        logits = model(input_ids=batch["input_ids"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten().long())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found, model
+
+
+KINDS = [
+    ("lora", {"rank": 4}, {"mesh": {"replicate": 2}}),
+    (
+        "dora",
+        {"rank": 3, "alpha": 5.0, "use_dora": True, "target_modules": ["q_proj", "down_proj"]},
+        {"mesh": {"replicate": 2}},
+    ),
+    (
+        "rslora over 2 x tp 2",
+        {"rank": 4, "use_rslora": True},
+        {"mesh": {"tp": 2}, "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "batch_size": 4}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "adapter", "changes"), KINDS)
+def test_an_adapter_trains_as_on_one_process(pool, base, name, adapter, changes):
+    config = settings(base, name, adapter, **changes)
+    expected, model = one_process(config)
+    [result, *_] = pool.run(train_on, 4, config)
+    lines = [json.loads(line) for line in (base.parent / name / "metrics.jsonl").read_text().splitlines()]
+    training = [line["loss"] for line in lines if "loss" in line]
+    assert training == pytest.approx(expected, rel=1e-5)
+    assert result.facts["trained_parameters"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    folder = base.parent / name / "model"
+    assert not (folder / "model.safetensors").exists()
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    opened = PeftModel.from_pretrained(plain, folder)
+    ids = tokens(1, 23)
+    with torch.no_grad():
+        assert relative(opened(ids).logits, model(ids).logits) < 1e-4
+        assert relative(model(ids).logits, AutoModelForCausalLM.from_pretrained(base)(ids).logits) > 1e-3, "it learns"
+    AutoTokenizer.from_pretrained(folder)
+    found_model = opened_by_the_command(folder)
+    with torch.no_grad():
+        assert relative(found_model(ids).logits, model(ids).logits) < 1e-4
+
+
+def opened_by_the_command(folder: Path) -> Any:
+    asked = GenerateSettings(folder=str(folder))
+    return load_model(asked, load_config(asked))
+
+
+def test_a_run_resumes_on_another_mesh_and_is_merged(pool, base):
+    """From a checkpoint that holds the adapter alone; beside other weights it does not resume."""
+    adapter, name = {"rank": 4, "merge": True}, "resumed"
+    whole = settings(base, "whole", adapter, mesh={"replicate": 2}, steps=4)
+    pool.run(train_on, 4, whole)
+    changes = {"checkpoints": {"every_steps": 2}, "watchdog": {"enabled": False}}
+    pool.run(stop_after_two, 4, settings(base, name, adapter, mesh={"replicate": 2}, steps=4, **changes))
+    [checkpoint] = (base.parent / name / "checkpoints").glob("step_*")
+    size = sum(file.stat().st_size for file in checkpoint.rglob("*"))
+    assert size < (base / "model.safetensors").stat().st_size
+    again = settings(
+        base, name, adapter, steps=4, optimizer={"warmup_steps": 1, "learning_rate": 1e-2, "batch_size": 4}
+    )
+    weights = load_file(base / "model.safetensors")
+    build("llama", vocab_size=300, hidden_size=32, intermediate_size=64, seed=7).save_pretrained(base)
+    for outcome in pool.outcomes(train_on, 4, again):
+        assert isinstance(outcome, CheckpointError) and "was trained beside other weights" in str(outcome)
+    from safetensors.torch import save_file
+
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    pool.run(train_on, 4, again)
+    assert losses(base.parent / name)[-1] == pytest.approx(losses(base.parent / "whole")[-1], rel=1e-5)
+    one, other = (AutoModelForCausalLM.from_pretrained(base.parent / run / "model") for run in (name, "whole"))
+    assert not (base.parent / name / "model" / "adapter_config.json").exists()
+    for weight, same in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(weight, same, rtol=1e-4, atol=1e-5)
+
+
+def stop_after_two(mesh: Any, config: TrainConfig) -> None:
+    """A run that ends after its checkpoint of step 2, as if it had been killed."""
+
+    class Killed(Exception):
+        pass
+
+    from ringspan.train.loop import Observer, _Run
+
+    one_step = _Run._one_step
+
+    def two_steps(run: Any) -> bool:
+        if run._step == 2:
+            run._notice(run._checkpoints.wait())
+            raise Killed
+        return one_step(run)
+
+    _Run._one_step = two_steps
+    try:
+        with pytest.raises(Killed):
+            train(config, Observer())
+    finally:
+        _Run._one_step = one_step
+
+
+@pytest.mark.parametrize(
+    ("adapter", "changes", "message"),
+    [
+        ({"rank": 4, "dropout": 0.1}, {}, "adapter.dropout = 0.1: each rank would draw for its own tokens"),
+        ({"alpha": 4.0}, {}, "adapter.alpha: there is no adapter without a rank; set adapter.rank = 16"),
+        ({"rank": 0}, {}, "adapter.rank = 0"),
+        ({"rank": 4, "target": "q_proj"}, {}, "adapter.target"),
+        (
+            {"rank": 4},
+            {"model": {"init": "scratch", "tokenizer": "train", "config": {"model_type": "llama", "vocab_size": 300}}},
+            "is for a model that has been trained",
+        ),
+        ({"rank": 4}, {"model": {"path": "x", "rope": {"type": "linear", "factor": 2.0}}}, "set adapter.merge = true"),
+    ],
+)
+def test_tables_that_make_no_adapter_are_refused(base, adapter, changes, message):
+    with pytest.raises(ConfigError) as caught:
+        settings(base, "refused", adapter, **changes)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_layers_that_are_not_there_are_refused(base):
+    config = settings(base, "refused", {"rank": 4, "target_modules": "w_query"})
+    with pytest.raises(ConfigError, match=r"adapter.target_modules = \['w_query'\]: Target modules"):
+        add_adapter(build_model(config, load_model_config(config)), config)
+
+
+def test_an_adapter_without_its_base_is_refused(base, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ConfigError, match="does not say which model it is for; set base_model_name_or_path"):
+        load_config(GenerateSettings(folder=str(tmp_path)))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    asked = GenerateSettings(folder=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors"):
+        load_model(asked, load_config(asked))
