@@ -15,6 +15,7 @@ from ringspan.core.messages.extras import require
 require("ringspan.hf", "accelerate", "datasets")
 
 from ringspan.hf.config import RingConfig
+from ringspan.hf.loop import ring_accelerator
 from ringspan.hf.trainer import RingTrainer, RingTrainerMixin
 
 if TYPE_CHECKING:
@@ -35,4 +36,5 @@ __all__ = [
     "RingSFTTrainer",
     "RingTrainer",
     "RingTrainerMixin",
+    "ring_accelerator",
 ]

@@ -1,0 +1,212 @@
+"""A loop of accelerate's on a ring, whose calls mean what they mean on one process."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Never
+
+import torch
+from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
+from safetensors.torch import load_file
+from torch import nn
+
+from ringspan.core.errors import CheckpointError, UnsupportedError
+from ringspan.hf.config import RingConfig
+from ringspan.hf.progress import load_optimizer, save_optimizer
+from ringspan.hf.refusals import refuse_accelerator
+from ringspan.hf.replicas import RingAccelerator, count_rings
+from ringspan.hf.seams import plain_optimizer
+from ringspan.torch.model.causal_lm import whole_weights
+
+_WEIGHTS = "model.safetensors"
+
+
+def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAccelerator":
+    """An ``Accelerator`` that counts a ring as one process.
+
+        accelerator = ringspan.hf.ring_accelerator(RingConfig(ring=4), gradient_accumulation_steps=2)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step(); scheduler.step(); optimizer.zero_grad()
+
+    ``prepare`` puts the model on the ring, and nothing else around it; the model takes whole batches. Loaders give the
+    ranks of a ring the same batches and replicas different ones; ``num_processes``, ``gather``, ``reduce`` and a
+    scheduler's steps count replicas. Losses and weights are those of as many processes as there are replicas, and of
+    one process with that many times the batch. Every rank makes each call.
+
+    Args:
+        ring: sizes of the mesh and options of ``parallelize``; all ranks in one ring when None.
+        options: those of ``accelerate.Accelerator``.
+
+    Raises:
+        UnsupportedError: another parallelism, or an option that would not be exact; naming it and what to do.
+        ConfigError: a mesh that does not fit the number of ranks.
+    """
+    config = RingConfig() if ring is None else ring
+    for name in ("parallelism_config", "fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
+        if options.get(name) is not None:
+            raise UnsupportedError(
+                f"{name} is a second parallelism beside the ring; leave it out, and say RingConfig(ring=..., "
+                "replicate=..., tp=...)"
+            )
+    made = Accelerator(**options)
+    refuse_accelerator(made)
+    if made.mixed_precision not in ("no", "bf16"):
+        raise UnsupportedError(f"mixed_precision={made.mixed_precision!r} is not exact on a ring; use 'bf16' or 'no'")
+    compiler: Any = made.state.dynamo_plugin
+    backend = str(compiler.backend.value)
+    if backend != "NO":
+        raise UnsupportedError(f"dynamo_backend={backend!r} compiles the model around its exchanges; leave it out")
+    if made.dataloader_config.dispatch_batches:
+        raise UnsupportedError("dispatch_batches=True is not for a ring: each rank reads its replica's batches")
+    ours: Any = count_rings(made, config.make_mesh(), config.step)
+    ours.__class__ = LoopAccelerator
+    return ours
+
+
+def _refuse(name: str, advice: str) -> Any:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Never:
+        raise UnsupportedError(f"accelerator.{name} is not for a ring; {advice}")
+
+    refuse.__name__, refuse.__doc__ = name, "Not on a ring."
+    return refuse
+
+
+class LoopAccelerator(RingAccelerator):
+    """What ``ring_accelerator`` makes."""
+
+    gather_for_metrics = _refuse(
+        "gather_for_metrics",
+        "model(**batch).loss is that of the whole batch already; use gather, with drop_last=True where examples do not "
+        "come out even",
+    )
+    join_uneven_inputs = _refuse("join_uneven_inputs", "loaders give all replicas as many batches")
+    maybe_context_parallel = _refuse("maybe_context_parallel", "the model on the ring splits its batches itself")
+    trigger_sync_in_backward = _refuse("trigger_sync_in_backward", "use accumulate")
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """``Accelerator.prepare``; an optimizer of the model's parameters is given their shards.
+
+        Raises:
+            UnsupportedError: an optimizer that has taken steps, or has other parameters.
+        """
+        models = [item for item in args if isinstance(item, nn.Module)]
+        names = {id(p): (model, name) for model in models for name, p in model.named_parameters()}
+        for optimizer in (item for item in args if isinstance(item, torch.optim.Optimizer)):
+            inner = plain_optimizer(optimizer)
+            if inner.state:
+                raise UnsupportedError("the optimizer has taken steps; prepare it, with its model, before the first")
+        prepared = super().prepare(*args, device_placement=device_placement)
+        shards = {id(model): dict(model.named_parameters()) for model in models}
+        for optimizer in (item for item in args if isinstance(item, torch.optim.Optimizer)):
+            for group in plain_optimizer(optimizer).param_groups:
+                group["params"] = [_shard_of(p, names, shards) for p in group["params"]]
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """A scheduler that steps as often as there are replicas, as accelerate's does for processes."""
+        if getattr(scheduler, "_is_accelerate_prepared", False):
+            return super().prepare_scheduler(scheduler)
+        prepared: Any = super().prepare_scheduler(scheduler)
+        prepared.__class__ = _ReplicaScheduler
+        prepared.ring_replicas = self.num_processes
+        return prepared
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """All weights on rank 0, and none on others."""
+        return whole_weights(model)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """``Accelerator.save_state``, with the optimizers' state in shards, which ``load_state`` reads on any mesh."""
+        if not safe_serialization:
+            raise UnsupportedError("safe_serialization=False writes pickles; leave it out")
+        with self._without_split() as (models, optimizers):
+
+            def write(_: Any, weights: Any, folder: str) -> None:
+                weights.extend(self.get_state_dict(model) for model in models)
+                for number, optimizer in enumerate(optimizers):
+                    model = _model_of(optimizer, models)
+                    place = Path(folder) / f"optimizer_{number}"
+                    inner, layout = plain_optimizer(optimizer), model.ring_layout
+                    save_optimizer(place, model, inner, self.step, self.ring_mesh, layout)
+
+            hook = self.register_save_state_pre_hook(write)
+            try:
+                return super().save_state(output_dir, safe_serialization, **kwargs)
+            finally:
+                hook.remove()
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Continue from what ``save_state`` wrote, on whatever mesh.
+
+        Raises:
+            CheckpointError: weights or optimizers are missing, damaged, or of another model.
+        """
+        with self._without_split() as (models, optimizers):
+
+            def read(_: Any, folder: str) -> None:
+                for number, model in enumerate(models):
+                    file = Path(folder) / (_WEIGHTS if number == 0 else f"model_{number}.safetensors")
+                    if not file.is_file():
+                        raise CheckpointError(f"{file}: is missing; give a folder that save_state wrote")
+                    missing, unexpected = model.load_state_dict(load_file(file), strict=False)
+                    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+                    if wrong := [*unexpected, *(name for name in missing if name not in tied)]:
+                        raise CheckpointError(f"{file}: {wrong[0]} does not fit this model; is it of another one?")
+                for number, optimizer in enumerate(optimizers):
+                    model = _model_of(optimizer, models)
+                    load_optimizer(Path(folder) / f"optimizer_{number}", model, plain_optimizer(optimizer))
+
+            hook = self.register_load_state_pre_hook(read)
+            try:
+                super().load_state(input_dir, load_kwargs, **kwargs)
+            finally:
+                hook.remove()
+
+    @contextmanager
+    def _without_split(self) -> Iterator[tuple[list[Any], list[Any]]]:
+        """While accelerate saves or loads what is whole on every rank."""
+        kept = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield kept
+        finally:
+            self._models, self._optimizers = kept
+
+
+class _ReplicaScheduler(AcceleratedScheduler):
+    ring_replicas: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients:
+            return super().step(*args, **kwargs)
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return None
+        for _ in range(self.ring_replicas):
+            last = getattr(self.scheduler, "total_steps", None)  # OneCycle ends there
+            if last is None or self.scheduler._step_count <= last:
+                self.scheduler.step(*args, **kwargs)
+        return None
+
+
+def _shard_of(parameter: Any, names: dict[int, Any], shards: dict[int, dict[str, Any]]) -> Any:
+    """What stands in the place of a parameter now."""
+    if id(parameter) in names:
+        model, name = names[id(parameter)]
+        return shards[id(model)][name]
+    if any(parameter is shard for each in shards.values() for shard in each.values()):
+        return parameter
+    raise UnsupportedError("the optimizer has parameters of no model that was prepared; prepare both in one call")
+
+
+def _model_of(optimizer: Any, models: list[Any]) -> Any:
+    """The model whose parameters an optimizer has."""
+    first = plain_optimizer(optimizer).param_groups[0]["params"][0]
+    return next(model for model in models if any(p is first for p in model.parameters()))

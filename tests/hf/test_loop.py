@@ -1,0 +1,156 @@
+"""A loop of accelerate's on a ring: losses, norms, schedules and weights of one process, checkpoints on any mesh."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import ringspan as rs
+from ringspan.hf import RingConfig, ring_accelerator
+from ringspan.torch.model.causal_lm import whole_weights
+from tests.hf.trainers import Examples
+from tests.torch.models import build, relative
+
+BATCHES = 6  # of four examples, two of them accumulated
+ROWS = Examples(4 * BATCHES)
+
+
+def parts(model: Any, examples: int) -> tuple[Any, Any, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return optimizer, DataLoader(ROWS, batch_size=examples), schedule
+
+
+def one_process(replicas: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    model = build("llama")
+    optimizer, loader, schedule = parts(model, 4)
+    losses, norms = [], []
+    for number, batch in enumerate(loader, start=1):
+        loss = model(**batch).loss
+        (loss / 2).backward()
+        losses.append(float(loss.detach()))
+        if number % 2 == 0:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            for _ in range(replicas):  # as accelerate does for processes of data parallelism
+                schedule.step()
+            optimizer.zero_grad()
+    return losses, norms, dict(model.named_parameters())
+
+
+def loop(mesh: Any, sizes: dict[str, int], save: str | None = None, resume: str | None = None, **options: Any) -> Any:
+    config = RingConfig(**sizes)
+    accelerator = ring_accelerator(config, gradient_accumulation_steps=2, cpu=True)
+    model: Any = build("llama")
+    model, *others = accelerator.prepare(model, *parts(model, 4 // config.replicate))
+    optimizer, loader, schedule = others
+    if resume:
+        accelerator.load_state(resume)
+        loader = accelerator.skip_first_batches(loader, 2)
+    losses, norms = [], []
+    for number, batch in enumerate(loader, start=1):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            losses.append(float(loss.detach()))
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if save and number == 2:
+            accelerator.save_state(save)
+    gathered = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+    state = whole_weights(model)
+    accelerator.free_memory()
+    return losses, norms, state, gathered, type(model).__name__
+
+
+@pytest.mark.parametrize("sizes", [{"ring": 2}, {"ring": 3}, {"ring": 2, "replicate": 2}, {"ring": 2, "tp": 2}])
+def test_a_loop_equals_one_process(world, sizes):
+    replicas = sizes.get("replicate", 1)
+    losses, norms, weights = one_process(replicas)
+    ranks = sizes["ring"] * replicas * sizes.get("tp", 1)
+    found = world(ranks).run(loop, ranks, sizes)
+    for found_losses, found_norms, _, gathered, kind in found:
+        assert found_losses == pytest.approx(losses, rel=1e-5)
+        assert found_norms == pytest.approx(norms, rel=1e-5)
+        assert gathered == list(range(replicas)) and kind.endswith("LlamaForCausalLM")
+    for name, weight in weights.items():
+        assert relative(found[0][2][name], weight.detach()) < 1e-5, name
+
+
+def test_a_state_is_loaded_on_another_mesh(world, tmp_path):
+    whole = world(4).run(loop, 4, {"ring": 2, "replicate": 2}, str(tmp_path / "state"))
+    for losses, *_ in world(2).run(loop, 2, {"ring": 1, "replicate": 2}, None, str(tmp_path / "state")):
+        assert losses == pytest.approx(whole[0][0][2:], rel=1e-6)
+    (tmp_path / "state" / "model.safetensors").unlink()
+    for outcome in world(2).outcomes(loop, 2, {"ring": 2}, None, str(tmp_path / "state")):
+        assert "model.safetensors: is missing; give a folder that save_state wrote" in str(outcome)
+
+
+def refused(mesh: Any, what: str) -> str:
+    from accelerate import ParallelismConfig
+
+    config = RingConfig(ring=2)
+    with pytest.raises((rs.RingspanError, ValueError)) as caught:
+        if what == "parallelism_config":
+            ring_accelerator(config, parallelism_config=ParallelismConfig(cp_size=2), cpu=True)
+        accelerator = ring_accelerator(config, cpu=True)
+        model: Any = build("llama")
+        if what == "other parameters":
+            accelerator.prepare(model, torch.optim.AdamW(build("llama").parameters()))
+        if what == "steps":
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(input_ids=ROWS.ids[:1], labels=ROWS.ids[:1]).loss.backward()
+            optimizer.step()
+            accelerator.prepare(model, optimizer)
+        getattr(accelerator, what)()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("parallelism_config", "parallelism_config is a second parallelism beside the ring; leave it out"),
+        ("other parameters", "the optimizer has parameters of no model that was prepared"),
+        ("steps", "the optimizer has taken steps; prepare it, with its model, before the first"),
+        ("gather_for_metrics", "accelerator.gather_for_metrics is not for a ring; model(**batch).loss is that of"),
+        ("join_uneven_inputs", "accelerator.join_uneven_inputs is not for a ring"),
+        ("maybe_context_parallel", "accelerator.maybe_context_parallel is not for a ring"),
+    ],
+)
+def test_what_would_not_be_exact_raises(world, what, message):
+    for said in world(2).run(refused, 2, what):
+        assert message in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        # On CPUs accelerate starts one process; on GPUs it is torchrun.
+        (["accelerate.commands.launch", "--cpu", "--mixed_precision", "no", "--dynamo_backend", "no"], 1),
+        (["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 2),
+    ],
+)
+def test_a_script_is_launched(tmp_path, launcher, ranks):
+    root = Path(__file__).parents[2]
+    script = [str(root / "examples" / "accelerate_loop.py"), "--steps", "4", "--length", "48"]
+    run = subprocess.run(
+        [sys.executable, "-m", *launcher, *script, "--output", str(tmp_path / "state")],
+        env={**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.startswith("loss 4.") and f"on {ranks} rank" in run.stdout
+    assert (tmp_path / "state" / "model.safetensors").is_file()
