@@ -179,3 +179,39 @@ def test_weights_of_another_shape_are_named(pool):
 
 def load_another(mesh: DeviceMesh) -> None:
     rs.parallelize(build("llama"), mesh).load_state_dict(build("llama", vocab_size=101).state_dict())
+
+
+def train_nothing(mesh: DeviceMesh, when: str, checkpoint: Any) -> None:
+    model = build("llama")
+    if when == "before":
+        model.requires_grad_(False)
+    rs.parallelize(model, mesh, checkpoint=checkpoint)
+    if when == "after":
+        model.requires_grad_(False)
+    ids = tokens(1, 16)
+    model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss.backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "attention", "full"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_whose_weights_are_all_frozen_has_no_backward_pass_as_on_one_process(pool, when, checkpoint):
+    for outcome in pool.outcomes(train_nothing, 2, when, checkpoint):
+        assert isinstance(outcome, RuntimeError) and "does not require grad" in str(outcome)
+
+
+def losses_after_unsharding(mesh: DeviceMesh, when: str) -> list[float]:
+    model = rs.parallelize(build("llama"), mesh)
+    ids = tokens(1, 37)
+    batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
+    if when == "after a pass":
+        model(**batch)
+    model.unshard()
+    return losses(model, batch, "nothing", "never")
+
+
+@pytest.mark.parametrize("when", ["before the first pass", "after a pass"])
+def test_weights_that_somebody_has_gathered_are_shards_again_for_the_optimizer(pool, when):
+    ids = tokens(1, 37)
+    expected = losses(build("llama"), {"input_ids": ids, "labels": ids}, "nothing", "never")
+    for found in pool.run(losses_after_unsharding, 2, when):
+        assert found == pytest.approx(expected, rel=1e-5)

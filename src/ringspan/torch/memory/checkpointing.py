@@ -130,6 +130,9 @@ def checkpoint_layers(
         decoder.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # its name before transformers 5.2x
         decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    # It lets embeddings require gradients, for checkpointing that is reentrant: a model that is frozen would train
+    # nothing without a word, and a frozen embedding would be differentiated.
+    decoder.disable_input_require_grads()
     if offload == "none" and layers_per_checkpoint == 1:
         return
     store = Store() if offload == "activations" else Store(min_bytes=sys.maxsize)

@@ -181,9 +181,12 @@ def renew_types(model: FSDPModule) -> None:
             group._init_mp_dtypes()
 
 
-def _groups_of(model: FSDPModule) -> list[Any]:
+def _groups_of(model: Any) -> list[Any]:
     """What FSDP gathers together: the parameters of each layer, and those around the layers."""
-    return [group for state in _state_of(model)._state_ctx.all_states for group in _groups_of_state(state)]
+    states = _state_of(model)._state_ctx.all_states
+    if not states:  # before the first pass, which makes them one context
+        states = [_state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group for state in states for group in _groups_of_state(state)]
 
 
 def _groups_in(module: FSDPModule) -> list[Any]:
