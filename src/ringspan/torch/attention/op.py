@@ -47,6 +47,7 @@ from ringspan.torch.attention.ring import (
 )
 from ringspan.torch.attention.spec import AttentionSpec, padding_of
 from ringspan.torch.attention.ulysses import Ulysses
+from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.agreement import agree, one_at_a_time
 from ringspan.torch.transport.protocol import Transport, transport_of
@@ -178,13 +179,9 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-# What one device is taken to do where nothing was measured: of the class of an H100 in a node, or a core of a CPU.
-_ASSUMED: Final = {"cuda": (4e14, 3e11, 2.5e10), "cpu": (1e11, 2e9, 1e9)}
-
-
 def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: Tensor, comm_dtype: str) -> str:
     """The route that ``auto`` stands for here."""
-    speeds = Speeds(*_ASSUMED["cpu" if q.device.type == "cpu" else "cuda"], _ranks_per_node(layout.ranks))
+    speeds = Speeds(*rules_of(q.device).assumed_speeds, _ranks_per_node(layout.ranks))
     shape = Shape(len(q), q.shape[1], k.shape[1], k.shape[-1], v.shape[-1], k.dtype.itemsize)
     choice = choose_route(layout, mask, shape, speeds, keys, may_pass_queries=comm_dtype == "exact")
     if choice not in _told:
@@ -299,7 +296,7 @@ def _prepare(
         "slopes": slopes is not None,
         "sinks": sinks is not None,
         "kernel": spec.kernel,
-        "threads": torch.get_num_threads() if q.device.type == "cpu" else 0,  # by which heads are grouped
+        "threads": torch.get_num_threads() if rules_of(q.device).cuts_for_cores else 0,  # by which heads are grouped
     }
     refusal = kernels.why_not(spec.kernel, q, v, Scores(spec.scale, spec.softcap, slopes))
     agree(group, facts | {"kernel": f"{spec.kernel} ({refusal})"} if refusal else facts)

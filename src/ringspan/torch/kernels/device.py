@@ -43,6 +43,9 @@ class DeviceRules:
     probe_tokens: int = 24
     """On how many tokens a module is tried out: enough for a router that fills experts to a capacity to drop some when
     all choose alike."""
+    assumed_speeds: tuple[float, float, float] = (4e14, 3e11, 2.5e10)
+    """FLOP/s, and bytes/s within a node and between nodes, where nothing was measured: by default those of the class
+    of an H100."""
     capability: tuple[int, int] = (0, 0)
     """CUDA's compute capability."""
     has_cudnn: bool = False
@@ -80,6 +83,7 @@ def _own_rules(device: torch.device) -> DeviceRules:
             chunk_size=None,
             short_rows=(384, SHORT),
             multiplies_16_bits=multiplies_16_bits(),
+            assumed_speeds=(1e11, 2e9, 1e9),  # of a core
         )
     if device.type == "cuda":
         return DeviceRules(
