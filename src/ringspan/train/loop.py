@@ -63,6 +63,7 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
     run = Path(config.run)
     with RunLock(run) as lock:
         record = open_run(config, lock)
+        config = record.config
         is_first = dist.get_rank() == 0
         doing = observer.doing if is_first else lambda what: None
         job = prepare(config, None if record.is_new else tokenizer_of(run), doing)

@@ -50,3 +50,23 @@ def test_what_is_no_record_is_named(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ConfigError, match=r"run\.json: is not the record of a run"):
         read_record(parse_config(values(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("began", "asked", "warmup"),
+    [
+        ({"steps": 5}, {"steps": 50}, 5),  # its default follows steps, which have grown
+        ({"steps": 5, "warmup_steps": 3}, {"steps": 50}, 3),
+        ({"steps": 50}, {"steps": 4}, 4),
+        ({"steps": 5}, {"steps": 50, "warmup_steps": 10}, 10),
+    ],
+)
+def test_a_warm_up_that_is_not_set_stays_that_of_the_beginning(tmp_path, began, asked, warmup):
+    def config(steps, **optimizer):
+        return parse_config(values(tmp_path) | {"steps": steps, "optimizer": optimizer})
+
+    record = {"run_id": "abc", "config": config(**began).model_dump(mode="json")}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    found = read_record(config(**asked))
+    assert found.config.optimizer.warmup_steps == warmup
+    assert any("warmup" in line for line in found.changes) == (warmup != config(**began).optimizer.warmup_steps)

@@ -153,7 +153,8 @@ class OptimizerConfig(Table):
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
     warmup_steps: int = Field(default=10, ge=0)
-    """Steps over which the learning rate rises from 0; where it is not set, at most all steps."""
+    """Steps over which the learning rate rises from 0; where it is not set, at most all steps that the run began
+    with."""
     min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate of the last step, as a share of the highest."""
     clip_grad_norm: float = Field(default=1.0, ge=0)
@@ -170,6 +171,10 @@ class OptimizerConfig(Table):
     """Moments of AdamW; "8bit" needs torchao."""
     on_host: bool = False
     """Keep the moments in host memory and step there."""
+
+    def with_warmup(self, steps: int) -> "OptimizerConfig":
+        """The same with another warm-up, which still counts as not set where nobody has."""
+        return OptimizerConfig.model_construct(self.model_fields_set, **dict(self) | {"warmup_steps": steps})
 
     @model_validator(mode="after")
     def _check_state(self) -> "OptimizerConfig":
@@ -284,8 +289,7 @@ class TrainConfig(Table):
                     f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: is more than steps = {self.steps}; "
                     f"set it to at most {self.steps}"
                 )
-            shorter = self.optimizer.model_copy(update={"warmup_steps": self.steps})
-            object.__setattr__(self, "optimizer", shorter)  # frozen from here on
+            object.__setattr__(self, "optimizer", self.optimizer.with_warmup(self.steps))  # frozen from here on
         if self.profile and self.steps < 3:
             raise ConfigError(f"profile = true: takes three steps, and steps = {self.steps}; raise it")
         if self.adapter.rank is not None and self.model.init == "scratch":

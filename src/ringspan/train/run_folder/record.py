@@ -30,6 +30,9 @@ class RunRecord:
 
     run_id: str
     is_new: bool
+    config: TrainConfig
+    """What was asked for, with the warm-up that the run began with where none is set: its default follows ``steps``,
+    which may grow when a run is resumed."""
     changes: list[str] = field(default_factory=list)
     """Settings that differ from those it began with, as lines to show."""
 
@@ -54,7 +57,7 @@ def read_record(config: TrainConfig) -> RunRecord:
                 f"{run} already holds a run that cannot be continued ({RECORD} is missing); choose another with "
                 "run=..., or remove it"
             ) from None
-        return RunRecord(run_id=uuid.uuid4().hex, is_new=True)
+        return RunRecord(run_id=uuid.uuid4().hex, is_new=True, config=config)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: is not the record of a run: {' '.join(str(error).split())}; remove it") from error
     if not isinstance(run_id, str) or not run_id.isalnum():
@@ -64,6 +67,9 @@ def read_record(config: TrainConfig) -> RunRecord:
             f"{run} holds a run of another version of ringspan, with {lost[0]}, which this one does not know; use "
             "that version, or choose another folder with run=..."
         )
+    if "warmup_steps" not in config.optimizer.model_fields_set:
+        warmup = min(began.optimizer.warmup_steps, config.steps)
+        config = config.model_copy(update={"optimizer": config.optimizer.with_warmup(warmup)})
     changes = [f"{key} is left out: this version of ringspan does not know it" for key in unknown]
     for key, before, now in _differences(began.model_dump(mode="json"), config.model_dump(mode="json")):
         if key == "data.on_change" or (key in _TEXT and config.data.on_change == "continue"):
@@ -76,7 +82,7 @@ def read_record(config: TrainConfig) -> RunRecord:
             )
         if key != "run":
             changes.append(f"{key} = {json.dumps(now)} (was {json.dumps(before)})")
-    return RunRecord(run_id=run_id, is_new=False, changes=changes)
+    return RunRecord(run_id=run_id, is_new=False, config=config, changes=changes)
 
 
 def recorded(values: Any) -> tuple[TrainConfig, list[str]]:
