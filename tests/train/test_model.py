@@ -1,18 +1,25 @@
 """What a run does with the model that its configuration names: RoPE scaling, and files that are not trusted."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from ringspan.core.errors import ConfigError, RingspanError
 from ringspan.train.config.tables import TrainConfig
+from ringspan.train.data.sequences import build_data
 from ringspan.train.model import (
     build_model,
     flops_per_token,
     load_model_config,
+    load_tokenizer,
     num_matmul_parameters,
     scale_rope,
 )
@@ -163,3 +170,42 @@ def test_a_model_that_takes_images_too_is_trained_on_its_text():
     assert flops_per_token(whole.get_text_config(), 0, 8) == flops_per_token(text, 0, 8) > 0
     model, of_text = build("gemma3"), build("gemma3_text")
     assert num_matmul_parameters(model) == num_matmul_parameters(of_text) < model.num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [("a b", None), ("a <image> b", "'<image>', token 6 of model.tokenizer")]
+)
+def test_a_token_beyond_the_vocabulary_is_named_only_where_the_text_has_it(tmp_path: Path, words, message):
+    """As of Gemma 3: its models of text have a token for images in the tokenizer alone."""
+    known = Tokenizer(WordLevel({word: number for number, word in enumerate("abcdef")}, unk_token="f"))
+    known.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=known, eos_token="e", unk_token="f")
+    tokenizer.add_special_tokens({"pad_token": "<image>"})
+    tokenizer.save_pretrained(tmp_path / "model")
+    config("llama", vocab_size=6).save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text(f"{words} c d " * 30)
+    asked = TrainConfig.model_validate(
+        {
+            "model": {"path": str(tmp_path / "model")},
+            "data": {"paths": str(tmp_path / "a.txt"), "sequence_length_tokens": 32, "documents": "cut"},
+        }
+    )
+    found = load_tokenizer(asked, load_model_config(asked))
+    if message is not None:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            build_data(asked, found, vocabulary=6)
+        return
+    data = build_data(asked, found, vocabulary=6)
+    last = data.train[len(data.train) - 1]
+    assert last["input_ids"].max() < 6 and last["shift_labels"][-1] == -100
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path):
+    known = Tokenizer(WordLevel({word: number for number, word in enumerate("abcdefg")}, unk_token="f"))
+    PreTrainedTokenizerFast(tokenizer_object=known, unk_token="f").save_pretrained(tmp_path)
+    config("llama", vocab_size=6).save_pretrained(tmp_path)
+    asked = TrainConfig.model_validate(
+        {"model": {"path": str(tmp_path)}, "data": {"paths": "a.txt", "sequence_length_tokens": 32}}
+    )
+    with pytest.raises(ConfigError, match="has 7 tokens, the model only 6"):
+        load_tokenizer(asked, load_model_config(asked))

@@ -109,7 +109,7 @@ def prepare(
     with _first_rank_first():
         scan = scan_documents(config.data)
         tokenizer = load_tokenizer(config, model_config, scan.documents, kept_tokenizer)
-        data = build_data(config, tokenizer, scan)
+        data = build_data(config, tokenizer, scan, vocabulary=text_config(model_config).vocab_size)
     doing("loading the model" if config.model.init == "pretrained" else "building the model")
     model: Any = build_model(config, model_config)
     num_parameters, num_weights = model.num_parameters(), float(num_matmul_parameters(model))

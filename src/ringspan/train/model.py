@@ -124,8 +124,11 @@ def load_tokenizer(
     """The run's tokenizer: the one that it has ``kept``, else from its source, or trained on its documents when the
     config says so.
 
+    One that has names for tokens beyond the model's vocabulary will do (Gemma 3's has one for images, which its models
+    of text lack), as long as the text has none of them, see ``build_data``.
+
     Raises:
-        ConfigError: no tokenizer can be had, or it has more tokens than the model.
+        ConfigError: no tokenizer can be had, or it is another model's: it makes tokens of text that the model lacks.
     """
     source = str(kept) if kept else config.model.tokenizer_source
     vocabulary = text_config(model_config).vocab_size
@@ -140,9 +143,9 @@ def load_tokenizer(
             raise
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"model.tokenizer = {source!r}: {one_line(error)}") from error
-    if len(tokenizer) > vocabulary:
+    if tokenizer.vocab_size > vocabulary:
         raise ConfigError(
-            f"model.tokenizer has {len(tokenizer)} tokens, the model only {vocabulary}; "
+            f"model.tokenizer has {tokenizer.vocab_size} tokens, the model only {vocabulary}; "
             "use the tokenizer that belongs to the model"
         )
     return tokenizer

@@ -19,7 +19,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.torch.data.batch import IGNORED
 from ringspan.train.config.tables import DataConfig, DocumentsName, TrainConfig
 from ringspan.train.data.documents import DocumentScan, scan_documents
-from ringspan.train.data.tokens import TokenStream, starts, tokenize
+from ringspan.train.data.tokens import TokenStream, refuse_unknown_tokens, starts, tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -129,21 +129,30 @@ class Data:
     """Tokens that are in no sequence of train or eval."""
 
 
-def build_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, scan: DocumentScan | None = None) -> Data:
-    """Documents, tokens and sequences of a run, from a scan of its documents where there is one already.
+def build_data(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    scan: DocumentScan | None = None,
+    *,
+    vocabulary: int = 1 << 31,
+) -> Data:
+    """Documents, tokens and sequences of a run, from a scan of its documents where there is one already, for a model of
+    a vocabulary.
 
     The first call fills the cache of `datasets`; later ones, in this or another process, only map its files. Of the
     processes of a node, let one call first.
 
     Raises:
-        ConfigError: as `scan_documents`, or fewer tokens than one sequence takes.
+        ConfigError: as `scan_documents`, or fewer tokens than one sequence takes, or one that the model lacks.
     """
     settings = config.data
     scan = scan or scan_documents(settings)
     stream = TokenStream(tokenize(scan.documents, tokenizer))
+    refuse_unknown_tokens(stream, tokenizer, vocabulary)
     position = _eval_start(stream, settings)
     # What pads is never a target and never attended to by a target; any id does.
-    pad: Any = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
+    ids: Any = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+    pad: int = next(i for i in ids if i is not None and i < vocabulary)
 
     def sequences(start: int, stop: int) -> TokenSequences:
         return TokenSequences(

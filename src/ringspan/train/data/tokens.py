@@ -115,6 +115,18 @@ def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def refuse_unknown_tokens(stream: "TokenStream", tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+    """Raise a ConfigError that names a token of the text which was added to the tokenizer and which the model lacks."""
+    if max(tokenizer.added_tokens_decoder, default=-1) < vocabulary:
+        return
+    largest = stream.largest()
+    if largest >= vocabulary:
+        raise ConfigError(
+            f"the text has {str(tokenizer.convert_ids_to_tokens(largest))!r}, token {largest} of model.tokenizer, and "
+            f"the model has only {vocabulary}; take it out of the text, or train a model that has it"
+        )
+
+
 class TokenStream:
     """All documents' tokens one after the other: `read(start, stop)` at any position, without loading the rest."""
 
@@ -134,6 +146,10 @@ class TokenStream:
     @property
     def num_documents(self) -> int:
         return len(self.document_starts) - 1
+
+    def largest(self) -> int:
+        """The largest token; -1 where there is none."""
+        return max((int(values.max()) for values in self._values), default=-1)
 
     def digest(self) -> str:
         """SHA-256 of all tokens and of where documents begin, as hexadecimal digits: a pass over the mapped file."""
