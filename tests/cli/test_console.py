@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
-from ringspan.cli.console import console, facts, paragraph, table
+from ringspan.cli.console import console, facts, paragraph, table, working
 from ringspan.cli.main import main
 from ringspan.cli.progress import describe
 from ringspan.measure.bench import attention
@@ -18,6 +19,7 @@ from ringspan.measure.trace import rehearsal
 from ringspan.plan import planner
 from ringspan.torch.runtime import launch
 from ringspan.train.metrics import StepMetrics
+from tests.surface import MODEL
 
 
 @pytest.mark.parametrize(
@@ -159,3 +161,39 @@ def test_an_interrupt_while_the_command_is_imported_ends_in_one_line(monkeypatch
         runpy.run_module("ringspan", run_name="__main__")
     assert exit_.value.code == 130
     assert capsys.readouterr().err == "ringspan: interrupted\n"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_a_command_does_is_a_status_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys, is_terminal):
+    monkeypatch.setattr(Console, "is_terminal", is_terminal)
+    with working() as doing:
+        doing("a [b]")
+    said = capsys.readouterr().err
+    assert (said == "a [b]\n") == (not is_terminal)
+
+
+def test_a_rehearsal_says_in_a_pipe_what_it_does(monkeypatch, capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    options = ["rehearse", "--devices", "2", "--model", str(tmp_path), "--length", "128", "--json"]
+    monkeypatch.setattr(sys, "argv", ["ringspan", *options])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    printed = capsys.readouterr()
+    assert exit_.value.code == 0 and len(printed.out.splitlines()) == 1
+    assert printed.err.startswith("rehearsing rank 0: building the model\nmemory: step 1 of 2\n")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_rank_that_is_profiled_says_in_a_pipe_what_it_does(monkeypatch, capsys, is_terminal):
+    def launched(function, ranks, *args):
+        args[-1]("step 1 of 3")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Console, "is_terminal", is_terminal)
+    monkeypatch.setattr(launch, "launch", launched)
+    monkeypatch.setattr(sys, "argv", ["ringspan", "profile", "--model", "qwen3-0.6b", "--length", "64"])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    lines = "running three steps of qwen3-0.6b on 2 ranks\nstep 1 of 3\nringspan: interrupted\n"
+    assert (said == lines) == (not is_terminal) and ("step 1" in said) == (not is_terminal)

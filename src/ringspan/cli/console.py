@@ -4,7 +4,8 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from rich.console import Console
@@ -31,6 +32,28 @@ def _width(stream: object) -> int:
         return os.get_terminal_size(stream.fileno()).columns or _UNLIMITED  # pyright: ignore[reportAttributeAccessIssue]
     except (AttributeError, OSError, ValueError):  # no file, no terminal
         return _UNLIMITED
+
+
+def say(line: str) -> None:
+    """A line on the standard error stream, at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def silent(line: str) -> None:
+    """Instead of ``say``, where something else shows what goes on."""
+
+
+@contextmanager
+def working() -> Iterator[Callable[[str], None]]:
+    """A function that says what a command does now, on the standard error stream: in a status on a terminal, in a line
+    of its own in a pipe.
+    """
+    out = console(stderr=True)
+    if not out.is_terminal:
+        yield say
+        return
+    with out.status("starting") as status:
+        yield lambda line: status.update(Text(line))
 
 
 def heading(out: Console, text: str) -> None:

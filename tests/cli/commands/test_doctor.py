@@ -59,7 +59,7 @@ RESULT = {
 
 
 def test_people_see_what_stops_and_the_exit_code_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "examine", lambda ranks: RESULT)
+    monkeypatch.setattr(doctor, "examine", lambda ranks, doing: RESULT)
     text = printed(monkeypatch, capsys, code=1)
     for expected in ("a processor", "window 60%", "! torch is [old]; renew it", "cannot train", "pip install torchao"):
         assert expected in text
@@ -70,7 +70,7 @@ def test_people_are_told_once_that_there_is_no_cuda(monkeypatch, capsys):
     no_cuda = {"available": False, "serves": {}, "why_not": "it needs a CUDA device, and this machine has none"}
     missing = {"available": False, "serves": {}, "why_not": "it is not installed"}
     kernels = RESULT["kernels"] | dict.fromkeys(("cudnn", "flash", "triton"), no_cuda) | {"flash3": missing}
-    monkeypatch.setattr(doctor, "examine", lambda ranks: RESULT | {"kernels": kernels})
+    monkeypatch.setattr(doctor, "examine", lambda ranks, doing: RESULT | {"kernels": kernels})
     text = printed(monkeypatch, capsys, code=1)
     assert text.count("CUDA") == 1
     assert "not here: cudnn, flash, triton: it needs a CUDA device, and this machine has none" in text
@@ -93,3 +93,17 @@ def test_ranks_are_not_started_under_torchrun(monkeypatch, capsys):
 
 def test_help_has_an_example(monkeypatch, capsys):
     assert "Example" in printed(monkeypatch, capsys, "--help")
+
+
+def test_a_clock_that_is_hardly_apart_is_not_minus_zero_apart(monkeypatch, capsys):
+    rank = {"host": "a", "device": "cpu", "listens": []}
+    cluster = {
+        "ranks": [rank, rank],
+        "links": [],
+        "clock_offset_seconds": [0.0, -3e-4],
+        "clock_uncertainty_seconds": 0.0,
+        "ring_error": 1e-7,
+    }
+    monkeypatch.setattr(doctor, "examine", lambda ranks, doing: RESULT | {"cluster": cluster})
+    text = printed(monkeypatch, capsys, code=1)
+    assert text.count("+0 ") == 2 and "-0 " not in text

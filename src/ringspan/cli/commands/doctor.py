@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -28,21 +29,18 @@ def command(
     Ranks are started, measure the links between them, compare their versions and clocks, and check the ring against
     float64. Under torchrun the ranks of the job do so. Exit code 0 when it can train, 1 when something stops it.
     """
-    from ringspan.cli.console import console
+    from ringspan.cli.console import silent, working
     from ringspan.core.errors import ConfigError
     from ringspan.torch.runtime.environment import is_rank
 
-    with console(stderr=True, quiet=as_json or os.environ.get("RANK", "0") != "0").status(
-        "looking at devices, links and kernels"
-    ):
+    is_job = is_rank()
+    if is_job and ranks is not None:
+        raise ConfigError(f"--ranks {ranks} under torchrun, which has started the processes; leave it out")
+    shown = working() if os.environ.get("RANK", "0") == "0" else nullcontext(silent)
+    with shown as doing:
         from ringspan.measure.cluster.doctor import examine, examine_job
 
-        if is_rank():
-            if ranks is not None:
-                raise ConfigError(f"--ranks {ranks} under torchrun, which has started the processes; leave it out")
-            result, is_first = examine_job()
-        else:
-            result, is_first = examine(ranks), True
+        result, is_first = examine_job(doing=doing) if is_job else (examine(ranks, doing), True)
     if is_first:
         if as_json:
             print(json.dumps(result))
@@ -100,9 +98,10 @@ def _show_cluster(out: Any, result: dict[str, Any]) -> None:
     cluster = result["cluster"]
     links = {link["from"]: shown_bandwidth(link["bytes_per_second"]) for link in cluster["links"]}
     error_ms = 1e3 * cluster["clock_uncertainty_seconds"]
+    offsets = [f"{round(1e3 * offset):+d}" for offset in cluster["clock_offset_seconds"]]  # not of -0.3, which is -0
     rows = [
-        [str(rank), fact["host"], fact["device"], links.get(rank, ""), f"{1e3 * offset:+.0f}", _ports(fact["listens"])]
-        for rank, (fact, offset) in enumerate(zip(cluster["ranks"], cluster["clock_offset_seconds"], strict=True))
+        [str(rank), fact["host"], fact["device"], links.get(rank, ""), offset, _ports(fact["listens"])]
+        for rank, (fact, offset) in enumerate(zip(cluster["ranks"], offsets, strict=True))
     ]
     headers = ["rank", "host", "device", "to the next", f"clock ms (± {error_ms:.0f})", "listens on"]
     table(out, "ranks", headers, rows)

@@ -49,7 +49,7 @@ def command(
     check_folder("--out", out)
     require("ringspan profile", "matplotlib")
 
-    from ringspan.cli.console import console
+    from ringspan.cli.console import working
     from ringspan.core.errors import ConfigError
     from ringspan.core.geometry.layout import Layout, layout_name
     from ringspan.core.names import checkpoint_name
@@ -87,11 +87,13 @@ def command(
         refuse_local_ranks(shape, setting)
     check_segments(setting.checkpoint, layers_per_checkpoint)
     refuse_route(hugging_face_config(shape, length), setting.ring, route, "exact")
-    others = under_torchrun and os.environ["RANK"] != "0"
-    with console(stderr=True, quiet=as_json or others).status("running three steps"):
-        profiles, is_first = _profiled(shape, setting, out, under_torchrun)
-    if is_first:
-        _show(profiles, shape.name, setting, out, as_json)
+    if under_torchrun and os.environ["RANK"] != "0":
+        _profiled(shape, setting, out, under_torchrun)
+        return
+    with working() as doing:
+        doing(f"running three steps of {shape.name} on {setting.ring} rank{'s' if setting.ring > 1 else ''}")
+        profiles = _profiled(shape, setting, out, under_torchrun)
+    _show(profiles, shape.name, setting, out, as_json)
 
 
 def _default_ranks() -> int:
@@ -100,17 +102,19 @@ def _default_ranks() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
-def _profiled(shape: Any, setting: "Setting", out: Path, under_torchrun: bool) -> "tuple[list[RankProfile], bool]":
+def _profiled(shape: Any, setting: "Setting", out: Path, under_torchrun: bool) -> "list[RankProfile]":
     import torch.distributed as dist
 
+    from ringspan.cli.console import console, say, silent
     from ringspan.measure.trace.profile import profile_rank
     from ringspan.torch.runtime.launch import join, launch
 
+    doing = silent if console(stderr=True).is_terminal else say  # a terminal shows a status, from this process
     if not under_torchrun:
-        return launch(profile_rank, setting.ring, shape, setting, out)[0], True
+        return launch(profile_rank, setting.ring, shape, setting, out, doing)[0]
     join()
     try:
-        return profile_rank(shape, setting, out), dist.get_rank() == 0
+        return profile_rank(shape, setting, out, doing)
     finally:
         dist.destroy_process_group()
 

@@ -35,7 +35,7 @@ def command(
 
     Measures peak memory, seconds of a step and of each layer, and MFU; predicts what the links add.
     """
-    from ringspan.cli.console import console
+    from ringspan.cli.console import working
     from ringspan.core.errors import ConfigError
     from ringspan.measure.trace.rehearsal import rehearse_plan
 
@@ -44,8 +44,9 @@ def command(
     link = answer.question.device.bandwidth(setting.ring * setting.tp) if bandwidth is None else bandwidth
     if not 0 < link < float("inf"):
         raise ConfigError(f"--bandwidth {bandwidth}: should be a positive number of bytes/s")
-    with console(stderr=True, quiet=as_json).status(f"rehearsing rank {rank} of {devices}"):
-        measured = rehearse_plan(answer, rank, link)
+    with working() as doing:
+        measured = rehearse_plan(answer, rank, link, doing)
+        doing("measuring matrix products")
         result = answer.as_json() | _measured(answer, measured)
     if as_json:
         print(json.dumps(result))

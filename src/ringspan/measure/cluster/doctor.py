@@ -56,25 +56,34 @@ _SLOW_RANK: Final = 0.7  # of the median rank
 _WRONG: Final = 1e-5  # relative error of the ring in float32, of which 1e-6 is rounding
 
 
-def examine(ranks: int | None) -> dict[str, Any]:
+def _tell_nobody(what: str) -> None:
+    pass
+
+
+def examine(ranks: int | None, doing: Callable[[str], None] = _tell_nobody) -> dict[str, Any]:
     """All that ``ringspan doctor`` prints, with ``ranks`` processes of this machine; as many as it has devices for when
-    None.
+    None. ``doing`` is told what comes next.
 
     Raises:
         ConfigError: fewer than one rank, or more than CUDA devices.
     """
     ranks = _default_ranks() if ranks is None else ranks
+    doing(f"measuring {ranks} rank{'s' if ranks != 1 else ''} and the links between them")
     try:
         examined = launch(examine_rank, ranks)[0]
     except RuntimeError as error:
         remedy = "ranks of one machine talk over its loopback interface; look at its firewall, memory and limits"
         return report(None, [Problem(f"{ranks} ranks of this machine do not come together: {error}", remedy, True)])
+    doing("looking at devices and kernels")
     return report(examined)
 
 
-def examine_job(timeout_seconds: float = 120.0) -> tuple[dict[str, Any], bool]:
+def examine_job(
+    timeout_seconds: float = 120.0, doing: Callable[[str], None] = _tell_nobody
+) -> tuple[dict[str, Any], bool]:
     """What ``examine`` finds out, of the job whose processes torchrun has started, and whether this rank shows it."""
     is_first = os.environ["RANK"] == "0"
+    doing("measuring the ranks of this job and the links between them")
     try:
         join(timeout=timedelta(seconds=timeout_seconds))
     except RuntimeError as error:

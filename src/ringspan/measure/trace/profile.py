@@ -6,7 +6,7 @@ and its optimizer, so any loop can be profiled.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -174,8 +174,12 @@ class Profiler:
         )
 
 
-def profile_rank(shape: ModelShape, setting: Setting, folder: Path) -> list[RankProfile]:
-    """One rank's part of profiling a model with random weights on the default process group; every rank gets all."""
+def profile_rank(shape: ModelShape, setting: Setting, folder: Path, doing: Callable[[str], None]) -> list[RankProfile]:
+    """One rank's part of profiling a model with random weights on the default process group; every rank gets all.
+
+    On the first rank ``doing`` is told what comes next, each of which may take minutes.
+    """
+    doing = doing if dist.get_rank() == 0 else lambda what: None
     mesh = init_mesh(ring=setting.ring)
     device = mesh.device_type
     torch.manual_seed(0)
@@ -187,7 +191,8 @@ def profile_rank(shape: ModelShape, setting: Setting, folder: Path) -> list[Rank
     rank = dist.get_rank()
     folder.mkdir(parents=True, exist_ok=True)
     profiler = Profiler(model, optimizer, rank, folder / f"snapshot-{rank}.pickle")
-    for _ in range(NUM_STEPS):
+    for number in range(NUM_STEPS):
+        doing(f"step {number + 1} of {NUM_STEPS}")
         with profiler.step():
             model(**batch).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

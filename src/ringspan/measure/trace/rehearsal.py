@@ -6,7 +6,7 @@ numbers of the right size. So loss and gradients mean nothing, but every buffer 
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +35,10 @@ from ringspan.torch.transport.protocol import transport_registered
 _TIMED_STEPS: Final = 3
 
 
+def _tell_nobody(what: str) -> None:
+    pass
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
     """What one rank measured; ``exposed_seconds`` is what it would wait for blocks on a link of ``bandwidth``."""
@@ -49,7 +53,7 @@ class Rehearsal:
     exposed_seconds: float
 
 
-def rehearse_plan(answer: Plan, rank: int, bandwidth: float) -> Rehearsal:
+def rehearse_plan(answer: Plan, rank: int, bandwidth: float, doing: Callable[[str], None] = _tell_nobody) -> Rehearsal:
     """Rehearse the step that a plan proposes; see ``rehearse``.
 
     Raises:
@@ -61,7 +65,7 @@ def rehearse_plan(answer: Plan, rank: int, bandwidth: float) -> Rehearsal:
     _refuse_more_than(host_memory_bytes(), setting.parameter_bytes * shape.parameters, "the whole model", "this host")
     has = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_memory_bytes()
     _refuse_more_than(has, training_memory(shape, setting).peak_bytes, "a rank of this step", f"this {device.type}")
-    return rehearse(dryrun.hugging_face_config(shape, setting.length), setting, rank, bandwidth)
+    return rehearse(dryrun.hugging_face_config(shape, setting.length), setting, rank, bandwidth, doing)
 
 
 def refuse_local_ranks(shape: ModelShape, setting: Setting) -> None:
@@ -93,7 +97,13 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def rehearse(config: PreTrainedConfig, setting: Setting, rank: int, bandwidth: float) -> Rehearsal:
+def rehearse(
+    config: PreTrainedConfig,
+    setting: Setting,
+    rank: int,
+    bandwidth: float,
+    doing: Callable[[str], None] = _tell_nobody,
+) -> Rehearsal:
     """Run training steps as ``rank`` of ``ring x replicate`` on this process's device.
 
     ``peak_bytes`` is what the allocator has given out at most in a step (on CUDA ``max_memory_allocated``), kernels'
@@ -104,6 +114,7 @@ def rehearse(config: PreTrainedConfig, setting: Setting, rank: int, bandwidth: f
         setting: the step; ``on_gpu`` is taken from the device.
         rank: which one to play.
         bandwidth: bytes/s at which a neighbour's blocks arrive.
+        doing: told what comes next, each of which may take minutes.
 
     Raises:
         ConfigError: a rank outside of the mesh, or a process group that already exists.
@@ -117,19 +128,25 @@ def rehearse(config: PreTrainedConfig, setting: Setting, rank: int, bandwidth: f
         dryrun.fake_mesh(setting, rank, device.type) as mesh,
         transport_registered(mesh["ring"].get_group(), lambda signature: FakeTransport(arrivals)),
     ):
+        doing(f"rehearsing rank {rank}: building the model")
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
         model, optimizer, batch = dryrun.prepare(model, mesh, setting)
         with MemoryTracker() as tracker:  # from the first step on, in which FSDP makes its buffers
             arrivals.seen = tracker.communicate
             tracker.watch_model(model)
-            for _ in range(2):
+            for number in range(2):
+                doing(f"memory: step {number + 1} of 2")
                 dryrun.watch_step(tracker, model, optimizer, batch)
         arrivals.seen = None
 
         def step() -> None:
             train_step(MemoryTracker(), model, optimizer, batch)
 
-        timed = [_timed_step(step, model, device, arrivals) for _ in range(_TIMED_STEPS)]
+        timed = []
+        for number in range(_TIMED_STEPS):
+            doing(f"time: step {number + 1} of {_TIMED_STEPS}")
+            timed.append(_timed_step(step, model, device, arrivals))
+        doing("what kernels hold: the last step")
         held = torch.cuda.memory_allocated(device) if device.type == "cuda" else tracker.moments[-1].total_bytes
         peak = held + allocated_bytes(step)
     typical = sorted(timed, key=lambda each: each.seconds)[len(timed) // 2]
