@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
+from ringspan.torch.runtime import launch as launcher
 from ringspan.torch.runtime.forks import ABORT_AFTER_SECONDS
-from ringspan.torch.runtime.launch import _LOGGERS, launch
+from ringspan.torch.runtime.launch import _LOGGERS, join, launch
 from tests.faults.job import is_running
 
 pytestmark = pytest.mark.alone
@@ -232,3 +234,12 @@ def members(process_group: int) -> list[int]:
             if os.getpgid(int(process.name)) == process_group:
                 found.append(int(process.name))
     return found
+
+
+def test_a_rank_that_waits_for_one_that_never_comes_says_so(monkeypatch, capfd):
+    monkeypatch.setattr(launcher, "_WAIT_SECONDS", 0.2)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError):
+        join(timeout=timedelta(seconds=2))
+    assert "rank 1 has waited 0 s at 127.0.0.1:9 for all 2 ranks of this job; start" in capfd.readouterr().err

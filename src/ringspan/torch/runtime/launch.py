@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ _RENDEZVOUS_BYTES: Final = 1 << 20
 _STOP: Final = "stop"
 MOST_RANKS: Final = 1024  # more processes than this on one machine is a slip of the keyboard
 _POLL_SECONDS: Final = 0.1  # how often elastic looks at the ranks
+_WAIT_SECONDS: Final = 10.0  # without a word for the other ranks of a job
 _LOGGERS: Final = "torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"  # of how ranks ended
 
 # Freed tensors go back to the system at once, in huge pages, which are nearly as quick to get as old memory. By itself
@@ -125,7 +127,8 @@ def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if folder is None:
-        dist.init_process_group(backend, timeout=timeout)
+        with _said_while_waiting():
+            dist.init_process_group(backend, timeout=timeout)
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -136,6 +139,24 @@ def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(minutes=10),
     )
+
+
+@contextmanager
+def _said_while_waiting() -> Iterator[None]:
+    """Say, once in a node, that not all ranks of a job have come after a while: torch waits for them without a word."""
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    line = (
+        f"rank {os.environ.get('RANK')} has waited {_WAIT_SECONDS:.0f} s at {place} for all "
+        f"{os.environ.get('WORLD_SIZE')} ranks of this job; start those that are missing, and see that they reach it"
+    )
+    timer = threading.Timer(_WAIT_SECONDS, print, (f"ringspan: {line}",), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def local_device() -> torch.device:
