@@ -162,7 +162,7 @@ class LossBlocks:
             if sums.bias is not None:
                 sums.bias[columns] += d_products.sum(0)
             if sums.hidden is not None:
-                _add_product(sums.hidden[rows], d_logits, self.weight[columns], d_hidden, first=columns.start == 0)
+                _add_product(sums.hidden[rows], d_logits, self._entries(columns), d_hidden, first=columns.start == 0)
             if sums.weight is not None:
                 _add_outer(sums.weight[columns], d_logits, chunk)
             del d_logits
@@ -199,7 +199,7 @@ class LossBlocks:
 
     def _logits(self, chunk: Tensor, columns: slice) -> Tensor:
         """The block's logits in the buffer, and with a softcap the slopes of the cap beside it."""
-        logits = _multiply(chunk, self.weight[columns].T, self._block(self.buffer, chunk, columns))
+        logits = _multiply(chunk, self._entries(columns).T, self._block(self.buffer, chunk, columns))
         if self.bias is not None:
             logits += self.bias[columns]
         if self.options.logit_scale != 1:
@@ -222,6 +222,10 @@ class LossBlocks:
         if self.slopes is not None:
             d_logits.mul_(self._block(self.slopes, d_logits, columns))
         return d_logits if self.options.logit_scale == 1 else d_logits.mul_(self.options.logit_scale)
+
+    def _entries(self, columns: slice) -> Tensor:
+        """The weights of a block, in the dtype of the hidden states, which autocast may have made another one."""
+        return self.weight[columns].to(self.hidden.dtype)
 
     def _block(self, buffer: Tensor, chunk: Tensor, columns: slice) -> Tensor:
         shape = len(chunk), columns.stop - columns.start
