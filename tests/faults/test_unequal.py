@@ -88,3 +88,21 @@ def test_a_wrong_mesh_of_a_script_is_refused_on_every_rank(pool, ring, replicate
     for outcome in pool.outcomes(make_mesh, 4, ring, replicate):
         assert isinstance(outcome, rs.ConfigError) and "must equal the world size 4" in str(outcome)
     assert split_world(4, None, 2) == (2, 2)
+
+
+def make_odd_mesh(mesh, usual, odd):
+    rs.init_mesh(**(odd if mesh.get_rank() == 3 else usual))
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "message"),
+    [
+        ({"ring": 4}, {"ring": 2, "replicate": 2}, "ring is 4 on rank 0, 2 on rank 3"),
+        ({"ring": 2, "tp": 2}, {"ring": 2, "replicate": 2}, "replicate is 1 on rank 0, 2 on rank 3"),
+        ({}, {"ring": 2, "replicate": 2}, "ring is 4 on rank 0, 2 on rank 3"),
+        ({"ring": 4}, {"ring": 3}, "ring is 4 on rank 0, 3 on rank 3"),  # which alone cannot be
+    ],
+)
+def test_ranks_that_ask_for_different_meshes_raise(pool, usual, odd, message):
+    for outcome in pool.outcomes(make_odd_mesh, 4, usual, odd):
+        assert isinstance(outcome, rs.PeerMismatch) and message in str(outcome)

@@ -89,6 +89,19 @@ def test_what_int32_would_change_is_refused(name, value, message):
         shard_batch(batch, init_mesh(sp=2))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": None}, "needs input_ids"),
+        ({"shift_labels": np.ones((1, 8), int)}, "labels, shifted by one, are not shift_labels"),
+    ],
+)
+def test_a_batch_that_contradicts_itself_is_refused(change, message):
+    batch = {"input_ids": np.ones((1, 8), int), "labels": np.arange(8)[None]} | change
+    with pytest.raises(rs.UnsupportedError, match=message):
+        shard_batch({name: value for name, value in batch.items() if value is not None}, init_mesh(sp=2))
+
+
 def test_logits_and_wide_activations_never_exist_whole():
     hidden, weight = jnp.zeros((1024, 8)), jnp.zeros((4096, 8))
     loss = jax.grad(lambda h, w: blockwise_cross_entropy(h, w, jnp.zeros(1024, int), chunk_tokens=64), (0, 1))

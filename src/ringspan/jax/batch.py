@@ -75,6 +75,8 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
     unknown = sorted(set(batch) - set(_KEYS))
     if unknown:
         raise UnsupportedError(f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(_KEYS)}")
+    if "input_ids" not in batch:
+        raise UnsupportedError("shard_batch needs input_ids")
     for name, value in batch.items():
         _check_integers(name, np.asarray(value))
     tokens = np.asarray(batch["input_ids"])
@@ -89,6 +91,8 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
         raise UnsupportedError("the batch has neither labels nor shift_labels; give one of them")
     if targets.shape != tokens.shape:
         raise UnsupportedError(f"labels have shape {targets.shape}, input_ids {tokens.shape}")
+    if "shift_labels" in batch and "labels" in batch and (np.asarray(batch["labels"])[:, 1:] != targets[:, :-1]).any():
+        raise UnsupportedError("labels, shifted by one, are not shift_labels; give one of them")
     replicas = mesh.shape["dp"] * mesh.shape["fsdp"]
     if len(tokens) % replicas:
         raise LayoutError(f"a batch of {len(tokens)} sequences does not divide over dp x fsdp = {replicas} devices")

@@ -48,6 +48,11 @@ def step(mesh: DeviceMesh, what: str) -> None:
             model(**batch(mesh, labels=ROWS[:1].masked_fill(ROWS[:1] < 9, -100)))
         case "documents":
             model(**batch(mesh, position_ids=torch.arange(8).repeat(2)))
+        case "padding that has no target anyway":
+            whole = {"input_ids": ROWS[:1], "labels": ROWS[:1].clone()}
+            whole["labels"][:, 9:] = -100
+            whole["attention_mask"] = (torch.arange(16) < (12 if odd else 10)).long()[None]
+            model(**rs.shard_batch(whole, mesh))
         case "padded length":
             model(**batch(mesh, input_ids=ROWS[:1, :15], labels=ROWS[:1, :15]))
         case "length":
@@ -123,6 +128,7 @@ CASES = {
     "one token": "different input_ids",
     "labels": "different labels",
     "documents": "different documents",
+    "padding that has no target anyway": "different attention_mask: ",
     "padded length": "different length of the longest document: ",
     "length": "different local length: ",
     "batch size": "different batch size: ",

@@ -93,20 +93,20 @@ def test_padding_on_the_left_is_a_document():
 
 
 @pytest.mark.parametrize(
-    ("change", "place"),
+    ("change", "places"),
     [
-        ({"input_ids": tokens(1, 6, seed=2)}, 0),
-        ({"labels": tokens(1, 6, seed=2)}, 1),
-        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])}, 1),
-        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, 2),
+        ({"input_ids": tokens(1, 6, seed=2)}, {0}),
+        ({"labels": tokens(1, 6, seed=2)}, {1}),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])}, {1, 3}),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, {2}),
     ],
     ids=str,
 )
-def test_the_digest_of_a_batch_sees_what_is_in_it_and_not_which_rank_asks(change, place):
+def test_the_digest_of_a_batch_sees_what_is_in_it_and_not_which_rank_asks(change, places):
     whole = {"input_ids": tokens(1, 6), "labels": tokens(1, 6)}
     same, changed = (torch.stack([part["batch_digest"] for part in parts(one, 3)]) for one in (whole, whole | change))
-    assert same.shape == (3, 3) and (same == same[0]).all() and (changed == changed[0]).all()
-    assert [bool(x) for x in same[0] != changed[0]] == [number == place for number in range(3)]
+    assert same.shape == (3, 4) and (same == same[0]).all() and (changed == changed[0]).all()
+    assert {number for number in range(4) if same[0][number] != changed[0][number]} == places
 
 
 ENDS, INDEX = torch.tensor([0, 3, 6], dtype=torch.int32), torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)
@@ -152,9 +152,11 @@ def test_a_flattened_row_whose_documents_are_unclear_is_refused(said, message):
         parts({"input_ids": tokens(1, 6)} | said, 2)
 
 
-def test_shifted_labels_are_taken_as_they_are():
+@pytest.mark.parametrize("both", [False, True])
+def test_shifted_labels_are_taken_as_they_are(both):
     ids = tokens(1, 6)
-    [part] = parts({"input_ids": ids, "shift_labels": ids + 1}, 1)
+    labels = {"labels": torch.cat((ids[:, :1], ids[:, :-1] + 1), 1)} if both else {}
+    [part] = parts({"input_ids": ids, "shift_labels": ids + 1} | labels, 1)
     assert torch.equal(part["shift_labels"], ids + 1)
 
 
@@ -179,6 +181,7 @@ def test_shifted_labels_are_taken_as_they_are():
         ({"input_ids": torch.zeros(4)}, "input_ids must be"),
         ({"labels": torch.zeros(1, 4)}, r"labels must be integers, got torch\.float32"),
         ({"shift_labels": torch.zeros(1, 4).bool()}, "shift_labels must be integers"),
+        ({"labels": tokens(1, 4), "shift_labels": tokens(1, 4)}, "labels, shifted by one, are not shift_labels"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(change, message):
@@ -192,3 +195,18 @@ def test_shards_of_a_wrong_length_are_refused(layout):
         rs.shard(torch.zeros(layout.length + 1), layout, 0, 0)
     with pytest.raises(rs.LayoutError, match="entries"):
         rs.unshard(torch.zeros(layout.tokens_per_rank + 1), layout, None, 0)
+
+
+def gather_differently(mesh: DeviceMesh, what: str) -> None:
+    odd = mesh.get_rank() == 1
+    layout = rs.Layout("striped" if odd and what == "layout" else "zigzag", 16, 2)
+    x = torch.zeros(2 if odd and what == "shape" else 1, 8, dtype=torch.int32 if odd and what == "dtype" else None)
+    rs.unshard(x, layout, mesh["ring"], 1)
+
+
+@pytest.mark.parametrize("what", ["layout", "shape", "dtype"])
+def test_ranks_that_would_put_a_tensor_together_differently_raise(pool, what):
+    for outcome in pool.outcomes(gather_differently, 2, what):
+        assert isinstance(outcome, rs.PeerMismatch) and ("different layout" if what == "layout" else "unshard") in str(
+            outcome
+        )

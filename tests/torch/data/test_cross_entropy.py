@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 
 import ringspan as rs
@@ -221,3 +222,38 @@ def test_ligers_kernel_is_chosen_on_cuda_where_it_sums_in_float32(monkeypatch):
     assert loss_module._choose_liger("auto", on_cuda) is None
     with pytest.raises(rs.ConfigError, match="pip install"):
         loss_module._choose_liger("liger", on_cuda)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("chunk_vocabulary", [None, 17])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_under_autocast_hidden_states_may_have_another_dtype_than_the_head(dtypes, chunk_vocabulary, reduction):
+    """A final norm that keeps the dtype of its input gives bfloat16 where weights are float32 (Gemma)."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 8, generator=generator).to(dtypes[0]).requires_grad_()
+    weight = torch.randn(50, 8, generator=generator).to(dtypes[1]).requires_grad_()
+    targets = torch.randint(0, 50, (23,), generator=generator)
+    expected = cross_entropy(hidden.double() @ weight.double().T, targets, reduction="sum")
+    wanted = torch.autograd.grad(expected, (hidden, weight))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = rs.blockwise_cross_entropy(
+            hidden, weight, targets, chunk_tokens=9, chunk_vocabulary=chunk_vocabulary, reduction=reduction
+        ).sum()
+    found = torch.autograd.grad(loss, (hidden, weight))
+    assert relative(loss, expected) < 1e-2
+    for x, right in zip(found, wanted, strict=True):
+        assert x.dtype == right.dtype and relative(x, right) < 2e-2
+
+
+def share_differently(mesh: DeviceMesh, what: str) -> None:
+    odd = mesh.get_rank() == 1
+    hidden, weight = torch.zeros(5 if odd and what == "tokens" else 4, 8), torch.zeros(10, 8)
+    targets = torch.zeros(len(hidden), dtype=torch.long)
+    softcap = 2.0 if odd and what == "softcap" else None
+    rs.blockwise_cross_entropy(hidden, weight, targets, softcap=softcap, group=mesh["ring"].get_group())
+
+
+@pytest.mark.parametrize("what", ["tokens", "softcap"])
+def test_ranks_that_share_a_vocabulary_and_differ_otherwise_raise(pool, what):
+    for outcome in pool.outcomes(share_differently, 2, what):
+        assert isinstance(outcome, rs.PeerMismatch)

@@ -24,7 +24,7 @@ from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
 from ringspan.torch.memory.sharding import settle
 
-_DIGESTS: Final = ("input_ids", "labels", "position_ids")  # in the order of a batch's digest
+_DIGESTS: Final = ("input_ids", "labels", "position_ids", "attention_mask")  # in the order of a batch's digest
 
 
 @torch.compiler.disable()

@@ -20,6 +20,7 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import BatchLayoutName
 from ringspan.torch.attention.arguments import check_plain, find_group
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
+from ringspan.torch.transport.agreement import agree
 from ringspan.torch.transport.digest import digest_integers
 
 IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
@@ -70,6 +71,7 @@ def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | N
         UnsupportedError: ``x`` is no plain tensor, or ``group`` no group of this rank.
         LayoutError: no layout, or one for another number of ranks than the group has; or ``x`` does not have
             ``layout.tokens_per_rank`` entries along ``dim``.
+        PeerMismatch: the ranks have other shapes, dtypes or layouts; on every rank.
     """
     check_plain("x", x)
     check_sharding(x.shape, layout, dim)
@@ -81,6 +83,9 @@ def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | N
     ranks = dist.get_world_size(group) if group is not None else 1
     if layout.ranks not in (1, ranks):
         raise LayoutError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
+    if layout.ranks > 1:
+        what = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}, dimension {dim}"
+        agree(group, {"unshard": what, "layout": f"{layout.name} of {layout.length} tokens"})
     x = x.detach().movedim(dim, 0).contiguous()
     parts = [torch.empty_like(x) for _ in range(layout.ranks)]
     if layout.ranks == 1:
@@ -137,8 +142,8 @@ def shard_batch(
         documents also ``document_lengths`` (B, most documents), 0 behind the last one: no document will see another
         one. Padding on the left is a document, so that positions count from the first token behind it. ``real_tokens``
         (B, T) where an ``attention_mask`` marks padding, which routers of experts do not count. ``sequence_length``,
-        that of the longest document, stays on the CPU. ``batch_digest`` (3,) is by what the ranks of a ring see that
-        they were given the same batch: digests of its tokens, targets and documents.
+        that of the longest document, stays on the CPU. ``batch_digest`` (4,) is by what the ranks of a ring see that
+        they were given the same batch: digests of its tokens, targets, documents and padding.
 
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
@@ -180,7 +185,8 @@ def shard_batch(
         local["shift_labels"] = shard(targets, split, rank, 1, value=IGNORED)
     parts = {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
     longest = split.length if lengths is None else int(lengths.max())
-    digest = torch.stack([digest_integers(x).to(tokens.device) for x in (tokens, targets, lengths)])
+    padding = None if mask is None else (mask == 0).long()
+    digest = torch.stack([digest_integers(x).to(tokens.device) for x in (tokens, targets, lengths, padding)])
     return parts | {"sequence_length": torch.tensor(longest), "batch_digest": digest}
 
 
@@ -250,6 +256,8 @@ def _targets(batch: Mapping[str, Tensor]) -> Tensor | None:
         raise UnsupportedError("attention_mask may only mark padding left or right of the tokens of each sequence")
     if "shift_labels" in batch:
         targets = batch["shift_labels"].long()
+        if "labels" in batch and not torch.equal(_shift(batch["labels"].long(), IGNORED)[:, :-1], targets[:, :-1]):
+            raise UnsupportedError("labels, shifted by one, are not shift_labels; give one of them")
     elif "labels" in batch:
         targets = _shift(batch["labels"].long(), IGNORED)
     else:

@@ -17,6 +17,7 @@ from ringspan.core.names import LOSS_NAMES, REDUCTION_NAMES, LossName, Reduction
 from ringspan.torch.attention.arguments import check_loss, find_group
 from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.data.loss_blocks import PRODUCT_ROWS, LossBlocks, LossOptions, Normalizers
+from ringspan.torch.transport.agreement import agree
 
 
 def blockwise_cross_entropy(
@@ -72,6 +73,7 @@ def blockwise_cross_entropy(
         ConfigError: an option outside of its range, or ``impl="liger"`` where it is not installed, not on CUDA, has a
             share of the vocabulary, or is asked for the loss of each token.
         UnsupportedError: a target that is no entry of the vocabulary; shapes, dtypes or devices that do not fit.
+        PeerMismatch: the ranks of the group have other shapes, dtypes or options; on every rank.
 
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Liu and Abbeel 2023, "Blockwise
     Parallel Transformer", section 3.
@@ -88,6 +90,9 @@ def blockwise_cross_entropy(
     group = None if group is None else find_group(group)
     _check_targets(targets, len(weight) * _size(group))
     find_name("reduction", reduction, REDUCTION_NAMES, ConfigError)
+    if group is not None:
+        shapes = f"hidden {tuple(hidden.shape)} {hidden.dtype}, weight {tuple(weight.shape)} {weight.dtype}"
+        agree(group, {"blockwise_cross_entropy": shapes, "options": f"{options}, reduction {reduction}"})
     if fused := _choose_liger(impl, hidden, group, logit_scale, reduction):
         return fused(
             hidden,

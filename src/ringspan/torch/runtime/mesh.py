@@ -1,12 +1,14 @@
 """The device mesh: replicas of a ring of tensor-parallel groups, ``world size = replicate x ring x tp``."""
 
+import os
 from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ringspan.core.errors import ConfigError
+from ringspan.core.errors import ConfigError, PeerMismatch
 from ringspan.torch.runtime.environment import is_rank
 from ringspan.torch.runtime.launch import join, local_device
 
@@ -23,13 +25,36 @@ def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> De
 
     Raises:
         ConfigError: the numbers do not multiply to the world size, or the environment describes half a rank.
+        PeerMismatch: ranks ask for different meshes; on every rank, on CPUs and under torchrun.
     """
     if not dist.is_initialized():
         if is_rank():
             join()
         else:
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    return make_mesh(local_device().type, *split_world(dist.get_world_size(), ring, replicate, tp), tp)
+    world_size = dist.get_world_size()
+    rest = world_size // max(1, replicate * tp)
+    _check_alike({"ring": rest if ring is None else ring, "replicate": replicate, "tp": tp})
+    return make_mesh(local_device().type, *split_world(world_size, ring, replicate, tp), tp)
+
+
+def _check_alike(asked: dict[str, int]) -> None:
+    """Raise a PeerMismatch where ranks ask for different meshes, whose groups they would wait for."""
+    device, ranks = local_device(), dist.get_world_size()
+    if ranks == 1 or dist.get_backend() == "fake":
+        return
+    if device.type != "cpu" and "LOCAL_RANK" not in os.environ:  # so that ``device`` may be another rank's
+        return
+    mine = torch.tensor(list(asked.values()), device=device)
+    everyone = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(everyone, mine)
+    for name, numbers in zip(asked, torch.stack(everyone).T.tolist(), strict=True):
+        odd = next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
+        if odd is not None:
+            raise PeerMismatch(
+                f"the ranks ask for different meshes: {name} is {numbers[0]} on rank 0, {numbers[odd]} on rank {odd}; "
+                "make the same one on every rank"
+            )
 
 
 def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMesh:
