@@ -191,12 +191,12 @@ def test_ranks_send_halos_and_their_gradients(ranks, length, layout):
     assert left == pytest.approx(right, rel=1e-12)
 
 
-def sent_by_a_layer(mesh: Any, name: str, tokens: int) -> int:
+def sent_by_a_layer(mesh: Any, name: str, tokens: int, split: Any = "zigzag") -> int:
     """Bytes that this rank sends for a layer with a state and a convolution, forward and backward."""
     ring = mesh["ring"]
     layer = LAYERS[name]
     arguments = {key: x.float() if isinstance(x, Tensor) else x for key, x in inputs(name, 1, tokens).items()}
-    layout = rs.Layout("zigzag", tokens * ring.size(), ring.size())
+    layout = rs.Layout(split, tokens * ring.size(), ring.size())
     before = COUNTERS.sent_bytes
     for x in arguments.values():
         if isinstance(x, Tensor):
@@ -207,6 +207,11 @@ def sent_by_a_layer(mesh: Any, name: str, tokens: int) -> int:
     function = module_of("lfm2", torch.float64)["causal_conv1d_fn"]
     convolution(function, x, torch.randn(3, 4), None, sequences).sum().backward()
     return COUNTERS.sent_bytes - before
+
+
+def test_a_rank_that_only_lends_takes_part_in_backward(pool):
+    first, second = pool.run(sent_by_a_layer, 2, "mamba-2", 16, "contiguous")
+    assert first == second, "a state and a halo that way, their gradients back"
 
 
 @pytest.mark.parametrize("name", ["gated delta rule", "mamba-2"])

@@ -184,7 +184,7 @@ def convolution(
     halos = None
     if width and plan.loans(width):
         text = as_text(plan.layout, plan.starts, sequences.group)
-        halos = _Halo.apply(x, width, text, sequences.record)
+        x, halos = _Halo.apply(x, width, text, sequences.record)
     convolved: list[Tensor] = []
     for rows, starts in plan.rows():
         outs: list[Tensor] = []
@@ -201,18 +201,24 @@ def convolution(
 
 
 class _Halo(torch.autograd.Function):
+    """The inputs as they are, and the halos of the local spans.
+
+    The inputs go through it, so that a rank that only lends takes part in backward too.
+    """
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, width: int, text: str, record: Record | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, width: int, text: str, record: Record | None) -> tuple[Tensor, Tensor]:
         ctx.width, ctx.tokens, ctx.text = width, x.shape[-1], text
         if record is None:
-            return halo_of(x, width, text)
+            return x.view_as(x), halo_of(x, width, text)
         (halo,) = record.made(lambda: (halo_of(x, width, text),))
-        return halo.view_as(halo)
+        return x.view_as(x), halo.view_as(halo)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return halo_backward(gradients[0].contiguous(), ctx.width, ctx.tokens, ctx.text), None, None, None
+        dx, dhalo = gradients
+        return dx + halo_backward(dhalo.contiguous(), ctx.width, ctx.tokens, ctx.text), None, None, None
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
