@@ -41,6 +41,7 @@ SEGMENTS = (
 EVENTS = "torch/attention/test_events.py::test_the_loop_sends_waits_and_holds_what_its_events_say"
 ROUTERS = "torch/layers/test_router_loss.py::"
 CARRIED = "core/schedule/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once"
+SPANS = "torch/recurrence/test_recurrence.py::"
 SHARES = "core/geometry/test_shares.py::"
 BALANCED = "core/geometry/test_balanced.py::"
 CACHED = "torch/attention/test_cached.py::"
@@ -743,5 +744,61 @@ MUTANTS = [
         'parts = "/".join(",".join(f"{span.start}+{span.count}" for span in held) for held in self.parts)',
         'parts = "/".join(",".join(f"{span.start}+{span.count}" for span in held[::-1]) for held in self.parts)',
         f"{BALANCED}test_a_layout_reads_back_from_its_text",
+    ),
+    Mutant(
+        "a state that is not scanned on",
+        "torch/recurrence/exchange.py",
+        "prefixes[target] = applied(own, parts[0], is_matrix) + prefixes[target]",
+        "prefixes[target] = prefixes[target]",
+        f"{SPANS}test_spans_compute_what_the_oracle_computes_of_each_document[mamba-2]",
+    ),
+    Mutant(
+        "a halo that is one short",
+        "core/recurrence/halo.py",
+        "return min(found, width)",
+        "return min(found, width - 1)",
+        f"{SPANS}test_a_convolution_reaches_back_over_spans_and_no_further_than_its_document",
+    ),
+    Mutant(
+        "a decay that is left out of a span's map",
+        "torch/recurrence/rules.py",
+        'return (arguments["A"].to(end.dtype) * total).exp()[:, :, None, None], end',
+        'return (arguments["A"].to(end.dtype) * total * 0).exp()[:, :, None, None], end',
+        f"{SPANS}test_spans_compute_what_the_oracle_computes_of_each_document[mamba-2]",
+    ),
+    Mutant(
+        "a document's start that a state runs over",
+        "torch/recurrence/plan.py",
+        "yield LocalPiece(first, first + count, number > 0 and not begins)",
+        "yield LocalPiece(first, first + count, number > 0)",
+        f"{SPANS}test_spans_compute_what_the_oracle_computes_of_each_document[gated delta rule]",
+    ),
+    Mutant(
+        "a document's start inside a span that passes its state on",
+        "torch/recurrence/plan.py",
+        "and not begins_at(place.start, starts) and len(pieces_of(place, starts)) == 1",
+        "and not begins_at(place.start, starts)",
+        f"{SPANS}test_spans_compute_what_the_oracle_computes_of_each_document[mamba-2]",
+    ),
+    Mutant(
+        "gradients of states that are sent the wrong way",
+        "torch/recurrence/recurrence.py",
+        "dends = scan_states(maps, gammas, self.text, self.rule.is_matrix, True)",
+        "dends = scan_states(maps, gammas, self.text, self.rule.is_matrix, False)",
+        f"{SPANS}test_spans_compute_what_the_oracle_computes_of_each_document[lightning attention]",
+    ),
+    Mutant(
+        "a map that is not transposed in backward",
+        "torch/recurrence/exchange.py",
+        "    if reverse and is_matrix:\n        maps = maps.mT\n",
+        "",
+        f"{SPANS}test_spans_compute_what_the_oracle_computes_of_each_document[gated delta rule]",
+    ),
+    Mutant(
+        "layers that are computed again with the documents of a later batch",
+        "torch/recurrence/current.py",
+        "            with passing(sequences):\n                return function(*args)",
+        "            return function(*args)",
+        f"{SPANS}test_what_is_kept_is_not_computed_again_and_is_of_its_own_pass",
     ),
 ]
