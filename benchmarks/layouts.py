@@ -1,0 +1,182 @@
+"""What each layout makes of packed documents: the most work of a rank over the mean, and tokens that are sent.
+
+Counted, not timed: the causal pairs of documents as they come, on 4 to 64 ranks. Sent are the keys and values that
+another rank than their owner needs, once for each that does, as by the route all-gather.
+
+    python -m benchmarks.layouts [--json]
+
+``chunks`` is the rule of MagiAttention's dispatch (as many chunks of 512 tokens per rank, the largest first to the rank
+with the least work); ``zigzag per document`` is that of Megatron and TransformerEngine, every document split over all
+ranks. ``ulysses`` sends queries, keys, values and results of all tokens, in tokens of a whole pair of key and value.
+"""
+
+import json
+import sys
+import sysconfig
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Final
+
+import numpy as np
+
+import ringspan as rs
+from ringspan.core.geometry.layout import CustomLayout, Layout
+from ringspan.core.geometry.pairs import pairs_before, stretches
+
+RESULT: Final = Path(__file__).parent / "results" / "layouts-counts.json"
+LENGTHS: Final = (65_536, 262_144, 1_048_576)
+RANKS: Final = (4, 16, 64)
+CHUNK: Final = 512
+
+
+def lognormal(total: int) -> list[int]:
+    """Around 2,048 tokens."""
+    return _filled(total, (int(n) for n in _lognormal(1.0)))
+
+
+def code(total: int) -> list[int]:
+    """The modules of this Python installation, four bytes a token."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+    sizes = [path.stat().st_size // 4 for path in files if "site-packages" not in path.parts]
+    order = np.random.default_rng(0).permutation(len(sizes))
+    return _filled(total, (sizes[index] for index in [*order, *order, *order]))
+
+
+def one_long(total: int) -> list[int]:
+    """One of 65,536 tokens among short ones around 2,048."""
+    return [min(total, 65_536), *_filled(total - 65_536, (int(n) for n in _lognormal(0.5)))]
+
+
+def _lognormal(sigma: float) -> Iterator[float]:
+    numbers = np.random.default_rng(0)
+    while True:
+        yield numbers.lognormal(np.log(2048), sigma)
+
+
+def _filled(total: int, sizes: Iterator[int]) -> list[int]:
+    lengths: list[int] = []
+    left = total
+    while left > 0:
+        lengths.append(min(left, max(16, next(sizes))))
+        left -= lengths[-1]
+    return lengths
+
+
+def chunks(documents: list[int], ranks: int) -> Layout:
+    total = sum(documents)
+    regions = stretches(rs.documents(documents), total).regions
+    edges = np.array([*range(0, total, CHUNK), total])
+    work = np.diff(pairs_before(regions, edges[:, None]).sum(1))
+    room = [-(-len(work) // ranks)] * ranks
+    heap = [(0, rank) for rank in range(ranks)]
+    heapify(heap)
+    parts: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for chunk in np.argsort(-work, kind="stable").tolist():
+        load, rank = heappop(heap)
+        parts[rank].append((int(edges[chunk]), int(edges[chunk + 1] - edges[chunk])))
+        room[rank] -= 1
+        if room[rank]:
+            heappush(heap, (load + int(work[chunk]), rank))
+    return CustomLayout.of((sorted(runs) for runs in parts), total)
+
+
+def zigzag_per_document(documents: list[int], ranks: int) -> Layout:
+    parts: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    start = 0
+    for length in documents:
+        edges = [start + length * piece // (2 * ranks) for piece in range(2 * ranks + 1)]
+        for piece, (first, last) in enumerate(pairwise(edges)):
+            if last > first:
+                parts[min(piece, 2 * ranks - 1 - piece)].append((first, last - first))
+        start += length
+    return CustomLayout.of(parts, start)
+
+
+LAYOUTS: Final[dict[str, Callable[[list[int], int], Layout]]] = {
+    "balanced": lambda documents, ranks: rs.balanced(rs.documents(documents), length=sum(documents), ranks=ranks),
+    "zigzag": lambda documents, ranks: rs.Layout("zigzag", sum(documents), ranks),
+    "zigzag per document": zigzag_per_document,
+    "contiguous": lambda documents, ranks: rs.Layout("contiguous", sum(documents), ranks),
+    "chunks": chunks,
+}
+
+
+def counted(layout: Layout, documents: list[int]) -> tuple[float, int]:
+    """The most work over the mean, and tokens sent."""
+    total = sum(documents)
+    cut = stretches(rs.documents(documents), total)
+    held = sorted(
+        (span.start, min(total, span.start + span.count), rank)
+        for rank in range(layout.ranks)
+        for span in layout.spans(rank)
+        if span.start < total
+    )
+    work, sent = np.zeros(layout.ranks), 0
+    stops = np.searchsorted(cut.starts, [stop - 1 for _, stop, _ in held], side="right") - 1
+    edges = np.array([[start, stop] for start, stop, _ in held])
+    pairs = np.concatenate(
+        [pairs_before(cut.regions, some[..., None]).sum(-1) for some in np.array_split(edges, -(-len(edges) // 500))]
+    )
+    for (start, stop, rank), last, counts in zip(held, stops.tolist(), pairs, strict=True):
+        work[rank] += int(counts[1] - counts[0])
+        end, first = int(cut.stops[last]), max(start, int(cut.starts[last]))
+        if end > stop:  # the last document goes on: whoever has more of it needs these keys
+            later = bisect_left(held, (stop, 0, 0))
+            others: set[int] = set()
+            while later < len(held) and held[later][0] < end:
+                others.add(held[later][2])
+                later += 1
+            sent += len(others - {rank}) * (stop - first)
+    return float(work.max() / work.mean()), sent
+
+
+def rows() -> Iterator[dict[str, object]]:
+    for distribution in (lognormal, code, one_long):
+        for length in LENGTHS:
+            documents = distribution(length)
+            for ranks in RANKS:
+                for name, make in LAYOUTS.items():
+                    began = perf_counter()
+                    layout = make(documents, ranks)
+                    seconds = perf_counter() - began
+                    balance, sent = counted(layout, documents)
+                    yield {
+                        "documents": distribution.__name__,
+                        "num_documents": len(documents),
+                        "length_tokens": length,
+                        "ranks": ranks,
+                        "layout": name,
+                        "most_work_over_mean": round(balance, 4),
+                        "sent_tokens": sent,
+                        "seconds": round(seconds, 4),
+                    }
+                yield {
+                    "documents": distribution.__name__,
+                    "num_documents": len(documents),
+                    "length_tokens": length,
+                    "ranks": ranks,
+                    "layout": "ulysses",
+                    "most_work_over_mean": 1.0,
+                    "sent_tokens": 2 * length * (ranks - 1) // ranks,
+                }
+
+
+def main() -> None:
+    found = list(rows())
+    RESULT.write_text(json.dumps({"command": "python -m benchmarks.layouts", "rows": found}, indent=1) + "\n")
+    if "--json" in sys.argv:
+        print(json.dumps({"rows": found}))
+        return
+    for row in found:
+        print(
+            f"{row['documents']!s:10} {row['length_tokens']:>9,} tokens {row['ranks']:>3} ranks  {row['layout']!s:20} "
+            f"{row['most_work_over_mean']:.3f}  {row['sent_tokens']:>12,}"
+        )
+
+
+if __name__ == "__main__":
+    main()
