@@ -6,10 +6,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fuzz long faults models bench clean
+.PHONY: help setup demo test lint fuzz long faults models trainers compat bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## build .venv and install ringspan into it
 
@@ -52,6 +52,17 @@ faults: $(STAMP) ## strike real jobs with kills, signals and damage (ARGS="kill 
 
 models: $(STAMP) ## try every causal language model of transformers on the ring and write docs/models.md (ARGS="llama")
 	$(BIN)/python -m tests.every_model.run $(ARGS)
+
+trainers: $(STAMP) ## train on rings and on one process, and write the table of docs/trainers.md
+	$(BIN)/python -m tests.hf.table
+
+# The oldest releases that the trainers support beside each other; the newest are those of constraints.txt.
+compat: ## run the trainers' tests with the oldest transformers and PyTorch that they support, in .venv-oldest
+	@[ -x .venv-oldest/bin/python ] || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install -q torch==2.11.0
+	.venv-oldest/bin/python -m pip install -q -e '.[hf]' transformers==5.17.0 trl==1.16.0 peft \
+		pytest pytest-timeout pytest-xdist hypothesis
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest tests/hf $(ARGS)
 
 bench: $(STAMP) ## measure what docs/performance.md quotes (ARGS="attention"); leave the machine alone meanwhile
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -1,5 +1,5 @@
 """The table of docs/trainers.md: ten steps on a ring beside one process, and what the library's own context parallelism
-does with the same script. ``python -m tests.hf.table`` measures it and writes it (two minutes).
+does with the same script. ``python -m tests.hf.table`` measures it and writes it (two minutes), or the cases named.
 """
 
 import json
@@ -110,24 +110,32 @@ def said(row: dict[str, Any]) -> str:
     return f"loss {theirs['loss'][0]:.4f} for {one['loss'][0]:.4f}, evaluation {last:.4f} for {one['eval_loss']:.4f}"
 
 
-def main() -> None:
-    """Measure and write."""
+def main(wanted: list[str]) -> None:
+    """Measure the cases of these names, all without names, and write after each."""
     serve_forks("tests.hf.trainers")
+    releases = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, trl)}
+    kept = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    rows = {row["name"]: row for row in kept}
     pools = {ranks: Pool(ranks, launched=True) for ranks, _ in RINGS.values()}
     try:
-        rows = [measured(case, pools) for case in CASES]
+        for case in CASES:
+            if not wanted or case.name in wanted:
+                rows[case.name] = measured(case, pools)
+                write([rows[one.name] for one in CASES if one.name in rows], releases)
     finally:
         for pool in pools.values():
             pool.close()
-    releases = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, trl)}
+
+
+def write(rows: list[dict[str, Any]], releases: dict[str, str]) -> None:
+    """Into the results and the page."""
     RESULT.write_text(json.dumps({"releases": releases, "rows": rows}, indent=1) + "\n")
     text = PAGE.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     PAGE.write_text("\n".join([before + BEGIN, "", *lines(rows), "", END]) + after)
-    print("\n".join(lines(rows)))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        sys.exit("usage: python -m tests.hf.table")
-    main()
+    if unknown := set(sys.argv[1:]) - {case.name for case in CASES}:
+        sys.exit(f"no case {min(unknown)!r}; there are: {', '.join(case.name for case in CASES)}")
+    main(sys.argv[1:])

@@ -61,6 +61,21 @@ def test_what_is_packed_and_masked_equals_one_process(world, model, options):
         assert max(differences(found, expected).values()) < TOLERANCE
 
 
+def test_experts_on_two_rings_share_their_auxiliary_loss(world):
+    options = PACKED | {"max_steps": 3}
+    # Without the mean over steps, which are half as many on two rings.
+    expected = on_one_process("mixtral+router", 2, *options.items()) | {"eval_entropy": []}
+    for found in world(4).run(train, 4, sft, "mixtral+router", {}, options, replicate=2):
+        assert max(differences(found, expected).values()) < TOLERANCE
+
+
+def test_split_heads_and_vocabulary_equal_one_process(world):
+    options = {"max_steps": 3}
+    expected = on_one_process("llama", 1, *options.items())
+    for found in world(4).run(train, 4, sft, "llama", {}, options, tp=2):
+        assert max(differences(found, expected).values()) < TOLERANCE
+
+
 def adapted(mesh: Any, folder: str, resume: str | None) -> Any:
     """The losses of a run that trains an adapter and saves it."""
     trainer = sft(mesh, "llama", {}, folder, {"lora": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4})

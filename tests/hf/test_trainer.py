@@ -40,6 +40,12 @@ def test_other_models_equal_one_process(world, model):
         assert max(differences(found, expected).values()) < TOLERANCE
 
 
+def test_split_heads_and_vocabulary_equal_one_process(world):
+    expected = on_one_process("llama", 1, ("max_steps", 3))
+    for found in world(4).run(train, 4, plain, "llama", {}, {"max_steps": 3}, tp=2):
+        assert max(differences(found, expected).values()) < TOLERANCE
+
+
 @pytest.mark.parametrize(
     "options",
     [
