@@ -71,8 +71,8 @@ MUTANTS = [
     Mutant(
         "a trainer's logits stay in the order of the layout",
         "hf/batches.py",
-        "layout = Layout(model.ring_layout, whole",
-        'layout = Layout("contiguous", whole',
+        "layout = batch_layout(model.ring_layout, whole",
+        'layout = batch_layout("contiguous", whole',
         f"{TRAINER}test_predictions_are_whole_and_in_order[2-1]",
     ),
     Mutant(
