@@ -97,16 +97,23 @@ def test_json_has_standard_output_for_itself(capsys, monkeypatch):
 
 
 METRICS = StepMetrics(
-    step=3, loss=1.25, grad_norm=1.0, lr=1e-3, tokens_per_second=12345.0, mfu=0.4, peak_bytes=2_000_000_000, seconds=1.0
+    step=3,
+    loss=1.25,
+    grad_norm=1.0,
+    lr=1e-3,
+    tokens_per_second=12345.0,
+    matmul_utilization=0.4,
+    peak_bytes=2_000_000_000,
+    seconds=1.0,
 )
 
 
 @pytest.mark.parametrize(
     ("width", "shown"),
     [
-        (None, "loss 1.2500  12,345 tokens/s  MFU 40%  peak 2.00 GB per rank"),
-        (60, "loss 1.2500  12,345 tokens/s  MFU 40%  peak 2.00 GB per rank"),
-        (59, "loss 1.2500  12,345 tokens/s  MFU 40%"),
+        (None, "loss 1.2500  12,345 tokens/s  40% of matmul speed  peak 2.00 GB per rank"),
+        (60, "loss 1.2500  12,345 tokens/s  40% of matmul speed  peak 2.00 GB per rank"),
+        (59, "loss 1.2500  12,345 tokens/s  40% of matmul speed"),
         (30, "loss 1.2500  12,345 tokens/s"),
         (1, "loss 1.2500"),
     ],

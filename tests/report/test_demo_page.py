@@ -75,7 +75,7 @@ def result() -> dict[str, Any]:
                 "grad_norm": 1.125,
                 "lr": 3e-4,
                 "tokens_per_second": 2000.0 + step,
-                "mfu": 0.421,
+                "matmul_utilization": 0.421,
                 "peak_bytes": 912_345_678,
                 "seconds": 4.03,
             }
@@ -229,7 +229,7 @@ def test_missing_and_empty_parts_are_said_to_be_missing(tmp_path: Path, missing:
 
 def test_numbers_that_are_none_or_not_numbers(tmp_path: Path):
     made = result()
-    made["metrics"][5] |= {"loss": math.nan, "mfu": None}
+    made["metrics"][5] |= {"loss": math.nan, "matmul_utilization": None}
     made["metrics"][6] = {"step": 7}
     made["evaluation"] = [{"step": 24, "eval_loss": math.inf}]
     made["proof"] |= {"loss_ring": math.nan}

@@ -18,7 +18,7 @@ from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.order import BatchOrder
 from ringspan.train.data.sequences import build_data
-from ringspan.train.job import _peak_flops, learning_rate, prepare
+from ringspan.train.job import _matmul_flops, learning_rate, prepare
 from ringspan.train.loop import train
 from ringspan.train.model import build_model, load_model_config, load_tokenizer
 
@@ -97,7 +97,7 @@ def measured(mesh):
         return 1.0
 
     time.sleep(0.4 * dist.get_rank())
-    return _peak_flops(torch.device("cpu"), torch.float32, measure), times
+    return _matmul_flops(torch.device("cpu"), torch.float32, measure), times
 
 
 def test_ranks_measure_how_fast_they_are_at_the_same_time(pool):
@@ -266,7 +266,16 @@ def test_the_result_is_an_ordinary_hugging_face_folder(alone):
 
 def test_metrics_say_what_the_readme_says(alone):
     first = json.loads((alone / "metrics.jsonl").read_text().splitlines()[0])
-    assert set(first) == {"step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_bytes", "seconds"}
+    assert set(first) == {
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens_per_second",
+        "matmul_utilization",
+        "peak_bytes",
+        "seconds",
+    }
     assert first["loss"] == pytest.approx(math.log(300), rel=0.05)
     assert first["peak_bytes"] > 1 << 20
     assert list((alone / "tensorboard").iterdir())

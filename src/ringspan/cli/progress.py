@@ -60,7 +60,7 @@ def describe(metrics: StepMetrics, width: int | None = None) -> str:
     parts = [
         f"loss {metrics.loss:.4f}",
         f"{metrics.tokens_per_second:,.0f} tokens/s",
-        f"MFU {metrics.mfu:.0%}",
+        f"{metrics.matmul_utilization:.0%} of matmul speed",
         f"peak {metrics.peak_bytes / 1e9:.2f} GB per rank",
     ]
     while width is not None and len(parts) > 1 and len("  ".join(parts)) > width:

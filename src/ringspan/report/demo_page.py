@@ -138,7 +138,7 @@ _STEP_COLUMNS: Final = (
     ("grad_norm", "gradient norm", ".3f"),
     ("lr", "learning rate", ".2e"),
     ("tokens_per_second", "tokens/s", ",.0f"),
-    ("mfu", "MFU", ".1%"),
+    ("matmul_utilization", "of matmul speed", ".1%"),
     ("peak_bytes", "peak bytes", ",.0f"),
     ("seconds", "seconds", ",.2f"),
 )
@@ -239,7 +239,7 @@ def _speed(result: dict[str, Any]) -> str:
     rows = []
     for title, name, form in (
         ("tokens per second", "tokens_per_second", ",.0f"),
-        ("MFU (model FLOPs utilization)", "mfu", ".1%"),
+        ("model FLOP/s over the speed of matrix products here", "matmul_utilization", ".1%"),
         ("seconds per step", "seconds", ",.2f"),
     ):
         values = [value for row in metrics if (value := number(row.get(name))) is not None]

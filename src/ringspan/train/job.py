@@ -89,7 +89,7 @@ class Job:
             grad_norm=norm,
             lr=rate,
             tokens_per_second=self.batches.num_tokens / seconds,
-            mfu=self.step_flops / seconds / self.facts["peak_flops"],
+            matmul_utilization=self.step_flops / seconds / self.facts["matmul_flops"],
             peak_bytes=verdict.peak_bytes,
             seconds=seconds,
         )
@@ -146,7 +146,7 @@ def prepare(
         "skipped_files": data.num_skipped_files,
         "train_sequences": len(data.train),
         "eval_sequences": len(data.eval or ()),
-        "peak_flops": _peak_flops(device, dtype),
+        "matmul_flops": _matmul_flops(device, dtype),
     }
     begin_random_numbers(config.seed)  # the last thing: what is measured above draws some
     return Job(
@@ -278,7 +278,7 @@ def _first_rank_first() -> Iterator[None]:
         dist.barrier()
 
 
-def _peak_flops(
+def _matmul_flops(
     device: torch.device, dtype: torch.dtype, measure: Callable[[torch.device, torch.dtype], float] = measure_flops
 ) -> float:
     """FLOP/s of all ranks together, measured at the same time: ranks of a CPU share its clock and its caches."""

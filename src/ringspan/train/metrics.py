@@ -22,8 +22,9 @@ _ENOUGH_SECONDS: Final = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step of the whole run. ``peak_bytes`` is the largest of any rank, ``mfu`` a share of the measured
-    peak.
+    """One optimizer step of the whole run. ``peak_bytes`` is the largest of any rank, ``matmul_utilization`` the step's
+    model FLOP/s over ``measure_flops`` of all ranks. (MFU is a share of what a data sheet says; ``ringspan plan`` knows
+    data sheets.)
     """
 
     step: int
@@ -31,7 +32,7 @@ class StepMetrics:
     grad_norm: float
     lr: float
     tokens_per_second: float
-    mfu: float
+    matmul_utilization: float
     peak_bytes: int
     seconds: float
 
@@ -112,7 +113,7 @@ def peak_bytes(device: torch.device) -> int:
 
 @lru_cache(maxsize=8)
 def measure_flops(device: torch.device, dtype: torch.dtype, *, size: int | None = None) -> float:
-    """FLOP/s of a square matrix product on this rank, the best of a few: what MFU is a share of.
+    """FLOP/s of a square matrix product on this rank, the best of a few.
 
     A process measures it once.
     """

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from ringspan.core.costs import training_flops
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
 from ringspan.plan.model.hub import from_hub
@@ -194,11 +195,8 @@ def num_matmul_parameters(model: PreTrainedModel) -> int:
 
 
 def flops_per_token(model_config: Any, num_weights: float, length_tokens: float) -> float:
-    """Model FLOPs of a training step per token: ``6 weights + 6 S x layers x heads x head size``, causal, no
-    recomputation.
-
-    Each weight is multiplied once in forward and twice in backward, 2 FLOPs each; a query meets S / 2 keys on average,
-    for 2 x 2 x head size FLOPs per head, three times over.
+    """Model FLOPs of a causal training step per token, of which a query sees ``length_tokens / 2`` keys on average; see
+    ``training_flops``.
     """
     counts = zip(head_counts(model_config), head_sizes(model_config), strict=True)
-    return 6.0 * num_weights + 6.0 * length_tokens * sum(heads * size for (heads, _), size in counts)
+    return training_flops(num_weights, 1, length_tokens / 2 * sum(heads * size for (heads, _), size in counts))

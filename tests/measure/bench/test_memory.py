@@ -14,17 +14,22 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
+from ringspan.core.costs import saved_bytes
 from ringspan.core.schedule.choice import num_inputs
 from ringspan.measure.bench import context
 from ringspan.measure.bench.context import ContextCase, next_length, ran_out_of_memory, run
 from ringspan.measure.bench.memory import held_activations, step_bytes
 from ringspan.report.charts import category_picture
 from ringspan.torch.memory import offload
-from ringspan.torch.memory.checkpointing import choose_checkpoint, kept_bytes
+from ringspan.torch.memory.checkpointing import choose_checkpoint, layer_sizes
 from ringspan.torch.runtime.launch import launch
 from tests.torch.models import build, config, tokens
 
 LENGTH = 64
+
+
+def a_layer_saves(config: Any, policy: Any, dtype: torch.dtype, *, feedforward_in_chunks: bool = False) -> int:
+    return saved_bytes(layer_sizes(config), dtype.itemsize, policy, feedforward_in_chunks=feedforward_in_chunks)
 
 
 def held(mesh: DeviceMesh, dtype: torch.dtype, options: dict[str, Any]) -> list[int]:
@@ -51,19 +56,19 @@ CASES: list[dict[str, Any]] = [
 def test_a_layer_keeps_what_the_formula_says(pool, dtype, options):
     [[two, three]] = pool.run(held, 1, dtype, options)
     chunked = "feedforward_chunk_tokens" in options
-    expected = kept_bytes(config("llama"), options["checkpoint"], dtype, feedforward_in_chunks=chunked)
+    expected = a_layer_saves(config("llama"), options["checkpoint"], dtype, feedforward_in_chunks=chunked)
     assert abs((three - two) / LENGTH / expected - 1) < 0.05
 
 
 def test_offloaded_layers_keep_nothing(pool):
     [[two, three]] = pool.run(held, 1, torch.float32, {"checkpoint": "attention", "offload": "activations"})
-    assert three - two < 0.05 * LENGTH * kept_bytes(config("llama"), "attention", torch.float32)
+    assert three - two < 0.05 * LENGTH * a_layer_saves(config("llama"), "attention", torch.float32)
 
 
 def test_auto_takes_what_computes_least_again_and_fits():
     model = config("llama")
     needed = {
-        policy: 100 * model.num_hidden_layers * kept_bytes(model, policy, torch.float32)
+        policy: 100 * model.num_hidden_layers * a_layer_saves(model, policy, torch.float32)
         for policy in ("none", "attention", "full")
     }
     assert needed["none"] > needed["attention"] > needed["full"]
@@ -87,7 +92,7 @@ def test_auto_has_layers_share_an_input_before_it_runs_the_ring_again():
             break
         ladder.append(step)
         inputs = num_inputs(32, step[1]) if step[0] != "none" else 32
-        a_layer, an_input = kept_bytes(model, step[0], torch.float32), 4 * model.hidden_size
+        a_layer, an_input = a_layer_saves(model, step[0], torch.float32), 4 * model.hidden_size
         budget = 100 * (32 * (a_layer - an_input) + inputs * an_input) - 1
     assert ladder == [("none", 1), *((policy, n) for policy in ("attention", "full") for n in (1, 2, 4))]
 

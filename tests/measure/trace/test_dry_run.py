@@ -62,6 +62,7 @@ WIDE = {"hidden_size": 512, "intermediate_size": 1400, "vocab_size": 2000, "max_
 THIN = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
 SHARED = {"intermediate_size": 256}
 DEEP = {"num_hidden_layers": 6}
+BLOCKS = {"length": 16_384, "ring": 4, "loss_chunk_tokens": 4096, "loss_chunk_vocabulary": 16_000}
 ROUTES = ["ring", "bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses:2", "ulysses"]
 DTYPES = [
     {"compute_dtype": "float32"},
@@ -100,6 +101,7 @@ DTYPES = [
         *(("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4} | types) for types in DTYPES),
         ("llama-tied", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "compute_dtype": "float32"}),
         ("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "optimizer_on_host": True}),
+        *(("llama", {"vocab_size": 64_000}, BLOCKS | types) for types in DTYPES),
     ],
 )
 def test_the_formula_is_within_10_percent_of_the_trace(kind, changes, options):

@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 
 import ringspan as rs
+from ringspan.core.costs import loss_bytes
 from ringspan.measure.trace.peak import allocated_bytes
 from ringspan.torch.data import cross_entropy as loss_module
-from ringspan.torch.data.cross_entropy import loss_bytes
-from ringspan.torch.data.loss_blocks import LossOptions
 from tests.torch.models import relative
 
 
@@ -146,8 +145,14 @@ def test_a_second_backward_pass_is_refused():
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_memory_is_that_of_one_block_at_any_length(chunk_tokens, chunk_vocabulary, dtype, softcap):
     vocabulary, size = 16384, 48
-    options = LossOptions(chunk_tokens=chunk_tokens, chunk_vocabulary=chunk_vocabulary, softcap=softcap)
-    expected = loss_bytes(options, vocabulary, size, dtype)
+    expected = loss_bytes(
+        size,
+        vocabulary,
+        dtype.itemsize,
+        chunk_tokens=chunk_tokens,
+        chunk_vocabulary=chunk_vocabulary,
+        softcap=softcap is not None,
+    ).peak
     beside = []
     for tokens in (1024, 2000):
         (hidden, weight, _), targets = example(dtype, tokens, size, vocabulary, "none", with_bias=False)

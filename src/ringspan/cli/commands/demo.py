@@ -141,7 +141,9 @@ def _summary(result: dict[str, Any], folder: Path) -> None:
     table.add_row("loss", f"{first['loss']:.3f} -> {last['loss']:.3f} in {last['step']} steps")
     for line in result["evaluation"][-1:]:
         table.add_row("held-out loss", f"{line['eval_loss']:.3f}")
-    table.add_row("speed", f"{last['tokens_per_second']:,.0f} tokens/s, MFU {last['mfu']:.0%}")
+    table.add_row(
+        "speed", f"{last['tokens_per_second']:,.0f} tokens/s, {last['matmul_utilization']:.0%} of matmul speed"
+    )
     table.add_row("loss, one process", f"{proof['loss_one_process']:.7f}")
     table.add_row(f"loss, ring of {proof['ranks']}", f"{proof['loss_ring']:.7f}")
     table.add_row("difference", f"{proof['loss_relative_difference']:.1e} relative")

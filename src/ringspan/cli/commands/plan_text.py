@@ -73,7 +73,7 @@ def _settings(answer: Plan, result: dict[str, Any], mesh: str) -> Iterator[tuple
 def _step(answer: Plan) -> Iterator[tuple[str, str]]:
     cost = answer.cost
     yield "time", f"{shown_seconds(cost.seconds)}, of which {shown_seconds(cost.exposed_seconds)} wait for links"
-    yield "computing", f"{shown_flops(cost.flops)} in all, {cost.mfu:.1%} of the peak of the devices (MFU)"
+    yield "computing", f"{shown_flops(cost.flops)} in all, {cost.mfu:.1%} of the devices' data sheets (MFU)"
     speed = cost.tokens_per_second
     yield "throughput", f"{speed:,.0f} tokens/s" if speed >= 100 else f"{speed:.3g} tokens/s"
 

@@ -33,7 +33,8 @@ def command(
 ) -> None:
     """Run the planned step as one rank on this machine's one device: real kernels and memory, made-up neighbours.
 
-    Measures peak memory, seconds of a step and of each layer, and MFU; predicts what the links add.
+    Measures peak memory, seconds of a step and of each layer, and the share of the matrix products' speed that it
+    reaches; predicts what the links add.
     """
     from ringspan.cli.console import working
     from ringspan.core.errors import ConfigError
@@ -67,7 +68,7 @@ def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
     micro_steps = question.batch // (setting.replicate * setting.batch)
     step_seconds = micro_steps * measured.step_seconds
     flops = question.batch * model_flops(question.shape, setting.length) / question.devices
-    peak_flops = measure_flops(local_device(), getattr(torch, setting.compute_dtype))
+    matmul_flops = measure_flops(local_device(), getattr(torch, setting.compute_dtype))
     predicted = max(
         step_seconds + micro_steps * measured.exposed_seconds,
         (answer.cost.ring_bytes + answer.cost.shard_bytes) / measured.bandwidth,
@@ -77,8 +78,8 @@ def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
         "measured_peak_bytes": measured.peak_bytes,
         "measured_bytes": measured.bytes,
         "measured_step_seconds": step_seconds,
-        "measured_mfu": flops / step_seconds / peak_flops,
-        "measured_flops": peak_flops,
+        "measured_matmul_utilization": flops / step_seconds / matmul_flops,
+        "measured_matmul_flops": matmul_flops,
         "layers": [{"forward_seconds": f, "backward_seconds": b} for f, b in measured.layer_seconds],
         "bandwidth_bytes_per_second": measured.bandwidth,
         "predicted_exposed_seconds": predicted - step_seconds,
@@ -109,9 +110,8 @@ def _show(result: dict[str, Any]) -> None:
         shown_seconds(result[f"{name}_seconds"]) for name in ("measured_step", "predicted_exposed", "predicted_step")
     )
     link = shown_bandwidth(result["bandwidth_bytes_per_second"])
-    share = (
-        f"{result['measured_mfu']:.1%} of the {shown_speed(result['measured_flops'])} that matrix products reach here"
-    )
+    matmul = shown_speed(result["measured_matmul_flops"])
+    share = f"{result['measured_matmul_utilization']:.1%} of the {matmul} that matrix products reach here"
     facts(
         out,
         "one step",

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
+from ringspan.core.costs import training_flops
 from ringspan.core.schedule.timing import Pass, Speeds
 from ringspan.core.schedule.workspace import Shape
 from ringspan.plan.cluster.hardware import Device
@@ -30,7 +31,7 @@ class StepCost:
     ``flops`` are the model's, of forward and backward over all sequences, without what checkpointing computes again.
     Bytes are what arrives at one rank: for attention (blocks, what is made of them, heads traded for tokens), for FSDP
     (parameters and their gradients), for tensor parallelism (sums), and the same by link; ``host_bytes`` is what goes
-    to the host and comes back.
+    to the host and comes back. ``mfu`` is the share of the FLOP/s in the devices' data sheets.
     """
 
     flops: float
@@ -55,9 +56,9 @@ class StepCost:
 
 
 def model_flops(shape: ModelShape, length: int) -> float:
-    """FLOPs of forward and backward over one sequence: 6 a weight and token, and 3 x 4 x D a causal pair and head."""
+    """Model FLOPs of forward and backward over one sequence, see ``training_flops``."""
     pairs = sum(causal_pairs(length, window) for window in shape.layer_windows)
-    return 6.0 * shape.matrix_parameters * length + 12.0 * shape.query_size * pairs
+    return training_flops(shape.matrix_parameters, length, shape.query_size * pairs)
 
 
 def step_cost(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Final
 
+from ringspan.core.costs import LossBytes, layer_parts, loss_bytes, norm_bytes, saved_bytes
 from ringspan.core.schedule.choice import head_groups
 from ringspan.core.schedule.route import Heads, Route, member_heads
 from ringspan.plan.cost.loop import loop_bytes, tile_pairs
@@ -20,7 +21,6 @@ from ringspan.plan.model.shapes import ModelShape
 ATTENTION_MOMENT: Final = "attention backward"  # the one that depends on the route
 
 _FLOAT32: Final = 4
-_LOSS_ROWS: Final = 4096  # rows of the head whose gradient the loss multiplies at once
 _INDICES: Final = 3 * 8  # tokens, positions and labels are int64
 _PIECES_AHEAD: Final = 3  # what offloading brings back ahead of its use: a layer's input, attention's result and lse
 
@@ -52,55 +52,20 @@ def training_memory(shape: ModelShape, setting: Setting) -> Memory:
 
 
 def saved_per_token(shape: ModelShape, setting: Setting, layers: int) -> int:
-    """Bytes a token that the first ``layers`` layers keep from forward to backward, on the device or away from it.
-
-    ``full`` keeps a layer's input, or that of the first of ``layers_per_checkpoint``; ``attention`` also the ring's
-    results and their float32 log-sum-exps. A feed-forward in chunks keeps its input alone.
-    """
+    """Bytes per token that the first ``layers`` layers keep from forward to backward, on the device or away from it."""
     return _saved(shape.split(setting.tp), setting, layers)
 
 
 def _saved(local: ModelShape, setting: Setting, layers: int) -> int:
-    a = setting.number_bytes
-    if setting.checkpoint == "none":
-        parts = _layer_parts(local, setting)
-        return layers * (sum(parts.values()) - (parts["feedforward"] if setting.feedforward_tokens else 0))
-    kept = a * local.hidden * -(-layers // setting.layers_per_checkpoint)
-    if setting.checkpoint == "attention":
-        kept += layers * (a * local.query_size + _FLOAT32 * local.heads)
-    return kept
-
-
-def _norm(size: int, number_bytes: int, family: str = "llama", *, in_chunks: bool = False) -> int:
-    """What a norm over ``size`` numbers saves, its result for the next product included.
-
-    An RMS norm of transformers computes in float32: below that it keeps a float32 copy of its input, unless it runs in
-    chunks.
-    """
-    if family == "gpt2":
-        return 2 * number_bytes * size + 2 * _FLOAT32
-    if in_chunks:
-        return 2 * number_bytes * size
-    return _FLOAT32 * size + _FLOAT32 + 2 * number_bytes * size
-
-
-def _layer_parts(shape: ModelShape, setting: Setting) -> dict[str, int]:
-    """Bytes a token of all that a layer saves without checkpointing, in the order in which it is made."""
-    a, in_chunks = setting.number_bytes, setting.norm_tokens > 0
-    heads = a * (shape.query_size + 2 * shape.kv_size)
-    if shape.qk_norm:  # inputs, in float32 and normed; the results are what rotates, which keeps nothing
-        inputs = shape.query_size + shape.kv_size
-        copies = 0 if in_chunks else _FLOAT32 * (inputs + shape.heads + shape.kv_heads)
-        heads += a * inputs + copies
-    norm = _norm(shape.hidden, a, shape.family, in_chunks=in_chunks)
-    return {
-        "norm": norm,
-        "heads": heads,
-        "attention": a * shape.query_size + _FLOAT32 * shape.heads,
-        "feedforward_norm": norm,
-        # gate, up, its activation and their product; the plain one's GELU is five operators that keep their inputs
-        "feedforward": (4 if shape.family == "llama" else 6) * a * shape.intermediate,
-    }
+    return saved_bytes(
+        local,
+        setting.number_bytes,
+        setting.checkpoint,
+        layers=layers,
+        layers_per_checkpoint=setting.layers_per_checkpoint,
+        feedforward_in_chunks=bool(setting.feedforward_tokens),
+        norms_in_chunks=bool(setting.norm_tokens),
+    )
 
 
 class _Step:
@@ -152,9 +117,9 @@ class _Step:
     @property
     def _last_norm(self) -> int:
         """The last layer's result and what the final norm keeps of it."""
-        a, hidden, in_chunks = self.a, self.shape.hidden, self.setting.norm_tokens > 0
+        a, hidden, in_chunks = self.a, self.shape.hidden, bool(self.setting.norm_tokens)
         own_copy = a if self._norms_copy else 0
-        return self.tokens * (own_copy * hidden + _norm(hidden, a, self.shape.family, in_chunks=in_chunks))
+        return self.tokens * (own_copy * hidden + norm_bytes(hidden, a, self.shape.family, in_chunks=in_chunks))
 
     @property
     def _norms_copy(self) -> bool:
@@ -165,27 +130,29 @@ class _Step:
         """When the root's parameters have arrived and are copied to their places, the first layer's behind them."""
         return self.memory("gathering", communication=2 * self.a * (self.root + self.layer))
 
-    def loss(self) -> Memory:
-        """While the loss computes gradients of a chunk of logits: ``ringspan.torch.data.cross_entropy.loss_bytes``."""
-        a, chunk = self.a, min(self.setting.loss_chunk_tokens, self.tokens)
-        logits = chunk * self.shape.vocab
-        chunk_bytes = _FLOAT32 * logits
-        if a < _FLOAT32:
-            chunk_bytes += a * logits + min(_LOSS_ROWS, self.shape.vocab) * self.shape.hidden * (a + _FLOAT32)
-        return self.memory(
-            "loss",
-            activations=self.kept(self.shape.layers) + self._last_norm,
-            temporaries=chunk_bytes + _FLOAT32 * self.head + self.hidden,
-            communication=self.gathered + self.a * self.layer,
+    @cached_property
+    def _loss(self) -> LossBytes:
+        return loss_bytes(
+            self.shape.hidden,
+            self.shape.vocab,
+            self.a,
+            chunk_tokens=min(self.setting.loss_chunk_tokens, self.tokens),
+            chunk_vocabulary=self.setting.loss_chunk_vocabulary,
         )
+
+    def loss(self) -> Memory:
+        """While the loss computes gradients of a chunk of logits."""
+        return self._in_loss("loss", self._loss.block)
 
     def loss_gradient(self) -> Memory:
         """When backward scales the head's float32 gradient where it is and turns it into the parameters' dtype."""
-        own = self.a if self.a < _FLOAT32 else 0
+        return self._in_loss("loss backward", self._loss.rounded)
+
+    def _in_loss(self, moment: str, temporaries: int) -> Memory:
         return self.memory(
-            "loss backward",
+            moment,
             activations=self.kept(self.shape.layers) + self._last_norm,
-            temporaries=(_FLOAT32 + own) * self.head + self.hidden,
+            temporaries=self._loss.sums + temporaries + self.hidden,
             communication=self.gathered + self.a * self.layer,
         )
 
@@ -213,9 +180,13 @@ class _Step:
         )
 
     @cached_property
+    def _parts(self) -> dict[str, int]:
+        return layer_parts(self.shape, self.a, norms_in_chunks=self.setting.norm_tokens > 0)
+
+    @cached_property
     def _made_again(self) -> dict[str, int]:
         """What a layer holds when its backward pass begins: kept, or computed again."""
-        parts = {name: self.tokens * size for name, size in _layer_parts(self.shape, self.setting).items()}
+        parts = {name: self.tokens * size for name, size in self._parts.items()}
         if self.setting.feedforward_tokens:
             del parts["feedforward"]
         if self.setting.checkpoint != "none":
@@ -236,7 +207,7 @@ class _Step:
                 sum(self._made_again.values()),
                 2 * wide + a * shape.hidden * shape.intermediate,
             )
-        parts = _layer_parts(shape, self.setting)["feedforward"] + 2 * a * shape.intermediate
+        parts = self._parts["feedforward"] + 2 * a * shape.intermediate
         weights = (_FLOAT32 + (a if a < _FLOAT32 else 0)) * shape.feedforward_parameters
         here = min(chunk, self.tokens) * (parts + 3 * a * shape.hidden)
         return self._backward(

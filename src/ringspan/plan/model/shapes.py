@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from ringspan.core.costs import LayerSizes
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.files.named import read_small
 from ringspan.core.messages.lines import one_line
@@ -17,38 +18,19 @@ from ringspan.plan.names import normal, unknown
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Sizes of a decoder-only transformer of one of the families that are built alike.
-
-    ``family``: ``llama`` (RMS norms, gated feed-forward, rotary positions; Mistral and Qwen too) or ``gpt2`` (layer
-    norms, biases, a plain feed-forward, learned positions).
-    """
+class ModelShape(LayerSizes):
+    """Sizes of a decoder-only transformer whose layers are alike."""
 
     name: str
     layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
     vocab: int
-    family: str = "llama"
     positions: int = 0
     tied: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
     model_type: str = "llama"
-
-    @property
-    def query_size(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.kv_heads * self.head_dim
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -16,7 +16,7 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.names import LOSS_NAMES, REDUCTION_NAMES, LossName, ReductionName, find_name
 from ringspan.torch.attention.arguments import check_loss, find_group
 from ringspan.torch.data.batch import IGNORED
-from ringspan.torch.data.loss_blocks import PRODUCT_ROWS, LossBlocks, LossOptions, Normalizers
+from ringspan.torch.data.loss_blocks import LossBlocks, LossOptions, Normalizers
 from ringspan.torch.transport.agreement import agree
 
 
@@ -49,7 +49,7 @@ def blockwise_cross_entropy(
     The sum's gradients are computed with it, so one backward pass consumes them; the weight's adds up in float32. With
     more than one block of vocabulary the logits are computed twice: once for their log-sum-exp, once for the gradients;
     so they are for ``reduction="none"``, the second time in backward.
-    What it holds beside the gradient of ``hidden`` is ``loss_bytes``, whatever T.
+    What it holds beside the gradient of ``hidden`` is ``ringspan.core.costs.loss_bytes``, whatever T.
 
     Args:
         hidden: (T, C); weight (V, C); targets (T,) int64, -100 for none; bias (V,).
@@ -109,31 +109,6 @@ def blockwise_cross_entropy(
     if reduction == "none":
         return _PerToken.apply(hidden, weight, bias, targets, options, group)
     return _Summed.apply(hidden, weight, bias, targets, options, torch.is_grad_enabled(), group)
-
-
-def loss_bytes(
-    options: LossOptions, vocabulary: int, hidden_size: int, dtype: torch.dtype, *, bias: bool = False
-) -> int:
-    """Bytes that ``blockwise_cross_entropy`` holds at most, beside its arguments and the gradient of ``hidden``.
-
-    With s bytes per entry and a = max(s, 4) bytes in a sum: ``V C a`` for the weight's gradient, ``n v a`` for the
-    logits (twice that with a softcap) and, with several blocks of vocabulary, ``n C a`` for the gradient of hidden. A
-    type below float32 adds the logits' gradient rounded to it, ``n v s``, and the product on its way into a sum,
-    ``m C (s + a)`` with up to 4096 rows m of the weight or n tokens; or, at the end, the weight's gradient rounded,
-    ``V C s``, if that is more. Left out are vectors of n entries and what a matrix product packs, together less than 3%
-    of it from blocks of 512 x 8192 on.
-    """
-    s = dtype.itemsize
-    a = max(s, 4)
-    v = min(options.chunk_vocabulary or vocabulary, vocabulary)
-    block, several = options.chunk_tokens * v, v < vocabulary
-    total = (2 if options.softcap else 1) * block * a
-    if s < a:
-        total += block * s + max(min(PRODUCT_ROWS, v), options.chunk_tokens if several else 0) * hidden_size * (s + a)
-    if several:
-        total += options.chunk_tokens * hidden_size * a
-    rounded = vocabulary * hidden_size * s if s < a else 0
-    return vocabulary * (hidden_size + bias) * a + max(total, rounded)
 
 
 def _check_targets(targets: Tensor, vocabulary: int) -> None:

@@ -5,17 +5,15 @@ T local tokens, C hidden size, V vocabulary, n tokens of a block, v vocabulary e
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringspan.core.costs import PRODUCT_ROWS
 from ringspan.core.messages.numbers import check_real, check_whole
 from ringspan.torch.data.batch import IGNORED
-
-# Rows of a weight gradient of lower precision that exist before they are added to the sum of higher precision.
-PRODUCT_ROWS: Final = 4096
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ringspan.core.costs import LayerSizes, saved_bytes
 from ringspan.core.errors import ConfigError
 from ringspan.core.names import (
     CHECKPOINT_NAMES,
@@ -17,43 +18,27 @@ from ringspan.core.names import (
     checkpoint_name,
     offload_name,
 )
-from ringspan.core.schedule.choice import check_segments, num_inputs, segment_sizes
+from ringspan.core.schedule.choice import check_segments, segment_sizes
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes
 from ringspan.torch.layers.modules import mix_in
 from ringspan.torch.memory.offload import Store
 from ringspan.torch.memory.segments import RING, Segments
 
 
-def kept_bytes(
-    config: PreTrainedConfig,
-    policy: CheckpointName,
-    dtype: torch.dtype,
-    *,
-    tp: int = 1,
-    feedforward_in_chunks: bool = False,
-) -> int:
-    """Bytes that one layer keeps of one token for its backward pass.
+def layer_sizes(config: PreTrainedConfig, tp: int = 1) -> LayerSizes:
+    """The sizes of the largest layer that a config describes, or one of ``tp`` ranks' share of it.
 
-    With hidden size C and s bytes per entry; H query heads and G key/value heads of size D and intermediate size F, of
-    which each of ``tp`` ranks has its share:
-
-        full        s C                                   the layer's input
-        attention   s C + s H D + 4 H                     and the ring's result and log-sum-exp
-        none        2 (4 (C + 1) + 2 s C)                 two norms, which compute in float32
-                    + 2 s (H + G) D + 4 H                 queries, keys, values, result and log-sum-exp
-                    + 4 s F                               the gated feed-forward, unless it runs in chunks
-
-    ``none`` is that of layers in the shape of Llama's; norms on queries and keys or behind a sublayer keep more.
+    In the shape of Llama's: norms on queries and keys or behind a sublayer keep more.
     """
-    s, hidden, size = dtype.itemsize, config.hidden_size, max(head_sizes(config))
-    heads, groups = (count // tp for count in max(head_counts(config)))
-    if policy == "full":
-        return s * hidden
-    if policy == "attention":
-        return s * hidden + s * heads * size + 4 * heads
-    intermediate = (getattr(config, "intermediate_size", None) or 4 * hidden) // tp
-    between = 0 if feedforward_in_chunks else 4 * s * intermediate
-    return 2 * (4 * (hidden + 1) + 2 * s * hidden) + 2 * s * (heads + groups) * size + 4 * heads + between
+    heads, kv_heads = (count // tp for count in max(head_counts(config)))
+    intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return LayerSizes(
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=max(head_sizes(config)),
+        intermediate=intermediate // tp,
+    )
 
 
 def choose_checkpoint(
@@ -77,12 +62,19 @@ def choose_checkpoint(
     """
     # From what computes least again to what keeps least; the last attempt is what the message tells of.
     needed, sharing = 0, 1
-    layers, own_input = config.num_hidden_layers, dtype.itemsize * config.hidden_size
-    sizes = (layers_per_checkpoint,) if layers_per_checkpoint else segment_sizes(layers)
+    layers, an_input, sizes = config.num_hidden_layers, dtype.itemsize * config.hidden_size, layer_sizes(config, tp)
+    segments = (layers_per_checkpoint,) if layers_per_checkpoint else segment_sizes(layers)
     for policy in CHECKPOINT_NAMES:
-        a_layer = kept_bytes(config, policy, dtype, tp=tp, feedforward_in_chunks=feedforward_in_chunks)
-        for sharing in (1,) if policy == "none" else sizes:
-            needed = tokens * (a_layer * layers - own_input * (layers - num_inputs(layers, sharing)))
+        for sharing in (1,) if policy == "none" else segments:
+            saved = saved_bytes(
+                sizes,
+                dtype.itemsize,
+                policy,
+                layers=layers,
+                layers_per_checkpoint=sharing,
+                feedforward_in_chunks=feedforward_in_chunks,
+            )
+            needed = tokens * (saved + (sharing - 1) * an_input)  # in backward a segment's other inputs are there too
             if needed <= budget_bytes:
                 return policy, sharing
     raise ConfigError(

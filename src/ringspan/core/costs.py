@@ -1,0 +1,155 @@
+"""What a training step takes, by formula: bytes that its layers save, bytes of its loss, and its FLOPs.
+
+The planner, the trainer and ``parallelize`` ask here, so that what is planned is what is chosen.
+
+C hidden size, I intermediate size, H query heads, G key/value heads, D head size, V vocabulary, s bytes per number.
+"""
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from ringspan.core.names import CheckpointName
+
+# Rows of a weight gradient of lower precision that exist before they are added to the sum of higher precision.
+PRODUCT_ROWS: Final = 4096
+_FLOAT32: Final = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSizes:
+    """Sizes of one decoder layer, or of one rank's share of it.
+
+    ``family``: ``llama`` (RMS norms, gated feed-forward, rotary positions; Mistral and Qwen too) or ``gpt2`` (layer
+    norms, biases, a plain feed-forward, learned positions).
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    family: str = "llama"
+    qk_norm: bool = False
+
+    @property
+    def query_size(self) -> int:
+        """Numbers in all query heads of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers in all key heads of a token; as many are in its value heads."""
+        return self.kv_heads * self.head_dim
+
+
+def norm_bytes(size: int, number_bytes: int, family: str = "llama", *, in_chunks: bool = False) -> int:
+    """Bytes that a norm over ``size`` numbers saves, its result for the next product included.
+
+    An RMS norm of transformers computes in float32: below that it keeps a float32 copy of its input, unless it runs in
+    chunks.
+    """
+    if family == "gpt2":
+        return 2 * number_bytes * size + 2 * _FLOAT32
+    if in_chunks:
+        return 2 * number_bytes * size
+    return _FLOAT32 * size + _FLOAT32 + 2 * number_bytes * size
+
+
+def layer_parts(sizes: LayerSizes, number_bytes: int, *, norms_in_chunks: bool = False) -> dict[str, int]:
+    """Bytes per token of all that a layer saves without checkpointing, in the order in which it is made."""
+    s = number_bytes
+    heads = s * (sizes.query_size + 2 * sizes.kv_size)
+    if sizes.qk_norm:  # inputs, in float32 and normed; the results are what rotates, which keeps nothing
+        inputs = sizes.query_size + sizes.kv_size
+        copies = 0 if norms_in_chunks else _FLOAT32 * (inputs + sizes.heads + sizes.kv_heads)
+        heads += s * inputs + copies
+    norm = norm_bytes(sizes.hidden, s, sizes.family, in_chunks=norms_in_chunks)
+    return {
+        "norm": norm,
+        "heads": heads,
+        "attention": s * sizes.query_size + _FLOAT32 * sizes.heads,
+        "feedforward_norm": norm,
+        # gate, up, its activation and their product; the plain one's GELU is five operators that keep their inputs
+        "feedforward": (4 if sizes.family == "llama" else 6) * s * sizes.intermediate,
+    }
+
+
+def saved_bytes(
+    sizes: LayerSizes,
+    number_bytes: int,
+    checkpoint: CheckpointName,
+    *,
+    layers: int = 1,
+    layers_per_checkpoint: int = 1,
+    feedforward_in_chunks: bool = False,
+    norms_in_chunks: bool = False,
+) -> int:
+    """Bytes per token that ``layers`` layers keep from forward to backward.
+
+    Per layer of the Llama family, with whole norms and without norms on queries and keys:
+
+        full        s C                                   the input, of the first of ``layers_per_checkpoint`` layers
+        attention   s C + s H D + 4 H                     and, of each layer, the ring's result and log-sum-exp
+        none        2 (4 (C + 1) + 2 s C)                 two norms, which compute in float32
+                    + 2 s (H + G) D + 4 H                 queries, keys, values, result and log-sum-exp
+                    + 4 s I                               the gated feed-forward, unless it runs in chunks
+    """
+    parts = layer_parts(sizes, number_bytes, norms_in_chunks=norms_in_chunks)
+    if checkpoint == "none":
+        return layers * (sum(parts.values()) - (parts["feedforward"] if feedforward_in_chunks else 0))
+    inputs = -(-layers // layers_per_checkpoint)
+    return number_bytes * sizes.hidden * inputs + (layers * parts["attention"] if checkpoint == "attention" else 0)
+
+
+class LossBytes(NamedTuple):
+    """What the blockwise loss holds beside its arguments and the gradient of ``hidden``."""
+
+    sums: int
+    """Gradients of weight and bias, as long as the loss is there."""
+    block: int
+    """One block of logits, and what is made of it."""
+    rounded: int
+    """The weight's gradient in the weight's own dtype, where that is not the sum's; after the last block."""
+
+    @property
+    def peak(self) -> int:
+        return self.sums + max(self.block, self.rounded)
+
+
+def loss_bytes(
+    hidden: int,
+    vocabulary: int,
+    number_bytes: int,
+    *,
+    chunk_tokens: int,
+    chunk_vocabulary: int | None = None,
+    softcap: bool = False,
+    bias: bool = False,
+) -> LossBytes:
+    """Bytes that ``ringspan.blockwise_cross_entropy`` holds, for n tokens and v vocabulary entries of a block.
+
+    With a = max(s, 4) bytes in a sum: ``V C a`` for the weight's gradient, ``n v a`` for the logits (twice that with a
+    softcap) and, with several blocks of vocabulary, ``n C a`` for the gradient of hidden. A type below float32 adds the
+    logits' gradient rounded to it, ``n v s``, and the product on its way into a sum, ``m C (s + a)`` with up to 4096
+    rows m of the weight or n tokens; or, at the end, the weight's gradient rounded, ``V C s``, if that is more. Left
+    out are vectors of n entries and what a matrix product packs, together less than 3% of it from blocks of 512 x 8192
+    on.
+    """
+    s, a = number_bytes, max(number_bytes, _FLOAT32)
+    v = min(chunk_vocabulary or vocabulary, vocabulary)
+    logits, several = chunk_tokens * v, v < vocabulary
+    block = (2 if softcap else 1) * logits * a
+    if s < a:
+        block += logits * s + max(min(PRODUCT_ROWS, v), chunk_tokens if several else 0) * hidden * (s + a)
+    if several:
+        block += chunk_tokens * hidden * a
+    return LossBytes(vocabulary * (hidden + bias) * a, block, vocabulary * hidden * s if s < a else 0)
+
+
+def training_flops(weights: float, tokens: float, query_pairs: float) -> float:
+    """Model FLOPs of a training step: ``6 weights tokens + 12 query_pairs``, whatever is computed again.
+
+    Each weight is multiplied once in forward and twice in backward, 2 FLOPs each; and so are scores and values of each
+    pair of a query and a key that it sees: ``query_pairs`` are pairs x numbers in a token's query heads, of all layers.
+    """
+    return 6.0 * weights * tokens + 12.0 * query_pairs
