@@ -380,12 +380,12 @@ def test_what_is_no_problem_of_a_loss_is_refused(change, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunk_tokens": 2.5}, r"loss_chunk_tokens must be a whole number of at least 1, got 2\.5"),
-        ({"chunk_tokens": True}, "loss_chunk_tokens must be a whole number of at least 1, got True"),
-        ({"chunk_vocabulary": "8"}, "loss_chunk_vocabulary must be a whole number of at least 1, got '8'"),
-        ({"z_loss": "1"}, "z_loss must be a number at least 0, got '1'"),
-        ({"z_loss": float("inf")}, "z_loss must be a number at least 0, got inf"),
-        ({"logit_scale": torch.tensor(2.0)}, "logit_scale must be a number above 0"),
+        ({"chunk_tokens": 2.5}, r"loss_chunk_tokens must be an integer, got 2\.5"),
+        ({"chunk_tokens": True}, "loss_chunk_tokens must be an integer, got True"),
+        ({"chunk_vocabulary": "8"}, r"loss_chunk_vocabulary must be an integer, got '8' \(str\); None is for all"),
+        ({"z_loss": "1"}, "z_loss must be a plain number, got '1'"),
+        ({"z_loss": float("inf")}, "z_loss must be finite, got inf"),
+        ({"logit_scale": torch.tensor(2.0)}, "logit_scale must be a plain number, got"),
     ],
 )
 def test_options_of_a_loss_of_another_kind_are_refused(options, message):

@@ -76,7 +76,7 @@ def test_what_blocks_would_break_or_not_help_is_left_alone(norm):
 
 
 def test_no_tokens_at_a_time_are_refused():
-    with pytest.raises(rs.ConfigError, match="norm_chunk_tokens must be a whole number of at least 1, got -1"):
+    with pytest.raises(rs.ConfigError, match="norm_chunk_tokens must be at least 1, got -1; 0 is for none"):
         chunk_norms(build("llama"), -1)
 
 

@@ -174,7 +174,7 @@ def test_a_disk_without_room_is_an_error(tmp_path):
         ({"policy": "sometimes"}, "sometimes"),
         ({"policy": "none", "offload": "activations"}, "checkpoint='attention'"),
         ({"policy": "full", "offload": "everything"}, "everything"),
-        ({"policy": "full", "layers_per_checkpoint": 0}, "layers_per_checkpoint must be a whole number of at least 1"),
+        ({"policy": "full", "layers_per_checkpoint": 0}, "layers_per_checkpoint must be at least 1, got 0"),
         ({"policy": "none", "layers_per_checkpoint": 2}, "checkpoint='attention'"),
     ],
 )

@@ -66,18 +66,27 @@ def described(value: Any) -> str:
 
 
 def check_whole(name: str, value: Any, least: int = 1, *, otherwise: str = "") -> None:
-    """Raise a ConfigError unless ``value`` is a whole number of at least ``least``; ``otherwise`` says what else may be
-    given.
+    """Check an option that is kept as it was given: an integer of any library, of at least ``least``.
+
+    Raises:
+        ConfigError: naming the option and the value; ``otherwise`` says what else may be given.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}{otherwise}")
+    try:
+        if isinstance(value, float):  # even 2.0: it would be kept, and no range takes it
+            raise ConfigError(f"{name} must be an integer, got {described(value)}")
+        integer(value, name, ConfigError, at_least=least)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{otherwise}") from None
 
 
 def check_real(name: str, value: Any, least: float, below: float = float("inf"), *, above: bool = False) -> None:
-    """Raise a ConfigError unless ``value`` is a number in [least, below), or in (least, below) where it must be
+    """Check an option that is kept as it was given: a number in [least, below), or in (least, below) where it must be
     ``above``.
+
+    Raises:
+        ConfigError: naming the option and the value.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (least < value if above else least <= value) or not value < below:
+    number = real(value, name, ConfigError)
+    if not (least < number if above else least <= number) or not number < below:
         bounds = f"{'above' if above else 'at least'} {least}" + (f" and below {below}" if below < float("inf") else "")
-        raise ConfigError(f"{name} must be a number {bounds}, got {value!r}")
+        raise ConfigError(f"{name} must be {bounds}, got {value!r}")

@@ -4,7 +4,7 @@ FSDP2 holds the parameters that it found: one that comes later is neither split 
 and one whose type changes no longer is what it was split for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Never
 
 import torch
@@ -27,39 +27,52 @@ def structure_of(model: nn.Module) -> Structure:
     return [(module, tuple(module._parameters)) for module in model.modules() if module._parameters]
 
 
-def check_structure(model: Any) -> None:
-    """Raise an UnsupportedError that names a module which came, or got parameters, after the model was split."""
-    found = structure_of(model)
-    if found == model.ring_structure:
-        return
-    known = {id(module): names for module, names in model.ring_structure}
-    paths = {module: path for path, module in model.named_modules()}
-    changed = next((paths[module] for module, names in found if known.get(id(module)) != names), "a module is gone")
-    raise UnsupportedError(
-        f"the parameters of {class_name(model)} changed after parallelize ({changed}), which ranks would not share; "
-        "change the model before"
-    )
+def check_fixed(model: Any) -> Structure:
+    """What ``structure_of`` a model says, in one walk over its modules, if that is still as ``parallelize`` left it.
 
-
-def check_parameters(model: Any) -> None:
-    """Raise an UnsupportedError that names a weight which a step would not use as the user means it."""
+    Raises:
+        UnsupportedError: naming the module that came, or got parameters, after the model was split; the weight that a
+            step would not use as the user means it; or the loss function.
+    """
     if model.loss_function is not model.ring_loss_function:
         raise UnsupportedError(
             f"the loss function of {class_name(model)} was changed, which a ring does not call; compute a loss of your "
             "own from the logits of model(**batch) without labels"
         )
     copies = {id(parameter) for parameter in gathered_parameters(model)}
+    found: Structure = []
+    problems: list[str] = []
     for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if not isinstance(parameter, DTensor) and id(parameter) not in copies:
-                raise UnsupportedError(
-                    f"{path}.{name} was replaced after parallelize, and would not be used; copy into it instead "
-                    "(under torch.no_grad, parameter.copy_), or load_state_dict"
-                )
-            if parameter._backward_hooks:
-                raise UnsupportedError(f"{path}.{name} {HOOKED}")
+        if module._parameters:
+            found.append((module, tuple(module._parameters)))
+            problems += _problems(path, module._parameters, copies)
+    if found != model.ring_structure:  # first: a new module's parameters are not split either
+        raise UnsupportedError(
+            f"the parameters of {class_name(model)} changed after parallelize ({_first_change(model, found)}), which "
+            "ranks would not share; change the model before"
+        )
+    if problems:
+        raise UnsupportedError(problems[0])
+    return found
+
+
+def _first_change(model: Any, found: Structure) -> str:
+    known = {id(module): names for module, names in model.ring_structure}
+    paths = {module: path for path, module in model.named_modules()}
+    return next((paths[module] for module, names in found if known.get(id(module)) != names), "a module is gone")
+
+
+def _problems(path: str, parameters: dict[str, Any], copies: set[int]) -> Iterator[str]:
+    for name, parameter in parameters.items():
+        if parameter is None:
+            continue
+        if not isinstance(parameter, DTensor) and id(parameter) not in copies:
+            yield (
+                f"{path}.{name} was replaced after parallelize, and would not be used; copy into it instead (under "
+                "torch.no_grad, parameter.copy_), or load_state_dict"
+            )
+        elif parameter._backward_hooks:
+            yield f"{path}.{name} {HOOKED}"
 
 
 class Fixed:

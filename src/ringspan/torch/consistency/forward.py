@@ -17,7 +17,7 @@ from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.messages.numbers import integer
 from ringspan.torch.consistency.calls import Call, check_call
-from ringspan.torch.consistency.fixed import check_parameters, check_structure
+from ringspan.torch.consistency.fixed import Structure, check_fixed
 from ringspan.torch.consistency.optimizers import optimizer_facts
 from ringspan.torch.data.batch import IGNORED, document_positions, documents_of
 from ringspan.torch.layers.positions import beyond_table
@@ -48,15 +48,14 @@ def check_forward(
         others = {name: arguments.pop(name) for name in ("labels", "attention_mask") if name in arguments}
         others |= arguments.pop("kwargs", {})
         try:
-            check_structure(model)
-            check_parameters(model)  # before those in place of shards are shards again
+            structure = check_fixed(model)  # before the copies in place of shards are shards again
         finally:
             settle(model)
         check_others(others)
         _check_batch(model, **arguments)
         targets = arguments.get("shift_labels")
         number = 0 if targets is None else int((targets != IGNORED).sum())
-        call = Call(name, _facts(model, arguments, others), _facts_of_ring(arguments), number)
+        call = Call(name, _facts(model, structure, arguments, others), _facts_of_ring(arguments), number)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         call = Call(name, error=error)
     total = check_call(model.ring_mesh, call)
@@ -66,7 +65,7 @@ def check_forward(
     return defaults | given | others
 
 
-def _facts(model: Any, arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+def _facts(model: Any, structure: Structure, arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """What all ranks must have alike."""
     number, kind = arguments.get("num_items_in_batch"), model.ring_mesh.device_type
     facts: dict[str, Any] = {
@@ -80,7 +79,7 @@ def _facts(model: Any, arguments: dict[str, Any], others: dict[str, Any]) -> dic
         "arguments": tuple(sorted((name, str(value)) for name, value in others.items() if value is not None)),
     }
     if torch.is_grad_enabled():
-        parameters = (parameter for module in model.modules() for parameter in module._parameters.values())
+        parameters = (module._parameters[name] for module, names in structure for name in names)
         trained = bytes(parameter.requires_grad for parameter in parameters if parameter is not None)
         digest = hashlib.blake2b(trained, digest_size=4).hexdigest()
         facts["trained parameters"] = f"{sum(trained)} of {len(trained)} (digest {digest})"

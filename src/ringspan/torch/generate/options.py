@@ -12,7 +12,7 @@ from transformers.generation.utils import GenerationMixin
 from ringspan.core.arguments import PREFILL_TOKENS
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.calls import Call, check_call
-from ringspan.torch.consistency.fixed import check_parameters, check_structure
+from ringspan.torch.consistency.fixed import check_fixed
 from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.generate.agreed import AgreedCriteria, Clock
 from ringspan.torch.generate.cache.cache import RingCache
@@ -37,8 +37,7 @@ def agreed_options(
         arguments = {**bound.pop("kwargs", {}), **bound}
         check_weights(weights)
         if not model.ring_is_generating:
-            check_structure(model)
-            check_parameters(model)
+            check_fixed(model)
         check_configs(model.ring_configs)
         config = arguments.get("generation_config") or model.generation_config
         _refuse_options(model, config, arguments)
