@@ -32,7 +32,7 @@ RESULTS: Final = Path(__file__).parent / "results"
 BUDGET_SECONDS: Final = 530.0
 _ROW_SECONDS: Final = 150.0
 _PACKAGES: Final = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformers", "nvidia-cudnn-cu13")
-_KERNELS: Final = ("cudnn", "flash", "flash2", "flash3", "flash4", "triton", "reference")
+_KERNELS: Final = ("cudnn", "flash", "flash2", "flash3", "flash4", "triton", "eager")
 # What to reach: a rank's hops by the fastest kernel at the same FLOPs, and what transfers may cost of the time.
 MARKS: Final = {
     "ring-8k": {"forward": 0.97, "backward": 0.96},

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import ringspan as rs
 from ringspan.core.names import LAYOUT_NAMES
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.timing import timed_in_turns
 from ringspan.torch.runtime.launch import launch
@@ -44,7 +44,9 @@ def measure_window(length: int, window: int, heads: int, repeats: int) -> dict[s
     tensors = _tensors(layout, heads)
     both = {name: partial(_both, layout, mask, tensors) for name, mask in masks.items()}
     seconds = timed_in_turns(both, repeats, threads=1)
-    pairs = {name: sum(plan(layout, mask, rank).num_pairs for rank in range(RANKS)) for name, mask in masks.items()}
+    pairs = {
+        name: sum(make_schedule(layout, mask, rank).num_pairs for rank in range(RANKS)) for name, mask in masks.items()
+    }
     return {
         **{f"{name}_seconds": median(found) for name, found in seconds.items()},
         "speedup": median(a / b for a, b in zip(seconds["causal"], seconds["window"], strict=True)),
@@ -85,7 +87,7 @@ def measure_documents(length: int, count: int, shape: tuple[int, int, int], repe
     ratio = median(a / b for a, b in zip(seconds["documents"], seconds["one"], strict=True))
     sizes = dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
     times = {f"{name}_seconds": median(found) for name, found in seconds.items()}
-    by_rank = [plan(*cases["documents"], rank).num_pairs for rank in range(RANKS)]
+    by_rank = [make_schedule(*cases["documents"], rank).num_pairs for rank in range(RANKS)]
     busiest = max(by_rank) / mean(by_rank)  # random lengths fall unevenly on the ranks, and the slowest is waited for
     return {
         **sizes,
@@ -144,7 +146,7 @@ def main() -> None:
     balance = {}
     for name in LAYOUT_NAMES:
         layout = rs.Layout(name, options.balance_length, RANKS)
-        pairs = [plan(layout, rs.causal(), rank).num_pairs for rank in range(RANKS)]
+        pairs = [make_schedule(layout, rs.causal(), rank).num_pairs for rank in range(RANKS)]
         seconds = [rank[name] for rank in ranks]
         balance[name] = {
             "pairs_over_mean": [count / mean(pairs) for count in pairs],

@@ -30,7 +30,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.launch import whole
+from ringspan.core.schedule.kernel_launches import whole
 from ringspan.gpu.support import interprets_triton
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.torch.kernels import triton_attention

@@ -6,7 +6,7 @@ from hypothesis import given
 
 import ringspan as rs
 from ringspan.core import reference
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.softmax import merge
 from tests.core.strategies import layouts, masks
 from tests.fuzz import examples
@@ -60,7 +60,7 @@ def test_partials_over_the_ring_merge_to_dense_attention(layout, mask):
     for rank in range(layout.ranks):
         mine = layout.positions(rank)
         out, lse = np.zeros_like(q[:, :, mine] @ np.ones((3, 5))), np.full(q[:, :, mine].shape[:3], -np.inf)
-        for hop in plan(layout, mask, rank).hops:
+        for hop in make_schedule(layout, mask, rank).hops:
             theirs = layout.positions(hop.owner)
             for tile in hop.tiles:
                 rows, keys = slice(tile.q0, tile.q1), theirs[tile.k0 : tile.k1]

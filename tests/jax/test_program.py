@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.schedule import choice, events
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.workspace import Shape
 from ringspan.jax import sharded_ring_attention
 from ringspan.jax.program import compile_program
@@ -70,7 +70,7 @@ def test_forward_sends_keys_and_values_in_n_minus_1_messages(ranks):
 
 def received(layout: rs.Layout, mask: rs.Mask, rank: int, walk) -> list[int]:
     """The numbers of the transfers by which something comes to a rank in a pass."""
-    part = events.Part(plan(layout, mask, rank), Shape(1, HEADS, GROUPS, SIZE, SIZE, 4))
+    part = events.Part(make_schedule(layout, mask, rank), Shape(1, HEADS, GROUPS, SIZE, SIZE, 4))
     return [event.number for event in walk(part) if isinstance(event, events.Post) and event.receives]
 
 

@@ -219,14 +219,14 @@ MUTANTS = [
     ),
     Mutant(
         "window from the first corner",
-        "core/schedule/launch.py",
+        "core/schedule/kernel_launches.py",
         "shift = tile.num_keys - tile.num_rows",
         "shift = 0",
         "torch/kernels/test_kernels.py::test_a_band_is_a_window_from_the_last_corner",
     ),
     Mutant(
         "triangle with more rows than keys taken for a square",
-        "core/schedule/launch.py",
+        "core/schedule/kernel_launches.py",
         "    return square, Tile.full(last, tile.q1, tile.k0, tile.k1)",
         "    return (square,)",
         "torch/kernels/test_kernels.py::test_however_tiles_are_grouped_each_pair_is_computed_once",
@@ -324,7 +324,7 @@ MUTANTS = [
     ),
     Mutant(
         "soft cap without its derivative",
-        "torch/kernels/reference.py",
+        "torch/kernels/eager.py",
         "        if slope is not None:\n            ds *= slope\n",
         "",
         ANY,

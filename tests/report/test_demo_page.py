@@ -20,7 +20,7 @@ from ringspan.core.errors import LayoutError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask, causal, documents, full, prefix_lm, sliding_window
 from ringspan.core.geometry.ranges import size
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.report import demo_page
 from ringspan.report.charts import loss_picture, memory_picture
 from ringspan.report.demo_page import MAX_ROWS, write_report
@@ -335,7 +335,7 @@ def test_each_allowed_pair_is_drawn_once_in_the_colour_of_its_rank_and_at_its_ho
     owner = np.empty(layout.padded_length, dtype=int)
     for rank in range(layout.ranks):
         owner[layout.positions(rank)] = rank
-    hop_of = {(rank, h.owner): h.index for rank in range(layout.ranks) for h in plan(layout, mask, rank).hops}
+    hop_of = {(rank, h.owner): h.index for rank in range(layout.ranks) for h in make_schedule(layout, mask, rank).hops}
     for query, key in np.argwhere(allowed):
         rank = owner[query]
         assert seen[query, key].tolist() == [rank, hop_of[rank, owner[key]]]
@@ -348,7 +348,7 @@ def test_drawn_areas_are_the_work_of_the_ranks(layout: Layout, mask: Mask):
     for rank in range(layout.ranks):
         mine = [shape for (drawn_by, _), tiles in shapes.items() if drawn_by == rank for shape in tiles]
         # A straight edge misses at most half a cell at each of its two ends.
-        assert sum(map(area, mine)) == pytest.approx(plan(layout, mask, rank).num_pairs, abs=len(mine))
+        assert sum(map(area, mine)) == pytest.approx(make_schedule(layout, mask, rank).num_pairs, abs=len(mine))
 
 
 def test_the_picture_states_the_work_and_its_axes():
@@ -381,13 +381,13 @@ def test_the_travel_picture_fills_what_arrives(name: Any, mask: Mask):
         bars[rank, hop].append(patch)
     whole = sum(map(width, bars[0, 0]))
     for rank in range(layout.ranks):
-        for hop in plan(layout, mask, rank).hops:
+        for hop in make_schedule(layout, mask, rank).hops:
             here = bars[rank, hop.index]
             expected = size(hop.arrives.ranges) / layout.tokens_per_rank if hop.index else 1.0
             assert sum(map(width, here)) / whole == pytest.approx(expected, abs=1e-3)
             assert {to_hex(bar.get_facecolor()) for bar in here} <= {RANK_COLOURS[hop.owner].lower()}
     words = "".join(ElementTree.fromstring(svg(picture)).itertext())
-    assert f"{sum(plan(layout, mask, rank).sent_tokens for rank in range(4)):,} tokens sent" in words
+    assert f"{sum(make_schedule(layout, mask, rank).sent_tokens for rank in range(4)):,} tokens sent" in words
 
 
 def test_the_loss_picture_puts_each_point_in_its_place():

@@ -48,7 +48,7 @@ def test_the_tables_of_a_run_have_the_options_and_their_defaults():
 
 def test_a_run_hands_every_option_on():
     options = {
-        "attention": {"layout": "striped", "route": "all-gather", "comm_dtype": "int8", "kernel": "reference"},
+        "attention": {"layout": "striped", "route": "all-gather", "comm_dtype": "int8", "kernel": "eager"},
         "memory": {
             "checkpoint": "full",
             "layers_per_checkpoint": 3,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.schedule import Hop, plan
+from ringspan.core.schedule.schedule import Hop, make_schedule
 from ringspan.gpu.table import Table
 
 IntArray = NDArray[np.int32]
@@ -146,7 +146,7 @@ def _look_up(
     layout: Layout, key_layout: Layout, mask: Mask, row_of: Callable[[Hop], _Row]
 ) -> tuple[dict[str, Any], list[_Row]]:
     """The fields of a ``Course``, and the different rows that ``row_of`` makes of the hops of all ranks."""
-    schedules = [plan(layout, mask, rank, key_layout) for rank in range(layout.ranks)]
+    schedules = [make_schedule(layout, mask, rank, key_layout) for rank in range(layout.ranks)]
     rows: dict[_Row, int] = {}
     which = np.zeros((layout.ranks, layout.ranks), dtype=np.int32)
     for schedule in schedules:

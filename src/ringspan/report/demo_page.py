@@ -12,7 +12,7 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal
 from ringspan.core.messages.extras import installed, remedy
 from ringspan.core.names import LAYOUT_NAMES
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.report.charts import loss_picture, megabytes, memory_picture, number
 from ringspan.report.drawing import RANK_COLOURS, svg
 from ringspan.report.ring_pictures import ring_picture, travel_picture
@@ -219,7 +219,7 @@ def _ring(result: dict[str, Any]) -> str:
         notes.append(f"Drawn for {drawn_ranks} ranks, run on {ranks:,.0f}.")
     if name == "striped" and drawn_ranks > 1 and length > 8 * drawn_ranks:
         drawn = Layout(name, 8 * drawn_ranks, drawn_ranks)
-        pairs = [plan(layout, causal(), rank).num_pairs for rank in range(drawn_ranks)]
+        pairs = [make_schedule(layout, causal(), rank).num_pairs for rank in range(drawn_ranks)]
         shares = ", ".join(f"{100 * count / sum(pairs):.1f} %" for count in pairs)
         notes.append(
             f"Stripes drawn for {drawn.length} positions; on all {length:,.0f} the ranks do {shares} of the work."

@@ -15,7 +15,7 @@ from ringspan.core.geometry.layout import Layout, Span
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.geometry.ranges import Ranges, size, union
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.schedule import Hop, plan
+from ringspan.core.schedule.schedule import Hop, make_schedule
 from ringspan.report.drawing import (
     GRID,
     GROUND,
@@ -50,7 +50,7 @@ def ring_picture(layout: Layout, mask: Mask) -> "Figure":
     _check_drawable(layout)
     left, top, side = 84.0, 82.0, 350.0
     scale = side / layout.length
-    pairs = [plan(layout, mask, rank).num_pairs for rank in range(layout.ranks)]
+    pairs = [make_schedule(layout, mask, rank).num_pairs for rank in range(layout.ranks)]
     shares = [100 * count / max(1, sum(pairs)) for count in pairs]
     heading = f"{_name(layout, mask)}, {layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
     spoken = ", ".join(f"rank {rank} {share:.1f} %" for rank, share in enumerate(shares))
@@ -67,7 +67,7 @@ def ring_picture(layout: Layout, mask: Mask) -> "Figure":
     rectangle(page, left, top, side, side, GROUND)
     square = panel(figure, (left, top), (side, side), (0, layout.length), (layout.length, 0))
     for rank in range(layout.ranks):
-        for hop in plan(layout, mask, rank).hops:
+        for hop in make_schedule(layout, mask, rank).hops:
             _draw_tiles(square, layout, rank, hop, scale)
     text(page, 4, top + side + 20, "colour: the rank that computes; number: its hop, later is fainter", SOFT, size=11)
     _draw_work_legend(page, shares, top + side + 34)
@@ -82,7 +82,7 @@ def travel_picture(layout: Layout, mask: Mask) -> "Figure":
     """
     _check_drawable(layout, cells=False)
     left, top, width, height = 58.0, 48.0, max(62.0, min(170.0, 380.0 / layout.ranks)), 48.0
-    plans = [plan(layout, mask, rank) for rank in range(layout.ranks)]
+    plans = [make_schedule(layout, mask, rank) for rank in range(layout.ranks)]
     moved = sum(schedule.sent_tokens for schedule in plans)
     everything = layout.ranks * (layout.ranks - 1) * layout.tokens_per_rank
     if everything:

@@ -9,7 +9,7 @@ from ringspan.core.errors import LayoutError
 from ringspan.core.geometry.layout import CustomLayout, Layout, Span
 from ringspan.core.geometry.mask import causal
 from ringspan.core.geometry.ranges import size
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from tests.core.schedule.test_schedule import ROUTES, exists, painted
 from tests.core.strategies import custom_layouts, layouts, masks
 from tests.fuzz import examples
@@ -20,7 +20,7 @@ def computed(queries, keys, mask, route):
     ends = [max(int(one.positions(rank).max(initial=-1)) for rank in range(one.ranks)) + 1 for one in (queries, keys)]
     counts = np.zeros(ends, dtype=int)
     for rank in range(queries.ranks):
-        for hop in plan(queries, mask, rank, keys, route).hops:
+        for hop in make_schedule(queries, mask, rank, keys, route).hops:
             of_queries, of_keys = (hop.owner, rank) if route == "pass-q" else (rank, hop.owner)
             rows, columns = queries.positions(of_queries), keys.positions(of_keys)
             for tile in hop.tiles:
@@ -53,7 +53,7 @@ def test_a_named_layout_written_out_sends_the_same(layout, mask, route):
     custom = CustomLayout.of(parts, layout.length)
     assert custom.tokens_per_rank == layout.tokens_per_rank
     for rank in range(layout.ranks):
-        one, other = plan(layout, mask, rank, None, route), plan(custom, mask, rank, None, route)
+        one, other = make_schedule(layout, mask, rank, None, route), make_schedule(custom, mask, rank, None, route)
         assert one.hops == other.hops
 
 
@@ -61,7 +61,7 @@ def test_a_named_layout_written_out_sends_the_same(layout, mask, route):
 @examples(200)
 def test_what_is_sent_is_what_the_other_rank_receives(layout, mask, route):
     assume(exists(route, layout.ranks))
-    schedules = [plan(layout, mask, rank, None, route) for rank in range(layout.ranks)]
+    schedules = [make_schedule(layout, mask, rank, None, route) for rank in range(layout.ranks)]
     sent = {
         (rank, peer, schedules[peer].hops[later].owner, ranges)
         for rank, schedule in enumerate(schedules)
@@ -83,7 +83,7 @@ def test_keys_that_nobody_holds_are_seen_by_nobody():
     queries = CustomLayout.of([[(3, 2)]])
     keys = CustomLayout("custom", 5, 1, parts=((),))
     for route in ("ring", "pass-q"):
-        assert plan(queries, causal(), 0, keys, route).num_pairs == 0
+        assert make_schedule(queries, causal(), 0, keys, route).num_pairs == 0
 
 
 def test_unequal_shares_are_counted_and_have_no_tokens_per_rank():
@@ -103,7 +103,7 @@ def test_runs_that_are_none_or_overlap_raise(parts):
 def test_custom_and_named_layouts_do_not_mix_and_have_no_groups():
     custom = CustomLayout.of([[(0, 2)], [(2, 2)]])
     with pytest.raises(LayoutError, match="make them alike"):
-        plan(Layout("contiguous", 4, 2), causal(), 0, custom)
+        make_schedule(Layout("contiguous", 4, 2), causal(), 0, custom)
     with pytest.raises(LayoutError, match="Ulysses"):
         custom.grouped(2)
     with pytest.raises(LayoutError):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.core.geometry.ranges import minus, size, union
 from ringspan.core.names import LAYOUT_NAMES
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from tests.core.strategies import layouts, masks
 from tests.fuzz import examples
 
@@ -30,7 +30,7 @@ def computed(layout, mask, key_layout=None, route="ring"):
     keys = key_layout or layout
     counts = np.zeros((layout.padded_length, keys.padded_length), dtype=int)
     for rank in range(layout.ranks):
-        for hop in plan(layout, mask, rank, key_layout, route).hops:
+        for hop in make_schedule(layout, mask, rank, key_layout, route).hops:
             of_queries, of_keys = (hop.owner, rank) if route == "pass-q" else (rank, hop.owner)
             rows, columns = layout.positions(of_queries), keys.positions(of_keys)
             for tile in hop.tiles:
@@ -64,7 +64,7 @@ def test_cross_attention_of_unequal_lengths(layout, mask, num_keys, route):
 @examples(300)
 def test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once(layout, mask, route):
     assume(exists(route, layout.ranks))
-    schedules = [plan(layout, mask, rank, None, route) for rank in range(layout.ranks)]
+    schedules = [make_schedule(layout, mask, rank, None, route) for rank in range(layout.ranks)]
     returned = np.zeros((layout.ranks, layout.tokens_per_rank), int)
     added = np.zeros((layout.ranks, layout.tokens_per_rank), int)
     for rank, schedule in enumerate(schedules):
@@ -105,7 +105,7 @@ def test_all_routes_move_the_same_keys_and_values(route):
     """Whole blocks to everybody: N - 1 of them leave each rank, whichever way they go."""
     ranks, tokens = 8, 6
     for rank in range(ranks):
-        schedule = plan(rs.Layout("contiguous", ranks * tokens, ranks), rs.full(), rank, None, route)
+        schedule = make_schedule(rs.Layout("contiguous", ranks * tokens, ranks), rs.full(), rank, None, route)
         assert schedule.sent_tokens == (ranks - 1) * tokens
 
 
@@ -113,7 +113,7 @@ def test_a_double_ring_crosses_nodes_as_rarely_as_it_can():
     """Of N - 1 blocks one a node must come in from another node; the others come from neighbours in the node."""
     ranks, inner = 8, 4
     for rank in range(ranks):
-        schedule = plan(rs.Layout("contiguous", 64, ranks), rs.full(), rank, None, f"double-ring:{inner}")
+        schedule = make_schedule(rs.Layout("contiguous", 64, ranks), rs.full(), rank, None, f"double-ring:{inner}")
         crossing = [hop.index for hop in schedule.hops if hop.arrives.peer // inner != rank // inner]
         assert crossing == [4]
 
@@ -136,7 +136,7 @@ def test_a_group_of_ranks_holds_what_its_members_hold(layout, ranks, members):
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_causal_work_is_balanced(layout, ranks):
     length = ranks * 2 * 64
-    work = [plan(rs.Layout(layout, length, ranks), rs.causal(), rank).num_pairs for rank in range(ranks)]
+    work = [make_schedule(rs.Layout(layout, length, ranks), rs.causal(), rank).num_pairs for rank in range(ranks)]
     assert sum(work) == length * (length + 1) // 2
     assert max(work) / (sum(work) / ranks) < 1.02
 
@@ -145,7 +145,7 @@ def test_causal_work_is_balanced(layout, ranks):
 def test_a_window_reaches_only_its_neighbours(window):
     chunk, ranks = 16, 8
     schedules = [
-        plan(rs.Layout("contiguous", chunk * ranks, ranks), rs.sliding_window(window), r) for r in range(ranks)
+        make_schedule(rs.Layout("contiguous", chunk * ranks, ranks), rs.sliding_window(window), r) for r in range(ranks)
     ]
     reached = max(hop.index for schedule in schedules for hop in schedule.hops if hop.arrives.ranges or hop.tiles)
     assert reached == min(ceil((window - 1) / chunk), ranks - 1)
@@ -156,20 +156,20 @@ def test_a_window_reaches_only_its_neighbours(window):
 def test_zigzag_sends_a_quarter_less_than_whole_blocks():
     ranks, chunk = 8, 4
     layout = rs.Layout("zigzag", 2 * ranks * chunk, ranks)
-    sent = sum(plan(layout, rs.causal(), rank).sent_tokens for rank in range(ranks))
+    sent = sum(make_schedule(layout, rs.causal(), rank).sent_tokens for rank in range(ranks))
     assert sent == 0.75 * ranks * (ranks - 1) * 2 * chunk
 
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
 def test_a_causal_hop_is_few_large_tiles(layout):
     for rank in range(4):
-        for hop in plan(rs.Layout(layout, 64, 4), rs.causal(), rank).hops:
+        for hop in make_schedule(rs.Layout(layout, 64, 4), rs.causal(), rank).hops:
             assert len(hop.tiles) <= (1 if hop.index == 0 or layout == "contiguous" else 2)
             assert all(tile.is_full or tile.is_causal for tile in hop.tiles)
 
 
 def test_thousands_of_documents_on_many_ranks_are_planned_quickly():
-    schedule = plan(rs.Layout("striped", 60_000, 8), rs.documents([12] * 5_000), 3)
+    schedule = make_schedule(rs.Layout("striped", 60_000, 8), rs.documents([12] * 5_000), 3)
     assert (
         schedule.num_pairs == sum(hop.num_pairs for hop in schedule.hops) and 0 < schedule.num_pairs < 5_000 * 12 * 12
     )
@@ -193,4 +193,4 @@ def test_thousands_of_documents_on_many_ranks_are_planned_quickly():
 )
 def test_unsupported_schedules_are_refused(layout, key_layout, route, error):
     with pytest.raises(error):
-        plan(layout, rs.causal(), 0, key_layout, route)
+        make_schedule(layout, rs.causal(), 0, key_layout, route)

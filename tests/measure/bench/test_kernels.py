@@ -20,7 +20,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_the_table_of_the_page_is_what_the_kernels_say():
     assert all(f"| {title} |" in PAGE for title in CASES)
     assert fill(PAGE) == PAGE
-    assert fill(PAGE.replace("| causal | reference |", "| causal | cpu |")) == PAGE
+    assert fill(PAGE.replace("| causal | eager |", "| causal | cpu |")) == PAGE
 
 
 def test_shares_are_of_all_pairs():
@@ -35,14 +35,14 @@ FAST_CPU = replace(rules_of(CPU), multiplies_16_bits=True)
 @ruled_by(cpu=FAST_CPU)
 def test_a_kernel_that_refuses_a_tile_loses_its_share(monkeypatch):
     assert serving(CASES["causal"], CPU) == {"cpu": 1.0}
-    choose, full = kernels.choose, ("cpu", "reference")
+    choose, full = kernels.choose, ("cpu", "eager")
 
     def only_full(_, tiles, q):
         return choose(full[not all(t.is_full for t in tiles) :], tiles, q)
 
     monkeypatch.setattr(kernels, "choose", only_full)
     shares = serving(CASES["causal"], CPU)
-    assert set(shares) == {"cpu", "reference"} and 0.5 < shares["cpu"] < 0.9
+    assert set(shares) == {"cpu", "eager"} and 0.5 < shares["cpu"] < 0.9
 
 
 @ruled_by(cpu=FAST_CPU, cuda=DeviceRules(cuts_for_cores=False, capability=(7, 5)))
@@ -52,12 +52,12 @@ def test_what_does_not_run_here_says_why():
     assert report["flash"] == {
         "available": False, "serves": {}, "why_not": "it needs a CUDA device, and this machine has none",
     }  # fmt: skip
-    assert set(report["reference"]["serves"]) == {
+    assert set(report["eager"]["serves"]) == {
         "short documents, float32", "causal, soft cap (Gemma 2)", "causal, ALiBi",
     }  # fmt: skip
     report = kernel_report([CUDA])
     assert re.match("it needs compute capability 8.0, this device has 7.5", report["flash"]["why_not"])
-    assert report["reference"]["serves"]["causal"] == 1.0
+    assert report["eager"]["serves"]["causal"] == 1.0
     report = kernel_report([CPU, CUDA])
     assert "7.5" in report["flash"]["why_not"], "that the CPU cannot run it is no reason where there is a GPU"
 
@@ -65,4 +65,4 @@ def test_what_does_not_run_here_says_why():
 def test_no_kernel_is_chosen_where_it_does_not_run():
     q = torch.empty(1, 1, 8, 16, device="meta")
     names = kernels.serving("auto", q, q, Scores(1.0))
-    assert kernels.choose(names, (Tile.full(0, 8, 0, 8),), q).name == "reference"
+    assert kernels.choose(names, (Tile.full(0, 8, 0, 8),), q).name == "eager"

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import ringspan as rs
 from ringspan.cli.main import app
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.bench import ring as bench
 from ringspan.torch.attention import ring
 from ringspan.torch.transport.fake import FakeTransport
@@ -24,7 +24,7 @@ SMALL = bench.RingCase(
 def test_a_case_is_measured(mask, rank):
     case = bench.replace(SMALL, mask=mask, rank=rank)
     result = bench.run(case)
-    assert result["hops"] == len(plan(rs.Layout("zigzag", 96, 4), rs.Mask.parse(mask), rank).hops)
+    assert result["hops"] == len(make_schedule(rs.Layout("zigzag", 96, 4), rs.Mask.parse(mask), rank).hops)
     assert set(result["seconds"]) == {"ring", "still", "cpu"}
     assert all(result["efficiency"][kind] > 0 for kind in ("forward", "backward"))
     for row, ranks in zip(result["errors"], (1, 3), strict=True):
@@ -33,14 +33,14 @@ def test_a_case_is_measured(mask, rank):
 
 
 def test_the_single_sequence_has_as_many_pairs_as_the_rank():
-    one = bench.Rehearsal(bench.replace(SMALL, tokens=512))
+    one = bench.PlayedRank(bench.replace(SMALL, tokens=512))
     assert 0 <= one.single.num_pairs / one.schedule.num_pairs - 1 < 0.01
 
 
 def test_what_arrives_is_what_the_ring_would_send():
     """Without the copies the result is another one: the errors above are those of blocks that came by them."""
     case = bench.replace(SMALL, virtual_ranks=3, tokens=20, rank=1)
-    one = bench.Rehearsal(case)
+    one = bench.PlayedRank(case)
     on, off = one.passes(is_moving=True), one.passes(is_moving=False)
     assert torch.equal(on["forward"]()[0], on["forward"]()[0])
     blank = bench.ring_of(case, one.layout, one.q, one.k)

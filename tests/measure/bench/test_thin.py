@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.launch import Launch
+from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.measure.bench import context
 from ringspan.measure.bench.thin import Thinned, ThinnedInPlace, thin_attention
 from ringspan.torch.kernels import KERNELS
@@ -21,7 +21,7 @@ CAUSAL = Tile(0, 37, 0, 37, 0, 36)
 @pytest.mark.parametrize("every", [1, 4, 100])
 def test_rows_get_the_result_of_the_one_before_them_that_is_computed(tile, every):
     """Of a launch without its band: that is what a row of FULL would get."""
-    kernel, launch = KERNELS["cpu"], Launch.of(Tile.full(0, tile.num_rows, 0, tile.num_keys))
+    kernel, launch = KERNELS["cpu"], KernelLaunch.of(Tile.full(0, tile.num_rows, 0, tile.num_keys))
     generator = torch.Generator().manual_seed(0)
     q, dout = torch.randn(2, 2, 4, tile.num_rows, 16, generator=generator).double()
     k, v = torch.randn(2, 2, 2, tile.num_keys, 16, generator=generator).double()
@@ -29,16 +29,16 @@ def test_rows_get_the_result_of_the_one_before_them_that_is_computed(tile, every
     thinned = Thinned(kernel, every)
     out, lse = kernel.forward(q, k, v, launch, scores)
     computed = torch.arange(tile.num_rows) // every * every
-    gradients = thinned.backward(dout, q, k, v, out, lse, Launch.of(tile), scores)
+    gradients = thinned.backward(dout, q, k, v, out, lse, KernelLaunch.of(tile), scores)
     whole = kernel.backward(dout, q, k, v, out, lse, launch, scores)
-    mine = *thinned.forward(q, k, v, Launch.of(tile), scores), gradients[0]
+    mine = *thinned.forward(q, k, v, KernelLaunch.of(tile), scores), gradients[0]
     torch.testing.assert_close(mine, tuple(x[:, :, computed] for x in (out, lse, whole[0])), rtol=0, atol=1e-6)
     assert [x.shape for x in gradients] == [x.shape for x in whole]
 
 
 @pytest.mark.parametrize("every", [1, 4, 100])
 def test_what_is_added_in_place_is_spread_over_the_rows_too(every):
-    kernel, launch = KERNELS["reference"], Launch.of(Tile.full(0, 37, 0, 50))
+    kernel, launch = KERNELS["eager"], KernelLaunch.of(Tile.full(0, 37, 0, 50))
     generator = torch.Generator().manual_seed(0)
     q, dout = torch.randn(2, 2, 4, 37, 16, generator=generator).double()
     k, v = torch.randn(2, 2, 2, 50, 16, generator=generator).double()

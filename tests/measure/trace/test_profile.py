@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal
 from ringspan.core.names import CATEGORIES
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.trace.dry_run import prepare, trace
 from ringspan.measure.trace.profile import PHASES, Profiler, RankProfile, gathered
 from ringspan.plan.cost.setting import Setting
@@ -62,7 +62,7 @@ def test_hops_and_exchanges_are_those_of_the_schedule(profiles):
     layout = Layout("zigzag", SETTING.length, 3)
     passes = 2 * 2  # forward and backward of two layers; attention is not computed again
     for profile in profiles:
-        schedule = plan(layout, causal(), profile.rank)
+        schedule = make_schedule(layout, causal(), profile.rank)
         pairs = sum(visit["num_pairs"] for visit in profile.visits)
         groups = len(profile.visits) // (passes * len(schedule.hops))
         assert pairs == passes * groups * schedule.num_pairs

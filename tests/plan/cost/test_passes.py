@@ -4,7 +4,7 @@ import pytest
 
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal, sliding_window
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.timing import Speeds
 from ringspan.core.schedule.workspace import Shape
 from ringspan.plan.cost import passes
@@ -36,7 +36,7 @@ def test_a_large_ring_is_drawn_on_from_small_ones(monkeypatch, tokens, layout, r
 def test_attention_computes_the_pairs_of_the_mask(layout, window):
     ranks, length, shape, speeds = 5, 70, Shape(1, 3, 3, 16, 16, 2), Speeds(1.0, 1e30, 1e30, 8)
     mask = causal() if window is None else sliding_window(window)
-    schedules = [plan(Layout(layout, length, ranks), mask, rank) for rank in range(ranks)]
+    schedules = [make_schedule(Layout(layout, length, ranks), mask, rank) for rank in range(ranks)]
     assert sum(schedule.num_pairs for schedule in schedules) == causal_pairs(length, window)
     forward, backward = attention_passes(layout, length, ranks, window, "ring", shape, speeds)
     most = max(schedule.num_pairs for schedule in schedules) * 3 * 16 * 2

@@ -12,7 +12,7 @@ import ringspan as rs
 from ringspan.core import reference
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.schedule import choice
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch.attention import ring
 from ringspan.torch.attention.op import _positions
 from ringspan.torch.attention.spec import AttentionSpec
@@ -69,7 +69,7 @@ class Problem:
         if self.slopes is not None:
             positions = tuple(partial(_positions, one, device=q.device) for one in (self.queries, self.keys))
         route = "ring" if route == "pass-q" and is_backward else route
-        schedule = plan(self.queries, self.mask, rank, self.keys, route)
+        schedule = make_schedule(self.queries, self.mask, rank, self.keys, route)
         spec = AttentionSpec(scale=self.scores.scale, mask=self.mask.spec, layout=self.queries.name, route=route)
         return ring.Ring(schedule, exchange, self.scores, spec, ring.num_head_groups(q, k, schedule), positions)
 

@@ -15,9 +15,9 @@ import ringspan as rs
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.names import COMM_DTYPE_NAMES, GRADIENT_COMM_DTYPE_NAMES, LAYOUT_NAMES
 from ringspan.core.schedule import events
-from ringspan.core.schedule.launch import Launch, pieces, whole
+from ringspan.core.schedule.kernel_launches import KernelLaunch, pieces, whole
 from ringspan.core.schedule.route import Route
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.workspace import Returning, Shape, merge_bytes
 from ringspan.measure.trace.tracker import MemoryTracker
 from ringspan.torch import kernels
@@ -72,7 +72,7 @@ class Nothing:
 class Call(NamedTuple):
     """A launch that was computed: bytes at most while it ran, those of its results, and whether merging copies them."""
 
-    launch: Launch
+    launch: KernelLaunch
     most: int
     results: int
     converts: bool
@@ -209,7 +209,7 @@ def each(name, values, **others):
 
 
 @each("route", ROUTES, kernel="cpu", rank=1, **_ALL | _TYPES)
-@each("kernel", ("auto", "reference", "triton", *OF_CUDA), route="bidirectional", rank=2, **_ALL | _EXACT)
+@each("kernel", ("auto", "eager", "triton", *OF_CUDA), route="bidirectional", rank=2, **_ALL | _EXACT)
 @example(route="ring", kernel="cpu", rank=1, **_ALL | _TYPES | {"layout": CustomLayout.of([[(0, 9)], []], length=9)})
 @example(  # what is held beside the queries that travel is the most only where there is little else
     length=3, keys=None, mask=rs.documents([2], window=2), layout="striped", ranks=2, rank=0, route="pass-q", batch=1,
@@ -230,7 +230,7 @@ def each(name, values, **others):
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
     comm_dtype=st.sampled_from(COMM_DTYPE_NAMES),
     gradient_comm_dtype=st.sampled_from(GRADIENT_COMM_DTYPE_NAMES),
-    kernel=st.sampled_from(["auto", "cpu", "reference", "triton", *OF_CUDA]),
+    kernel=st.sampled_from(["auto", "cpu", "eager", "triton", *OF_CUDA]),
     shares=st.booleans(),
 )
 @examples(100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -250,14 +250,14 @@ def test_the_loop_sends_waits_and_holds_what_its_events_say(
     tokens, key_tokens = (one.tokens_of(rank) for one in split)
     shape = Shape(batch, heads, kv_heads, *sizes, dtype.itemsize)
     part = events.Part(
-        plan(split[0], mask, rank, split[1], way), shape, tokens, key_tokens, head_groups=head_groups,
+        make_schedule(split[0], mask, rank, split[1], way), shape, tokens, key_tokens, head_groups=head_groups,
         comm_dtype="exact" if way.passes_queries else comm_dtype, gradient_comm_dtype=gradient_comm_dtype,
     )  # fmt: skip
     dout, q, k, v, out, lse = numbers(shape, tokens, key_tokens, dtype)
     with installed() if kernel in OF_CUDA else nullcontext():
         real, counted = both(part, ring.forward, (q, k, v), kernel)
         assert counted == real
-        schedule = plan(split[0], mask, rank, split[1], way.backward)
+        schedule = make_schedule(split[0], mask, rank, split[1], way.backward)
         back = replace(part, schedule=schedule, kv_itemsize=sums.itemsize if shares else None)
         options = {"kv_dtype": sums if shares else None}
         real, counted = both(back, ring.backward, (dout, q, k, v, out, lse), kernel, **options)
@@ -278,7 +278,7 @@ def test_what_a_plan_takes_a_kernel_for_is_what_the_loop_holds_with_it(layout, r
         (ring.backward, events.backward, (dout, q, k, v, out, lse), way.backward),
     ):
         tokens = split.tokens_per_rank
-        part = events.Part(plan(split, rs.causal(), 3, None, there), shape, tokens, tokens, head_groups=groups)
+        part = events.Part(make_schedule(split, rs.causal(), 3, None, there), shape, tokens, tokens, head_groups=groups)
         for name, kernel in (("cpu", Returning(part.group, pieces)), ("triton", None)):
             real, _ = both(part, loop, arguments, name)
             assert held(replace(part, kernel=kernel), walk) == real

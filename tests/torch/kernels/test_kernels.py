@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.names import KERNEL_NAMES, LAYOUT_NAMES
-from ringspan.core.schedule.launch import Launch, Window, bands, chains, pieces, squares, whole
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.kernel_launches import KernelLaunch, Window, bands, chains, pieces, squares, whole
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch import kernels
 from ringspan.torch.kernels.device import ChunkSize, DeviceRules, multiplies_16_bits, ruled_by, rules_of
 from ringspan.torch.kernels.memory import ANY
@@ -49,7 +49,7 @@ def pairs(tiles):
 @given(layouts, masks)
 @examples(100)
 def test_however_tiles_are_grouped_each_pair_is_computed_once(layout, mask):
-    hops = [hop for rank in range(layout.ranks) for hop in plan(layout, mask, rank).hops]
+    hops = [hop for rank in range(layout.ranks) for hop in make_schedule(layout, mask, rank).hops]
     for tiles in (hop.bands for hop in hops):
         expected = pairs(tiles)
         for group in (bands, pieces, squares, chains, whole):
@@ -65,7 +65,9 @@ def test_however_tiles_are_grouped_each_pair_is_computed_once(layout, mask):
 @given(layouts, masks)
 @examples(100)
 def test_a_band_is_a_window_from_the_last_corner(layout, mask):
-    for tile in (tile for rank in range(layout.ranks) for hop in plan(layout, mask, rank).hops for tile in hop.bands):
+    for tile in (
+        tile for rank in range(layout.ranks) for hop in make_schedule(layout, mask, rank).hops for tile in hop.bands
+    ):
         window, shift = Window.of(tile), tile.num_keys - tile.num_rows
         assert min(window) >= -1
         inside = [
@@ -125,7 +127,7 @@ def test_every_kernel_says_how_tensors_must_lie_and_gets_them_so():
     }  # fmt: skip
     aligned = {name for name, view in VIEWS.items() if kernels.KERNELS["flash"].memory.fits(view(x))}
     assert fitting - aligned == {"offset", "expanded sequences", "expanded heads"}
-    assert kernels.KERNELS["reference"].memory == ANY
+    assert kernels.KERNELS["eager"].memory == ANY
 
 
 @given(
@@ -151,7 +153,7 @@ def test_any_mask_through_plain_pytorch_whatever_its_chunks(
     problem = Problem(length, mask, softcap=softcap, has_slopes=has_slopes, **shape)
     rules = replace(rules_of(CPU), chunk_size=chunk_size, short_rows=others and (0, others - 1e-6))
     with ruled_by(cpu=rules):
-        assert max(problem.errors(layout, ranks, kernel="auto" if others else "reference")) < FLOAT32_LIMIT
+        assert max(problem.errors(layout, ranks, kernel="auto" if others else "eager")) < FLOAT32_LIMIT
 
 
 def test_a_scale_of_zero_gives_every_key_the_same_weight():
@@ -171,7 +173,7 @@ def test_plain_pytorch_keeps_scores_that_differ_by_more_than_a_float_holds():
     q, k = q * 30, k * 30
     k[:, :, -1] = 500 * q[:, :, 0]
     ours, exact = (
-        rs.ring_attention(q.to(dtype), k.to(dtype), v.to(dtype), mask=rs.causal(), kernel="reference")
+        rs.ring_attention(q.to(dtype), k.to(dtype), v.to(dtype), mask=rs.causal(), kernel="eager")
         for dtype in (torch.float32, torch.float64)
     )
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -194,7 +196,7 @@ def test_packed_documents_are_a_call_a_hop_or_two(standins, kernel, layout):
 
 @pytest.mark.parametrize("kernel", ["flash", "flash2", "flash3", "flash4"])
 def test_a_row_between_documents_saw_nothing(standins, kernel):
-    launch = Launch.of(Tile.full(0, 4, 0, 4), Tile.full(6, 9, 6, 9))
+    launch = KernelLaunch.of(Tile.full(0, 4, 0, 4), Tile.full(6, 9, 6, 9))
     q, k = torch.randn(1, 2, 9, 16), torch.randn(1, 1, 9, 16)
     out, lse = kernels.KERNELS[kernel].forward(q, k, k, launch, Scores(0.25))
     seen = torch.arange(9).sub(4.5).abs() > 1
@@ -210,12 +212,12 @@ def test_auto_takes_the_first_kernel_that_knows_the_tiles():
     assert kernels.choose(everything, (square, rectangle), q).name == "cudnn"
     assert kernels.choose(everything, (band,), q).name == "flash3"
     assert kernels.choose(everything, tuple(square.shifted(8 * i, 8 * i) for i in range(9)), q).name == "flash3"
-    assert kernels.choose(("cudnn", "flash", "reference"), (band,), q).name == "flash"
-    assert kernels.choose(("cudnn", "reference"), (band,), q).name == "cudnn"
-    assert kernels.serving("auto", q, q, PLAIN) == ("cpu", "reference")
-    assert kernels.serving("auto", q, q, Scores(1.0, softcap=2.0)) == ("reference",)
+    assert kernels.choose(("cudnn", "flash", "eager"), (band,), q).name == "flash"
+    assert kernels.choose(("cudnn", "eager"), (band,), q).name == "cudnn"
+    assert kernels.serving("auto", q, q, PLAIN) == ("cpu", "eager")
+    assert kernels.serving("auto", q, q, Scores(1.0, softcap=2.0)) == ("eager",)
     assert kernels.serving("flash", q, q, PLAIN) == ("flash",)
-    for is_fast, names in ((True, ("cpu", "reference")), (False, ("reference",))):
+    for is_fast, names in ((True, ("cpu", "eager")), (False, ("eager",))):
         with ruled_by(cpu=replace(rules_of(CPU), multiplies_16_bits=is_fast)):
             assert kernels.serving("auto", q.bfloat16(), q, PLAIN) == names
 
@@ -223,12 +225,12 @@ def test_auto_takes_the_first_kernel_that_knows_the_tiles():
 @pytest.mark.parametrize(
     ("rows", "heads", "dtype", "name"),
     [
-        (96, 8, torch.float32, "reference"),
+        (96, 8, torch.float32, "eager"),
         (94, 8, torch.float32, "cpu"),
-        (1023, 8, torch.float32, "reference"),
+        (1023, 8, torch.float32, "eager"),
         (1024, 8, torch.float32, "cpu"),
         (766, 1, torch.float32, "cpu"),
-        (767, 1, torch.float32, "reference"),
+        (767, 1, torch.float32, "eager"),
         (512, 8, torch.bfloat16, "cpu"),
         (512, 8, torch.float64, "cpu"),
     ],
@@ -236,7 +238,7 @@ def test_auto_takes_the_first_kernel_that_knows_the_tiles():
 def test_on_a_cpu_rows_that_see_few_keys_go_to_plain_pytorch(rows, heads, dtype, name):
     """A causal row of n sees (n + 1) / 2 keys on average."""
     q, tiles = torch.empty(1, heads, 1, 16, dtype=dtype), (Tile(0, rows, 0, rows, 0, rows - 1),)
-    assert kernels.choose(("cpu", "reference"), tiles, q).name == name
+    assert kernels.choose(("cpu", "eager"), tiles, q).name == name
     assert kernels.choose(("cpu",), tiles, q).name == "cpu"
 
 
@@ -308,7 +310,7 @@ def test_every_rank_refuses_alike(pool):
         assert isinstance(outcome, rs.UnsupportedError) and "needs CUDA" in str(outcome)
     for outcome in pool.outcomes(ask_for, 2, ["auto", "flash2"]):  # as when one rank lacks a package
         assert isinstance(outcome, rs.PeerMismatch) and "rank 1: flash2 (it needs CUDA" in str(outcome)
-    assert pool.run(ask_for, 2, ["reference", "reference"]) == ["reference"] * 2
+    assert pool.run(ask_for, 2, ["eager", "eager"]) == ["eager"] * 2
 
 
 META = [(1, 4, 64, 64), (1, 2, 64, 64)]
@@ -355,6 +357,6 @@ def test_the_operators_have_the_signatures_that_are_called():
 
 
 def test_a_launch_counts_from_its_corner():
-    launch = Launch.of(Tile(4, 8, 2, 6, 0, 3), Tile(8, 10, 6, 8, 0, 1))
+    launch = KernelLaunch.of(Tile(4, 8, 2, 6, 0, 3), Tile(8, 10, 6, 8, 0, 1))
     assert (launch.q0, launch.q1, launch.k0, launch.k1) == (4, 10, 2, 8)
     assert launch.tiles == (Tile(0, 4, 0, 4, 0, 3), Tile(4, 6, 4, 6, 0, 1))

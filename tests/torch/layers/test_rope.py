@@ -69,7 +69,7 @@ def test_tables_in_blocks_are_the_whole_ones(kind, monkeypatch):
     plain, model = build(kind), build(kind)
     chunk_rotary_tables(model)
     set_global_length(model, 50)
-    blockwise = [module for module in model.modules() if isinstance(module, rope._Blockwise)]
+    blockwise = [module for module in model.modules() if isinstance(module, rope._ChunkedTables)]
     whole = [module for module in plain.modules() if is_rotary(module)]
     assert len(blockwise) == len(whole) == 1
     layer_types = sorted(set(getattr(model.config, "layer_types", None) or ())) if kind == "gemma3_text" else [None]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeVar
 
 from ringspan.core.geometry.ranges import Ranges, minus, size, union
-from ringspan.core.schedule.launch import Launch, within_ranges
+from ringspan.core.schedule.kernel_launches import KernelLaunch, within_ranges
 from ringspan.core.schedule.schedule import Hop, Schedule, Send
 from ringspan.core.schedule.workspace import Kernel, Shape, merge_bytes
 
@@ -346,7 +346,7 @@ class _Walk:
         while self.returning:
             yield from self._add(self.returning.pop(0), total)
 
-    def _launches(self, hop: Hop, *packed: Ranges) -> Iterator[Launch]:
+    def _launches(self, hop: Hop, *packed: Ranges) -> Iterator[KernelLaunch]:
         if self.part.kernel is None:
             return iter(())
         queries = self.part.schedule.passes_queries

@@ -90,7 +90,7 @@ class Schedule:
 
 
 @lru_cache(maxsize=256)
-def plan(
+def make_schedule(
     layout: Layout, mask: Mask, rank: int, key_layout: Layout | None = None, route: str | Route = "ring"
 ) -> Schedule:
     """The schedule of one rank; pure, so that every rank knows every other rank's part.

@@ -15,7 +15,7 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.schedule.events import Compute, Part, Post, Wait, backward, forward
 from ringspan.core.schedule.route import Route, member_heads
-from ringspan.core.schedule.schedule import Schedule, arrivals, plan
+from ringspan.core.schedule.schedule import Schedule, arrivals, make_schedule
 from ringspan.core.schedule.workspace import Shape
 
 FORWARD_PRODUCTS: Final = 2  # matrix products of attention: scores and weighted values
@@ -86,7 +86,7 @@ def passes(
         speeds = replace(speeds, ranks_per_node=max(1, speeds.ranks_per_node // route.ulysses))
     between = replace(route, ulysses=1)
     ranks = _slow_ranks(layout, keys, mask, between, speeds)
-    schedules = {rank: plan(layout, mask, rank, keys, between) for rank in ranks}
+    schedules = {rank: make_schedule(layout, mask, rank, keys, between) for rank in ranks}
     alone = {rank: _walk(schedule, shape, speeds, is_backward=is_backward) for rank, schedule in schedules.items()}
     return tuple(
         Pass(
@@ -158,7 +158,7 @@ def pair_flops(shape: Shape, *, is_backward: bool) -> float:
 
 def sent_bytes(layout: Layout, keys: Layout, mask: Mask, route: str, shape: Shape, ranks: Iterable[int]) -> int:
     """What some ranks send in a forward pass, on a route without groups."""
-    passes = (forward(Part(plan(layout, mask, rank, keys, route), shape)) for rank in ranks)
+    passes = (forward(Part(make_schedule(layout, mask, rank, keys, route), shape)) for rank in ranks)
     posts = (event for each in passes for event in each if isinstance(event, Post))
     return sum(buffer.num_bytes for post in posts for _, buffer in post.sends)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.launch import Launch, Launches
+from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches
 from ringspan.core.schedule.route import Heads
 
 _FLOAT32: Final = 4
@@ -56,13 +56,13 @@ class Kernel(Protocol):
     what it reads and adds to. All of it is free again before the next launch.
     """
 
-    def launches(self, tiles: tuple[Tile, ...]) -> Launches: ...
+    def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches: ...
 
-    def forward_bytes(self, launch: Launch, *, is_first: bool) -> int:
+    def forward_bytes(self, launch: KernelLaunch, *, is_first: bool) -> int:
         """``is_first``: none of the launch's rows has a partial yet, so that nothing need be merged."""
         ...
 
-    def backward_bytes(self, launch: Launch) -> int: ...
+    def backward_bytes(self, launch: KernelLaunch) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,19 @@ class Returning:
     """A kernel that returns new partials and gradients, in the dtype of its inputs, for the given heads."""
 
     shape: Shape
-    group: Callable[[tuple[Tile, ...]], Launches]
+    group: Callable[[tuple[Tile, ...]], KernelLaunches]
 
-    def launches(self, tiles: tuple[Tile, ...]) -> Launches:
+    def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
         return self.group(tiles)
 
-    def forward_bytes(self, launch: Launch, *, is_first: bool) -> int:
+    def forward_bytes(self, launch: KernelLaunch, *, is_first: bool) -> int:
         shape = self.shape
         out = shape.batch * shape.heads * shape.value_dim * shape.itemsize
         lse = shape.batch * shape.heads * shape.sum_itemsize
         merging = 0 if is_first else merge_bytes(shape, launch.num_rows, converts=shape.itemsize < shape.sum_itemsize)
         return launch.num_rows * (out + lse) + merging
 
-    def backward_bytes(self, launch: Launch) -> int:
+    def backward_bytes(self, launch: KernelLaunch) -> int:
         shape = self.shape
         return launch.num_rows * shape.query_bytes + launch.num_keys * shape.kv_numbers * shape.itemsize
 

@@ -37,7 +37,7 @@ class State(NamedTuple):
     sum: Array  # (F, P, T)
 
 
-class Rows(NamedTuple):
+class QueryRows(NamedTuple):
     """One chunk of queries in backward. ``lse`` is the GLOBAL one, ``delta = sum(dout out)``; both (r,)."""
 
     q: Array  # (r, D)
@@ -175,7 +175,7 @@ class XlaKernel(Kernel):
         sizes, dtype = (q.shape[-1], dout.shape[-1]), lse.dtype
 
         def visit(
-            rows: Rows, key: Array, sums: Gradients, query: Array | None, bands: tuple[Array, Array]
+            rows: QueryRows, key: Array, sums: Gradients, query: Array | None, bands: tuple[Array, Array]
         ) -> Gradients:
             """Everything keys x rows: XLA's CPU product is slow where the left side is transposed."""
             k_chunk, v_chunk = _cut(block, head, key, keys, sizes)
@@ -194,8 +194,8 @@ class XlaKernel(Kernel):
                 dq = _dot(k_columns, ds, ((1,), (0,)), dtype)
             return Gradients(sums.dq + dq, _add(sums.dk, dk, head, key), _add(sums.dv, dv, head, key))
 
-        def enter(query: Array, sums: Gradients) -> tuple[Rows, Gradients]:
-            rows = Rows(*(_cut_rows(x, head, query, queries) for x in (q, dout, lse, delta)))
+        def enter(query: Array, sums: Gradients) -> tuple[QueryRows, Gradients]:
+            rows = QueryRows(*(_cut_rows(x, head, query, queries) for x in (q, dout, lse, delta)))
             return rows, sums._replace(dq=_cut_rows(sums.dq, head, query, queries).T)
 
         def leave(query: Array, sums: Gradients, part: Gradients) -> Gradients:

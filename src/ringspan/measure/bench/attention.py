@@ -16,7 +16,7 @@ from ringspan.core import reference
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import LayoutName
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.timing import timed
 from ringspan.measure.trace.peak import allocated_bytes
@@ -91,7 +91,7 @@ def _measure(case: AttentionCase) -> dict[str, Any]:
             if repeat:  # the first round warms up
                 seconds.setdefault(f"ring {kind}", []).append(ours)
                 seconds.setdefault(f"one {kind}", []).append(theirs)
-    pairs = sum(plan(layout, mask, r).num_pairs for r in range(case.ranks))
+    pairs = sum(make_schedule(layout, mask, r).num_pairs for r in range(case.ranks))
     flops = 4 * pairs * case.batch * case.heads * case.head_dim
     ring_seconds = {kind: median(seconds[f"ring {kind}"]) for kind in KINDS}
     result = {

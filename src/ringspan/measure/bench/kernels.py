@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch import kernels
 from ringspan.torch.attention.op import check_tensors
 from ringspan.torch.kernels.device import DeviceRules, ruled_by, rules_of
@@ -69,7 +69,7 @@ def serving(case: Case, where: torch.device) -> dict[str, float]:
     Empty when the ring refuses it there.
     """
     layout = Layout("zigzag", _LENGTH, _RANKS)
-    hops = (hop for rank in range(_RANKS) for hop in plan(layout, case.mask, rank).hops if hop.bands)
+    hops = (hop for rank in range(_RANKS) for hop in make_schedule(layout, case.mask, rank).hops if hop.bands)
     pairs: Counter[str] = Counter()
     with FakeTensorMode():
         q, v = (torch.empty(1, _HEADS, 1, d, dtype=case.dtype, device=where) for d in (case.head_dim, case.value_dim))

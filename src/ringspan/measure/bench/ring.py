@@ -20,7 +20,7 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import KernelName, LayoutName
 from ringspan.core.schedule.events import MESSAGES_PER_HOP
-from ringspan.core.schedule.schedule import Schedule, plan
+from ringspan.core.schedule.schedule import Schedule, make_schedule
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring
@@ -72,7 +72,7 @@ def run(case: RingCase) -> dict[str, Any]:
     """
     if not 0 <= case.rank < case.virtual_ranks:
         raise ConfigError(f"--rank {case.rank}: there are {case.virtual_ranks} virtual ranks, from 0 on")
-    one = Rehearsal(case)
+    one = PlayedRank(case)
     with torch.no_grad():
         on, off = one.passes(is_moving=True), one.passes(is_moving=False)
         alone = one.single_kernels()
@@ -159,7 +159,7 @@ class Copies:
         return spec.on(self._zeros[: spec.nbytes])
 
 
-class Rehearsal:
+class PlayedRank:
     """One rank's tensors, the blocks of the others, and the single sequence to compare with.
 
     Raises:
@@ -170,7 +170,7 @@ class Rehearsal:
         self.case, self.device, self.dtype = case, local_device(), getattr(torch, case.dtype)
         self.mask = Mask.parse(case.mask)
         self.layout = Layout(case.layout, case.virtual_ranks * case.tokens, case.virtual_ranks)
-        self.schedule = plan(self.layout, self.mask, case.rank)
+        self.schedule = make_schedule(self.layout, self.mask, case.rank)
         if not self.schedule.num_pairs:
             raise ConfigError(f"--rank {case.rank}: has nothing to compute under the mask {case.mask}")
         self._generator = torch.Generator(self.device).manual_seed(0)
@@ -182,7 +182,7 @@ class Rehearsal:
         if refusal := kernels.why_not(case.kernel, self.q, self.v, self.scores):
             raise kernels.refused(case.kernel, refusal)
         self.single_layout = self._same_pairs()
-        self.single = plan(self.single_layout, self.mask, 0)
+        self.single = make_schedule(self.single_layout, self.mask, 0)
 
     def random(self, heads: int, tokens: int) -> Tensor:
         """(1, H, T, D), tokens before heads in memory, as a model's projections make them."""
@@ -211,7 +211,7 @@ class Rehearsal:
         q, dout = self.random(self.case.heads, tokens), self.random(self.case.heads, tokens)
         k, v = self.random(self.case.kv_heads, tokens), self.random(self.case.kv_heads, tokens)
         names = kernels.serving("auto", q, v, self.scores)
-        names = tuple(name for name in names if name != "reference") or names
+        names = tuple(name for name in names if name != "eager") or names
         return {name: alone(name, self.single, self.scores, dout, q, k, v) for name in names}
 
     def _same_pairs(self) -> Layout:
@@ -219,7 +219,7 @@ class Rehearsal:
         low, high = 1, self.layout.length
         while low < high:
             middle = (low + high) // 2
-            if plan(Layout("contiguous", middle, 1), self.mask, 0).num_pairs < self.schedule.num_pairs:
+            if make_schedule(Layout("contiguous", middle, 1), self.mask, 0).num_pairs < self.schedule.num_pairs:
                 low = middle + 1
             else:
                 high = middle
@@ -228,7 +228,7 @@ class Rehearsal:
 
 def ring_of(case: RingCase, layout: Layout, q: Tensor, k: Tensor) -> Ring:
     """The rank's part in the attention of a case, alone."""
-    schedule = plan(layout, Mask.parse(case.mask), case.rank)
+    schedule = make_schedule(layout, Mask.parse(case.mask), case.rank)
     spec = AttentionSpec(scale=case.head_dim**-0.5, mask=case.mask, layout=layout.name, kernel=case.kernel)
     return Ring(schedule, FakeTransport(Nobody()), Scores(spec.scale), spec, num_head_groups(q, k, schedule))
 
@@ -283,7 +283,7 @@ def error_row(case: RingCase, ranks: int) -> dict[str, Any]:
     """Relative errors of out and dq on the first, the middle and the last of some ranks, and of one kernel alone."""
     small = replace(case, virtual_ranks=ranks, rank=0, tokens=max(2, case.error_tokens // ranks))
     layout = Layout(small.layout, small.virtual_ranks * small.tokens, ranks)
-    one = Rehearsal(replace(small, virtual_ranks=1, tokens=layout.length))
+    one = PlayedRank(replace(small, virtual_ranks=1, tokens=layout.length))
     q, k, v, dout, mask = one.q, one.k, one.v, one.dout, one.mask
     found: dict[str, list[Any]] = {name: [] for name in ("out", "dq", "alone out", "alone dq", "exact out", "exact dq")}
     with torch.no_grad():

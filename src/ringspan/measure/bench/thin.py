@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.launch import Launch
+from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.torch.kernels import KERNELS, InPlace, Kernel, Returning, register
 from ringspan.torch.kernels.score_mod import Scores
 
@@ -30,7 +30,7 @@ class _Thinned(Generic[_Kernel]):
     def _few(self, rows: Tensor) -> Tensor:
         return rows[:, :, :: self._every]
 
-    def _of_few(self, launch: Launch) -> Launch:
+    def _of_few(self, launch: KernelLaunch) -> KernelLaunch:
         rows = -(-launch.num_rows // self._every)
         return replace(launch, q1=launch.q0 + rows, tiles=(Tile.full(0, rows, 0, launch.num_keys),))
 
@@ -38,18 +38,26 @@ class _Thinned(Generic[_Kernel]):
 class Thinned(_Thinned[Returning]):
     """One that returns its results."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor]:
         out, lse = self._kernel.forward(self._few(q), k, v, self._of_few(launch), scores)
         return self._as_many(out, launch), self._as_many(lse, launch)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, scores: Scores
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        launch: KernelLaunch,
+        scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, out, lse = (self._few(x) for x in (dout, q, out, lse))
         dq, dk, dv = self._kernel.backward(dout, q, k, v, out, lse, self._of_few(launch), scores)
         return self._as_many(dq, launch), dk, dv
 
-    def _as_many(self, rows: Tensor, launch: Launch) -> Tensor:
+    def _as_many(self, rows: Tensor, launch: KernelLaunch) -> Tensor:
         return rows.repeat_interleave(self._every, 2)[:, :, : launch.num_rows]
 
 
@@ -57,7 +65,7 @@ class ThinnedInPlace(_Thinned[InPlace]):
     """One that adds to what is there."""
 
     def forward_into(
-        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores, out: Tensor, lse: Tensor
     ) -> None:
         few = self._few(out), self._few(lse)
         self._kernel.forward_into(self._few(q), k, v, self._of_few(launch), scores, *few)
@@ -72,7 +80,7 @@ class ThinnedInPlace(_Thinned[InPlace]):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        launch: Launch,
+        launch: KernelLaunch,
         scores: Scores,
         dq: Tensor,
         dk: Tensor,
@@ -90,6 +98,6 @@ class ThinnedInPlace(_Thinned[InPlace]):
 
 def thin_attention(every: int) -> None:
     """Let this process compute one row in ``every`` of attention on a CPU, from now on."""
-    for name in ("cpu", "reference"):
+    for name in ("cpu", "eager"):
         kernel = KERNELS[name]
         register(ThinnedInPlace(kernel, every) if isinstance(kernel, InPlace) else Thinned(kernel, every))

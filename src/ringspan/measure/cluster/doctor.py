@@ -20,7 +20,7 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal
 from ringspan.core.messages.extras import installed
 from ringspan.core.messages.units import shown_speed
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.bench.kernels import kernel_report
 from ringspan.measure.bench.machine import describe_machine, num_cores
 from ringspan.measure.bench.ring import alone
@@ -226,7 +226,7 @@ def attention_flops(device: torch.device, dtype: torch.dtype, *, tokens: int | N
     """
     heads, head_dim, tokens = 8, 128, tokens or (8192 if device.type == "cuda" else 1024)
     q, k, v, dout = (torch.randn(1, heads, tokens, head_dim, device=device).to(dtype) for _ in range(4))
-    schedule, scores = plan(Layout("contiguous", tokens, 1), causal(), 0), Scores(head_dim**-0.5)
+    schedule, scores = make_schedule(Layout("contiguous", tokens, 1), causal(), 0), Scores(head_dim**-0.5)
     kernel = kernels.choose(kernels.serving("auto", q, v, scores), schedule.hops[0].bands, q)
     passes = alone(kernel.name, schedule, scores, dout, q, k, v)
 

@@ -27,7 +27,7 @@ from ringspan.plan.planner import Plan
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.kernels import registered
 from ringspan.torch.kernels.device import ChunkSize, DeviceRules, ruled_by, rules_of
-from ringspan.torch.kernels.reference import Blockwise
+from ringspan.torch.kernels.eager import Eager
 from ringspan.torch.memory.host_optimizer import HostAdamW
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.parallelize import put_on_mesh
@@ -128,7 +128,7 @@ def _without_values(on_gpu: bool) -> DeviceRules:
     return replace(rules, offloads_to="nowhere", probe_tokens=1)
 
 
-class _OneChunk(Blockwise):
+class _OneChunk(Eager):
     """Plain PyTorch on one chunk of scores of a launch: without values all of them are alike, and many."""
 
     def heads(self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize) -> Iterator[tuple[int, slice, slice]]:

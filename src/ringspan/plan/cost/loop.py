@@ -9,9 +9,9 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal
 from ringspan.core.names import LayoutName
 from ringspan.core.schedule.events import Accumulate, Compute, Convert, Free, Make, Part, backward
-from ringspan.core.schedule.launch import pieces
+from ringspan.core.schedule.kernel_launches import pieces
 from ringspan.core.schedule.route import Route
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.workspace import Returning, Shape
 
 _MOST_NODES: Final = 8  # beyond, what is held grows by the same with each node; of a single ring every rank is one
@@ -57,7 +57,7 @@ def loop_bytes(
 
 def tile_pairs(layout: LayoutName, tokens: int) -> int:
     """``Schedule.tile_pairs`` of a causal mask on any number of ranks, above one, of so many tokens."""
-    one = plan(Layout(layout, 2 * _TOKENS, 2), causal(), 0).tile_pairs
+    one = make_schedule(Layout(layout, 2 * _TOKENS, 2), causal(), 0).tile_pairs
     return one * tokens**2 // _TOKENS**2
 
 
@@ -82,7 +82,12 @@ def _share(
     shape = Shape(1, query_numbers * groups, kv_numbers * groups, 1, 0, types[0])
     parts = (
         Part(
-            plan(split, causal(), rank, None, route), shape, _TOKENS, _TOKENS, head_groups=groups, kv_itemsize=types[1]
+            make_schedule(split, causal(), rank, None, route),
+            shape,
+            _TOKENS,
+            _TOKENS,
+            head_groups=groups,
+            kv_itemsize=types[1],
         )
         for rank in {0, ranks - 1}
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringspan.core.geometry.ranges import Ranges, offset, size
 from ringspan.torch.kernels.partials.partial import Partial
-from ringspan.torch.kernels.partials.rows import Rows
+from ringspan.torch.kernels.partials.written_rows import WrittenRows
 from ringspan.torch.transport.exchange import TensorSpec
 
 
@@ -131,7 +131,7 @@ class RunningSum:
 
     def __init__(self, into: Tensor) -> None:
         self._into = into
-        self._rows = Rows(into.shape[2])
+        self._rows = WrittenRows(into.shape[2])
 
     @staticmethod
     def to_be(result: Tensor, dtype: torch.dtype) -> "RunningSum":

@@ -24,7 +24,7 @@ from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import KernelName
 from ringspan.core.schedule.choice import cheaper_route
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.workspace import Shape
 from ringspan.torch.attention.ring import Ring, accumulation_dtype, forward, num_head_groups
 from ringspan.torch.attention.spec import AttentionSpec
@@ -142,11 +142,11 @@ class Turn:
         spec = AttentionSpec(scale=scores.scale, softcap=scores.softcap, mask=mask.spec, kernel=kernel)
         if not self.is_split:
             mine = CustomLayout("custom", keys.length, 1, parts=(keys.parts[self.rank],))  # pyright: ignore[reportArgumentType]
-            return Ring(plan(self.queries, mask, 0, mine), transport_of(None, ""), scores, spec)
+            return Ring(make_schedule(self.queries, mask, 0, mine), transport_of(None, ""), scores, spec)
         agree(self.group, _MERGED)
         shape = Shape(len(q), q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], k.dtype.itemsize)
         route = cheaper_route(self.queries, keys, mask, shape)
-        schedule = plan(self.queries, mask, self.rank, keys, route)
+        schedule = make_schedule(self.queries, mask, self.rank, keys, route)
         exchange = transport_of(self.group, f"{_MERGED} {self.start} {self.new.length} {route} {mask.spec}")
         return Ring(schedule, exchange, scores, spec, num_head_groups(q, k, schedule))
 

@@ -24,7 +24,7 @@ from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import CommDtypeName, GradientCommDtypeName, KernelName, LayoutName, kernel_name
 from ringspan.core.schedule.choice import Choice, choose_route
 from ringspan.core.schedule.route import Route, member_heads
-from ringspan.core.schedule.schedule import Schedule, plan
+from ringspan.core.schedule.schedule import Schedule, make_schedule
 from ringspan.core.schedule.timing import Speeds
 from ringspan.core.schedule.workspace import Shape
 from ringspan.torch import kernels
@@ -104,7 +104,7 @@ def ring_attention(
             float8 or int8.
         gradient_comm_dtype: what dk and dv are sent as: exact (float32) or bfloat16.
         kernel: what computes on the local device, see ``ringspan.torch.kernels``: cudnn, flash, flash2, flash3, flash4,
-            cpu, reference, or ``auto``, the fastest that serves. One that cannot serve is refused.
+            cpu, eager, or ``auto``, the fastest that serves. One that cannot serve is refused.
 
     Returns:
         The local part of the result (B, H, T, E), in q's dtype, or that of autocast.
@@ -350,7 +350,7 @@ def assemble(
 
 @lru_cache(maxsize=64)
 def _schedule(layout: Layout, keys: Layout, mask: str, rank: int, route: Route) -> Schedule:
-    return plan(layout, Mask.parse(mask), rank, keys, route)
+    return make_schedule(layout, Mask.parse(mask), rank, keys, route)
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ringspan.core.geometry.ranges import Ranges
 from ringspan.core.schedule.choice import head_groups
 from ringspan.core.schedule.events import MESSAGES_PER_HOP
-from ringspan.core.schedule.launch import Launch, within_ranges
+from ringspan.core.schedule.kernel_launches import KernelLaunch, within_ranges
 from ringspan.core.schedule.schedule import Hop, Schedule, Send
 from ringspan.torch import kernels
 from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, RunningSum
@@ -73,7 +73,7 @@ class Ring:
             )
             yield number, heads, kv_heads
 
-    def scores_of(self, launch: Launch, owner: int, heads: slice) -> Scores:
+    def scores_of(self, launch: KernelLaunch, owner: int, heads: slice) -> Scores:
         """What scores are in a launch."""
         if self.positions is None:
             return self.scores

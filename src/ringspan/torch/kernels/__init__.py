@@ -8,13 +8,13 @@ from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.launch import Launch, Launches
+from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches
 from ringspan.torch.kernels.cpu import CpuFlash, is_slow_at
 from ringspan.torch.kernels.cudnn import Cudnn
 from ringspan.torch.kernels.device import rules_of
+from ringspan.torch.kernels.eager import Eager
 from ringspan.torch.kernels.flash import Flash, Flash2, Flash3, Flash4, TorchFlash
 from ringspan.torch.kernels.memory import Memory
-from ringspan.torch.kernels.reference import Blockwise
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.kernels.triton import TritonAttention
 
@@ -40,7 +40,7 @@ class Kernel(Protocol):
         """
         ...
 
-    def launches(self, tiles: tuple[Tile, ...]) -> Launches:
+    def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
         """The calls by which it computes some tiles."""
         ...
 
@@ -49,10 +49,20 @@ class Kernel(Protocol):
 class Returning(Kernel, Protocol):
     """A kernel that returns the partial of a launch, and its share of the gradients."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
+    ) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, scores: Scores
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        launch: KernelLaunch,
+        scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -61,7 +71,7 @@ class InPlace(Kernel, Protocol):
     """A kernel that adds to the running out and lse, and to the running dq, dk and dv, all float32."""
 
     def forward_into(
-        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores, out: Tensor, lse: Tensor
     ) -> None: ...
 
     def backward_into(
@@ -72,7 +82,7 @@ class InPlace(Kernel, Protocol):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        launch: Launch,
+        launch: KernelLaunch,
         scores: Scores,
         dq: Tensor,
         dk: Tensor,
@@ -90,14 +100,14 @@ KERNELS: Final[dict[str, Returning | InPlace]] = {
         Flash("flash", TorchFlash()),
         TritonAttention(),
         CpuFlash(),
-        Blockwise(),
+        Eager(),
     )
 }
 # What "auto" prefers, for a few rectangles and squares and for anything else: cuDNN's kernels are the fastest on Hopper
 # and later, but know no other band and cannot take several documents in one call.
 _FEW: Final = 4
-_FOR_SQUARES: Final = ("cudnn", "flash3", "flash4", "flash2", "flash", "cpu", "triton", "reference")
-_FOR_ANYTHING: Final = ("flash3", "flash2", "flash", "flash4", "cudnn", "cpu", "triton", "reference")
+_FOR_SQUARES: Final = ("cudnn", "flash3", "flash4", "flash2", "flash", "cpu", "triton", "eager")
+_FOR_ANYTHING: Final = ("flash3", "flash2", "flash", "flash4", "cudnn", "cpu", "triton", "eager")
 
 
 def register(*kernels: Returning | InPlace) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.launch import Launch, Launches, keys_a_row, pieces
+from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, keys_a_row, pieces
 from ringspan.torch.kernels import mirror
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.heads import one_size
@@ -39,10 +39,10 @@ class CpuFlash:
             return f"it needs tensors on the CPU, these are on {q.device.type}"
         return scores.beyond_plain
 
-    def launches(self, tiles: tuple[Tile, ...]) -> Launches:
+    def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
         return pieces(tiles)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor]:
         tile = launch.tile
         if tile.is_anticausal:
             return mirror.forward(self, q, k, v, launch, scores)
@@ -52,7 +52,15 @@ class CpuFlash:
         return out[..., :value_size], lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, scores: Scores
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        launch: KernelLaunch,
+        scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tile = launch.tile
         if tile.is_anticausal:

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.launch import Launch, Launches, squares
+from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, squares
 from ringspan.torch.kernels import mirror
 from ringspan.torch.kernels.device import half_precision_on_cuda, rules_of
+from ringspan.torch.kernels.eager import Eager
 from ringspan.torch.kernels.heads import one_size, too_large
 from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
-from ringspan.torch.kernels.reference import Blockwise
 from ringspan.torch.kernels.score_mod import Scores
 
 _ops = torch.ops.aten
@@ -24,14 +24,14 @@ class Cudnn:
     """``aten::_scaled_dot_product_cudnn_attention`` and its backward, since torch 2.11.
 
     An anticausal tile runs as its mirror image, any other band as the squares it consists of. Grouped heads run as they
-    are. What the operator has no backward for, a single row or key, is left to the reference.
+    are. What the operator has no backward for, a single row or key, is left to ``eager``.
     """
 
     name = "cudnn"
     memory = FOR_TENSOR_CORES
 
     def __init__(self) -> None:
-        self._thin = Blockwise()
+        self._thin = Eager()
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         if reason := half_precision_on_cuda(q, (8, 0)):
@@ -42,10 +42,10 @@ class Cudnn:
             return reason
         return scores.beyond_plain
 
-    def launches(self, tiles: tuple[Tile, ...]) -> Launches:
+    def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
         return squares(tiles)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor]:
         if min(launch.num_rows, launch.num_keys) < _FEWEST:
             out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=torch.float32, device=q.device)
             lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
@@ -61,7 +61,15 @@ class Cudnn:
         return out[..., :value_size], lse.squeeze(-1) if lse.dim() == q.dim() else lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, scores: Scores
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        launch: KernelLaunch,
+        scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if min(launch.num_rows, launch.num_keys) < _FEWEST:
             dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))

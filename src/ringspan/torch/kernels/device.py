@@ -10,7 +10,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.core.schedule.launch import SHORT
+from ringspan.core.schedule.kernel_launches import SHORT
 from ringspan.gpu import support
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.launch import Launch, Launches, Window, chains, squares
+from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, Window, chains, squares
 from ringspan.torch.kernels import device, mirror
 from ringspan.torch.kernels.heads import one_size, too_large
 from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
@@ -92,7 +92,7 @@ class Flash:
             return "it has no softcap"
         return scores.lifts_masked
 
-    def launches(self, tiles: tuple[Tile, ...]) -> Launches:
+    def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
         if self._calls.takes_windows:
             return chains(tiles)
         found = squares(tiles)
@@ -100,7 +100,7 @@ class Flash:
         plain = (one.tile.shifted(one.q0, one.k0) for one in found if not one.tile.is_anticausal)
         return (*chains(tuple(plain)), *(one for one in found if one.tile.is_anticausal))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor]:
         if self._is_mirrored(launch):
             return mirror.forward(self, q, k, v, launch, scores)
         value_size = v.shape[-1]
@@ -117,7 +117,15 @@ class Flash:
         return out.unflatten(0, q.shape[:2])[..., :value_size].transpose(1, 2), lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, scores: Scores
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        launch: KernelLaunch,
+        scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self._is_mirrored(launch):
             return mirror.backward(self, dout, q, k, v, out, lse, launch, scores)
@@ -134,12 +142,12 @@ class Flash:
         dq, dk, dv = (x.transpose(1, 2) for x in gradients)
         return dq[..., :size], dk[..., :size], dv[..., :value_size]
 
-    def _is_mirrored(self, launch: Launch) -> bool:
+    def _is_mirrored(self, launch: KernelLaunch) -> bool:
         return not self._calls.takes_windows and launch.tiles[0].is_anticausal
 
 
 @lru_cache(maxsize=256)
-def _cuts(launch: Launch, batch: int, where: torch.device) -> Cuts:
+def _cuts(launch: KernelLaunch, batch: int, where: torch.device) -> Cuts:
     """The launch's tiles as sequences, of every batch entry; what lies between them as sequences without keys or
     queries.
     """

@@ -4,19 +4,31 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ringspan.core.schedule.launch import Launch
+from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.torch.kernels.score_mod import Scores
 
 
 class _Kernel(Protocol):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
+    ) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, scores: Scores
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        launch: KernelLaunch,
+        scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-def forward(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> tuple[Tensor, Tensor]:
+def forward(
+    kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
+) -> tuple[Tensor, Tensor]:
     """``kernel.forward`` of a launch of one tile, by its mirror image."""
     # Copies of the tensors, in return for kernels that know one triangle only.
     out, lse = kernel.forward(q.flip(2), k.flip(2), v.flip(2), _mirrored(launch), scores)
@@ -31,7 +43,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    launch: Launch,
+    launch: KernelLaunch,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``kernel.backward`` of a launch of one tile, by its mirror image."""
@@ -40,5 +52,5 @@ def backward(
     return dq.flip(2), dk.flip(2), dv.flip(2)
 
 
-def _mirrored(launch: Launch) -> Launch:
-    return Launch.of(launch.tile.mirrored(launch.num_rows, launch.num_keys))
+def _mirrored(launch: KernelLaunch) -> KernelLaunch:
+    return KernelLaunch.of(launch.tile.mirrored(launch.num_rows, launch.num_keys))

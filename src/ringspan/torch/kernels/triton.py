@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.launch import Launch, Launches, whole
+from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, whole
 from ringspan.gpu import support
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.heads import too_large
@@ -35,11 +35,11 @@ class TritonAttention:
             return "it needs compute capability 8.0"
         return None
 
-    def launches(self, tiles: tuple[Tile, ...]) -> Launches:
+    def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
         return whole(tiles)
 
     def forward_into(
-        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores, out: Tensor, lse: Tensor
     ) -> None:
         from ringspan.torch.kernels import triton_attention
 
@@ -53,7 +53,7 @@ class TritonAttention:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        launch: Launch,
+        launch: KernelLaunch,
         scores: Scores,
         dq: Tensor,
         dk: Tensor,

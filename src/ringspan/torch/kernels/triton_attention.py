@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ringspan.core.schedule.launch import Launch
+from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.gpu import attention, tuning
 from ringspan.gpu.support import interprets_triton
 from ringspan.gpu.table import Table
@@ -45,13 +45,15 @@ class _OnDevice(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _table(launch: Launch, device: torch.device) -> _OnDevice:
+def _table(launch: KernelLaunch, device: torch.device) -> _OnDevice:
     table = Table.of(launch.tiles, launch.num_rows, launch.num_keys)
     tiles, *lists = (torch.from_numpy(x).to(device) for x in (table.tiles, *table.of_rows, *table.of_keys))
     return _OnDevice(tiles, (lists[0], lists[1]), (lists[2], lists[3]))
 
 
-def forward_into(q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor) -> None:
+def forward_into(
+    q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores, out: Tensor, lse: Tensor
+) -> None:
     """Add the launch's keys to the running (out, lse) of its rows: float32, (B, H, R, E) and (B, H, R)."""
     table = _table(launch, q.device)
     _forward[lambda meta: (triton.cdiv(q.shape[2], meta["ROWS"]), q.shape[0] * q.shape[1])](
@@ -70,7 +72,7 @@ def backward_into(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    launch: Launch,
+    launch: KernelLaunch,
     scores: Scores,
     dq: Tensor,
     dk: Tensor,

@@ -26,20 +26,20 @@ def chunk_rotary_tables(model: PreTrainedModel) -> None:
     """
     for module in model.modules():
         if is_rotary(module):
-            mix_in(module, _Blockwise)
+            mix_in(module, _ChunkedTables)
 
 
 def set_global_length(model: PreTrainedModel, length_tokens: int) -> None:
     """Tell the model's rotary embeddings how long the whole sequence is, of which a rank sees a part."""
     for module in model.modules():
-        if isinstance(module, _Blockwise):
+        if isinstance(module, _ChunkedTables):
             module.rotary_length = length_tokens
 
 
 def is_rotary(module: nn.Module) -> bool:
     """Whether a module makes rotary tables as transformers' models do; tried out on three positions."""
     names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
-    if not names or isinstance(module, _Blockwise):
+    if not names or isinstance(module, _ChunkedTables):
         return False
     buffer = getattr(module, names[0])
     if buffer.is_meta:
@@ -56,7 +56,7 @@ def is_rotary(module: nn.Module) -> bool:
     return True
 
 
-class _Blockwise(nn.Module):
+class _ChunkedTables(nn.Module):
     """What ``chunk_rotary_tables`` adds to a module's class."""
 
     rotary_length: int | None = None

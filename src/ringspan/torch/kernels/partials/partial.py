@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ringspan.torch.kernels.device import runs_triton
 from ringspan.torch.kernels.partials.merge import merge_into
-from ringspan.torch.kernels.partials.rows import Rows
+from ringspan.torch.kernels.partials.written_rows import WrittenRows
 
 
 class Partial:
@@ -24,7 +24,7 @@ class Partial:
         if out.dtype != lse.dtype:  # tokens before heads, as the flash kernels store what they return
             self._out = torch.empty_like(out.transpose(1, 2), dtype=lse.dtype, memory_format=torch.contiguous_format)
             self._out = self._out.transpose(1, 2)
-        self._rows = Rows(out.shape[2])
+        self._rows = WrittenRows(out.shape[2])
 
     def merge(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
         """Merge the partial of rows [start, stop); out 0 and lse -inf where a row saw nothing."""

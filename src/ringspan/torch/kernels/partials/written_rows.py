@@ -5,7 +5,7 @@ import numpy as np
 from ringspan.core.geometry.ranges import Ranges
 
 
-class Rows:
+class WrittenRows:
     """Rows of an uninitialised tensor, none of them written yet."""
 
     def __init__(self, count: int) -> None:

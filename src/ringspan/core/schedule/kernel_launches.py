@@ -14,7 +14,7 @@ _CACHED = 1024  # sets of tiles remembered for each way to group them
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class KernelLaunch:
     """Rows [q0, q1) against keys [k0, k1) as far as ``tiles`` say, which count rows and keys from that corner."""
 
     q0: int
@@ -24,10 +24,10 @@ class Launch:
     tiles: tuple[Tile, ...]
 
     @staticmethod
-    def of(*tiles: Tile) -> "Launch":
+    def of(*tiles: Tile) -> "KernelLaunch":
         q0, k0 = min(tile.q0 for tile in tiles), min(tile.k0 for tile in tiles)
         q1, k1 = max(tile.q1 for tile in tiles), max(tile.k1 for tile in tiles)
-        return Launch(q0, q1, k0, k1, tuple(tile.shifted(-q0, -k0) for tile in tiles))
+        return KernelLaunch(q0, q1, k0, k1, tuple(tile.shifted(-q0, -k0) for tile in tiles))
 
     @property
     def num_rows(self) -> int:
@@ -44,7 +44,7 @@ class Launch:
         return tile
 
 
-Launches = tuple[Launch, ...]
+KernelLaunches = tuple[KernelLaunch, ...]
 
 
 @lru_cache(_CACHED)
@@ -55,24 +55,24 @@ def keys_a_row(tiles: tuple[Tile, ...]) -> float:
 
 
 @lru_cache(_CACHED)
-def bands(tiles: tuple[Tile, ...]) -> Launches:
+def bands(tiles: tuple[Tile, ...]) -> KernelLaunches:
     """A call per tile, whatever its band."""
-    return tuple(Launch.of(tile) for tile in tiles)
+    return tuple(KernelLaunch.of(tile) for tile in tiles)
 
 
 @lru_cache(_CACHED)
-def pieces(tiles: tuple[Tile, ...]) -> Launches:
+def pieces(tiles: tuple[Tile, ...]) -> KernelLaunches:
     """A call for each FULL, causal or anticausal piece."""
-    return tuple(Launch.of(piece) for tile in tiles for piece in tile.split())
+    return tuple(KernelLaunch.of(piece) for tile in tiles for piece in tile.split())
 
 
 @lru_cache(_CACHED)
-def squares(tiles: tuple[Tile, ...]) -> Launches:
+def squares(tiles: tuple[Tile, ...]) -> KernelLaunches:
     """A call for each FULL or square causal piece, or the mirror image of one.
 
     What a kernel takes for the corner of a triangle matters only where there are more rows than keys, or fewer.
     """
-    return tuple(Launch.of(square) for tile in tiles for piece in tile.split() for square in _square(piece))
+    return tuple(KernelLaunch.of(square) for tile in tiles for piece in tile.split() for square in _square(piece))
 
 
 def _square(tile: Tile) -> tuple[Tile, ...]:
@@ -102,7 +102,7 @@ class Window(NamedTuple):
 
 
 @lru_cache(_CACHED)
-def chains(tiles: tuple[Tile, ...]) -> Launches:
+def chains(tiles: tuple[Tile, ...]) -> KernelLaunches:
     """A call for tiles with the same window that lie behind each other in rows and keys: packed documents."""
     found: dict[Window, list[list[Tile]]] = {}
     for tile in sorted(tiles):
@@ -113,21 +113,21 @@ def chains(tiles: tuple[Tile, ...]) -> Launches:
                 break
         else:
             same.append([tile])
-    return tuple(Launch.of(*chain) for same in found.values() for chain in same)
+    return tuple(KernelLaunch.of(*chain) for same in found.values() for chain in same)
 
 
 @lru_cache(_CACHED)
-def whole(tiles: tuple[Tile, ...]) -> Launches:
+def whole(tiles: tuple[Tile, ...]) -> KernelLaunches:
     """One call."""
-    return (Launch.of(*tiles),) if tiles else ()
+    return (KernelLaunch.of(*tiles),) if tiles else ()
 
 
 def within_ranges(
-    launches: Callable[[tuple[Tile, ...]], Launches],
+    launches: Callable[[tuple[Tile, ...]], KernelLaunches],
     tiles: tuple[Tile, ...],
     *packed: Ranges,
     passes_queries: bool = False,
-) -> Iterator[Launch]:
+) -> Iterator[KernelLaunch]:
     """The calls that compute the tiles of a hop. The keys of one call (where blocks are queries, its rows) lie within
     one range of all that is packed by ranges, so that they are neighbours there too.
     """

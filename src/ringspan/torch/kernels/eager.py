@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.launch import SHORT, Launch, Launches, bands
+from ringspan.core.schedule.kernel_launches import SHORT, KernelLaunch, KernelLaunches, bands
 from ringspan.torch.kernels.device import ChunkSize, rules_of
 from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.kernels.partials.merge import merge_into
@@ -29,20 +29,20 @@ _FAINTEST: Final = -100.0  # of weights, as a power of two: 1e-30
 _UNIT: Final = 16  # rows and keys: CPUs multiply matrices of odd widths a fifth slower
 
 
-class Blockwise:
+class Eager:
     """Scores of a chunk of rows and keys exist at any time; chunks outside of the band are never touched."""
 
-    name = "reference"
+    name = "eager"
     memory = ANY
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         return None
 
-    def launches(self, tiles: tuple[Tile, ...]) -> Launches:
+    def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
         return bands(tiles)
 
     def forward_into(
-        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores, out: Tensor, lse: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores, out: Tensor, lse: Tensor
     ) -> None:
         size = _chunk_size(q, launch.tile)
         for one, heads, kv_heads in self.heads(q, k, launch.tile, size):
@@ -61,7 +61,7 @@ class Blockwise:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        launch: Launch,
+        launch: KernelLaunch,
         scores: Scores,
         dq: Tensor,
         dk: Tensor,
