@@ -21,7 +21,7 @@ from ringspan.plan.search import Question
 
 FILE: Final = Path(__file__).with_suffix(".json")
 COUNT: Final = 700
-# Without the one that needs rings of thousands of small devices, whose schedules take gigabytes.
+# Without the one that needs rings of thousands of small devices, which take seconds each.
 _SHAPES: Final = {name: shape for name, shape in MODELS.items() if name != "gpt-175b"} | {
     "windows": replace(MODELS["llama-3.2-1b"], name="windows", windows=(4096,) * 16),
     "some-windows": replace(MODELS["qwen3-8b"], name="some-windows", windows=(1024, 1024, 1024, None) * 9),

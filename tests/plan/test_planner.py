@@ -7,8 +7,11 @@ import pytest
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.names import CHECKPOINT_NAMES, LAYOUT_NAMES
+from ringspan.core.schedule import timing
 from ringspan.core.schedule.choice import WORTH_IT
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.plan.cluster.hardware import DEVICES
+from ringspan.plan.cost import loop
 from ringspan.plan.cost.cost import step_cost
 from ringspan.plan.cost.memory import attention_backward_bytes, training_memory
 from ringspan.plan.cost.passes import attention_passes
@@ -242,3 +245,19 @@ def test_the_object_that_is_printed_has_the_documented_keys():
 def test_bad_questions_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         plan_for(**changes)
+
+
+def test_rings_of_thousands_need_no_schedules_of_thousands(monkeypatch):
+    """Where nothing fits, devices are doubled up to 16,384; the schedule of a ring of 8,192 takes gigabytes."""
+    asked: list[int] = []
+
+    def noted(layout, *args):
+        asked.append(layout.ranks)
+        return make_schedule(layout, *args)
+
+    monkeypatch.setattr(loop, "make_schedule", noted)
+    monkeypatch.setattr(timing, "make_schedule", noted)
+    for given in ({"route": "double-ring:1024", "devices": 8192}, {"devices": 3}):
+        question = Question(shape=MODELS["gpt-175b"], device=DEVICES["tpu-v3"], **{"length": 131_072} | given)
+        assert not make_plan(question).fits
+    assert 64 <= max(asked) <= 512

@@ -15,3 +15,16 @@ def test_a_large_ring_holds_what_is_drawn_on_from_small_ones(monkeypatch, name, 
     walked = loop.loop_bytes(layout, 96, Route.parse(name, 96), 4096, 2048, 2, 2)
     loop._share.cache_clear()
     assert (drawn.sums, drawn.in_transit) == pytest.approx((walked.sums, walked.in_transit))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 8])
+def test_a_large_inner_ring_holds_what_a_small_one_does(monkeypatch, nodes, layout):
+    """A node of TPUs has thousands of devices, whose schedule would have millions of entries."""
+    asked = layout, nodes * 32, Route.parse("double-ring:32", nodes * 32), 4096, 2048, 2, 2
+    walked = loop.loop_bytes(*asked)
+    loop._share.cache_clear()
+    monkeypatch.setattr(loop, "_MOST_RANKS", nodes * 8)
+    drawn = loop.loop_bytes(*asked)
+    loop._share.cache_clear()
+    assert drawn == walked

@@ -31,6 +31,20 @@ def test_a_large_ring_is_drawn_on_from_small_ones(monkeypatch, tokens, layout, r
         assert one == pytest.approx(other, rel=0.02)
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_large_inner_ring_is_drawn_on_from_small_ones(monkeypatch, layout, nodes):
+    ranks, speeds = nodes * 96, Speeds(4e14, 3e11, 5e10, 96)
+    asked = layout, ranks * 2048, ranks, None, "double-ring:96", SIZES, speeds
+    walked = attention_passes.__wrapped__(*asked)
+    attention_passes.cache_clear()
+    monkeypatch.setattr(passes, "_MOST_RANKS", 64)
+    drawn = attention_passes.__wrapped__(*asked)
+    attention_passes.cache_clear()
+    for one, other in zip(drawn, walked, strict=True):
+        assert one == pytest.approx(other, rel=0.02)
+
+
 @pytest.mark.parametrize("window", [None, 5, 40])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 def test_attention_computes_the_pairs_of_the_mask(layout, window):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ringspan.cli.outputs import check_picture
+from ringspan.cli.sizes import DTYPE_BYTES, MOST_RANKS, check_dtype, check_heads, check_memory, ring_sizes
 from ringspan.core.messages.units import shown_bytes, shown_seconds, shown_speed
 
 app = typer.Typer(
@@ -16,12 +17,10 @@ app = typer.Typer(
 )
 
 _READ_AND_WRITTEN = ("prompt", "prefill_seconds", "ratio_prefill"), ("token", "seconds_per_token", "ratio_token")
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-_MOST_RANKS = 1024
 _LEAST_TOKEN_BYTES = 1024  # of a step of the small models here: hidden states alone are more
 _MOST = 1 << 40  # of tokens and of other sizes; what a machine's memory holds of them is checked on top
-Ranks = Annotated[int, typer.Option(min=1, max=_MOST_RANKS, help="Processes in the ring, one thread each.")]
+Ranks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Processes in the ring, one thread each.")]
 Length = Annotated[int, typer.Option(min=1, max=_MOST, help="Tokens of the whole sequence.")]
 Dtype = Annotated[str, typer.Option(help="float32 or bfloat16 (float16 on CUDA).")]
 LayoutOption = Annotated[str, typer.Option("--layout", help="zigzag, striped or contiguous.")]
@@ -56,12 +55,12 @@ def attention(
     from ringspan.core.schedule.route import Route, member_heads
     from ringspan.measure.bench.attention import AttentionCase, run
 
-    _check_dtype(dtype)
+    check_dtype(dtype)
     Mask.parse(mask)  # refuse here, not in each rank
-    _check_heads(heads, kv_heads, head_dim)
+    check_heads(heads, kv_heads, head_dim)
     member_heads(heads, kv_heads, Route.parse(route, ranks).ulysses)
     # Queries, their gradients, the result and what comes in for it: each process that is timed holds all of them.
-    _check_memory(f"--length {length}", 4 * batch * length * heads * head_dim * _BYTES[dtype])
+    check_memory(f"--length {length}", 4 * batch * length * heads * head_dim * DTYPE_BYTES[dtype])
     case = AttentionCase(
         ranks=ranks,
         length=length,
@@ -124,10 +123,10 @@ def ring(
     from ringspan.core.names import kernel_name
     from ringspan.measure.bench.ring import RingCase, run
 
-    _check_dtype(dtype)
-    _check_heads(heads, kv_heads, head_dim)
-    sizes = _sizes("--error-ranks", error_ranks, "1,8,64") if error_ranks else ()
-    _check_memory(f"--tokens {tokens}", 4 * tokens * heads * head_dim * _BYTES[dtype])
+    check_dtype(dtype)
+    check_heads(heads, kv_heads, head_dim)
+    sizes = ring_sizes("--error-ranks", error_ranks, "1,8,64") if error_ranks else ()
+    check_memory(f"--tokens {tokens}", 4 * tokens * heads * head_dim * DTYPE_BYTES[dtype])
     case = RingCase(
         virtual_ranks=virtual_ranks,
         rank=rank,
@@ -183,8 +182,8 @@ def step(
     from ringspan.core.names import checkpoint_name
     from ringspan.measure.bench.step import StepCase, run
 
-    _check_dtype(dtype)
-    _check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
+    check_dtype(dtype)
+    check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
     case = StepCase(
         ranks=ranks,
         length=length,
@@ -215,8 +214,8 @@ def generate(
     """Reading a prompt and writing after it on the ring, against transformers' generate on one process of N threads."""
     from ringspan.measure.bench.generate import GenerateCase, run
 
-    _check_dtype(dtype)
-    _check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
+    check_dtype(dtype)
+    check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
     _say("a prompt read by a ring and by one process", quiet=as_json)
     result = run(GenerateCase(ranks=ranks, length=length, new_tokens=new_tokens, dtype=dtype, repeats=repeats))
     if as_json:
@@ -250,8 +249,8 @@ def memory(
     from ringspan.report.charts import category_picture
     from ringspan.report.drawing import svg
 
-    _check_dtype(dtype)
-    sizes = _sizes("--rings", rings, "1,2,4")
+    check_dtype(dtype)
+    sizes = ring_sizes("--rings", rings, "1,2,4")
     if length < 2 * max(sizes):
         raise ConfigError(f"--length {length}: a ring of {max(sizes)} needs at least {2 * max(sizes)} tokens")
     names: tuple[VariantName, ...] = tuple(name for name in VARIANTS if name in variants.split(","))
@@ -260,7 +259,7 @@ def memory(
     if picture:
         check_picture(picture, ".svg")
         require(f"--picture {picture}", "matplotlib")
-    _check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
+    check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
     case = MemoryCase(rings=sizes, length=length, variants=names, layout=layout_name(layout), dtype=dtype)
     _say("the memory of each rank", quiet=as_json)
     result = run(case)
@@ -308,7 +307,7 @@ def context(
     from ringspan.core.geometry.layout import layout_name
     from ringspan.measure.bench.context import OPTIONS, ContextCase, run
 
-    _check_dtype(dtype)
+    check_dtype(dtype)
     if options not in OPTIONS:
         raise ConfigError(f"--options {options!r}: choose one of {', '.join(OPTIONS)}")
     if hidden_size % 24:
@@ -345,55 +344,6 @@ def _say(what: str, *, quiet: bool) -> None:
     """What is measured, on the standard error stream: it takes a while, and a moving picture would take part in it."""
     if not quiet:
         print(f"measuring {what}", file=sys.stderr, flush=True)
-
-
-def _check_dtype(dtype: str) -> None:
-    import torch
-
-    from ringspan.core.errors import UnsupportedError
-
-    if dtype not in _BYTES:
-        raise UnsupportedError(f"--dtype {dtype!r} is not supported; use float32 or bfloat16")
-    if dtype == "float16" and not torch.cuda.is_available():
-        raise UnsupportedError("--dtype float16 on CPU is not supported; use float32 or bfloat16")
-
-
-def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
-    from ringspan.core.arguments import check_shapes
-
-    check_shapes((1, heads, 1, head_dim), *2 * [(1, kv_heads, 1, head_dim)])
-
-
-def _check_memory(what: str, num_bytes: int) -> None:
-    """Raise for sizes that no process of this machine could hold, before any is started.
-
-    Raises:
-        ConfigError: ``num_bytes``, a part of what is needed, is more than the host's memory and the device's.
-    """
-    import torch
-
-    from ringspan.core.errors import ConfigError
-    from ringspan.measure.trace.rehearsal import host_memory_bytes
-
-    has = host_memory_bytes()
-    if torch.cuda.is_available():
-        has = max(has, torch.cuda.mem_get_info()[1])
-    if num_bytes > has:
-        raise ConfigError(f"{what}: needs more than {shown_bytes(num_bytes)}, this machine has {shown_bytes(has)}")
-
-
-def _sizes(option: str, text: str, example: str) -> tuple[int, ...]:
-    """Sizes of rings.
-
-    Raises:
-        ConfigError: something that is no number, or no size of a ring.
-    """
-    from ringspan.core.errors import ConfigError
-
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and 1 <= int(word) <= _MOST_RANKS for word in words):
-        raise ConfigError(f"{option} {text!r}: write numbers from 1 to {_MOST_RANKS:,} with commas, such as {example}")
-    return tuple(int(word) for word in words)
 
 
 def _table(title: str, headers: list[str], rows: list[list[str]]) -> None:

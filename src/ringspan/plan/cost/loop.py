@@ -15,6 +15,9 @@ from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.workspace import Returning, Shape
 
 _MOST_NODES: Final = 8  # beyond, what is held grows by the same with each node; of a single ring every rank is one
+# A schedule has hops x owners, and TPUs thousands of devices in what counts as a node: beyond, of as many nodes with
+# fewer ranks, which hold the same.
+_MOST_RANKS: Final = 512
 _TOKENS: Final = 64  # of a rank in the schedule that is walked: what is held grows with them
 
 
@@ -78,6 +81,10 @@ def _share(
         beyond = (ranks - large) / (large - small)
         sums, in_transit = most.sums - less.sums, most.in_transit - less.in_transit
         return Held(most.sums + sums * beyond, most.in_transit + in_transit * beyond)
+    if ranks > _MOST_RANKS:
+        nodes = ranks // route.inner
+        inner = _MOST_RANKS // nodes
+        return _share(layout, nodes * inner, replace(route, inner=inner), query_numbers, kv_numbers, groups, types)
     split = Layout(layout, _TOKENS * ranks, ranks)
     shape = Shape(1, query_numbers * groups, kv_numbers * groups, 1, 0, types[0])
     parts = (

@@ -19,6 +19,7 @@ from ringspan.core.schedule.workspace import Shape
 # Ranks or groups of them: beyond, a pass grows by the same with each. With fewer than some eight nodes it need not yet:
 # it is not decided whether a pass waits for computing or for a link.
 _LARGEST_SCHEDULE: Final = 64
+_MOST_RANKS: Final = 512  # a schedule has hops x owners, and an inner ring of a TPU's thousands of devices
 _TOKENS: Final = 8192  # of a group of ranks, in the one schedule that stands for those of any number of tokens
 _FEW_TOKENS: Final = 256  # below, a token more or less on the diagonal counts
 
@@ -91,7 +92,11 @@ def _passes(
     have more ranks. Rank by rank, for with more of them another one may take longest.
     """
     groups, nodes = layout.ranks // route.ulysses, -(-layout.ranks // speeds.ranks_per_node)
-    grows_inside = route.inner == 1 and _LARGEST_SCHEDULE * route.ulysses < 4 * speeds.ranks_per_node
+    if route.inner > 1:
+        nodes = groups // route.inner
+        grows_inside = min(groups, 2 * route.inner) > _MOST_RANKS
+    else:
+        grows_inside = _LARGEST_SCHEDULE * route.ulysses < 4 * speeds.ranks_per_node
     unit = nodes if grows_inside else route.inner
     most = max(2, _LARGEST_SCHEDULE // unit)
     large, small = most * unit, max(1, most * 3 // 4) * unit
@@ -103,7 +108,8 @@ def _passes(
         per_node = ranks // nodes if grows_inside else speeds.ranks_per_node
         fewer = Layout(layout.name, ranks * layout.tokens_per_rank, ranks)
         nearer = replace(speeds, ranks_per_node=per_node)
-        return passes(fewer, mask, route, shape, nearer, is_backward=is_backward)
+        way = replace(route, inner=groups // nodes) if grows_inside and route.inner > 1 else route
+        return passes(fewer, mask, way, shape, nearer, is_backward=is_backward)
 
     beyond = (groups - large) / (large - small)
     return (
