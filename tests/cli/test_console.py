@@ -111,9 +111,9 @@ METRICS = StepMetrics(
 @pytest.mark.parametrize(
     ("width", "shown"),
     [
-        (None, "loss 1.2500  12,345 tokens/s  40% of matmul speed  peak 2.00 GB per rank"),
-        (60, "loss 1.2500  12,345 tokens/s  40% of matmul speed  peak 2.00 GB per rank"),
-        (59, "loss 1.2500  12,345 tokens/s  40% of matmul speed"),
+        (None, "loss 1.2500  12,345 tokens/s  matmul 40%  peak 2.00 GB per rank"),
+        (63, "loss 1.2500  12,345 tokens/s  matmul 40%  peak 2.00 GB per rank"),
+        (62, "loss 1.2500  12,345 tokens/s  matmul 40%"),
         (30, "loss 1.2500  12,345 tokens/s"),
         (1, "loss 1.2500"),
     ],

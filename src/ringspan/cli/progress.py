@@ -56,11 +56,11 @@ def watched(steps: int) -> Iterator[Observer]:
 
 
 def describe(metrics: StepMetrics, width: int | None = None) -> str:
-    """Loss, speed, share of the measured peak and memory in a line; as many of them as have room in ``width``."""
+    """Loss, speed, share of what matrix products reach here, and memory in a line; as many of them as have room in ``width``."""
     parts = [
         f"loss {metrics.loss:.4f}",
         f"{metrics.tokens_per_second:,.0f} tokens/s",
-        f"{metrics.matmul_utilization:.0%} of matmul speed",
+        f"matmul {metrics.matmul_utilization:.0%}",
         f"peak {metrics.peak_bytes / 1e9:.2f} GB per rank",
     ]
     while width is not None and len(parts) > 1 and len("  ".join(parts)) > width:
