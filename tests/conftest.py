@@ -27,9 +27,10 @@ settings.load_profile("ringspan")
 @pytest.fixture(scope="session", autouse=True)
 def server(request: pytest.FixtureRequest) -> None:
     """Import what ranks need once, meanwhile, and not in each rank of each test."""
-    starting = "bench", "cli", "hf", "train"  # folders whose tests start ranks of their own
-    if any("pool" in item.fixturenames or item.path.parent.name in starting for item in request.session.items):
-        trainers = ["tests.hf.trainers"] if any(item.path.parent.name == "hf" for item in request.session.items) else []
+    folders = {part for item in request.session.items for part in item.path.parts}
+    # The folders whose tests start ranks of their own.
+    if folders & {"bench", "cli", "hf", "train"} or any("pool" in item.fixturenames for item in request.session.items):
+        trainers = ["tests.hf.trainers"] if "hf" in folders else []
         serve_forks("ringspan.train.loop", "transformers.models.llama.modeling_llama", *trainers)
 
 

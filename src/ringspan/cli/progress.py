@@ -56,7 +56,7 @@ def watched(steps: int) -> Iterator[Observer]:
 
 
 def describe(metrics: StepMetrics, width: int | None = None) -> str:
-    """Loss, speed, share of what matrix products reach here, and memory in a line; as many of them as have room in ``width``."""
+    """Loss, speed, its share of the matrix products' and memory in a line; as many as have room in ``width``."""
     parts = [
         f"loss {metrics.loss:.4f}",
         f"{metrics.tokens_per_second:,.0f} tokens/s",

@@ -7,8 +7,15 @@ from typing import Annotated
 
 import typer
 
-from ringspan.cli.outputs import check_picture
-from ringspan.cli.sizes import DTYPE_BYTES, MOST_RANKS, check_dtype, check_heads, check_memory, ring_sizes
+from ringspan.cli.checks import (
+    DTYPE_BYTES,
+    MOST_RANKS,
+    check_dtype,
+    check_heads,
+    check_memory,
+    check_picture,
+    ring_sizes,
+)
 from ringspan.core.messages.units import shown_bytes, shown_seconds, shown_speed
 
 app = typer.Typer(

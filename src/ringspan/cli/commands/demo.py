@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringspan.cli.outputs import check_folder
+from ringspan.cli.checks import check_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

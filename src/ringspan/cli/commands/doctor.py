@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ringspan.cli.checks import refuse_under_torchrun
+
 EPILOG = (
     "Example: ringspan doctor --ranks 4. Before a job on a cluster: "
     "torchrun --nnodes 2 --nproc-per-node 8 ... -m ringspan doctor"
@@ -30,12 +32,11 @@ def command(
     float64. Under torchrun the ranks of the job do so. Exit code 0 when it can train, 1 when something stops it.
     """
     from ringspan.cli.console import silent, working
-    from ringspan.core.errors import ConfigError
     from ringspan.torch.runtime.environment import is_rank
 
     is_job = is_rank()
-    if is_job and ranks is not None:
-        raise ConfigError(f"--ranks {ranks} under torchrun, which has started the processes; leave it out")
+    if is_job:
+        refuse_under_torchrun(ranks=ranks)
     shown = working() if os.environ.get("RANK", "0") == "0" else nullcontext(silent)
     with shown as doing:
         from ringspan.measure.cluster.doctor import examine, examine_job

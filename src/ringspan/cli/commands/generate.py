@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ringspan.cli.checks import refuse_under_torchrun
+
 if TYPE_CHECKING:
     from ringspan.generate.session import Answer, Observer, Session
     from ringspan.generate.settings import GenerateSettings
@@ -129,14 +131,16 @@ def run(
     quiet: bool = False,
     chat: bool = False,
 ) -> "tuple[Answer | None, bool]":
-    """Generate in the ranks that torchrun started, or in new local ones; the answer, and whether this is rank 0."""
+    """Generate in the ranks that torchrun started, or in new local ones; the answer, and whether this is rank 0.
+
+    Raises:
+        RingspanError: the options do not go together, or a rank raised it.
+    """
     from ringspan.cli.console import console
-    from ringspan.core.errors import ConfigError
     from ringspan.torch.runtime.environment import is_rank
 
     if is_rank():
-        if nproc is not None:
-            raise ConfigError(f"--nproc {nproc} under torchrun, which has started the processes; leave it out")
+        refuse_under_torchrun(nproc=nproc)
         return _run_here(settings, text, quiet, chat)
     if nproc is not None:
         settings.check_ranks(nproc)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringspan.cli.outputs import check_picture
+from ringspan.cli.checks import check_picture
 
 if TYPE_CHECKING:
     from ringspan.plan.cluster.devices import Device as Accelerator

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ringspan.cli.checks import check_folder, refuse_under_torchrun
 from ringspan.cli.commands import plan
-from ringspan.cli.outputs import check_folder
 
 if TYPE_CHECKING:
     from ringspan.measure.trace.profile import RankProfile
@@ -62,8 +62,8 @@ def command(
     from ringspan.torch.runtime.environment import is_rank
 
     under_torchrun = is_rank()
-    if under_torchrun and ranks is not None:
-        raise ConfigError(f"--ranks {ranks} under torchrun, which has started the processes; leave it out")
+    if under_torchrun:
+        refuse_under_torchrun(ranks=ranks)
     setting = Setting(
         length=length,
         ring=int(os.environ["WORLD_SIZE"]) if under_torchrun else _default_ranks() if ranks is None else ranks,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ringspan.cli.checks import refuse_under_torchrun
+
 if TYPE_CHECKING:
     from ringspan.train.config.tables import TrainConfig
     from ringspan.train.run_folder.result import TrainResult
@@ -68,16 +70,18 @@ def _show(result: "TrainResult", as_json: bool) -> None:
 
 
 def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "tuple[TrainResult, bool]":
-    """Train in the ranks that torchrun started, or in new local ones; the result, and whether this is rank 0."""
+    """Train in the ranks that torchrun started, or in new local ones; the result, and whether this is rank 0.
+
+    Raises:
+        RingspanError: the options do not go together, or a rank raised it.
+    """
     from ringspan.cli.console import console
     from ringspan.core.errors import ConfigError
     from ringspan.torch.runtime.environment import is_rank
 
     _check(settings)
     if is_rank():
-        for option, given in (("--nproc", nproc), ("--max-restarts", max_restarts or None)):
-            if given is not None:
-                raise ConfigError(f"{option} {given} under torchrun, which has started the processes; leave it out")
+        refuse_under_torchrun(nproc=nproc, max_restarts=max_restarts or None)
         return _run_here(settings)
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc}: at least one process is needed")

@@ -28,7 +28,12 @@ from ringspan.torch.transport.digest import described
 def agreed_options(
     model: Any, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: str
 ) -> dict[str, Any]:
-    """What to call transformers' ``generate`` with, after all ranks have found that they were given the same."""
+    """What to call transformers' ``generate`` with, after all ranks have found that they were given the same.
+
+    Raises:
+        PeerMismatch: they were not; on every rank.
+        RingspanError: what is wrong on some rank; on every rank alike.
+    """
     arguments: dict[str, Any] = {}
     try:
         if not issubclass(type(model), GenerationMixin):

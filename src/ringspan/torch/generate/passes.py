@@ -36,7 +36,12 @@ _OURS: Final = "past_key_values", "attention_mask", "position_ids", "input_ids",
 def agreed_pass(
     model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a pass over a cache was asked for, which the ranks of a ring were asked alike."""
+    """What a pass over a cache was asked for, which the ranks of a ring were asked alike.
+
+    Raises:
+        PeerMismatch: they were not; on every rank.
+        RingspanError: what is wrong on some rank; on every rank alike.
+    """
     asked: dict[str, Any] = {}
     try:
         given = kwargs

@@ -112,6 +112,10 @@ class RingCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` tokens. transformers before 5.20 gives the length to keep instead,
         which is positive.
+
+        Raises:
+            UnsupportedError: more tokens than there are, or a layer has dropped keys of its window that would be seen
+                again.
         """
         length = self.get_seq_length()
         new = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
@@ -262,9 +266,11 @@ class RingLayer(CacheLayerMixin):
         self._change(lambda x: x[indices.to(x.device)])
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Raise ``UnsupportedError``: the cache crops its layers together."""
         raise UnsupportedError("layers of a RingCache are cropped together; call crop of the cache")
 
     def offload(self) -> None:
+        """Raise ``UnsupportedError``: a larger ring holds more."""
         raise UnsupportedError("a RingCache is not offloaded; use a larger ring, or model.new_cache('int8')")
 
     def _change(self, function: Any) -> None:

@@ -1,11 +1,26 @@
-"""Sizes and dtypes that a command is asked to measure, checked before any process is started."""
+"""What a command is asked for, checked before the minutes after which it would fail."""
 
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from ringspan.core.messages.units import shown_bytes
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_RANKS: Final = 1024
+
+
+def refuse_under_torchrun(**options: Any) -> None:
+    """Check options that say how many processes to start, and how.
+
+    Raises:
+        ConfigError: one is given (not None), but torchrun has started the processes.
+    """
+    from ringspan.core.errors import ConfigError
+
+    for name, given in options.items():
+        if given is not None:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option} {given} under torchrun, which has started the processes; leave it out")
 
 
 def check_dtype(dtype: str) -> None:
@@ -65,3 +80,31 @@ def ring_sizes(option: str, text: str, example: str) -> tuple[int, ...]:
     if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
         raise ConfigError(f"{option} {text!r}: write numbers from 1 to {MOST_RANKS:,} with commas, such as {example}")
     return tuple(int(word) for word in words)
+
+
+def check_picture(picture: Path, *endings: str) -> None:
+    """Refuse what could not be written.
+
+    Raises:
+        ConfigError: another ending than those that can be drawn, or a folder that is not there.
+    """
+    from ringspan.core.errors import ConfigError
+
+    if picture.suffix not in endings:
+        *others, last = endings
+        shown = f"{', '.join(others)} or {last}" if others else last
+        raise ConfigError(f"--picture {picture}: end the name in {shown}")
+    if not picture.parent.is_dir():
+        raise ConfigError(f"--picture {picture}: there is no folder {picture.parent}")
+    if picture.is_dir():
+        raise ConfigError(f"--picture {picture}: is a folder; give the name of a file in it")
+    check_folder("--picture", picture.parent)
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Raise a ConfigError where nothing could be written into a folder, which is made where it is not there."""
+    from ringspan.core.errors import ConfigError
+    from ringspan.core.files.named import why_no_folder
+
+    if reason := why_no_folder(folder):
+        raise ConfigError(f"{option} {folder}: cannot be written into ({reason}); choose another folder")
