@@ -17,7 +17,8 @@ from ringspan.plan.cost.memory import attention_backward_bytes, training_memory
 from ringspan.plan.cost.passes import attention_passes
 from ringspan.plan.model.shapes import MODELS
 from ringspan.plan.planner import _Race, make_plan, weighed_seconds
-from ringspan.plan.search import Question, longest, meshes, policies
+from ringspan.plan.search import Question, longest, meshes, policies, routes
+from ringspan.plan.snippet import python_call, toml_tables
 
 LLAMA = MODELS["llama-3.1-8b"]
 H100 = DEVICES["h100-80gb"]
@@ -261,3 +262,16 @@ def test_rings_of_thousands_need_no_schedules_of_thousands(monkeypatch):
         question = Question(shape=MODELS["gpt-175b"], device=DEVICES["tpu-v3"], **{"length": 131_072} | given)
         assert not make_plan(question).fits
     assert 64 <= max(asked) <= 512
+
+
+@pytest.mark.parametrize("comm_dtype", ["bfloat16", "float8", "int8"])
+def test_what_keys_are_sent_as_is_part_of_the_plan(comm_dtype):
+    exact, plan = plan_for(dtype="float32"), plan_for(dtype="float32", comm_dtype=comm_dtype)
+    assert plan.setting.comm_dtype == plan.as_json()["comm_dtype"] == comm_dtype
+    assert plan.cost.ring_bytes < exact.cost.ring_bytes
+    assert f'comm_dtype = "{comm_dtype}"' in toml_tables(plan.question, plan.setting)
+    assert f'comm_dtype="{comm_dtype}",' in python_call(plan.setting)
+    assert "comm_dtype" not in toml_tables(exact.question, exact.setting) + python_call(exact.setting)
+    assert "pass-q" not in routes(plan.question, plan.setting)
+    with pytest.raises(UnsupportedError, match="which stay where they are on the route pass-q"):
+        plan_for(route="pass-q", comm_dtype=comm_dtype)

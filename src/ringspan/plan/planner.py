@@ -61,6 +61,7 @@ class Plan:
             "micro_steps": setting.micro_steps(self.question.batch),
             "layout": setting.layout,
             "route": setting.route,
+            "comm_dtype": setting.comm_dtype,
             "checkpoint": setting.checkpoint,
             "layers_per_checkpoint": setting.layers_per_checkpoint,
             "feedforward_chunk_tokens": setting.feedforward_tokens,

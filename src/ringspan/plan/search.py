@@ -9,7 +9,7 @@ from typing import Any, Final
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.names import CHECKPOINT_NAMES, LayoutName
+from ringspan.core.names import CHECKPOINT_NAMES, CommDtypeName, LayoutName
 from ringspan.core.schedule.choice import frugal_segment, other_routes, segment_sizes
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.workspace import Shape
@@ -28,7 +28,7 @@ MOST: Final = {"devices": 1 << 20, "length": 1 << 40, "batch": 1 << 30}
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """What is to be trained, and on what. ``batch`` is the sequences of one optimizer step, ``route`` one that is given
-    or ``auto``.
+    or ``auto``, ``comm_dtype`` what keys and values are sent as.
     """
 
     shape: ModelShape
@@ -39,6 +39,7 @@ class Question:
     dtype: str = "bfloat16"
     parameter_dtype: str = "float32"
     route: str = AUTO
+    comm_dtype: CommDtypeName = "exact"
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for numbers below one or above ``MOST``."""
@@ -86,6 +87,7 @@ def meshes(question: Question) -> tuple[Setting, ...]:
                 layout=layouts(ring)[0],
                 compute_dtype=question.dtype,
                 parameter_dtype=question.parameter_dtype,
+                comm_dtype=question.comm_dtype,
             )
             granularity = Layout(setting.layout, 1, ring).granularity
             if question.batch % setting.replicate or question.length < granularity:
@@ -131,7 +133,9 @@ def routes(question: Question, setting: Setting) -> tuple[str, ...]:
         return (question.route,)
     if setting.ring == 1:
         return ("ring",)
-    return ("ring", *_other_routes(question, setting), "bidirectional", "pass-q")
+    # Queries are sent as they are: their ring has no use for a communication dtype of keys.
+    queries = ("pass-q",) if question.comm_dtype == "exact" else ()
+    return ("ring", *_other_routes(question, setting), "bidirectional", *queries)
 
 
 def _other_routes(question: Question, setting: Setting) -> Iterator[str]:

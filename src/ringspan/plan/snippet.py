@@ -23,7 +23,7 @@ def toml_tables(question: Question, setting: Setting) -> str:
         optimizer["on_host"] = True
     tables = {
         "mesh": mesh,
-        "attention": {"layout": setting.layout, "route": setting.route},
+        "attention": _sent(setting),
         "memory": _kept(setting),
         "optimizer": optimizer,
     }
@@ -47,7 +47,7 @@ def python_call(setting: Setting) -> str:
     """The same with ``parallelize``, for a training loop of one's own."""
     axes = {"ring": setting.ring, "replicate": setting.replicate, "tp": setting.tp}
     mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items() if axis == "ring" or size > 1)
-    options = {"layout": setting.layout, "route": setting.route} | _kept(setting)
+    options = _sent(setting) | _kept(setting)
     lines = [
         "import torch",
         "import ringspan as rs",
@@ -65,6 +65,12 @@ def python_call(setting: Setting) -> str:
         lines.insert(2, "from ringspan.torch.memory.host_optimizer import HostAdamW")
         lines.append("optimizer = HostAdamW(model.parameters())")
     return "\n".join(lines)
+
+
+def _sent(setting: Setting) -> dict[str, Any]:
+    """How keys and values get to other ranks, as both ``[attention]`` and ``parallelize`` call it."""
+    sent = {"layout": setting.layout, "route": setting.route}
+    return sent if setting.comm_dtype == "exact" else sent | {"comm_dtype": setting.comm_dtype}
 
 
 def _kept(setting: Setting) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def test_queries_travel_when_they_are_the_smaller_message():
         choice = choose_route(layout, rs.full(), ODD, speeds, keys)
         assert choice.route == expected
         assert ("pass-q" in dict(choice.seconds)) == (expected == "pass-q")
-    assert choose_route(layout, rs.full(), ODD, speeds, keys, may_pass_queries=False).route == "ring"
+    assert choose_route(layout, rs.full(), ODD, speeds, keys, comm_dtype="bfloat16").route == "ring"
 
 
 def test_a_slow_link_bounds_travelling_queries_by_their_bytes():

@@ -8,6 +8,7 @@ import torch
 
 import ringspan as rs
 from ringspan.core.schedule import timing
+from ringspan.core.schedule.events import Part
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.timing import Speeds, forward_pass
@@ -125,7 +126,7 @@ def test_no_rank_takes_much_longer_than_those_that_are_looked_at(layout, ranks, 
         looked_at = timing.passes(split, rs.causal(), route, HEADS, speeds, is_backward=is_backward)
         for rank in range(ranks):
             one = timing._walk(
-                make_schedule(split, rs.causal(), rank, split, way), HEADS, speeds, is_backward=is_backward
+                Part(make_schedule(split, rs.causal(), rank, split, way), HEADS), speeds, is_backward=is_backward
             )
             assert one.seconds < 1.1 * timing.slowest(looked_at).seconds, name
 

@@ -102,6 +102,10 @@ DTYPES = [
         ("llama-tied", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "compute_dtype": "float32"}),
         ("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "optimizer_on_host": True}),
         *(("llama", {"vocab_size": 64_000}, BLOCKS | types) for types in DTYPES),
+        *(
+            ("llama", THIN, {"length": 65_536, "ring": 8, "compute_dtype": "float32", "comm_dtype": comm_dtype})
+            for comm_dtype in ("exact", "bfloat16", "int8")
+        ),
     ],
 )
 def test_the_formula_is_within_10_percent_of_the_trace(kind, changes, options):

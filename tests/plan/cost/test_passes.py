@@ -45,6 +45,18 @@ def test_a_large_inner_ring_is_drawn_on_from_small_ones(monkeypatch, layout, nod
         assert one == pytest.approx(other, rel=0.02)
 
 
+@pytest.mark.parametrize("route", ["ring", "bidirectional", "all-gather", "double-ring:4", "ulysses:2"])
+def test_a_communication_dtype_changes_what_is_sent_and_nothing_else(route):
+    asked = "zigzag", 16 * 4096, 16, None, route, SIZES, Speeds(4e14, 3e11, 5e10, 4)
+    exact, halved = attention_passes(*asked), attention_passes(*asked, "int8")
+    for one, other in zip(exact, halved, strict=True):
+        assert other.compute_seconds == one.compute_seconds and other.seconds <= one.seconds
+    # Forward: the blocks are half as large; the trade of a Ulysses group is not of blocks.
+    sent, left = (each[0].intra_node_bytes + each[0].inter_node_bytes for each in (exact, halved))
+    assert left == pytest.approx(sent / 2, rel=0.001) if "ulysses" not in route else sent / 2 < left < sent
+    assert attention_passes(*asked, "bfloat16") == exact, "which numbers of two bytes are already"
+
+
 @pytest.mark.parametrize("window", [None, 5, 40])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 def test_attention_computes_the_pairs_of_the_mask(layout, window):

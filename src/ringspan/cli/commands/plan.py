@@ -54,10 +54,13 @@ Route = Annotated[
         "ulysses:U, ulysses:U+ROUTE.",
     ),
 ]
+CommDtype = Annotated[
+    str, typer.Option("--comm-dtype", help="What keys and values are sent as: exact, bfloat16, float8 or int8.")
+]
 
 
 # What says how to train, and has no part in generation.
-_OF_TRAINING = ("length", "parameter_dtype", "route", "trace", "rank", "picture")
+_OF_TRAINING = ("length", "parameter_dtype", "route", "comm_dtype", "trace", "rank", "picture")
 
 
 def command(
@@ -71,6 +74,7 @@ def command(
     dtype: Dtype = "bfloat16",
     parameter_dtype: ParameterDtype = "float32",
     route: Route = "auto",
+    comm_dtype: CommDtype = "exact",
     trace: Annotated[
         bool, typer.Option("--trace", help="Trace the real training step on fake tensors for the memory.")
     ] = False,
@@ -124,7 +128,7 @@ def command(
         require(f"--picture {picture}", "matplotlib")
     if rank is not None and not trace:
         raise ConfigError(f"--rank {rank} is the rank that a trace plays; add --trace")
-    answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route)
+    answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route, comm_dtype)
     result = answer.as_json()
     if trace:
         result |= _traced(answer, rank or 0, quiet=as_json)
@@ -160,12 +164,15 @@ def planned(
     dtype: str,
     parameter_dtype: str,
     route: str,
+    comm_dtype: str = "exact",
 ) -> "Plan":
     """The plan that the options of the command line ask for.
 
     Raises:
-        ConfigError: nodes that do not share the devices.
+        ConfigError: nodes that do not share the devices, or an option that is none.
     """
+    from ringspan.core.errors import ConfigError
+    from ringspan.core.names import COMM_DTYPE_NAMES, find_name
     from ringspan.plan.model.shapes import model_shape
     from ringspan.plan.planner import make_plan
     from ringspan.plan.search import Question
@@ -181,6 +188,7 @@ def planned(
             dtype=dtype,
             parameter_dtype=parameter_dtype,
             route=route,
+            comm_dtype=find_name("--comm-dtype", comm_dtype, COMM_DTYPE_NAMES, ConfigError),
         )
     )
 

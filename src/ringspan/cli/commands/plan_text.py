@@ -60,6 +60,8 @@ def _settings(answer: Plan, result: dict[str, Any], mesh: str) -> Iterator[tuple
     yield "mesh", mesh
     yield "micro-batches", f"{result['micro_steps']:,} of {result['micro_batch']:,} per replica and step"
     yield "layout, route", f"{result['layout']}, {result['route']}"
+    if result["comm_dtype"] != "exact":
+        yield "keys and values", f"sent as {result['comm_dtype']}"
     yield "checkpoint", result["checkpoint"]
     if result["layers_per_checkpoint"] > 1:
         yield "layers per checkpoint", str(result["layers_per_checkpoint"])

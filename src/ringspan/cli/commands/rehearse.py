@@ -24,6 +24,7 @@ def command(
     dtype: plan.Dtype = "bfloat16",
     parameter_dtype: plan.ParameterDtype = "float32",
     route: plan.Route = "auto",
+    comm_dtype: plan.CommDtype = "exact",
     rank: Annotated[int, typer.Option(min=0, help="The rank to play.")] = 0,
     bandwidth: Annotated[
         float | None,
@@ -40,7 +41,7 @@ def command(
     from ringspan.core.errors import ConfigError
     from ringspan.measure.trace.rehearsal import rehearse_plan
 
-    answer = plan.planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route)
+    answer = plan.planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route, comm_dtype)
     setting = answer.setting
     link = answer.question.device.bandwidth(setting.ring * setting.tp) if bandwidth is None else bandwidth
     if not 0 < link < float("inf"):

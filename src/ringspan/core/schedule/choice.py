@@ -43,20 +43,24 @@ def choose_route(
     speeds: Speeds,
     keys: Layout | None = None,
     *,
-    may_pass_queries: bool = True,
+    comm_dtype: str = "exact",
 ) -> Choice:
     """The quickest route by the model; the one with the smaller messages of two rings unless another is clearly
     quicker.
 
     The rings are that of keys and values and, where queries, out and lse are fewer bytes, that of queries. Further
-    candidates: see ``other_routes``. ``keys`` is where the keys live when they are another sequence.
+    candidates: see ``other_routes``. ``keys`` is where the keys live when they are another sequence. ``comm_dtype`` is
+    what keys and values are sent as; anything but ``exact`` rules out the ring of queries.
     """
     plain, keys = "ring", keys or layout
-    if may_pass_queries:
+    if comm_dtype == "exact":
         ends = sorted({0, layout.ranks - 1})
         plain = min(("ring", "pass-q"), key=lambda route: sent_bytes(layout, keys, mask, route, shape, ends))
     candidates = dict.fromkeys(("ring", plain, *other_routes(layout.ranks, shape, speeds.ranks_per_node)))
-    seconds = {route: forward_pass(layout, mask, route, shape, speeds, keys).seconds for route in candidates}
+    seconds = {
+        route: forward_pass(layout, mask, route, shape, speeds, keys, comm_dtype=comm_dtype).seconds
+        for route in candidates
+    }
     best = min(seconds, key=lambda route: seconds[route])
     if seconds[best] > WORTH_IT * seconds[plain]:
         best = plain

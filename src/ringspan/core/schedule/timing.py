@@ -15,7 +15,7 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.schedule.events import Compute, Part, Post, Wait, backward, forward
 from ringspan.core.schedule.route import Route, member_heads
-from ringspan.core.schedule.schedule import Schedule, arrivals, make_schedule
+from ringspan.core.schedule.schedule import arrivals, make_schedule
 from ringspan.core.schedule.workspace import Shape
 
 FORWARD_PRODUCTS: Final = 2  # matrix products of attention: scores and weighted values
@@ -45,10 +45,17 @@ class Pass(NamedTuple):
 
 
 def forward_pass(
-    layout: Layout, mask: Mask, route: str | Route, shape: Shape, speeds: Speeds, keys: Layout | None = None
+    layout: Layout,
+    mask: Mask,
+    route: str | Route,
+    shape: Shape,
+    speeds: Speeds,
+    keys: Layout | None = None,
+    *,
+    comm_dtype: str = "exact",
 ) -> Pass:
     """The forward pass of the rank that takes longest, see ``passes``."""
-    return slowest(passes(layout, mask, route, shape, speeds, keys, is_backward=False))
+    return slowest(passes(layout, mask, route, shape, speeds, keys, is_backward=False, comm_dtype=comm_dtype))
 
 
 def slowest(each: Iterable[Pass]) -> Pass:
@@ -65,6 +72,7 @@ def passes(
     keys: Layout | None = None,
     *,
     is_backward: bool,
+    comm_dtype: str = "exact",
 ) -> tuple[Pass, ...]:
     """A forward or backward pass on the ranks of which one takes longest, see ``_slow_ranks``.
 
@@ -87,7 +95,10 @@ def passes(
     between = replace(route, ulysses=1)
     ranks = _slow_ranks(layout, keys, mask, between, speeds)
     schedules = {rank: make_schedule(layout, mask, rank, keys, between) for rank in ranks}
-    alone = {rank: _walk(schedule, shape, speeds, is_backward=is_backward) for rank, schedule in schedules.items()}
+    alone = {
+        rank: _walk(Part(schedule, shape, comm_dtype=comm_dtype), speeds, is_backward=is_backward)
+        for rank, schedule in schedules.items()
+    }
     return tuple(
         Pass(
             one.seconds + max(trade.free.values()),
@@ -131,15 +142,15 @@ def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: boo
     return layout.tokens_per_rank * queries + keys.tokens_per_rank * (keys_and_values + gradients)
 
 
-def _walk(schedule: Schedule, shape: Shape, speeds: Speeds, *, is_backward: bool) -> Pass:
+def _walk(part: Part, speeds: Speeds, *, is_backward: bool) -> Pass:
     """When the last event is over: launches one after the other, each transfer from when it is posted until its last
     message is here, and the loop waits where it has to.
     """
-    pair = pair_flops(shape, is_backward=is_backward) / speeds.flops
-    links = _Links(schedule.rank, speeds)
+    pair = pair_flops(part.shape, is_backward=is_backward) / speeds.flops
+    links = _Links(part.schedule.rank, speeds)
     arrived: dict[int, float] = {}
     now = 0.0
-    for event in (backward if is_backward else forward)(Part(schedule, shape)):
+    for event in (backward if is_backward else forward)(part):
         if isinstance(event, Compute):
             now += event.hop.num_pairs * pair
         elif isinstance(event, Post):
@@ -147,7 +158,7 @@ def _walk(schedule: Schedule, shape: Shape, speeds: Speeds, *, is_backward: bool
             arrived[event.number] = max(each, default=now)
         elif isinstance(event, Wait):
             now = max(now, arrived[event.number])
-    return Pass(now, schedule.num_pairs * pair, links.bytes[True], links.bytes[False])
+    return Pass(now, part.schedule.num_pairs * pair, links.bytes[True], links.bytes[False])
 
 
 def pair_flops(shape: Shape, *, is_backward: bool) -> float:

@@ -151,7 +151,13 @@ class _LayerTimes:
         """One layer whose queries see so many keys."""
         shape, setting = self.shape, self.setting
         forward, backward = self.passes(
-            setting.layout, setting.length, setting.ring, window, setting.route, *self._attention()
+            setting.layout,
+            setting.length,
+            setting.ring,
+            window,
+            setting.route,
+            *self._attention(),
+            setting.comm_dtype,
         )
         passes = [forward, backward]
         if self.attention_again:

@@ -7,7 +7,7 @@ from typing import Final
 
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal
-from ringspan.core.names import LayoutName
+from ringspan.core.names import CommDtypeName, LayoutName
 from ringspan.core.schedule.events import Accumulate, Compute, Convert, Free, Make, Part, backward
 from ringspan.core.schedule.kernel_launches import pieces
 from ringspan.core.schedule.route import Route
@@ -19,6 +19,7 @@ _MOST_NODES: Final = 8  # beyond, what is held grows by the same with each node;
 # fewer ranks, which hold the same.
 _MOST_RANKS: Final = 512
 _TOKENS: Final = 64  # of a rank in the schedule that is walked: what is held grows with them
+_MANY_TOKENS: Final = 1 << 16  # beside which the factors of a scaled block are nothing, as in training
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,18 @@ def loop_bytes(
     groups: int,
     number_bytes: int,
     gradient_bytes: int | None = None,
+    comm_dtype: CommDtypeName = "exact",
 ) -> Held:
     """Bytes for each token of a rank, on the first or the last rank, whichever holds more.
 
     ``query_numbers`` and ``kv_numbers`` (keys and values together) are those of one token over all heads; ``groups`` of
     heads go through the loop one after the other. Numbers have ``number_bytes``, those of dk and dv ``gradient_bytes``
-    where these are more. A route without Ulysses groups, a causal mask.
+    where these are more; keys and values are sent as ``comm_dtype``. A route without Ulysses groups, a causal mask.
     """
     unit = gcd(query_numbers, kv_numbers)
     shares = query_numbers // unit, kv_numbers // unit
     types = number_bytes, gradient_bytes or number_bytes
-    return _share(layout, ranks, route, *shares, min(groups, 2), types).times(unit / groups)
+    return _share(layout, ranks, route, *shares, min(groups, 2), types, comm_dtype).times(unit / groups)
 
 
 def tile_pairs(layout: LayoutName, tokens: int) -> int:
@@ -73,33 +75,39 @@ def _share(
     kv_numbers: int,
     groups: int,
     types: tuple[int, int],
+    comm_dtype: CommDtypeName,
 ) -> Held:
     """``loop_bytes`` of all heads of one group, of which there are one or more."""
     large, small = _MOST_NODES * route.inner, _MOST_NODES // 2 * route.inner
     if ranks > large:
-        most, less = (_share(layout, n, route, query_numbers, kv_numbers, groups, types) for n in (large, small))
+        most, less = (
+            _share(layout, n, route, query_numbers, kv_numbers, groups, types, comm_dtype) for n in (large, small)
+        )
         beyond = (ranks - large) / (large - small)
         sums, in_transit = most.sums - less.sums, most.in_transit - less.in_transit
         return Held(most.sums + sums * beyond, most.in_transit + in_transit * beyond)
     if ranks > _MOST_RANKS:
         nodes = ranks // route.inner
         inner = _MOST_RANKS // nodes
-        return _share(layout, nodes * inner, replace(route, inner=inner), query_numbers, kv_numbers, groups, types)
-    split = Layout(layout, _TOKENS * ranks, ranks)
+        way = replace(route, inner=inner)
+        return _share(layout, nodes * inner, way, query_numbers, kv_numbers, groups, types, comm_dtype)
+    tokens = _TOKENS if comm_dtype in ("exact", "bfloat16") else _MANY_TOKENS
+    split = Layout(layout, tokens * ranks, ranks)
     shape = Shape(1, query_numbers * groups, kv_numbers * groups, 1, 0, types[0])
     parts = (
         Part(
             make_schedule(split, causal(), rank, None, route),
             shape,
-            _TOKENS,
-            _TOKENS,
+            tokens,
+            tokens,
+            comm_dtype=comm_dtype,
             head_groups=groups,
             kv_itemsize=types[1],
         )
         for rank in {0, ranks - 1}
     )
     walks = (_walk(replace(part, kernel=Returning(part.group, pieces))) for part in parts)
-    return max(walks, key=lambda held: held.total).times(1 / _TOKENS)
+    return max(walks, key=lambda held: held.total).times(1 / tokens)
 
 
 def _walk(part: Part) -> Held:

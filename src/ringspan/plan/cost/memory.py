@@ -285,7 +285,10 @@ def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, 
     head_groups = _head_groups(setting, mine, between, groups)
     # Gradients of keys that members share are summed by their owner; the loop's float32 sums are then what is sent.
     summed = _FLOAT32 if way.ulysses > shape.kv_heads else a
-    held = loop_bytes(setting.layout, groups, between, queries, 2 * keys, head_groups, a, summed).times(tokens)
+    per_token = loop_bytes(
+        setting.layout, groups, between, queries, 2 * keys, head_groups, a, summed, setting.comm_dtype
+    )
+    held = per_token.times(tokens)
     results = tokens * (a * queries + 2 * keys * summed)
     if way.ulysses == 1:
         return results + round(held.sums), round(held.in_transit)

@@ -25,7 +25,7 @@ _FEW_TOKENS: Final = 256  # below, a token more or less on the diagonal counts
 
 
 # Forward and backward of one causal attention, on the rank that takes longest: what ``attention_passes`` is.
-Passes = Callable[[LayoutName, int, int, int | None, str, Shape, Speeds], tuple[Pass, Pass]]
+Passes = Callable[[LayoutName, int, int, int | None, str, Shape, Speeds, str], tuple[Pass, Pass]]
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
@@ -35,7 +35,14 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 
 
 def even_passes(
-    layout: LayoutName, length: int, ranks: int, window: int | None, route: str, shape: Shape, speeds: Speeds
+    layout: LayoutName,
+    length: int,
+    ranks: int,
+    window: int | None,
+    route: str,
+    shape: Shape,
+    speeds: Speeds,
+    comm_dtype: str = "exact",
 ) -> tuple[Pass, Pass]:
     """What no layout and no route can beat: every rank has its part of the pairs, and nothing is sent.
 
@@ -48,7 +55,14 @@ def even_passes(
 
 @lru_cache(maxsize=1024)
 def attention_passes(
-    layout: LayoutName, length: int, ranks: int, window: int | None, route: str, shape: Shape, speeds: Speeds
+    layout: LayoutName,
+    length: int,
+    ranks: int,
+    window: int | None,
+    route: str,
+    shape: Shape,
+    speeds: Speeds,
+    comm_dtype: str = "exact",
 ) -> tuple[Pass, Pass]:
     """Forward and backward of one causal attention, on the rank that takes longest.
 
@@ -57,7 +71,7 @@ def attention_passes(
     sequences everything is twice as much.
     """
     if shape.batch > 1:
-        one = attention_passes(layout, length, ranks, window, route, replace(shape, batch=1), speeds)
+        one = attention_passes(layout, length, ranks, window, route, replace(shape, batch=1), speeds, comm_dtype)
         forward, backward = (Pass(*(shape.batch * cost for cost in each)) for each in one)
         return forward, backward
     way = Route.parse(route, ranks)
@@ -70,11 +84,12 @@ def attention_passes(
             intra_node_bytes=speeds.intra_node_bytes / times,
             inter_node_bytes=speeds.inter_node_bytes / times,
         )
-        forward, backward = attention_passes(layout, usual.length, ranks, None, route, shape, slower)
+        forward, backward = attention_passes(layout, usual.length, ranks, None, route, shape, slower, comm_dtype)
         return _with_bytes(forward, times), _with_bytes(backward, times)
     mask = causal() if window is None else sliding_window(window)
     forward, backward = (
-        slowest(_passes(split, mask, way, shape, speeds, is_backward=is_backward)) for is_backward in (False, True)
+        slowest(_passes(split, mask, way, shape, speeds, comm_dtype, is_backward=is_backward))
+        for is_backward in (False, True)
     )
     return forward, backward
 
@@ -84,7 +99,7 @@ def _with_bytes(one: Pass, times: float) -> Pass:
 
 
 def _passes(
-    layout: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, *, is_backward: bool
+    layout: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, comm_dtype: str, *, is_backward: bool
 ) -> Iterable[Pass]:
     """``timing.passes``; of more than 64 ranks, or Ulysses groups, drawn on from those of 64 and 48.
 
@@ -101,7 +116,7 @@ def _passes(
     most = max(2, _LARGEST_SCHEDULE // unit)
     large, small = most * unit, max(1, most * 3 // 4) * unit
     if groups <= large:
-        return passes(layout, mask, route, shape, speeds, is_backward=is_backward)
+        return passes(layout, mask, route, shape, speeds, is_backward=is_backward, comm_dtype=comm_dtype)
 
     def smaller(groups: int) -> tuple[Pass, ...]:
         ranks = groups * route.ulysses
@@ -109,7 +124,7 @@ def _passes(
         fewer = Layout(layout.name, ranks * layout.tokens_per_rank, ranks)
         nearer = replace(speeds, ranks_per_node=per_node)
         way = replace(route, inner=groups // nodes) if grows_inside and route.inner > 1 else route
-        return passes(fewer, mask, way, shape, nearer, is_backward=is_backward)
+        return passes(fewer, mask, way, shape, nearer, is_backward=is_backward, comm_dtype=comm_dtype)
 
     beyond = (groups - large) / (large - small)
     return (

@@ -5,9 +5,9 @@ from functools import cached_property
 from typing import Final
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
-from ringspan.core.errors import ConfigError
+from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.names import ChunkTokens, LayoutName, checkpoint_name, offload_name
+from ringspan.core.names import COMM_DTYPE_NAMES, ChunkTokens, LayoutName, checkpoint_name, find_name, offload_name
 from ringspan.core.schedule.choice import check_segments
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.step_config import StepConfig
@@ -106,12 +106,14 @@ def check_setting(shape: ModelShape, setting: Setting) -> None:
 
     Raises:
         ConfigError: an unknown checkpoint policy or offload, or nothing to offload.
-        UnsupportedError: a route or tensor parallelism that these ranks and heads do not allow.
+        UnsupportedError: a communication dtype that is none, or a route or tensor parallelism that these ranks, heads
+            and it do not allow.
     """
     checkpoint_name(setting.checkpoint)
     check_segments(setting.checkpoint, setting.layers_per_checkpoint)
     offload_name(setting.offload)
     if setting.offload != "none" and setting.checkpoint == "none":
         raise ConfigError("offload moves what checkpointing keeps; use checkpoint='attention' or 'full'")
+    setting.way.check_comm_dtype(find_name("comm_dtype", setting.comm_dtype, COMM_DTYPE_NAMES, UnsupportedError))
     local = shape.split(setting.tp)
     member_heads(local.heads, local.kv_heads, setting.way.ulysses)

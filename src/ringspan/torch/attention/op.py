@@ -183,7 +183,7 @@ def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: T
     """The route that ``auto`` stands for here."""
     speeds = Speeds(*rules_of(q.device).assumed_speeds, _ranks_per_node(layout.ranks))
     shape = Shape(len(q), q.shape[1], k.shape[1], k.shape[-1], v.shape[-1], k.dtype.itemsize)
-    choice = choose_route(layout, mask, shape, speeds, keys, may_pass_queries=comm_dtype == "exact")
+    choice = choose_route(layout, mask, shape, speeds, keys, comm_dtype=comm_dtype)
     if choice not in _told:
         _told.add(choice)
         _log.info("%s", choice.reason)
