@@ -152,8 +152,10 @@ def _look_up(
     for schedule in schedules:
         for hop in schedule.hops:
             which[schedule.rank, hop.index] = rows.setdefault(row_of(hop), len(rows))
+    # One program runs on all ranks, so a hop stays where any of them computes something at it.
     needed = [hop.index for schedule in schedules for hop in schedule.hops if hop.bands or hop.index == 0]
     course = {
+        # Ranks above two: of two, both neighbours are the same one.
         "direction": -1 if layout.ranks > 2 and schedules[0].hops[1].owner == 1 else 1,
         "num_hops": 1 + max(needed),
         "tile_pairs": schedules[0].tile_pairs,
@@ -207,6 +209,7 @@ def compile_pairs(program: Program) -> Pairs:
 
     def table(order: Callable[[tuple[int, int]], int]) -> IntArray:
         full = [sorted(pairs, key=order) or [(0, -1)] for pairs in rows]
+        # Repeats of a pair find its blocks loaded; their results are not added, since ``num`` says where the list ends.
         return np.array([pairs + pairs[-1:] * (longest - len(pairs)) for pairs in full], dtype=np.int32)
 
     return Pairs(
@@ -221,6 +224,8 @@ def _lists(tiles: tuple[Tile, ...], queries: Chunks, keys: Chunks) -> tuple[tupl
     """Runs of FULL chunk pairs, and the others that hold an allowed pair with the bands in them."""
     query_first, query_stop = np.array(queries.first), np.array(queries.start) + queries.size
     key_first, key_stop = np.array(keys.first), np.array(keys.start) + keys.size
+    # The last chunk of a length that does not come out even begins earlier: rows that another chunk has are cut off
+    # by a band, so such a pair is never a whole one.
     shifted = (query_first > queries.start)[:, None] | (key_first > keys.start)[None, :]
     full = np.zeros((len(query_first), len(key_first)), dtype=np.bool_)
     touched: dict[tuple[int, int], list[tuple[int, int, int, int, int, int]]] = {}
@@ -239,6 +244,7 @@ def _lists(tiles: tuple[Tile, ...], queries: Chunks, keys: Chunks) -> tuple[tupl
     runs: list[Run] = []
     for i, j in np.argwhere(full).tolist():
         query, key = queries.start[i], keys.start[j]
+        # Neighbouring chunks of keys become one run, which a kernel goes through without looking anything up.
         if runs and runs[-1][0] == query and runs[-1][1] + runs[-1][2] * keys.size == key:
             runs[-1] = (query, runs[-1][1], runs[-1][2] + 1)
         else:

@@ -82,6 +82,7 @@ def _forward_of_heads(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | N
         return _seen(ring, kernel.row(rank, hop), rows, block, state)
 
     def one_hop(block: Array, state: Any, hop: Array) -> tuple[Array, Any]:
+        # Before the computation in the program, so that XLA can start the transfer first and end it last.
         arriving = ring.shift(block, 1)
         return arriving, compute(block, state, hop)
 
@@ -114,6 +115,7 @@ def _backward_of_heads(
 ) -> tuple[Array, Array, Array, Array | None]:
     kernel, dtype = ring.kernel, accumulation_dtype(q.dtype)
     rank = lax.axis_index(ring.axis_name)
+    # The same for all hops: the softmax's part of the gradient needs the whole rows alone.
     delta = jnp.einsum("bhte,bhte->bht", dout.astype(dtype), out.astype(dtype), precision=lax.Precision.HIGHEST)
     rows, dout_rows = _rows(q, k), _rows(dout, k)
     # A row without a key has lse -inf; with +inf its probabilities come out as the 0 that they are.
@@ -132,12 +134,14 @@ def _backward_of_heads(
 
     dq = varying_like(jnp.zeros(rows.shape, dtype), rows, keys_values)
     last = kernel.program.num_hops - 1
+    # The first hop has no gradient behind it, and the last one nothing to send on: both are outside of the loop.
     block = ring.shift(keys_values, 1) if last else keys_values
     dq, gradient = compute(keys_values, dq, 0)
     if last:
         block, gradient, dq = _hops(one_hop, (block, gradient, dq), 1, last)
         gradient = ring.shift(gradient, 1)
         dq, added = compute(block, dq, last)
+        # Straight home, by as many steps as the block has come.
         gradient = ring.shift(gradient + added, -last)
     parts = zip(parted(gradient, k.shape[-1], v.shape[-1]), (k, v), strict=True)
     dk, dv = (part.reshape(like.shape).astype(like.dtype) for part, like in parts)
@@ -181,6 +185,7 @@ def _by_heads(one_group: Callable[..., Any], groups: int, arrays: tuple[Array, .
     def room(part: Any) -> Array:
         shape = list(part.shape)
         shape[axis(part)] *= groups
+        # ``shard_map`` keeps track of what differs between ranks, and a loop's carry must not change its kind.
         return varying_like(jnp.zeros(shape, part.dtype), *arrays)
 
     def turn(number: Array, results: Any) -> Any:

@@ -150,18 +150,21 @@ def _itinerary(ranks: int, hops: Sequence[tuple[IntArray, int, int, int]]) -> It
     everyone = np.arange(ranks)
     owners = [everyone]
     for source, posted, _, _ in hops:
+        # What a rank gets at this hop is what its source held when it was sent.
         owners.append(owners[posted][source])
     posted, behind, half = (np.array([first, *(hop[i] for hop in hops)]) for i, first in ((1, 0), (2, 0), (3, -1)))
     return Itinerary(np.stack(owners), np.stack([everyone, *(hop[0] for hop in hops)]), posted, behind, half)
 
 
 def _ring(ranks: int, direction: int, hands_on: bool) -> Itinerary:
+    # A block is sent on from the hop before, and so is what that hop made of it: one message each way per hop.
     source = (np.arange(ranks) - direction) % ranks
     return _itinerary(ranks, [(source, hop - 1, hop - 1 if hands_on else 0, -1) for hop in range(1, ranks)])
 
 
 def _bidirectional(ranks: int) -> Itinerary:
     """Odd hops: first halves, going up the ring. Even hops: second halves, going down."""
+    # A half is at each rank every second hop, so both directions of a link are busy and each message has two hops.
     neighbours = [(np.arange(ranks) + step) % ranks for step in (1, -1)]
     hops = range(1, 2 * ranks - 1)
     return _itinerary(ranks, [(neighbours[hop % 2], max(hop - 2, 0), max(hop - 2, 0), 1 - hop % 2) for hop in hops])
@@ -173,12 +176,16 @@ def _double_ring(ranks: int, inner: int) -> Itinerary:
     neighbour = node * inner + (place - 1) % inner
     other_node = (np.arange(ranks) - inner) % ranks
     hops = [
-        (neighbour, hop - 1, hop - 1, -1) if hop % inner else (other_node, hop - inner, 0, -1) for hop in range(ranks)
+        # A whole turn of the inner ring hides one message between nodes: it is posted ``inner`` hops ahead. No gradient
+        # is handed over that link hop by hop; each node sends its sum home.
+        (neighbour, hop - 1, hop - 1, -1) if hop % inner else (other_node, hop - inner, 0, -1)
+        for hop in range(ranks)
     ]
     return _itinerary(ranks, hops[1:])
 
 
 def _all_gather(ranks: int) -> Itinerary:
+    # Everything is posted at hop 0, and nobody hands anything on: partial gradients go straight to the owner.
     return _itinerary(ranks, [((np.arange(ranks) - hop) % ranks, 0, 0, -1) for hop in range(1, ranks)])
 
 
@@ -203,6 +210,7 @@ def member_heads(num_heads: int, num_kv_heads: int, members: int) -> tuple[Heads
         )
     shares: list[Heads] = []
     for member in range(members):
+        # Fewer key/value heads than members: neighbours share one, as the query heads of one group are neighbours.
         first = member * num_kv_heads // members
         each = max(1, num_kv_heads // members)
         queries = num_heads // members

@@ -203,6 +203,7 @@ class _Transfers(NamedTuple):
 def _transfers(paths: _Paths, rank: int) -> _Transfers:
     way = paths.itinerary
     hops, owners, following = np.arange(len(way.owner)), way.owner[:, rank], np.array(way.following)
+    # A block is handed on from the hop at which it is posted, so that it travels while another one is computed.
     owned_before = owners[way.posted]  # whose block was here when a later hop's was sent
     gradient, on = _listed(paths.gradient[hops, owners]), _listed(paths.handed_on[following, owners])
     mine, mine_on = _listed(paths.gradient[:, rank]), _listed(paths.handed_on[following, rank])
@@ -227,6 +228,7 @@ def _paths(layout: Layout, keys: Layout, mask: Mask, route: Route) -> _Paths:
     blocks = layout if route.passes_queries else keys
     tokens = [blocks.tokens_of(owner) for owner in range(blocks.ranks)]
     candidates = (_paths_along(needed, way, tokens, tile_pairs) for way in route.itineraries(layout.ranks))
+    # Of the two directions around a ring, under a causal mask one sends less: the layout decides which.
     return min(candidates, key=lambda paths: int(_sizes(paths.carried).sum()))
 
 
@@ -238,10 +240,14 @@ def _paths_along(needed: IntArray, way: Itinerary, tokens: list[int], tile_pairs
     parts = np.array([[_part(half, count) for count in tokens] for half in way.half.tolist()]) * _SIGNS
     by_hop = _overlap(needed[np.arange(len(needed)), way.visitor], parts[:, :, None])
     carried = by_hop.copy()
+    # From the last hop back: what a later rank still needs has to pass through every earlier one.
     for hop in range(len(by_hop) - 1, 0, -1):
         earlier = way.posted[hop]
         carried[earlier] = _hull(carried[earlier], carried[hop])
+    # At hop 0 each rank has its own block: nothing arrives, and its gradient stays.
     carried[0] = _NOTHING
+    # A gradient covers what its ranks have seen so far, so it grows on its way as the block shrinks. A rank that no
+    # longer gets some rows of the block cannot add to theirs: they go to the owner from here (``_left``).
     gradient, handed_on = by_hop.copy(), np.full_like(by_hop, _NOTHING)
     gradient[0] = _NOTHING
     for hop in range(1, len(by_hop)):
@@ -267,6 +273,7 @@ def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> t
     ]
     meetings = pairs = 0
     needed = np.full((layout.ranks, layout.ranks, _most_spans(keys), 2), _NOTHING, dtype=np.int64)
+    # Spans are met some at a time: one by one is slow for many short ones, all at once takes memory by their square.
     together = max(1, _FEW_MEETINGS // (layout.ranks * max(1, len(regions))))
     for some in (spans[first : first + together] for first in range(0, len(spans), together)):
         owners, numbers, met_spans, stored = zip(*some, strict=True)
@@ -274,6 +281,7 @@ def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> t
             np.array(column)[:, None, None, None]
             for column in ([span.start for span in met_spans], [span.count for span in met_spans], stored)
         )
+        # Of thousands of documents most are nowhere near these spans.
         stop = max(span.start + span.step * (span.count - 1) for span in met_spans)
         near = regions[(regions[:, 2] <= stop) & (regions[:, 3] > starts.min())]
         at_once = max(1, MAX_MEETINGS // max(1, queries.shape[1] * len(some) * len(near)))

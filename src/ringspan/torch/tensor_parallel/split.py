@@ -49,6 +49,7 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
     modules, planned = dict(model.named_modules()), _styles(model, ranks)
     styles = with_adapters(planned, modules)
     for path, style in styles.items():
+        # Gathered outputs of a layer would be repeated work on every rank; of the head they are what the loss needs.
         gathers = style in _COLUMNS[1:] and modules.get(path) is not model.get_output_embeddings()
         if style not in (*STYLES, WHOLE) or gathers:
             raise UnsupportedError(
@@ -56,8 +57,10 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
                 f"Supported are {', '.join(STYLES)}, gathering ones for the head alone"
             )
         _refuse_module(name, path, modules.get(path), style, ranks)
+    # A plan of the head alone splits no layer.
     if "rowwise" not in styles.values():
         raise UnsupportedError(f"transformers has no tensor-parallel plan for the layers of {name}; use tp=1")
+    # A scale per head, say, that stays whole beside split projections would be applied to the wrong heads.
     for path in sorted({path.rpartition(".")[0] for path, style in planned.items() if style in ("colwise", "rowwise")}):
         for parameter, _ in modules[path].named_parameters():
             if f"{path}.{parameter}".rpartition(".")[0] not in styles:
@@ -112,14 +115,17 @@ def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
     for path, module in modules.items():
         own = {name: p for name, p in module._parameters.items() if p is not None}
         for name, parameter in own.items():
+            # Tied weights, of embedding and head, must be one parameter afterwards too.
             if parameter not in split:
                 placement = placements.get(parameter, Replicate())
+                # Without a source rank nothing is sent: ``parallelize`` has made the weights the same on every rank.
                 whole = distribute_tensor(parameter.detach(), tp, [placement], src_data_rank=None)
                 split[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             module._parameters[name] = split[parameter]
         if own:
             mix_in(module, _MIXINS.get(styles.get(path, ""), Whole), tp_group=tp.get_group())
         if isinstance(module, _Vocabulary) and module.padding_idx is not None:
+            # Only the rank that has the padding row keeps its gradient at zero.
             rows = module.num_embeddings // tp.size()
             is_here = module.padding_idx // rows == tp.get_local_rank()
             module.padding_idx = module.padding_idx % rows if is_here else None
@@ -127,6 +133,7 @@ def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
     for path, style in styles.items():
         if style in _COLUMNS:
             parent = path.rpartition(".")[0]
+            # q, k and v read one input: its gradient is summed once for all three, not once for each.
             if parent not in inputs and style == "colwise":
                 inputs[parent] = _Inputs()
                 mix_in(modules[parent], _Siblings, tp_inputs=inputs[parent])
@@ -148,6 +155,7 @@ def _styles(model: PreTrainedModel, ranks: int) -> dict[str, str]:
     embedding: Any = model.get_input_embeddings()
     paths = {module: path for path, module in model.named_modules()}
     ends = {paths[head]: "colwise_gather_output", paths[embedding]: "embedding_rowwise"}
+    # A vocabulary that does not come out even is repeated on every rank; padding it would change the softmax.
     if any(size % ranks for size in vocabularies(model)):
         for path in ends:
             styles.pop(path, None)
@@ -194,6 +202,7 @@ class _Inputs:
 
     def share(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """``x``, with a gradient that is summed over the group."""
+        # By identity: siblings are given the same tensor, and equal ones of other calls are not theirs.
         if self._seen is not None and self._seen[0] is x:
             return self._seen[1]
         shared = SumOfGradients.apply(x, group)
@@ -234,6 +243,7 @@ class _Rows(Whole):
 
     def forward(self, x: Tensor) -> Tensor:
         _refuse_hooks(self)
+        # The bias is whole on every rank: added to each part, the sum would have it P times.
         with self._local(leave_out="bias"):
             part = super(Whole, self).forward(x)  # pyright: ignore[reportAttributeAccessIssue]
         out = Sum.apply(part, [self.tp_group])
@@ -261,6 +271,7 @@ class _Vocabulary(Whole):
         rows = len(local_part(self.weight))
         first = rows * dist.get_rank(self.tp_group)
         is_here = (tokens >= first) & (tokens < first + rows)
+        # Tokens of other ranks read some row of this one, which is then taken out.
         part = super().forward((tokens - first).clamp(0, rows - 1))
         return Sum.apply(part * is_here.unsqueeze(-1), [self.tp_group])
 

@@ -141,6 +141,7 @@ class Transfer:
             self._receive = None
         if record:
             record.arrived = now(record.device)
+        # What was sent may be large, and whoever holds the transfer need not hold that too.
         self._works.clear()
         self._sends.clear()
         COUNTERS.exposed_seconds += time.perf_counter() - started
@@ -163,6 +164,7 @@ class Exchange:
 
     def among(self, ranks: Sequence[int], name: str) -> "Exchange":
         """The same pass between some of the ranks, which are its peers 0, 1, ..."""
+        # Its own tags: a trade within a Ulysses group is numbered like the ring between groups.
         return Exchange(self._group, f"{self._signature} {name}", ranks)
 
     def empty(self, spec: TensorSpec) -> Tensor:
@@ -184,6 +186,7 @@ class Exchange:
         """
         assert self._group is not None or not (sends or receives), "a single rank has nobody to talk to"
         pending = [self._pending(self._rank(peer), spec, message) for peer, spec in receives]
+        # Shared memory needs no request: such messages are on their way before the process group is asked.
         outgoing: list[tuple[int, Tensor]] = []
         for rank, buffer in ((self._rank(peer), buffer) for peer, buffer in sends):
             if queues := self._queues_with(rank, buffer.device):
@@ -220,6 +223,7 @@ class Exchange:
             try:
                 receive.message = receive.spec.on(self._queues.receive(receive.expected))
             except OutOfStepError as error:
+                # One rank has noticed. The others are told, so that all raise and none waits for the time-out.
                 report_out_of_step(self._group, str(error))
 
     def _queues_with(self, rank: int, device: torch.device) -> SharedQueues | None:

@@ -58,6 +58,7 @@ class SharedQueues:
         ranks = dist.get_world_size(group)
         self.memory = SharedMemory(group, num_words=_QUEUES + _QUEUE_WORDS * ranks)
         self._rank, self._seconds = dist.get_rank(group), seconds
+        # Whoever shares memory is a process of this host, whose end can be asked of the kernel at once.
         self._pulses = {rank: _Pulse(process) for rank, process in self.memory.peers.items()}
         self._queues = {  # by sender and reader
             rank: [_Queue(self.memory.words(rank)[start:stop]) for start, stop in pairwise(_bounds(ranks))]
@@ -99,16 +100,19 @@ class SharedQueues:
                 self._drain(sender)
                 if key in self._received:
                     return self._open(self._received.pop(key), expected)
+                # The sender compares with all ranks instead of sending: the two are at different calls.
                 if requests > self._comparisons:
                     raise OutOfStepError(
                         f"rank {sender} has not sent what this rank waits for, and does something else"
                     )
                 if is_slow:
                     words[_WAITS_NUMBER], words[_WAITS_FOR] = expected.number, sender + 1
+                    # Twice, since the words of several ranks are not read at one moment: see ``_waiting``.
                     if (waiting := self._waiting()) and waiting == self._waiting():
                         raise OutOfStepError(f"it waits for rank {sender}, which waits for others, and they for it")
         finally:
             words[_WAITS_FOR] = 0
+            # Tells two waits of a rank for the same message apart, in ``_waiting`` of another rank.
             words[_WAITS_COUNT] += 1
         raise AssertionError("patience ends with an error")
 
@@ -173,12 +177,14 @@ class SharedQueues:
         while True:
             yield is_slow
             now = time.perf_counter()
+            # Most messages are here within microseconds, and a sleep takes longer; but the core may be the sender's.
             if now - started < _SPIN_SECONDS:
                 os.sched_yield()
                 continue
             is_slow = now - felt > _PULSE_SECONDS
             if is_slow:
                 felt = now
+                # Asked rarely: it is a call to the kernel.
                 if not self._pulses[peer].beats:
                     yield False  # it may have done it before it ended
                     raise RuntimeError(f"rank {peer} of this ring has ended")
@@ -214,6 +220,7 @@ class _Queue:
         if number - self._words[0] > _CAPACITY:
             return False
         at = self._at(number)
+        # The number last: a reader that sees it takes the rest for written.
         self._words[at + 1], self._words[at + 2], self._words[at + 3] = descriptor
         self._words[at] = number
         return True

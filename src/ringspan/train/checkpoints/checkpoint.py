@@ -102,6 +102,7 @@ class Checkpoints:
             mesh: sizes of the mesh, for the reader.
             layout: layout of the sequences, for the reader.
         """
+        # One save at a time: two would need twice the memory, and could commit in the other order.
         earlier = self.wait()
         if step == self.newest_step:
             return earlier
@@ -148,11 +149,13 @@ class Checkpoints:
             manifest = read_manifest(folder)
             if manifest.run_id != self.run_id:
                 raise CheckpointError(f"{folder / MANIFEST}: is of run {manifest.run_id}, expected {self.run_id}")
+            # Each file is read once in all, not once per rank: shards of a large model take minutes to verify.
             for name in sorted(manifest.files)[self._rank :: self._num_ranks]:
                 verify(folder, manifest, name)
             return hashlib.sha256(manifest.dump().encode()).hexdigest()
 
         manifest: Manifest | None = None
+        # On a shared file system that lags, or on none, ranks may resume from different steps and notice nothing.
         if len(set(self._together("", work))) > 1:
             raise CheckpointError(f"{folder / MANIFEST}: the ranks read different manifests; is the folder shared?")
         assert manifest is not None, "read by work"
@@ -198,6 +201,7 @@ class Checkpoints:
         complete = self.folder / f"step_{snapshot.step:08d}"
         scratch = self.folder / f"{complete.name}.tmp-{self.run_id}"
         try:
+            # All sizes first: whether there is room is known before a byte is written.
             sizes = self._together("", lambda: snapshot.num_bytes)
             self._together("no checkpoint", lambda: self._make_room(scratch, sum(sizes)))
             try:
@@ -205,6 +209,7 @@ class Checkpoints:
                 self._together(
                     f"step {snapshot.step} not saved", lambda: self._commit(scratch, complete, snapshot, parts)
                 )
+            # A half-written folder would take the room that the next save needs.
             except BaseException:
                 if self._rank == 0:
                     shutil.rmtree(scratch, ignore_errors=True)
@@ -220,6 +225,7 @@ class Checkpoints:
             return
         free = shutil.disk_usage(self.folder).free
         needed = num_bytes + _HEADROOM_BYTES
+        # A disk that fills up halfway fails on some ranks and not on others, and has cost the time of the save.
         if free < needed:
             raise CheckpointError(f"{self.folder}: {needed} bytes are needed, {free} are free; make room")
         if scratch.exists():
@@ -247,14 +253,17 @@ class Checkpoints:
                 for name, (dtype, shape) in whole.items()
             },
         )
+        # The manifest is the last file written: a folder without one is no checkpoint.
         write_synced(scratch / MANIFEST, manifest.dump())
         sync_folder(scratch)
         if complete.exists():  # refused when the run was resumed; the step was computed anew
             complete.rename(self.folder / f"{complete.name}.tmp-replaced")
+        # The commit. A rename is atomic; what it names was synced before, and the folder that holds the name is after.
         scratch.rename(complete)
         sync_folder(self.folder)
         write_synced(self.folder / _LATEST, complete.name + "\n")
         sync_folder(self.folder)
+        # Later ones, which a run that was set back has not reached again, do not count as kept.
         old = [path for path in self._steps() if path.name <= complete.name]
         for path in old[: -self._keep]:
             _remove(path)
@@ -336,6 +345,7 @@ def _own_name(rank: int, name: str) -> str:
 
 def _remove(folder: Path) -> None:
     """Remove a checkpoint; cut short, what is left is no checkpoint."""
+    # By another name first, since removing a folder takes a while and may be cut short.
     doomed = folder.with_name(f"{folder.name}.tmp-old")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
