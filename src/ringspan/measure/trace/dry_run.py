@@ -71,6 +71,7 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
         tracker,
     ):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
+        # A GPU's host is other memory than the one that is counted; a CPU is its own host.
         on_host = _FarHostAdamW if setting.on_gpu else HostAdamW
         model, optimizer, batch = prepare(model, mesh, setting, host_optimizer=on_host)
         tracker.watch_model(model)
@@ -99,6 +100,7 @@ def _settle(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer
         if isinstance(module, FSDPModule):
             module.unshard()
             module.reshard()
+    # AdamW makes its state in the first step, and only for parameters with a gradient.
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     end_step(tracker, model, optimizer)
@@ -231,6 +233,7 @@ def hugging_face_config(shape: ModelShape, length: int) -> PreTrainedConfig:
         "eos_token_id": None,
         "pad_token_id": None,
     }
+    # Each family's config class has its own way to say which layers have windows, and refuses the others'.
     if shape.model_type != "mistral":
         values["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in shape.layer_windows]
     if shape.model_type == "llama":

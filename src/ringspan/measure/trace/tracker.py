@@ -93,6 +93,7 @@ class MemoryTracker(TorchDispatchMode):
         """Count these tensors from now on, as this category."""
         for tensor in tensors:
             storage = local_part(tensor).untyped_storage()
+            # By storage: views and detached tensors share their memory with what they were made from.
             if storage._cdata in self._storages:
                 self._move(self._storages[storage._cdata], category)
             else:
@@ -158,6 +159,7 @@ class MemoryTracker(TorchDispatchMode):
             with self:
                 return _LOOPS[func](*args, **(kwargs or {}))
         communicates = func.namespace in COMMUNICATION
+        # By now what the reduction before this one made has become the gradients of a layer.
         if communicates and func.name().startswith(_REDUCE_SCATTERS):
             self.claim_gradients()
         result = func(*args, **(kwargs or {}))
@@ -171,6 +173,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._move(known, "gradients" if func in _TAKES_GRADIENTS else "communication")
         for tensor in tensors_of(result):
             storage = tensor.untyped_storage()
+            # In-place operators and views return memory that is known, or that is not the step's.
             if storage._cdata not in given and storage._cdata not in self._storages:
                 self._add(storage, "communication" if communicates else "temporaries")
         self._note()

@@ -49,6 +49,7 @@ class Ulysses:
         """``ring.forward`` on the heads of this member; results as they came, (B, H, T, ...)."""
         q_, k_, v_ = self._to_heads(self._queries(q), self._keys(k), self._keys(v))
         out, lse = rings.forward(ring, q_, k_, v_, None if sinks is None else sinks[self.mine.queries])
+        # out and lse are traded together: one round of messages, not two.
         back = self._queries(rings.empty_like(q, v.shape[-1])), self._queries(lse.new_empty((*q.shape[:-1], 1)))
         self._to_tokens((out, lse.unsqueeze(-1)), back)
         return back[0].tensor, back[1].tensor.squeeze(-1)
@@ -91,6 +92,7 @@ class Ulysses:
             _place(result, mine, layout.places(self.member))
             results.append(result)
             for other in self._others():
+                # A message is one stretch of memory; heads of (B, H, T, D) are not, with more than one sequence.
                 sends.append((other, tensor[:, heads[other]].contiguous()))
                 receives.append((other, TensorSpec.like(mine)))
         arrived = self._trade(sends, receives, _TO_HEADS)
@@ -125,6 +127,7 @@ class Ulysses:
         for tensor, (result, heads, layout) in zip(tensors, into, strict=True):
             parts = {self.member: _take(tensor, layout.places(self.member))}
             parts |= dict(next(arrived) for _ in self._others())
+            # In the order of members on every rank, so that sums round alike and runs repeat to the bit.
             for member in sorted(parts):
                 sharing = [parts[other] for other in sorted(parts) if heads[other] == heads[member]]
                 if heads.index(heads[member]) == member:

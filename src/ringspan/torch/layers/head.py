@@ -125,6 +125,7 @@ class _Blocks:
         parts: list[Tensor] = []
         for rows in self._slices(hidden):
             chunk = hidden[rows].detach().requires_grad_(hidden.requires_grad)
+            # Autograd numbers operations in order: what has a lower number than this one was computed before the block.
             now = torch.zeros((), requires_grad=True).neg().grad_fn
             losses = self._losses(chunk, rows)
             leaves |= {id(leaf): leaf for leaf in _leaves(losses, since=now) if leaf is not chunk}
@@ -138,6 +139,7 @@ class _Blocks:
         sums: list[Tensor | None] = [None] * len(leaves)
         d_hidden = torch.empty_like(hidden) if of_hidden else None
         state, devices, states = self._random
+        # A head with dropout must drop the same entries again, and the caller's random numbers go on as if it had not.
         with torch.random.fork_rng(devices, device_type=self._device.type), torch.enable_grad():
             torch.set_rng_state(state)
             if devices:
@@ -148,6 +150,7 @@ class _Blocks:
                     losses = self._losses(chunk, rows)
                 wanted = [chunk, *leaves] if d_hidden is not None else list(leaves)
                 parts: list[Tensor | None] = [None] * len(wanted)
+                # A block without targets, say, may need no gradient at all.
                 if losses.requires_grad:
                     d_block = d_losses[rows].to(losses.dtype)
                     parts = list(torch.autograd.grad(losses, wanted, d_block, allow_unused=True))
@@ -175,6 +178,7 @@ def token_cross_entropy(products: Tensor, targets: Tensor, options: LossOptions)
     logits = logits * options.logit_scale if options.logit_scale != 1 else logits
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
+    # Log-probabilities in 16 bits would be the loss's largest error.
     with torch.autocast(logits.device.type, enabled=False):
         losses = cross_entropy(
             logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=options.label_smoothing
@@ -233,6 +237,7 @@ def _leaves(losses: Tensor, since: Any) -> list[Tensor]:
 def vocabularies(model: PreTrainedModel) -> tuple[int, int]:
     """Entries of the vocabulary that the input has embeddings of, and that the head knows."""
     given: Any = model.get_input_embeddings()
+    # An adapter wraps the embedding; the table inside of it says how many entries there are.
     table = next((part for part in given.modules() if isinstance(part, nn.Embedding)), given)
     head: Any = model.get_output_embeddings()
     return table.weight.shape[0], output_size(head)

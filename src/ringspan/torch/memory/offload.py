@@ -37,10 +37,12 @@ class Store:
 
     def put(self, tensor: Tensor) -> Any:
         """A stand-in for the tensor, which is free to go; the tensor itself where it stays."""
+        # Parameters are there anyway, and small tensors cost more than they free.
         if isinstance(tensor, nn.Parameter) or tensor.nbytes < max(1, self.min_bytes) or not tensor.is_floating_point():
             return tensor
         before = self._newest() if self._newest is not None else None
         parked = _PLACES[rules_of(tensor.device).offloads_to](tensor, before, self.folder)
+        # Weak: a pass that is dropped without backward takes what it parked with it.
         self._newest = weakref.ref(parked)
         self.parked_bytes += tensor.nbytes
         return parked
@@ -70,6 +72,7 @@ class _Parked:
             earlier = earlier._before and earlier._before()
             if earlier is None:
                 break
+            # What was fetched and is not wanted again would come back for nothing.
             if earlier._wanted:
                 earlier.fetch()
         return tensor

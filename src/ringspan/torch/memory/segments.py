@@ -52,6 +52,7 @@ class Segments:
         Raises:
             UnsupportedError: the layer is not a segment's first, and its input is not what the one before it returned.
         """
+        # Evaluation keeps nothing, so there is nothing to save.
         if not torch.is_grad_enabled():
             return function(*args)
         kept: list[tuple[Any, ...]] = []
@@ -71,9 +72,11 @@ class Segments:
         if segment is None or begins:
             segment = self._segment = _Segment(self._store)
         place = len(segment.calls)
+        # Random numbers and autocast are noted here, since making an input again has to draw the same.
         segment.calls.append(_Call(layer, function, args[1:], _surroundings(args[0]), self._store, kept))
         with segment.hooks(place, args[0]):
             result = checkpoint(function, *args, **options)
+        # Weak: a strong reference would keep the very tensor that segments are there to free.
         self._last = StorageWeakRef(hidden_of(result).untyped_storage())
         return result
 
@@ -94,6 +97,7 @@ class _Call:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(self.surroundings())
+            # The ring does not run again: its results are kept, and every rank would have to come here at once.
             if self.kept:
                 stack.enter_context(_Replay(self.store, list(self.kept), again=True))
             return hidden_of(self.function(hidden, *self.others))
@@ -130,6 +134,7 @@ class _Segment:
         """The input of the layer there."""
         if place not in self._made:
             hidden = self._store.get(self._first, again=True)
+            # Backward asks for the last layer's input first; the others' are made on the way and wait in ``_made``.
             for number, call in enumerate(self.calls[:place]):
                 coming = self.calls[number + 1].layer if number + 1 < place else None
                 with _gathered(call.layer, coming, stays=number + 1 == place):
@@ -142,6 +147,7 @@ def _gathered(layer: nn.Module, coming: nn.Module | None, *, stays: bool) -> Ite
     """A layer whose parameters are whole, the next one's on their way; those of one that ``stays`` backward wants."""
     if isinstance(layer, FSDPModule):
         layer.unshard()
+        # Gathered while this layer computes, as FSDP does in an ordinary forward pass.
         if isinstance(coming, FSDPModule):
             coming.unshard(async_op=True)
     yield

@@ -127,6 +127,7 @@ class RingCache(Cache):
                 f"cannot crop to {new} tokens: windows have dropped what lies before {first}; call "
                 "activate_past_recording() before"
             )
+        # How many rows go is this rank's own affair: the tokens taken back may be anybody's.
         before = self.shares.counts()[self.rank]
         self._ids.cut(0, length - new)
         self.shares.crop(new)
@@ -194,11 +195,13 @@ class RingLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         for rows, new in zip(self.rows, (key_states, value_states), strict=True):
+            # A prompt's tokens come split already; a few new ones come to every rank, which picks those it is to keep.
             rows.append(new if turn.is_split else new.index_select(2, turn.kept.to(new.device)))
         self.length = turn.new.length
         share = key_states[:, :, :1], value_states[:, :, :1]  # of a rank that holds none: padding (``Shares.held``)
         if self.rows[0].count:
             share = tuple(rows.tensor for rows in self.rows)
+        # Behind the share that is returned: this pass's first queries still see what its last ones no longer do.
         if not self._cache.records_past:
             self.forget()
         self.keys, self.values = (rows.stored for rows in self.rows)
