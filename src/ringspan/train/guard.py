@@ -64,6 +64,8 @@ class Guard:
         """
         finite = math.isfinite(loss) and math.isfinite(norm)
         spike = self._spikes.describe(loss, norm) if finite and self._config.spike != "off" else None
+        # One reduction for all that ranks have to agree on. The maximum of a number and of its negative say whether all
+        # have the same.
         flags = [not finite, self._stop.signal_name is not None, spike is not None, step, -step, peak_bytes]
         votes = torch.tensor([float(flag) for flag in flags], dtype=torch.float64, device=self._device)
         dist.all_reduce(votes, dist.ReduceOp.MAX)
@@ -74,6 +76,7 @@ class Guard:
         if any_not_finite:
             return Verdict(apply=False, rewind=False, problem=self._not_finite(step, loss, norm, parameters), **verdict)
         self._skipped_in_a_row = 0
+        # Only ordinary steps count as the past: a spike among them would make the next one look ordinary.
         if not any_spike:
             self._spikes.accept(loss, norm)
             return Verdict(apply=True, rewind=False, problem=None, **verdict)
@@ -93,12 +96,14 @@ class Guard:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what ``state`` returned. A run that rewinds keeps its count of rewinds."""
         self._skipped_in_a_row = int(state["skipped_in_a_row"])
+        # A checkpoint from before the rewind knows of fewer: counted from it, a run could rewind for ever.
         self._rewinds = max(self._rewinds, int(state["rewinds"]))
         self._spikes.restore(state["spikes"])
 
     def _not_finite(self, step: int, loss: float, norm: float, parameters: Iterable[tuple[str, Tensor]]) -> str:
         text = f"step {step}: loss {loss}, gradient norm {norm}; {_where(parameters)}"
         self._skipped_in_a_row += 1
+        # The weights are still those before the step: whoever restarts loses nothing.
         if self._config.non_finite == "stop":
             raise Diverged(f"{text}; the weights are those of step {step - 1}: lower optimizer.learning_rate")
         if self._skipped_in_a_row > self._config.max_skipped_steps:
@@ -120,6 +125,7 @@ class Spikes:
 
     def describe(self, loss: float, norm: float) -> str | None:
         """What is too high to belong to the last steps; None for an ordinary step."""
+        # Of logarithms, since losses and norms vary by factors.
         for (name, last), value in zip(self._last.items(), (loss, norm), strict=True):
             if len(last) < _MIN_STEPS:
                 continue

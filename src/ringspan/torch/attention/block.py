@@ -57,6 +57,7 @@ class PackedSpec:
         scales = None
         numbers = buffer
         if self.scaled:
+            # Factors first: behind numbers of one byte they would lie at odd addresses.
             scales = buffer[: self._factors].view(torch.float32).view(2, self.batch, self.heads, 1, 1)
             numbers = buffer[self._factors :].view(self.dtype)
         shape = (self.batch, self.heads, size(self.ranges))
@@ -98,6 +99,7 @@ class Block:
         spec = PackedSpec.of(ranges, self.k, self.v, scaled=self.scales is not None)
         packed = spec.on(make(spec.buffer_spec))
         if self.scales is not None and packed.scales is not None:
+            # Of the whole block: cut down, its code is sent on as it came.
             packed.scales.copy_(self.scales)
         for start, stop in ranges:
             rows = packed.rows(start, stop)
@@ -141,6 +143,7 @@ class RunningSum:
     def add(self, start: int, stop: int, value: Tensor) -> None:
         """Add ``value`` to rows [start, stop)."""
         mine = self._into[:, :, start:stop]
+        # Rows are either all new, all there, or, where masks of documents cross, some of each.
         missing = self._rows.touch(start, stop)
         if missing == stop - start:
             mine.copy_(value)

@@ -120,6 +120,7 @@ class Watchdog:
         """Say farewell. A failure of this rank alone is told to the others; a refusal is one that all ranks share."""
         if isinstance(error, RuntimeError):  # how an exchange with a lost peer fails: let its rank be named
             self.await_verdict()
+        # What the library raises it raises on all ranks, so nobody is left who would have to be told.
         if error is not None and not isinstance(error, RingspanError):
             self._farewell = {"bye": shortened(f"{type(error).__name__}: {error}")}
         self._closing.set()
@@ -139,6 +140,7 @@ class Watchdog:
             self._seconds.append(now - self._started)
         self._started, self._step, self._doing = now, step, "step"
         self._patience_seconds = self._config.patience_seconds
+        # By the median: a few steps, such as those that save, take longer and are no stall.
         if len(self._seconds) >= _MEASURED_STEPS:
             median = statistics.median(self._seconds)
             self._patience_seconds = max(self._config.min_seconds, self._config.timeout_steps * median)
@@ -173,6 +175,7 @@ class Watchdog:
         if self._rank == 0:
             try:
                 server = _listen()
+                # With a token, since anybody on the network can connect to a port.
                 answer = [(*server.getsockname()[:2], secrets.token_hex(16))]
             except OSError as error:
                 answer = [f"rank 0 cannot listen for the other ranks: {error}; set watchdog.enabled = false"]
@@ -192,6 +195,7 @@ class Watchdog:
 
     def _add(self, link: _Link) -> None:
         link.socket.settimeout(1.0)
+        # Messages are a line each, and late ones look like a rank that hangs.
         link.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._links.append(link)
         self._selector.register(link.socket, selectors.EVENT_READ, link)
@@ -242,6 +246,7 @@ class Watchdog:
             data = b""
         if not data:
             self._drop(link)
+            # A socket that closes without a farewell is a process that ended without a chance to say so.
             if link.rank is not None and not link.farewell:
                 self._lost(link.rank, "died")
             return
@@ -306,10 +311,12 @@ class Watchdog:
         if silent:
             missing, how = silent, "silent, stopped or cut off"
             for place in silent.values():
+                # A stopped process neither ends nor frees its GPU by itself, and its launcher would wait for it.
                 if place.process is not None and place.process[0] == self._machine:
                     with suppress(OSError):
                         os.kill(place.process[1], signal.SIGKILL)
         elif self._rank == 0:
+            # All wait for somebody; who has done least is whom they wait for.
             first = min(place.count for place in places.values())
             missing = {r: p for r, p in places.items() if p.count == first}
             how = "furthest behind" if len(missing) < len(places) else "no rank is behind another"

@@ -85,6 +85,7 @@ class Eager:
     def heads(self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize) -> Iterator[tuple[int, slice, slice]]:
         """A sequence, some of its query heads and the key/value heads that these share; all of them in turn."""
         batch, kv_heads = k.shape[:2]
+        # Heads that share keys are rows of one product; as many such groups as leave their scores in the cache.
         shared = q.shape[1] // kv_heads
         scores = shared * min(tile.num_rows, size.rows) * min(tile.num_keys, size.keys)
         groups = _equal(0, kv_heads, max(1, size.scores // scores))
@@ -95,6 +96,7 @@ class Eager:
     def chunks(self, tile: Tile, size: ChunkSize) -> Iterator[tuple[slice, list[slice]]]:
         """Chunks of rows, and for each those of the keys that the band lets it see."""
         for rows in _equal(0, tile.num_rows, size.rows, _UNIT):
+            # Keys that the band keeps from all of these rows are never read.
             first, last = max(0, rows.start - tile.hi), min(tile.num_keys, rows.stop - tile.lo)
             yield rows, _equal(first, last, size.keys, _UNIT)
 
@@ -177,6 +179,7 @@ def _equal(first: int, last: int, most: int, unit: int = 1) -> list[slice]:
 
     Where ``most`` is a multiple of ``unit``, all but the last are too.
     """
+    # All but the last end at a multiple of the unit, counted from the first.
     size, unit = last - first, gcd(unit, most)
     number = -(-size // most)
     edges = [first + min(size, -(-size * n // (number * unit)) * unit) for n in range(number + 1)]
@@ -202,6 +205,7 @@ def _scores(
     s, slope = torch.bmm(q, k.mT), None
     if scores.softcap:
         s.tanh_()
+        # The derivative of tanh, from its value.
         slope = 1 - s.square() if differentiate else None
         s.mul_(scores.softcap * _LOG2E)
     if scores.slopes is not None:

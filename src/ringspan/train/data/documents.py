@@ -83,6 +83,7 @@ def scan_documents(config: DataConfig) -> DocumentScan:
             f"data.paths = {listed(config.paths)}: no text in {len(rows)} documents ({num_undecodable} not UTF-8 or "
             f"null, {num_empty} empty); add files with text"
         )
+    # Sizes and times, by which a later run sees that text has changed without reading it.
     stamps = {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
     return DocumentScan(documents=documents, num_undecodable=num_undecodable, num_empty=num_empty, files=stamps)
 
@@ -99,6 +100,7 @@ def _load_files(files: Sequence[Path], text_field: str) -> Dataset:
         )
     except DatasetGenerationError as error:
         cause: BaseException = error
+        # datasets wraps what the generator raised, at some depth.
         while cause.__cause__ is not None and not isinstance(cause, ConfigError):
             cause = cause.__cause__
         if isinstance(cause, ConfigError):
@@ -140,6 +142,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str | None]:
             text = _decoded(line)
             if text is None:
                 yield None
+            # A last line break is no document.
             elif text.strip():
                 yield _field_of(_parsed(text, f"{path}:{number}"), text_field, f"{path}:{number}")
 
@@ -165,6 +168,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str | None]:
             raise ConfigError(
                 f'data.text_field = "{text_field}": is {kind}, not a string, in {path}; name another field'
             )
+        # Rows may be whole books: a few at a time.
         for batch in file.iter_batches(batch_size=64, columns=[text_field]):
             yield from batch.column(0).to_pylist()
 

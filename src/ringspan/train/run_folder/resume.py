@@ -63,6 +63,7 @@ def begin_run(
         changed = origin.compare(run, config.data, data)
         if config.data.on_change == "continue":  # from now on it is this text, wherever it is
             began = json.loads((run / RECORD).read_text(encoding="utf-8"))["config"]
+            # Only the text: what else the run began with still holds.
             begun, _ = recorded(began | {"data": config.model_dump(mode="json")["data"]})
             _write_record(run, record.run_id, begun)
         return [changed] if changed else []
@@ -116,6 +117,7 @@ def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
             for key, value in optimizer.state[parameter].items():
+                # A step count is one number, the same on every rank; what has dimensions is as split as its weight.
                 is_split = isinstance(parameter, DTensor) and value.ndim > 0
                 is_part = is_split and not isinstance(value, DTensor)
                 tensors[f"optimizer/{name}/{key}"] = Part(value, cast(DTensor, parameter)) if is_part else value
@@ -129,6 +131,7 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
+    # Those that have a state keep it: this is called for running optimizers too.
     fresh = [p for p in parameters if p.requires_grad and not optimizer.state[p]]
     if not fresh:
         return
@@ -187,6 +190,7 @@ def restore(
         CheckpointError: on every rank, when the checkpoint is of another model.
     """
     tensors = run_state(model, optimizer)
+    # What a checkpoint has and the model lacks would be lost without a word. (Each rank's own tensors are named so.)
     unknown = [name for name in manifest.tensors if name not in tensors and not name.startswith("rank ")]
     if unknown:
         raise CheckpointError(f"{folder}: has {unknown[0]}, which this model lacks; is it of another model?")
