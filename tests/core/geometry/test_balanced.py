@@ -13,7 +13,7 @@ from ringspan.core.errors import LayoutError
 from ringspan.core.geometry.balanced import balanced
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.pairs import pairs_before, stretches
-from ringspan.core.schedule.schedule import plan
+from ringspan.core.schedule.schedule import make_schedule
 from tests.core.strategies import custom_layouts, lengths, masks
 from tests.fuzz import examples
 
@@ -50,7 +50,7 @@ def work(layout, mask):
 
 
 def sent(layout, mask):
-    return sum(plan(layout, mask, rank, route="all-gather").sent_tokens for rank in range(layout.ranks))
+    return sum(make_schedule(layout, mask, rank, route="all-gather").sent_tokens for rank in range(layout.ranks))
 
 
 def lognormal(total, seed=0):
@@ -65,7 +65,7 @@ def lognormal(total, seed=0):
 @examples(100)
 def test_work_is_counted_as_the_schedule_counts_it(mask, length, ranks):
     layout = balanced(mask, length=length, ranks=ranks)
-    counted = [plan(layout, mask, rank).num_pairs for rank in range(ranks)]
+    counted = [make_schedule(layout, mask, rank).num_pairs for rank in range(ranks)]
     assert work(layout, mask).tolist() == counted
 
 
