@@ -57,6 +57,7 @@ def check_call(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -
         Exception: ``call.error`` of this rank or, where it has none, what another rank found wrong.
     """
     names, everywhere, in_ring = (_words(thing) for thing in (call.name, call.alike, call.alike_in_ring))
+    # The first number counts the ranks that have come, so sizes of meshes need not be known.
     mine = [1, int(call.error is None), call.targets, *_with_squares(names + everywhere + in_ring)]
     if "tp" in (mesh.mesh_dim_names or ()):  # whose ranks have the same targets
         mine[2] = call.targets if mesh.get_local_rank("tp") == 0 else 0
@@ -108,10 +109,12 @@ class _Told(NamedTuple):
 def _explain(mesh: DeviceMesh, call: Call, axes: list[str]) -> None:
     """Raise what is wrong, on every rank of some axes alike."""
     replica = mesh["replicate"].get_local_rank()
+    # Only now, when something is wrong, do whole values travel: an ordinary call costs a few numbers.
     told = [_Told(dist.get_rank(), replica, Call(call.name, call.alike, call.alike_in_ring, 0, _portable(call.error)))]
     for axis in axes:
         told = [one for part in gather(told, mesh[axis].get_group()) for one in part]
     told.sort(key=lambda one: one.rank)
+    # First of all: of ranks in different calls nothing else can be compared.
     if len({one.call.name for one in told}) > 1:
         doing = _by_rank((one.rank, one.call.name) for one in told)
         raise PeerMismatch(f"the ranks do different things: {doing}; make each call on every rank")
@@ -154,5 +157,6 @@ def _portable(error: Exception | None) -> Exception | None:
     if error is None:
         return None
     if isinstance(error, RingspanError):
+        # A new one: an exception of another process may hold what cannot be pickled.
         return type(error)(str(error))
     return PeerMismatch(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")

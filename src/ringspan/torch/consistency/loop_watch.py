@@ -39,11 +39,13 @@ class LoopWatch:
     """What this rank's main thread tells the watchdog: in which call it is, and when it has left it."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
+        # Before the process group's own time-out, which would end the ranks without saying who is missing.
         self.patience_seconds = 0.8 * timeout_seconds(mesh["ring"].get_group(), torch.device(mesh.device_type))
         settings = _Settings(silence_seconds=self.patience_seconds)
         self._watchdog = Watchdog(settings, None, leaving_seconds=_LEAVING_SECONDS)
         self._num_passes = 0
         self._watchdog.__enter__()
+        # There is no call by which a loop of somebody else's says that it is over.
         atexit.register(self._leave)
 
     @contextmanager
@@ -85,6 +87,7 @@ def watch_loop(mesh: DeviceMesh) -> None:
     """Watch the ranks of a mesh over the whole world from now on, once in a process; all ranks call it."""
     global _watch
     group = mesh["ring"].get_group()
+    # A mesh over a part of the world would take ranks for missing that have nothing to do with it.
     if _watch is None and 1 < dist.get_world_size() == mesh.size() and dist.get_backend(group) != "fake":
         _watch = LoopWatch(mesh)
 

@@ -33,6 +33,7 @@ def optimizer_facts(model: nn.Module) -> dict[str, Any]:
 
 
 def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # Once for each optimizer: the search goes through all parameters of all models.
     if optimizer not in _owners:
         _owners[optimizer] = _find_owners(optimizer)
     for model in _owners[optimizer]:
@@ -49,6 +50,7 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _describe(optimizer: Optimizer) -> str:
     """How many parameters are in each group, and a digest of which."""
+    # By place in the model, since addresses differ between processes.
     places = {id(parameter): place for model in _models for place, parameter in enumerate(model.parameters())}
     groups = [[places.get(id(parameter), -1) for parameter in group["params"]] for group in optimizer.param_groups]
     digest = hashlib.blake2b(repr(groups).encode(), digest_size=4).hexdigest()

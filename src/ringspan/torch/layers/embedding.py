@@ -26,6 +26,7 @@ def sum_embedding_gradients(model: PreTrainedModel) -> None:
     """Let every embedding of the model add up its gradient as ``embedding_gradient`` does, in place; what wraps the
     input's (an adapter) too.
     """
+    # An adapter looks up in its own forward, so the mode has to be around that.
     outermost: nn.Module | None = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
     for module in model.modules():
         if module is outermost or (isinstance(module, nn.Embedding) and not own_gradient(module)):
@@ -54,6 +55,7 @@ def embedding_gradient(gradient: Tensor, tokens: Tensor, num_embeddings: int, pa
         (V, C), in the dtype of ``gradient``, rounded once.
     """
     dtype = torch.float64 if gradient.device.type == "cpu" else accumulation_dtype(gradient.dtype)
+    # Each column is a sum of its own, so any cut along C gives the same bits.
     columns = max(1, _NUMBERS // (num_embeddings + 2 * len(tokens)))
     total = gradient.new_empty(num_embeddings, gradient.shape[1])
     left_out = -1 if padding_idx is None else padding_idx
@@ -89,6 +91,7 @@ def _look_up(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
+    # Those have gradients, or weights, of their own; ``parallelize`` refuses them where they are the model's.
     if max_norm is not None or scale_grad_by_freq or sparse:
         return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if padding_idx is not None and padding_idx < 0:

@@ -42,8 +42,10 @@ def is_rotary(module: nn.Module) -> bool:
     if not names or isinstance(module, _ChunkedTables):
         return False
     buffer = getattr(module, names[0])
+    # Nothing can be computed without memory; what has such a buffer is taken for one.
     if buffer.is_meta:
         return True
+    # Gemma 3 has a table for each kind of layer, and is asked for it by name.
     kinds = {name.removesuffix("original_inv_freq").removesuffix("inv_freq").removesuffix("_") for name in names}
     positions = torch.arange(3, device=buffer.device).unsqueeze(0)
     try:
@@ -64,9 +66,11 @@ class _ChunkedTables(nn.Module):
     def forward(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B, T, D) of the positions (B, T), in x's dtype; rows that are alike share their memory."""
         rows = len(position_ids)
+        # Mostly all sequences have the same positions: one table then does.
         alike = rows > 1 and bool((position_ids == position_ids[:1]).all())
         positions = position_ids[:1] if alike else position_ids
         length = int(positions.max()) + 1 if self.rotary_length is None else self.rotary_length
+        # The last position of the whole sequence, by which dynamic scaling and longrope choose their frequencies.
         last = positions.new_full((len(positions), 1), length - 1)
         tables: list[Tensor] = []
         for start in range(0, positions.shape[1], _CHUNK_TOKENS):

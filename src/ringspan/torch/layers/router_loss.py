@@ -60,6 +60,7 @@ class RouterLoss(NamedTuple):
             chosen = chosen + counts  # not counted on from layer to layer: float32 does not count beyond 2^24
             probabilities = probabilities + (each.float() * weights).sum(0)
         rows = weights.sum().view(1) * len(scores)
+        # All three in one message. The gradient of counts is zero, as in transformers, whose counts are of a choice.
         total = Sum.apply(torch.cat((probabilities, chosen, rows)), list(groups))
         probabilities, chosen, rows = total.split((self.num_experts, self.num_experts, 1))
         return self.num_experts * ((chosen / rows) * (probabilities / rows)).sum()
@@ -75,6 +76,7 @@ def find_router_loss(model: PreTrainedModel) -> RouterLoss | None:
     if coefficient is None or not isinstance(experts, int) or not isinstance(chosen, int):
         return None
     loss = RouterLoss(experts, chosen, coefficient, RouterRecorder(experts))
+    # By trial: a model with the same attributes may weigh its experts in another way.
     return loss if _agrees(model, loss) else None
 
 
@@ -131,6 +133,7 @@ def _agrees(model: PreTrainedModel, loss: RouterLoss) -> bool:
     size, vocabulary = input_size(head), output_size(head)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (1, 5), generator=generator)
+    # Made-up outputs of decoder and head, so that the loss alone is tried, and no weight need be there.
     hidden, logits = torch.zeros(1, 5, size), torch.zeros(1, 5, vocabulary)
     scores: Any = tuple(torch.randn(5, loss.num_experts, generator=generator) for _ in range(2))
     output = MoeModelOutputWithPast(last_hidden_state=hidden, router_logits=scores)

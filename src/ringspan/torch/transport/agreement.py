@@ -68,6 +68,7 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     if key in here.known:
         return
     _compare(group, here)
+    # After the first comparison: all ranks are here now, which making queues takes.
     if here.queues is None and dist.get_backend(group) == "gloo":
         here.queues = SharedQueues(group, timeout_seconds(group, torch.device("cpu")))
     here.known[key] = None
@@ -118,6 +119,7 @@ def _compare(group: dist.ProcessGroup, here: _Group, problem: str | None = None)
     else:
         with here.queues.comparing() as sent:
             answers: list[_Answer] = gather(_Answer(here.facts, problem, sent), group)
+        # Messages of a pass that failed would otherwise be taken for those of the next one.
         here.queues.forget([answer.sent[dist.get_rank(group)] for answer in answers])
     for name in dict.fromkeys(name for answer in answers for name in answer.facts):
         values = [answer.facts.get(name) for answer in answers]
