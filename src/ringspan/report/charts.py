@@ -39,6 +39,7 @@ def loss_picture(metrics: Sequence[dict[str, Any]], evaluation: Sequence[dict[st
         return None
     from matplotlib.ticker import MaxNLocator
 
+    # Said in words too, for those who do not see the picture.
     last = [(name, series[-1]) for name, series in (("train", train), ("eval", evaluated)) if series]
     spoken = "; ".join(f"{name} loss {loss:.4f} at step {step:,.0f}" for name, (step, loss) in last)
     left, top, right, bottom = 66.0, 16.0, 390.0, 226.0
@@ -58,6 +59,7 @@ def loss_picture(metrics: Sequence[dict[str, Any]], evaluation: Sequence[dict[st
     for colour, series, style in ((RANK_COLOURS[0], train, "-"), (RANK_COLOURS[5], evaluated, (0, (2.5, 2)))):
         points = _thin(series, 500)
         line(axes, [x for x, _ in points], [y for _, y in points], colour, 2, linestyle=style, gid="curve|")
+    # More stripes than that are narrower than a pointer.
     if shown := _thin(train, 120):
         middles = [(here + there) / 2 for (here, _), (there, _) in pairwise(shown)]
         edges = [axes.get_xlim()[0], *middles, axes.get_xlim()[1]]
@@ -66,6 +68,7 @@ def loss_picture(metrics: Sequence[dict[str, Any]], evaluation: Sequence[dict[st
     for step, loss in _thin(evaluated, 120):
         title = f"step {step:,.0f}: evaluation loss {loss:.4f}"
         _draw_marker(page, place((step, loss)), RANK_COLOURS[5], title, diamond=True)
+    # Both curves mostly end near each other, and so would their numbers.
     heights = _apart([place(point)[1] for _, point in last], 17)
     for (name, (_, loss)), y in zip(last, heights, strict=True):
         text(page, right + 12, y + 4, f"{name} {loss:.3f}", strong=True)
@@ -141,6 +144,7 @@ def category_picture(rows: Sequence[dict[str, Any]]) -> "Figure | None":
         (f"ring {row['ring']}", f"{row['tokens_per_rank']:,} tokens per rank", row["checkpoint"], row["variant"])
         for row in rows
     ]
+    # What all rows share is said above them, once.
     differs = [len(set(column)) > 1 for column in zip(*facts, strict=True)]
     spoken = "; ".join(f"{row['checkpoint']} {row['variant']}: {megabytes(sum(row['bytes'].values()))}" for row in rows)
     label = f"Memory per rank by category. {spoken}."

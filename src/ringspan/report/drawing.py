@@ -127,8 +127,10 @@ def svg(figure: "Figure") -> str:
     from matplotlib import rc_context
 
     written = StringIO()
+    # Text stays text, and ids do not change from one drawing to the next.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "ringspan"}):
         figure.savefig(written, format="svg", dpi=72, transparent=True)
+    # matplotlib's own style sheet and definitions go: pictures share a page, where their ids would clash.
     body = written.getvalue().rpartition("</style>")[2].partition("</defs>")[2].rpartition("</svg>")[0]
     body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL).replace("; stroke-linejoin: miter", "")
     body = re.sub(r">\s+<", "><", body)

@@ -125,12 +125,15 @@ def next_length(trials: list[dict[str, Any]], budget_bytes: int, longest: int) -
     if not low or high - low <= max(1, 0.03 * low):
         return 0
     finite = sorted((t["length"], t["peak_bytes"]) for t in trials if math.isfinite(t["peak_bytes"]))
+    # With one trial there is no line yet.
     proposal = 2 * low
     if len(finite) > 1:
+        # The two longest: what is there at any length counts least in them.
         (a, at_a), (b, at_b) = finite[-2:]
         slope = (at_b - at_a) / (b - a)
         if slope > 0:
             proposal = int(0.99 * (low + (budget_bytes - dict(finite)[low]) / slope))
+    # A line that leads out of the interval has met something that is not linear: halve it.
     if high <= longest and not low < proposal < high:
         proposal = (low + high) // 2
     step = math.ceil(0.01 * low)  # a proposal next to one that is known would teach nothing
@@ -140,6 +143,7 @@ def next_length(trials: list[dict[str, Any]], budget_bytes: int, longest: int) -
 def _try(case: ContextCase, length: int) -> dict[str, Any]:
     """One step of this length; a peak of infinity where memory ran out."""
     try:
+        # Processes of their own: what one trial left in an allocator would count in the next.
         results = launch(_measure, case.ranks, case, length, threads=1, is_thrifty=True)
     except RuntimeError as error:
         if not ran_out_of_memory(error):
@@ -179,6 +183,7 @@ def _measure(case: ContextCase, length: int) -> dict[str, Any]:
     optimizer.step()
     synchronize(device)
     seconds = time.perf_counter() - started
+    # A step that computed nonsense is no length that fits.
     if not math.isfinite(loss := float(loss.detach())):
         raise AssertionError(f"the loss of {length} tokens is {loss}")
     return {"peak_bytes": peak_bytes(device), "step_seconds": seconds, "parameters": parameters}

@@ -111,11 +111,14 @@ def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> di
     loss = model(**shard_batch(batch, mesh, layout=options.layout)).loss
     loss.backward()
     gradients = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    # The other ranks are done: rank 0 takes the whole machine for what one process computes.
     if dist.get_rank() != 0:
         return {}
     torch.set_num_threads(os.cpu_count() or 1)
     say("the same on one process, with transformers' own attention")
+    # Its own copy, since ``parallelize`` has changed the first one.
     plain = _load(folder)
+    # One process may not hold all activations of so long a text either.
     checkpoint_layers(plain, "full")
     expected = plain(**batch).loss
     expected.backward()

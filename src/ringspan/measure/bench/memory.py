@@ -63,6 +63,7 @@ class LiveTensors(TorchDispatchMode):
 
     def num_bytes(self, *, apart_from: Iterable[Tensor] = ()) -> int:
         """Bytes of the living storages, each counted once, without those of the given tensors."""
+        # Parameters are made before, or resized by FSDP meanwhile; neither is an activation.
         known = {_storage(tensor)._cdata for tensor in apart_from}
         living = {cdata: storage() for cdata, storage in self._storages.items() if cdata not in known}
         return sum(storage.nbytes() for storage in living.values() if storage is not None)
@@ -93,6 +94,7 @@ def held_activations(model: PreTrainedModel, batch: dict[str, Tensor]) -> int:
         nonlocal held
         held = live.num_bytes(apart_from=model.parameters())
 
+    # Behind the decoder and before the loss, which has gradients of its own.
     handle = model.base_model.register_forward_hook(count)
     live = LiveTensors()
     with live:
@@ -111,6 +113,7 @@ def run(case: MemoryCase, say: Callable[[str], None] = lambda line: None) -> dic
     rows: list[dict[str, Any]] = []
     per_rank = case.length // max(case.rings)
     for ring in case.rings:
+        # The largest ring has both at one length, which is then measured once.
         lengths = dict.fromkeys((case.length, per_rank * ring))
         say(f"three steps on a ring of {ring} at {' and at '.join(f'{length:,}' for length in lengths)} tokens")
         rows += launch(_measure, ring, case, tuple(lengths))[0]

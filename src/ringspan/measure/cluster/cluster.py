@@ -94,6 +94,7 @@ def clock_offsets(group: dist.ProcessGroup) -> tuple[list[float], float]:
 
     Of a few rounds, in each of which all read their clocks after a barrier, the one that was over soonest.
     """
+    # The shortest round says most: the clocks were read within it.
     best, error = [0.0] * dist.get_world_size(group), float("inf")
     for _ in range(10):
         dist.barrier(group)
@@ -128,6 +129,7 @@ def _transfer_rates(group: dist.ProcessGroup, senders: Iterable[int], name: str)
     rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), local_device()
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     block = torch.zeros(_MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
+    # Named by the turn, so that a rank that is late is not sent another turn's block.
     exchange, best = Exchange(group, f"doctor {name}"), float("inf")
     for message in range(_ROUNDS + 1):
         dist.barrier(group)
