@@ -7,6 +7,7 @@ import pytest
 
 from ringspan.plan.cluster.hardware import DEVICES, device
 from ringspan.plan.cost.cost import (
+    block_tokens_for_overlap,
     causal_pairs,
     dataset_flops_ratio,
     model_flops,
@@ -102,3 +103,12 @@ def test_replicas_sum_their_gradients_once_a_step():
 def test_the_published_ratio_of_flops_for_a_dataset_at_a_million_tokens():
     hidden = MODELS["gpt-175b"].hidden
     assert round(dataset_flops_ratio(hidden, 1 << 20, 4096), 1) == 14.4
+
+
+def test_what_is_sent_in_fewer_bits_is_hidden_behind_smaller_blocks():
+    setting, link = Setting(length=65_536, ring=4, compute_dtype="float32"), 50e9
+    exact, half, quarter = (
+        block_tokens_for_overlap(LLAMA, replace(setting, comm_dtype=comm_dtype), FAST, link)
+        for comm_dtype in ("exact", "bfloat16", "int8")
+    )
+    assert (half, quarter) == (exact / 2, exact / 4)

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeVar
 from ringspan.core.geometry.ranges import Ranges, minus, size, union
 from ringspan.core.schedule.kernel_launches import KernelLaunch, within_ranges
 from ringspan.core.schedule.schedule import Hop, Schedule, Send
-from ringspan.core.schedule.workspace import Kernel, Shape, merge_bytes
+from ringspan.core.schedule.workspace import Kernel, Shape, merge_bytes, sent_itemsize
 
 MESSAGES_PER_HOP: Final = 2  # keys and values before the computation, gradients after it
 _FLOAT32: Final = 4
@@ -183,8 +183,7 @@ class _Walk:
         self.is_scaled = part.comm_dtype in _SCALED
         self.is_converted = self.is_scaled or (part.comm_dtype == "bfloat16" and shape.itemsize != _BFLOAT16)
         self.factors = 2 * _FLOAT32 * shape.batch * shape.kv_heads if self.is_scaled else 0
-        itemsize = 1 if self.is_scaled else _BFLOAT16 if self.is_converted else shape.itemsize
-        self.sent_token = self.numbers * itemsize
+        self.sent_token = self.numbers * sent_itemsize(part.comm_dtype, shape.itemsize)
         self.under_way: dict[int, _Coming] = {}  # blocks, by their hop
         self.returning: list[_Coming] = []  # what other ranks made of this rank's own block
         self.sums = Buffer(0)  # of dk and dv

@@ -12,6 +12,7 @@ from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches
 from ringspan.core.schedule.route import Heads
 
 _FLOAT32: Final = 4
+_BFLOAT16: Final = 2
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Shape:
         return replace(
             self, heads=heads.queries.stop - heads.queries.start, kv_heads=heads.keys.stop - heads.keys.start
         )
+
+
+def sent_itemsize(comm_dtype: str, itemsize: int) -> int:
+    """Bytes of a number of keys and values as they are sent, but for the few factors of a scaled block."""
+    return {"exact": itemsize, "bfloat16": _BFLOAT16}.get(comm_dtype, 1)
 
 
 class Kernel(Protocol):

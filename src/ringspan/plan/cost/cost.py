@@ -10,7 +10,7 @@ from typing import Final
 
 from ringspan.core.costs import training_flops
 from ringspan.core.schedule.timing import Pass, Speeds
-from ringspan.core.schedule.workspace import Shape
+from ringspan.core.schedule.workspace import Shape, sent_itemsize
 from ringspan.plan.cluster.hardware import Device
 from ringspan.plan.cost.memory import local_parameter_bytes, saved_per_token
 from ringspan.plan.cost.passes import Passes, attention_passes, causal_pairs
@@ -275,4 +275,5 @@ def block_tokens_for_overlap(shape: ModelShape, setting: Setting, device: Device
     """
     reached = device.flops * device.attention_efficiency
     causal_share = 0.5 if setting.ring > 1 else 1.0
-    return reached / bandwidth * (shape.kv_heads / shape.heads) * (setting.number_bytes / 2) / causal_share
+    sent = sent_itemsize(setting.comm_dtype, setting.number_bytes)
+    return reached / bandwidth * (shape.kv_heads / shape.heads) * (sent / 2) / causal_share
