@@ -27,7 +27,7 @@ settings.load_profile("ringspan")
 @pytest.fixture(scope="session", autouse=True)
 def server(request: pytest.FixtureRequest) -> None:
     """Import what ranks need once, meanwhile, and not in each rank of each test."""
-    folders = {part for item in request.session.items for part in item.path.parts}
+    folders = {part for item in request.session.items for part in item.nodeid.partition("::")[0].split("/")}
     # The folders whose tests start ranks of their own.
     if folders & {"bench", "cli", "hf", "train"} or any("pool" in item.fixturenames for item in request.session.items):
         trainers = ["tests.hf.trainers"] if "hf" in folders else []

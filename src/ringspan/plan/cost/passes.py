@@ -113,7 +113,8 @@ def _passes(
     else:
         grows_inside = _LARGEST_SCHEDULE * route.ulysses < 4 * speeds.ranks_per_node
     unit = nodes if grows_inside else route.inner
-    most = max(2, _LARGEST_SCHEDULE // unit)
+    # What an inner ring's ends add counts less the longer it is, so these are as long as they may be.
+    most = max(2, (_MOST_RANKS if grows_inside and route.inner > 1 else _LARGEST_SCHEDULE) // unit)
     large, small = most * unit, max(1, most * 3 // 4) * unit
     if groups <= large:
         return passes(layout, mask, route, shape, speeds, is_backward=is_backward, comm_dtype=comm_dtype)
