@@ -437,8 +437,8 @@ MUTANTS = [
     Mutant(
         "labels left out of what a ring compares",
         "torch/data/batch.py",
-        "for x in (tokens, targets, lengths)",
-        "for x in (tokens, tokens, lengths)",
+        "for x in (tokens, targets, lengths, padding)",
+        "for x in (tokens, tokens, lengths, padding)",
         "torch/data/test_batch.py::test_the_digest_of_a_batch_sees_what_is_in_it_and_not_which_rank_asks",
     ),
     Mutant(
