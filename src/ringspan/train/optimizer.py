@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ringspan.core.errors import ConfigError
 from ringspan.torch.memory.host_optimizer import HostAdamW
+from ringspan.torch.memory.rounding import RoundingAdamW
 from ringspan.train.config.tables import OptimizerConfig
 
 
@@ -20,9 +21,11 @@ def build_optimizer(model: PreTrainedModel, settings: OptimizerConfig) -> torch.
     """
     groups, options = _decayed(model, settings), {"betas": settings.betas, "eps": settings.eps}
     if settings.state == "8bit":
-        return _low_bit(groups, options, next(model.parameters()).device)
+        return _low_bit(groups, options, settings)
     if settings.on_host:
-        return HostAdamW(groups, **options)
+        return HostAdamW(groups, masters=settings.rounding == "master", **options)
+    if settings.rounding == "stochastic":
+        return RoundingAdamW(groups, **options)
     return torch.optim.AdamW(groups, **options)
 
 
@@ -35,11 +38,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def _low_bit(groups: list[dict[str, Any]], options: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:
+def _low_bit(groups: list[dict[str, Any]], options: dict[str, Any], settings: OptimizerConfig) -> torch.optim.Optimizer:
     if importlib.util.find_spec("torchao") is not None:
         from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
 
-        return AdamW8bit(groups, **options)
+        return AdamW8bit(groups, bf16_stochastic_round=settings.rounding == "stochastic", **options)
     raise ConfigError(
         'optimizer.state = "8bit": needs torchao, which is not installed; pip install torchao, or set '
         'optimizer.state = "float32"'

@@ -92,6 +92,7 @@ def test_a_minimal_file_takes_the_documented_defaults(tmp_path: Path):
         "label_smoothing": 0.0,
         "state": "float32",
         "on_host": False,
+        "rounding": "nearest",
     }
     assert config.evaluation.model_dump() == {"every_steps": 0, "num_sequences": 8}
 

@@ -13,8 +13,14 @@ from ringspan.torch.layers.modules import local_part
 class HostAdamW(torch.optim.AdamW):
     """AdamW whose moments, and a copy of the weights to step on, are in host memory; the result is AdamW's.
 
-    A step copies the gradients there and the new weights back, a parameter at a time.
+    A step copies the gradients there and the new weights back, a parameter at a time. With ``masters`` the host keeps
+    float32 moments and a float32 copy of each weight, which all steps add to; the device has its nearest neighbour in
+    the dtype of the parameter.
     """
+
+    def __init__(self, params: Any, *, masters: bool = False, **options: Any) -> None:
+        super().__init__(params, **options)
+        self._masters = masters
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -25,9 +31,13 @@ class HostAdamW(torch.optim.AdamW):
                     continue
                 local, state = local_part(p), self.state[p]
                 if not state:
-                    state |= {"step": torch.zeros(()), "exp_avg": _on_host(local), "exp_avg_sq": _on_host(local)}
-                weight = local.to("cpu", copy=True)
-                self._update(weight, local_part(p.grad).to("cpu"), state, group)
+                    dtype = torch.float32 if self._masters else local.dtype
+                    state |= {"step": torch.zeros(()), "exp_avg": _on_host(local, dtype)}
+                    state["exp_avg_sq"] = _on_host(local, dtype)
+                    if self._masters:
+                        state["master"] = _on_host(local, dtype).copy_(local)
+                weight = state["master"] if self._masters else local.to("cpu", copy=True)
+                step_of_adamw(weight, local_part(p.grad).to("cpu", weight.dtype), state, group)
                 local.copy_(weight)
         return loss
 
@@ -42,31 +52,44 @@ class HostAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As AdamW's; moments go to host memory."""
         super().load_state_dict(state_dict)
+        if self._masters:
+            keep_float32(self, state_dict)
         for state in self.state.values():
             for name, value in state.items():
                 state[name] = local_part(value).to("cpu")
 
-    @staticmethod
-    def _update(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        adamw(
-            [weight],
-            [gradient],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"]],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+
+def keep_float32(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """After ``load_state_dict``, which casts state as its parameter is: let it be float32, as it was saved."""
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, p in zip(indices, parameters, strict=True):
+        for name, value in state_dict["state"].get(index, {}).items():
+            if name != "step":
+                optimizer.state[p][name] = value.to(device=p.device, dtype=torch.float32)
 
 
-def _on_host(like: Tensor) -> Tensor:
-    return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+def step_of_adamw(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    """AdamW's step of one weight, in place, by the settings of its group."""
+    adamw(
+        [weight],
+        [gradient],
+        [state["exp_avg"]],
+        [state["exp_avg_sq"]],
+        [],
+        [state["step"]],
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def _on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(like.shape, dtype=dtype, pin_memory=like.is_cuda)
 
 
 def _like(value: Tensor, p: Tensor) -> Tensor:

@@ -171,6 +171,9 @@ class OptimizerConfig(Table):
     """Moments of AdamW; "8bit" needs torchao."""
     on_host: bool = False
     """Keep the moments in host memory and step there."""
+    rounding: Literal["nearest", "stochastic", "master"] = "nearest"
+    """How a bfloat16 parameter takes an update: the nearest number, which loses small ones; "stochastic", up or down in
+    proportion; "master", from a float32 copy beside the moments on the host. The last two keep float32 moments."""
 
     def with_warmup(self, steps: int) -> "OptimizerConfig":
         """The same with another warm-up, which still counts as not set where nobody has."""
@@ -178,6 +181,16 @@ class OptimizerConfig(Table):
 
     @model_validator(mode="after")
     def _check_state(self) -> "OptimizerConfig":
+        if self.rounding == "master" and not self.on_host:
+            raise ConfigError(
+                'optimizer.rounding = "master": float32 copies on the device take as much as float32 parameters; set '
+                'optimizer.on_host = true, or model.parameter_dtype = "float32"'
+            )
+        if self.rounding == "stochastic" and self.on_host:
+            raise ConfigError(
+                'optimizer.rounding = "stochastic": is done on the device; set optimizer.on_host = false, or '
+                'optimizer.rounding = "master"'
+            )
         if self.on_host and self.state != "float32":
             raise ConfigError(
                 f'optimizer.state = "{self.state}": cannot be on the host; set optimizer.on_host = false, or '
@@ -290,6 +303,11 @@ class TrainConfig(Table):
                     f"set it to at most {self.steps}"
                 )
             object.__setattr__(self, "optimizer", self.optimizer.with_warmup(self.steps))  # frozen from here on
+        if self.optimizer.rounding != "nearest" and self.model.parameter_dtype != "bfloat16":
+            raise ConfigError(
+                f'optimizer.rounding = "{self.optimizer.rounding}": is for model.parameter_dtype = "bfloat16", and it '
+                f'is "{self.model.parameter_dtype}"; set one of them'
+            )
         if self.profile and self.steps < 3:
             raise ConfigError(f"profile = true: takes three steps, and steps = {self.steps}; raise it")
         if self.adapter.rank is not None and self.model.init == "scratch":

@@ -1,0 +1,76 @@
+"""AdamW for parameters in bfloat16, which has too few digits for the updates of a training run.
+
+A parameter that is rounded to the nearest of 256 numbers between two powers of 2 loses each update below a 512th of
+itself. Here the update is computed in float32, of float32 moments, and rounded at random to one of the two neighbours,
+in proportion, so that small updates add up in the mean: ``E[round(w)] = w``.
+
+Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", section 3.
+"""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ringspan.core.errors import ConfigError
+from ringspan.torch.layers.modules import local_part
+from ringspan.torch.memory.host_optimizer import keep_float32, step_of_adamw
+
+_SEEDS: Final = 1 << 31
+
+
+class RoundingAdamW(torch.optim.AdamW):
+    """AdamW whose moments are float32, and whose parameters in bfloat16 are rounded at random.
+
+    The random numbers are a function of the step and of the place of a parameter among all, so that ranks which have
+    the same part of it round alike, and a run that is resumed rounds as the first one did. Parameters in float32 are
+    stepped as by AdamW.
+
+    Raises:
+        ConfigError: parameters of another dtype than these two.
+    """
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dtype not in (torch.bfloat16, torch.float32):
+                    raise ConfigError(f"parameters of {p.dtype} cannot be rounded at random; use bfloat16")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        number = 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                number += 1
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state |= {name: torch.zeros_like(p, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+                weight = local_part(p)
+                exact = weight.float()
+                moments = {name: local_part(state[name]) for name in ("exp_avg", "exp_avg_sq")}
+                step_of_adamw(exact, local_part(p.grad).float(), {"step": state["step"], **moments}, group)
+                if weight.dtype == torch.bfloat16:
+                    generator = torch.Generator(weight.device)
+                    generator.manual_seed((int(state["step"]) * 1_000_003 + number) % _SEEDS)
+                    exact = rounded(exact, generator)
+                weight.copy_(exact)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As AdamW's; moments stay float32, where PyTorch would cast them as the parameters are."""
+        super().load_state_dict(state_dict)
+        keep_float32(self, state_dict)
+
+
+def rounded(x: Tensor, generator: torch.Generator) -> Tensor:
+    """float32 -> bfloat16, up or down at random so that the mean is ``x``; what bfloat16 has stays as it is."""
+    bits = x.contiguous().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, x.shape, generator=generator, device=x.device, dtype=torch.int32)
+    # The lower half, with noise below one unit of the upper half added, carries into it in proportion.
+    cut = ((bits + noise) & -(1 << 16)).view(torch.float32)
+    return torch.where(x.isfinite(), cut, x).to(torch.bfloat16)
