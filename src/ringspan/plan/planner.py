@@ -10,7 +10,7 @@ from ringspan.core.names import CHECKPOINT_NAMES
 from ringspan.core.schedule.choice import WORTH_IT
 from ringspan.plan.cluster.hardware import min_block_tokens, min_tokens_per_device
 from ringspan.plan.cost.cost import StepCost
-from ringspan.plan.cost.memory import Memory, host_bytes, training_memory
+from ringspan.plan.cost.memory import Memory, host_bytes, host_use, training_memory
 from ringspan.plan.cost.passes import even_passes
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.reasons import needs, why
@@ -68,6 +68,7 @@ class Plan:
             "offload": setting.offload,
             "optimizer_on_host": setting.optimizer_on_host,
             "host_bytes": host_bytes(self.question.shape, setting),
+            "host": host_use(self.question.shape, setting),
             "max_length_tokens": self.max_length_tokens,
             "max_length_needs": needs(self.longest) if self.longest else "",
             "min_block_tokens": blocks,

@@ -7,7 +7,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.units import shown_bytes, shown_seconds
 from ringspan.core.names import CHECKPOINT_NAMES
 from ringspan.plan.cost.cost import StepCost, block_tokens_for_overlap
-from ringspan.plan.cost.memory import Memory, host_bytes, training_memory
+from ringspan.plan.cost.memory import Memory, host_bytes, host_use, training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.search import AUTO, Question, longest_setting, meshes
 
@@ -41,6 +41,7 @@ def why(question: Question, setting: Setting, memory: Memory, cost: StepCost, lo
     if setting.ring > 1:
         yield _why_this_layout(setting)
     yield f"the peak is in the {memory.moment}: {shown_bytes(memory.peak_bytes)} of {shown_bytes(device.memory_bytes)}"
+    yield from _about_host(question, setting)
     yield from _about_links(question, setting, cost)
     if shape.positions and question.length > shape.positions:
         yield f"{shape.name} has {shape.positions:,} learned positions; {question.length:,} tokens need new ones"
@@ -179,6 +180,21 @@ def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
     if setting.optimizer_on_host:
         need = training_memory(shape, replace(setting, optimizer_on_host=False)).peak_bytes
         yield f"AdamW's moments are on the host and step there: on the device they would need {shown_bytes(need)}"
+
+
+def _about_host(question: Question, setting: Setting) -> Iterator[str]:
+    """What a host cannot hold of what it is asked to, where its memory is known."""
+    has, use = question.device.host_memory_bytes, host_use(question.shape, setting)
+    if has and use["load"] > has:
+        yield (
+            f"the host cannot load it: one weight or layer is {shown_bytes(use['load'])}, a device's share of its "
+            f"memory {shown_bytes(has)}"
+        )
+    if has and use["save"] > has >= use["train"]:
+        yield (
+            f"the host cannot hold a checkpoint while it is written: {shown_bytes(use['save'])} a device with the copy "
+            f"of its shards, of {shown_bytes(has)}; use more devices, or another place for what is on the host"
+        )
 
 
 def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:

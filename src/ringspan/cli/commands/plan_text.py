@@ -22,6 +22,9 @@ def show(answer: Plan, result: dict[str, Any], mesh: str) -> None:
     rows = [(name, shown_bytes(num_bytes)) for name, num_bytes in result["bytes"].items() if num_bytes]
     rows += [("peak", f"{shown_bytes(result['peak_bytes'])} of {has}")]
     facts(out, "memory per device at the peak", rows)
+    facts(
+        out, "memory of the host per device", [(f"to {name}", shown_bytes(use)) for name, use in result["host"].items()]
+    )
     facts(out, "one step", list(_step(answer)))
     if any(result["link_bytes_per_step"].values()):
         facts(out, "received by each device in one step", list(_received(result)))

@@ -329,3 +329,21 @@ def host_bytes(shape: ModelShape, setting: Setting) -> int:
     moments = 2 * local_parameter_bytes(shape, setting) if setting.has_moments_on_host else 0
     kept = setting.tokens * saved_per_token(shape, setting, shape.layers) if setting.offload != "none" else 0
     return moments + kept
+
+
+def host_use(shape: ModelShape, setting: Setting) -> dict[str, int]:
+    """Bytes that a rank of a GPU has in its share of its host: while weights are loaded from files, trained, and
+    while a checkpoint is saved.
+
+    Loading holds one weight, or one layer while its feed-forward is tried out; a checkpoint is written from a copy of
+    this rank's parameters and moments. On a CPU the host is the device, and this is zero.
+    """
+    if not setting.on_gpu:
+        return {"load": 0, "train": 0, "save": 0}
+    largest = max(shape.vocab * shape.hidden, shape.layer_parameters)
+    train = host_bytes(shape, setting)
+    return {
+        "load": setting.parameter_bytes * largest,
+        "train": train,
+        "save": train + 3 * local_parameter_bytes(shape, setting),
+    }
