@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ringspan.torch.data.batch import shard, shard_batch, unshard
     from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
     from ringspan.torch.data.loader import loader, sampler
+    from ringspan.torch.from_pretrained import from_pretrained
     from ringspan.torch.model.logprobs import token_logprobs
     from ringspan.torch.parallelize import parallelize
     from ringspan.torch.runtime.foreign_mesh import map_mesh
@@ -45,6 +46,7 @@ _MODULES = {
     "causal": "ringspan.core.geometry.mask",
     "chunked": "ringspan.core.geometry.mask",
     "documents": "ringspan.core.geometry.mask",
+    "from_pretrained": "ringspan.torch.from_pretrained",
     "full": "ringspan.core.geometry.mask",
     "init_mesh": "ringspan.torch.runtime.mesh",
     "loader": "ringspan.torch.data.loader",
@@ -87,6 +89,7 @@ __all__ = [
     "causal",
     "chunked",
     "documents",
+    "from_pretrained",
     "full",
     "init_mesh",
     "loader",

@@ -52,6 +52,9 @@ MERGED = f"{CACHED}test_the_merge_weighs_shares_by_what_they_saw_and_counts_sink
 TRAINER = "hf/test_trainer.py::"
 SFT = "hf/test_sft.py::"
 STEPS = "test_ten_steps_equal_one_process"
+FOLDERS = "torch/weights/test_folders.py::"
+THERE_AND_BACK = f"{FOLDERS}test_weights_go_there_and_back"
+PARTS = "torch/weights/test_deferred.py::"
 
 MUTANTS = [
     Mutant(
@@ -800,5 +803,40 @@ MUTANTS = [
         "            with passing(sequences):\n                return function(*args)",
         "            return function(*args)",
         f"{SPANS}test_what_is_kept_is_not_computed_again_and_is_of_its_own_pass",
+    ),
+    Mutant(
+        "a split weight read from its beginning",
+        "torch/weights/deferred.py",
+        "return part(x, _moved(region, dim % x.ndim, offset))",
+        "return part(x, region)",
+        f"{PARTS}test_each_part_is_that_of_the_whole",
+    ),
+    Mutant(
+        "all experts read for a few",
+        "torch/weights/deferred.py",
+        "return torch.stack([part(each, inner) for each in chosen], dim)",
+        "return torch.stack([whole(each) for each in tensors], dim)[region]",
+        f"{PARTS}test_no_more_is_read_than_a_part_is_made_of",
+    ),
+    Mutant(
+        "a replica that reads for itself what the first one sends",
+        "torch/weights/loading.py",
+        "dist.broadcast(message, group=mesh.get_group(axis), group_src=0)",
+        "pass",
+        f"{THERE_AND_BACK}[gpt2-4-sizes19]",
+    ),
+    Mutant(
+        "tied weights written twice",
+        "torch/weights/saving.py",
+        "names.setdefault(id(tensor), []).append(name)",
+        "names[id(name)] = [name]",
+        f"{THERE_AND_BACK}[gpt2-2-sizes2]",
+    ),
+    Mutant(
+        "an index before its files",
+        "torch/weights/writing.py",
+        "key=lambda name: name == last):",
+        "key=lambda name: name != last):",
+        f"{FOLDERS}test_the_last_file_makes_a_model",
     ),
 ]

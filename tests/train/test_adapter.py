@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.generate.folder import load_config, load_model
 from ringspan.generate.settings import GenerateSettings
+from ringspan.torch.weights.loading import read_whole
 from ringspan.train.adapter import add_adapter
 from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import TrainConfig
@@ -61,7 +62,9 @@ def one_process(config: TrainConfig) -> tuple[list[float], Any]:
     from ringspan.train.model import load_tokenizer
 
     model_config = load_model_config(config)
-    model = add_adapter(build_model(config, model_config), config).train()
+    plain = build_model(config, model_config)
+    read_whole(plain)
+    model = add_adapter(plain, config).train()
     data = build_data(config, load_tokenizer(config, model_config))
     order = BatchOrder(len(data.train), config.seed, 4, 1, 1)
     trained = [p for p in model.parameters() if p.requires_grad]

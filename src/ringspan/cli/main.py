@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ringspan import __version__
-from ringspan.cli.commands import bench, demo, doctor, generate, init, plan, profile, rehearse, train
+from ringspan.cli.commands import bench, demo, doctor, export, generate, init, plan, profile, rehearse, train
 from ringspan.core.errors import RingspanError
 
 # typer carries its own click, or uses the installed one, by version.
@@ -44,6 +44,7 @@ app.command("init", epilog=init.EPILOG)(init.command)
 app.command("train", epilog=train.EPILOG)(train.command)
 app.command("demo", epilog=demo.EPILOG)(demo.command)
 app.command("generate", epilog=generate.EPILOG)(generate.command)
+app.command("export", epilog=export.EPILOG)(export.command)
 app.command("plan", epilog=plan.EPILOG)(plan.command)
 app.command("rehearse", epilog=rehearse.EPILOG)(rehearse.command)
 app.command("profile", epilog=profile.EPILOG)(profile.command)

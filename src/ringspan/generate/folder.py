@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -19,9 +19,10 @@ from ringspan.core.messages.lines import one_line
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions
-from ringspan.torch.model.loaded import check_loaded
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.tensor_parallel.split import refuse_heads
+from ringspan.torch.weights.files import WeightFiles
+from ringspan.torch.weights.loading import read_whole, unread_model
 
 
 def load_config(settings: GenerateSettings) -> PreTrainedConfig:
@@ -126,28 +127,20 @@ def check_ids(ids: Sequence[int], settings: GenerateSettings, config: PreTrained
 
 
 def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> Any:
-    """The whole model on the CPU, with the folder's adapter added to its weights where it is one.
+    """The model without its weights, of which ``parallelize`` reads this rank's part; where the folder is an adapter,
+    the whole model on the CPU, with the adapter added to its weights.
 
     Raises:
         ConfigError: no weights in safetensors (a pickle, which runs code when it is loaded, is not opened), damaged
             ones, some that are missing, or have another shape than the model's.
     """
     folder = base_folder(settings.folder)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype_of(settings, config),
-            use_safetensors=True,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,  # refused below, in one line
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{folder}: {one_line(error)}") from error
-    model, found = loaded
-    check_loaded(folder, found)
-    return (model if folder == settings.folder else _with_adapter(model, settings.folder)).eval()
+    files = WeightFiles(Path(folder))
+    model, _ = unread_model(folder, Path(folder), files, config, dtype_of(settings, config))
+    if folder != settings.folder:
+        read_whole(model)
+        model = _with_adapter(model, settings.folder)
+    return model.eval()
 
 
 def _with_adapter(model: Any, folder: str) -> Any:

@@ -17,7 +17,7 @@ from ringspan.hf.progress import load_optimizer, save_optimizer
 from ringspan.hf.refusals import refuse_accelerator
 from ringspan.hf.replicas import RingAccelerator, count_rings
 from ringspan.hf.seams import plain_optimizer
-from ringspan.torch.model.causal_lm import whole_weights
+from ringspan.torch.model.saving import whole_weights
 
 _WEIGHTS = "model.safetensors"
 

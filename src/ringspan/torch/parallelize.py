@@ -31,7 +31,7 @@ from ringspan.core.step_config import StepConfig
 from ringspan.torch import kernels
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import refuse_copy, structure_of
-from ringspan.torch.consistency.loop_watch import watch_loop
+from ringspan.torch.consistency.loop_watch import in_call, watch_loop
 from ringspan.torch.consistency.optimizers import watch_optimizers
 from ringspan.torch.consistency.weights import describe_weights, share_weights
 from ringspan.torch.data.loss_blocks import LossOptions
@@ -56,6 +56,7 @@ from ringspan.torch.model.support import refuse_route, refuse_unsupported
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import refuse_split, split_model
+from ringspan.torch.weights.loading import fill_shards, set_aside, sources_in
 
 # How many models each mesh has been given, alike on all of its ranks.
 _numbers: Final[dict[tuple[int, ...], Iterator[int]]] = {}
@@ -96,8 +97,8 @@ def parallelize(
 
     Args:
         model: any model whose attention goes through transformers' AttentionInterface, wherever it is: its shards go
-            to the mesh's devices layer by layer. One on the meta device gets its weights afterwards (``to_empty``,
-            then ``set_model_state_dict`` of ``torch.distributed``).
+            to the mesh's devices layer by layer. One larger than a host: ``from_pretrained``. One on the meta device
+            gets its weights afterwards (``to_empty``, then ``set_model_state_dict`` of ``torch.distributed``).
         mesh: from ``init_mesh``, or one whose axes have the names of torchtitan and accelerate (``dp_replicate``,
             ``cp`` or ``sp``, ``tp``); see ``map_mesh`` for other names.
         layout: how sequences are split; ``shard_batch`` needs the same. ``balanced`` makes one for the documents of
@@ -157,6 +158,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     given, parts = model, None
     try:
         model = base_of(given) if is_peft(given) else given
+        set_aside(model)
         parts = _check(model, mesh, config)
         facts = {field.name: str(getattr(config, field.name)) for field in fields(StepConfig)}
         facts |= describe_weights(model)
@@ -169,6 +171,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     share_weights(model, mesh)
     # Nothing is refused any more: from here on the model changes.
     own_config(model)
+    sources = sources_in(model)
     decoder: Any = parts.decoder
     ring, kinds = mesh["ring"].get_group(), layer_kinds(decoder.config)
     layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -205,6 +208,10 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     watch_optimizers(model)
     if config.watchdog:
         watch_loop(mesh)
+    if sources:
+        with in_call("loading the weights"):
+            error = fill_shards(model, sources)
+            check_call(mesh, Call("the end of loading the weights", error=error))
     kind: Any = type(model)
     kind.__deepcopy__, kind.ring_structure = refuse_copy, structure_of(model)
     kind.ring_loss_function, kind.ring_number = staticmethod(model.loss_function), _next_number(mesh)

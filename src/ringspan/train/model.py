@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -17,9 +16,11 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
 from ringspan.plan.model.hub import from_hub
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, text_config
-from ringspan.torch.model.loaded import check_loaded, first_of
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.tensor_parallel.split import refuse_heads
+from ringspan.torch.weights.files import WeightFiles, folder_of
+from ringspan.torch.weights.loaded import first_of
+from ringspan.torch.weights.loading import unread_model
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.documents import load_documents
 from ringspan.train.data.tokens import train_tokenizer
@@ -153,7 +154,8 @@ def load_tokenizer(
 
 
 def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
-    """The whole model on the CPU, the same on every rank, in model.parameter_dtype, in which it is trained too.
+    """The model in model.parameter_dtype, in which it is trained too: a new one on the CPU, the same on every rank; one
+    of a folder without its weights, of which ``put_on_mesh`` reads this rank's part.
 
     Raises:
         ConfigError: no weights in safetensors (a pickle, which runs code when it is loaded, is not opened), damaged
@@ -164,26 +166,19 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(model_config, dtype=dtype)
     assert config.model.path is not None, "checked by ModelConfig"
+    where = f"model.path = {config.model.path!r}"
     try:
-        with from_hub(f"model.path = {config.model.path!r}", config.model.path):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                config.model.path,
-                config=model_config,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=config.model.trust_remote_code,
-                ignore_mismatched_sizes=True,  # refused below, in one line
-                output_loading_info=True,
-            )
+        with from_hub(where, config.model.path):
+            folder = folder_of(config.model.path)
     except ConfigError:
         raise
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"model.path = {config.model.path!r}: {one_line(error)}") from error
-    model, found = loaded
-    check_loaded(f"model.path = {config.model.path!r}", found)
-    if found["unexpected_keys"]:
-        names = first_of(found["unexpected_keys"])
-        logger.warning("model.path = %r: the model has no place for %s, left out", config.model.path, names)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: {one_line(error)}") from error
+    model, extra = unread_model(
+        where, folder, WeightFiles(folder), model_config, dtype, trust_remote_code=config.model.trust_remote_code
+    )
+    if extra:
+        logger.warning("%s: the model has no place for %s, left out", where, first_of(extra))
     return model
 
 

@@ -20,6 +20,7 @@ from ringspan.core.messages.numbers import check_whole
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.layers.modules import autocast_now, hidden_of, hooks_of, local_part, mix_in
 from ringspan.torch.layers.router_record import RouterRecorder
+from ringspan.torch.weights.loading import filled
 
 
 def run_in_blocks(
@@ -66,6 +67,11 @@ def mixes_tokens(module: nn.Module, size: int, *, gives: int | None = None, trai
     It takes hidden states of ``size`` and gives the same, or ``gives`` numbers per token, of any type then. It is tried
     as it trains, or as it evaluates.
     """
+    with filled(module):
+        return _why_mixed(module, size, gives, trains=trains)
+
+
+def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool) -> str:
     generator = torch.Generator().manual_seed(0)
     if next(module.parameters()).is_meta:
         module = copy.deepcopy(module).to_empty(device="cpu")

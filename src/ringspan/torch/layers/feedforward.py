@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.blockwise import kind_of, mixes_tokens, run_in_blocks
 from ringspan.torch.layers.decoder import decoder_of
+from ringspan.torch.weights.loading import filled
 
 _log: Final = logging.getLogger(__name__)
 
@@ -151,10 +152,13 @@ def _why_not_free(model: PreTrainedModel, feedforwards: list[nn.Module]) -> str:
         feedforward.register_forward_hook(leave),
         layer.register_forward_hook(end),
     ]
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=next(layer.parameters()).device)
+    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    around = set(decoder.modules()).difference(*(each.modules() for each in layers))
     try:
-        with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x), suppress(_Tried):
-            decoder(input_ids=ids, use_cache=False)
+        with filled(layer), filled(*around, recurse=False, first_rows=True):
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=next(layer.parameters()).device)
+            with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x), suppress(_Tried):
+                decoder(input_ids=ids, use_cache=False)
     except Exception as error:  # whatever it raises: then nobody knows
         reasons.append(f"its first layer could not be tried out ({type(error).__name__})")
     finally:

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
 from ringspan.torch.layers.blockwise import kind_of, mixes_tokens, run_in_blocks
+from ringspan.torch.weights.loading import filled
 
 
 def chunk_norms(model: PreTrainedModel, chunk_tokens: int) -> None:
@@ -50,9 +51,9 @@ def find_norms(model: PreTrainedModel) -> list[nn.Module]:
 
 def _keeps_more(module: nn.Module, size: int) -> bool:
     """Whether autograd saves another tensor as large as the input beside it."""
-    like = next(module.parameters())
     kept: list[Tensor] = []
-    tokens = torch.zeros(1, 2, size, dtype=like.dtype, device=like.device, requires_grad=True)
-    with torch.enable_grad(), saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    with filled(module), torch.enable_grad(), saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        like = next(module.parameters())
+        tokens = torch.zeros(1, 2, size, dtype=like.dtype, device=like.device, requires_grad=True)
         module(tokens)
     return any(x is not tokens and x.shape == tokens.shape for x in kept)

@@ -15,6 +15,7 @@ from torch import nn
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import forward_of, mix_in
 from ringspan.torch.memory.sharding import settle
+from ringspan.torch.model.saving import whole_weights
 from ringspan.torch.transport.collectives import gather
 
 
@@ -97,8 +98,6 @@ class _RingPeft(_Frozen):
             UnsupportedError: a conversion of initialised adapters, which would load another one.
             RuntimeError: on the other ranks, when rank 0 could not write.
         """
-        from ringspan.torch.model.causal_lm import whole_weights
-
         save: Any = super().save_pretrained  # pyright: ignore[reportAttributeAccessIssue]
         given = inspect.signature(save).bind(save_directory, *args, **kwargs).arguments
         if given.get("path_initial_model_for_weight_conversion") is not None:

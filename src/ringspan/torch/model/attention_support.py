@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.weights.loading import filled
 
 _TRIAL: Final = "ringspan_trial"
 
@@ -39,9 +40,10 @@ def refuse_attention(name: str, decoder: PreTrainedModel) -> None:
 def _why_not_consulted(decoder: PreTrainedModel) -> str:
     """Why some layer of a decoder would not call the ring's attention; empty when all do."""
     layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)
-    with _recorded(decoder) as asking, suppress(Exception):  # whatever it raises whose own code misses its mask
-        decoder(input_ids=ids, use_cache=False)
+    with filled(decoder, zeros=True):
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)
+        with _recorded(decoder) as asking, suppress(Exception):  # whatever it raises whose own code misses its mask
+            decoder(input_ids=ids, use_cache=False)
     silent = [layer for layer in layers if not any(module in asking for module in layer.modules())]
     if not asking or not layers:
         return "no layer asks it"

@@ -5,33 +5,29 @@ B batch, S global tokens, T local tokens, V vocabulary.
 """
 
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import BatchLayoutName, ReductionName
-from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import Fixed
 from ringspan.torch.consistency.forward import check_forward
 from ringspan.torch.consistency.loop_watch import in_call, watch_backward
-from ringspan.torch.consistency.optimizers import optimizer_facts
 from ringspan.torch.data.batch import SHARDED, Unsharded, documents_of
 from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
 from ringspan.torch.data.loss_blocks import LossOptions
@@ -44,6 +40,7 @@ from ringspan.torch.layers.router_loss import RouterLoss, real_tokens_of, wanted
 from ringspan.torch.memory.sharding import note_copies, recover, renew_types, settle
 from ringspan.torch.model.config_changes import ConfigCopy, check_configs
 from ringspan.torch.model.forward_arguments import check_arguments
+from ringspan.torch.model.saving import refuse_saving, stream, voted, whole_weights
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import splits_vocabulary
 from ringspan.torch.transport.sums import Sum, SumOfGradients
@@ -198,44 +195,30 @@ class RingCausalLM(Fixed):
         return _output(auxiliary, loss=watch_backward(loss))
 
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """``PreTrainedModel.save_pretrained`` of the whole weights: an ordinary Hugging Face folder.
+        """``PreTrainedModel.save_pretrained``: an ordinary Hugging Face folder, of files of ``max_shard_size`` (5GB).
 
-        Every rank calls it; rank 0 gathers them and writes.
+        Every rank calls it. Rank 0 writes, and is sent a piece of a tensor at a time; the weights that were there
+        before give way when the new ones are complete. ``state_dict``, and models with adapters of their own, go
+        through transformers' writer, with all weights in the memory of rank 0.
+
+        Raises:
+            UnsupportedError: ``push_to_hub`` or ``distributed_checkpoint``.
+            OSError: the disk is full, say; on other ranks a PeerMismatch says so.
         """
-        error = None
-        with in_call("saving the model"):
-            if kwargs.get("state_dict") is None:
-                kwargs["state_dict"] = whole_weights(self)
-            kwargs["is_main_process"] = dist.get_rank() == 0
-            try:
-                with as_trained(self):
-                    super().save_pretrained(save_directory, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-            except Exception as failure:  # a full disk, say, which all ranks are to hear of
-                error = failure
-            check_call(self.ring_mesh, Call("the end of saving the model", error=error))
+        save: Any = super().save_pretrained  # pyright: ignore[reportAttributeAccessIssue]
+        is_writer = dist.get_rank() == int(self.ring_mesh.mesh.min())
+        kwargs["is_main_process"] = is_writer
+        with in_call("saving the model"), as_trained(self):
+            if kwargs.get("state_dict") is not None or getattr(self, "_hf_peft_config_loaded", False):
+                if kwargs.get("state_dict") is None:
+                    kwargs["state_dict"] = whole_weights(self)
+                voted(self, "the end of saving the model", lambda: save(save_directory, **kwargs))
+            else:
+                refuse_saving(self, kwargs)
+                stream(self, Path(save_directory), save, kwargs, is_writer=is_writer)
 
 
 _SIGNATURE: Final = inspect.signature(RingCausalLM.forward)
-
-
-def whole_weights(model: PreTrainedModel) -> dict[str, Any]:
-    """All weights of a model that is split over ranks, in the memory of the host: on rank 0, and none on others."""
-    ours: Any = model
-    check_call(ours.ring_mesh, Call("saving the model", optimizer_facts(model)))
-    with _unadvised():
-        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-
-
-@contextmanager
-def _unadvised() -> Iterator[None]:
-    """Without DTensor's advice on how tensors that are split twice are gathered faster: it is done once."""
-    logger = logging.getLogger("torch.distributed.tensor._redistribute")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 class Packed:

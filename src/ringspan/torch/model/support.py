@@ -17,6 +17,7 @@ from ringspan.torch.layers.head import input_size, refuse_mixing
 from ringspan.torch.layers.rope import is_rotary
 from ringspan.torch.model.attention_support import refuse_attention
 from ringspan.torch.model.splittable import refuse_weights
+from ringspan.torch.weights.loading import filled
 
 # Config fields that change attention or logits in a way that the ring does not compute yet.
 _UNSUPPORTED_FIELDS: Final = (
@@ -106,9 +107,14 @@ def _check_head(model: PreTrainedModel) -> None:
     """
     head: Any = model.get_output_embeddings()
     refuse_mixing(head)
+    embedding: Any = model.get_input_embeddings()
+    with filled(head), filled(embedding, first_rows=True):
+        if not next(head.parameters()).is_meta:
+            _try_head(model, head)
+
+
+def _try_head(model: PreTrainedModel, head: Any) -> None:
     like = next(head.parameters())
-    if like.is_meta:
-        return
     hidden = torch.randn(1, 3, input_size(head), generator=torch.Generator().manual_seed(0)).to(like)
     kind, decoder = type(model).__name__, decoder_of(model)
     own = vars(decoder).get("forward")  # a hook of somebody's, say

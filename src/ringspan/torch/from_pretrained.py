@@ -1,0 +1,95 @@
+"""A folder of transformers, or an id of the Hub, onto the mesh: each rank reads no more than it keeps."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.messages.lines import one_line
+from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.loop_watch import in_call, watch_loop
+from ringspan.torch.model.support import refuse_config
+from ringspan.torch.parallelize import parallelize
+from ringspan.torch.runtime.foreign_mesh import ring_mesh
+from ringspan.torch.weights.files import WeightFiles, folder_of
+from ringspan.torch.weights.loaded import first_of
+from ringspan.torch.weights.loading import unread_model
+
+_log = logging.getLogger(__name__)
+
+
+def from_pretrained(
+    folder_or_id: str | Path,
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype | str = "auto",
+    config: PreTrainedConfig | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    trust_remote_code: bool = False,
+    adapt: Callable[[PreTrainedModel], Any] | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """``parallelize(AutoModelForCausalLM.from_pretrained(folder_or_id), mesh)``, for models that no host can hold.
+
+    The model is made on the meta device, and each rank reads from the safetensors files the slices that it keeps. Ranks
+    that keep the same slice receive it from the first of them. Beside its shards a rank holds one tensor at a time, or
+    one layer while a feed-forward is tried out. The tensors are those of transformers, bit for bit.
+
+    Args:
+        folder_or_id: a folder that ``save_pretrained`` wrote, or an id of the Hub, which is downloaded to its cache.
+        mesh: as ``parallelize`` takes it.
+        dtype: of the parameters; ``auto`` takes that of the config or of the files.
+        config: in place of the folder's own.
+        revision: a branch, tag or commit of an id of the Hub.
+        local_files_only: whether an id is looked up in the local cache alone.
+        trust_remote_code: whether Python files of the folder may be run.
+        adapt: what is done to the model before it is split, ``lambda model: get_peft_model(model, config)`` say. Its
+            weights have shapes and dtypes then, and what is computed of them is computed when they are read.
+        options: those of ``parallelize``.
+
+    Raises:
+        ConfigError: there are no weights in safetensors; files are missing, cut or damaged; tensors are missing or have
+            another shape than the model's; by name.
+        TypeError: an option that ``parallelize`` does not have.
+        UnsupportedError, LayoutError, PeerMismatch: as ``parallelize``, and where ranks read different files.
+
+    Each is raised on every rank alike. Tensors that the model has no place for are logged.
+    """
+    mesh = ring_mesh(mesh)
+    model: Any = None
+    try:
+        try:
+            folder = folder_of(folder_or_id, revision=revision, local_files_only=local_files_only)
+        except (OSError, ValueError) as error:  # so are the errors of the Hub's client
+            raise ConfigError(f"{folder_or_id}: is no folder, nor to be had from the Hub: {one_line(error)}") from error
+        config = _config(folder, trust_remote_code=trust_remote_code) if config is None else config
+        refuse_config(config)
+        files = WeightFiles(folder)
+        model, extra = unread_model(
+            str(folder_or_id), folder, files, config, dtype, trust_remote_code=trust_remote_code
+        )
+        if extra and mesh.get_rank() == int(mesh.mesh.min()):
+            _log.warning("%s: the model has no place for %s, left out", folder_or_id, first_of(extra))
+        model = model if adapt is None else adapt(model)
+        facts = {"tensors in the files": files.digest, "watchdog": options.get("watchdog", True)}
+        call = Call("from_pretrained", facts)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        call = Call("from_pretrained", error=error)
+    check_call(mesh, call)
+    if options.get("watchdog", True):
+        watch_loop(mesh)  # a rank may be killed from now on
+    with in_call("loading the model"):
+        return parallelize(model, mesh, **options)
+
+
+def _config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder}: {one_line(error)}") from error

@@ -1,0 +1,89 @@
+"""How a model on a ring is written: piece by piece, or whole from the memory of rank 0, for other writers."""
+
+import errno
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import PreTrainedModel
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.optimizers import optimizer_facts
+from ringspan.torch.weights.saving import plan_weights, write_weights
+from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room, put_in_place, scratch_in
+
+
+def refuse_saving(model: Any, options: dict[str, Any]) -> None:
+    """Begin saving on all ranks, or raise what is not done on any."""
+    remedies = {
+        "push_to_hub": "save to a folder, then huggingface_hub.upload_folder",
+        "distributed_checkpoint": "leave it out: what is written is a folder of transformers",
+    }
+    error = None
+    for name, remedy in remedies.items():
+        if options.pop(name, False):
+            error = UnsupportedError(f"save_pretrained({name}=True) is not for a model on a ring; {remedy}")
+    given = {name: options.get(name) for name in ("max_shard_size", "variant", "save_original_format")}
+    check_call(model.ring_mesh, Call("saving the model", {**optimizer_facts(model), **given}, error=error))
+
+
+def stream(model: Any, folder: Path, save: Any, options: dict[str, Any], *, is_writer: bool) -> None:
+    """Write the weights as they come, and the rest by transformers."""
+    size, variant = options.get("max_shard_size", MAX_SHARD_SIZE), options.get("variant")
+    original = options.get("save_original_format", True)
+    plan = plan_weights(model, model.ring_mesh, max_shard_size=size, variant=variant, save_original_format=original)
+
+    def vote(what: str, error: Exception | None) -> None:
+        check_call(model.ring_mesh, Call(what, error=error))
+
+    with ExitStack() as stack:
+        scratch: Any = None
+
+        def prepare() -> None:
+            nonlocal scratch
+            if problem := missing_room(folder, plan.num_bytes):
+                raise OSError(errno.ENOSPC, problem)
+            scratch = stack.enter_context(scratch_in(folder))
+            save(scratch, **options | {"state_dict": {}})
+
+        def finish() -> None:
+            plan.write_index(scratch, model.num_parameters())
+            put_in_place(scratch, folder, plan)
+
+        voted(model, "saving the model", prepare if is_writer else lambda: None)
+        write_weights(plan, scratch, vote)
+        voted(model, "the end of saving the model", finish if is_writer else lambda: None)
+
+
+def voted(model: Any, what: str, work: Callable[[], Any]) -> None:
+    """Do something on this rank, and raise on all what went wrong on any: a full disk, say."""
+    error = None
+    try:
+        work()
+    except Exception as failure:
+        error = failure
+    check_call(model.ring_mesh, Call(what, error=error))
+
+
+def whole_weights(model: PreTrainedModel) -> dict[str, Any]:
+    """All weights of a model that is split over ranks, in the memory of the host: on rank 0, and none on others."""
+    ours: Any = model
+    check_call(ours.ring_mesh, Call("saving the model", optimizer_facts(model)))
+    with _unadvised():
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+@contextmanager
+def _unadvised() -> Iterator[None]:
+    """Without DTensor's advice on how tensors that are split twice are gathered faster: it is done once."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

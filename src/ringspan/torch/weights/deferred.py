@@ -1,0 +1,335 @@
+"""Tensors that say how they are made of others, and are made when they are asked for, or a part of them.
+
+Transformers renames, merges, splits and casts the tensors of a checkpoint with ordinary operations of PyTorch. Given
+deferred tensors it writes those operations down, so that each can be carried out later, for one weight at a time, and
+as a rule for this rank's part of it alone.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
+
+Region = tuple[slice, ...]
+"""The indices of a part of a tensor: one slice with a beginning and an end for each dimension, all steps 1."""
+
+_aten: Final = torch.ops.aten
+_COMPARED_BYTES: Final = 1 << 26  # of each of two tensors at a time
+
+
+class Source(Protocol):
+    """Where the numbers of a tensor are."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: tuple[int, int]
+    """In the order of places they are read from front to back."""
+
+    def read(self, region: Region) -> Tensor:
+        """Those of a part, which nobody writes into."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Made:
+    """One result of an operation."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int | None
+    """Which of several; None where there is one."""
+
+
+class Deferred(Tensor):
+    """A tensor on the CPU whose numbers are not there yet.
+
+    Operations on it give deferred tensors. Of those that change it, zeroes are remembered; others raise. ``part`` makes
+    its numbers.
+    """
+
+    origin: "Source | _Made"
+    zeroes: list[Region]
+    """Parts that were filled with zeroes, as the initialisation of some models does to rows of padding."""
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, origin: "Source | _Made") -> "Deferred":
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
+        made.origin, made.zeroes = origin, []
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Deferred({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.equal.default:
+            return _are_equal(*args)
+        if func._schema.is_mutable:
+            if func is _aten.zero_.default and isinstance(args[0], Deferred):
+                owner, region = _place_in_memory(args[0])
+                owner.zeroes.append(region)
+                return args[0]
+            if isinstance(args[0], Deferred):
+                raise RuntimeError(f"{func} would change a tensor that is not there yet")
+            return func(*tree_map(_whole_of, args), **tree_map(_whole_of, kwargs))
+        if func is _aten._local_scalar_dense.default:
+            return func(*tree_map(_whole_of, args))
+        # What lies elsewhere would be read from there: everything is computed where the files are.
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
+        metas: Any = tree_map(_meta_of, (args, kwargs))
+        results, shape = tree_flatten(func(*metas[0], **metas[1]))
+        alone = len(results) == 1 and not isinstance(shape.context, int) and shape.is_leaf()
+        return tree_unflatten(
+            [
+                Deferred(result.shape, result.dtype, _Made(func, args, kwargs, None if alone else index))
+                if isinstance(result, Tensor)
+                else result
+                for index, result in enumerate(results)
+            ],
+            shape,
+        )
+
+
+def deferred(source: Source) -> Deferred:
+    """The tensor whose numbers a source has."""
+    return Deferred(source.shape, source.dtype, source)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All numbers of a tensor."""
+    return part(tensor, region_of(tensor.shape))
+
+
+def part(tensor: Tensor, region: Region) -> Tensor:
+    """The numbers of a part of a tensor, of which no more is made, as far as its operations allow it."""
+    if not isinstance(tensor, Deferred):
+        return tensor[region]
+    made = _part(tensor, region)
+    for zero in tensor.zeroes:
+        made = made.clone()  # what is read from a file is not written into
+        starts = [each.start for each in region]
+        made[tuple(slice(max(z.start - s, 0), max(z.stop - s, 0)) for z, s in zip(zero, starts, strict=True))] = 0
+    return made
+
+
+def _part(tensor: Deferred, region: Region) -> Tensor:
+    origin = tensor.origin
+    if not isinstance(origin, _Made):
+        return origin.read(region)
+    rule = _RULES.get(origin.function)
+    if rule is not None:
+        return rule(region, *origin.args, **origin.kwargs, **_numbered(origin.index))
+    result = origin.function(*tree_map(_whole_of, origin.args), **tree_map(_whole_of, origin.kwargs))
+    return (result if origin.index is None else tree_flatten(result)[0][origin.index])[region]
+
+
+def pieces(tensor: Tensor, most_bytes: int) -> Iterator[Region]:
+    """The parts of a tensor, row after row, of at most so many bytes each where a row has no more; all of it at once
+    where a part of it is no less to make than the whole.
+    """
+    row_bytes = max(1, math.prod(tensor.shape[1:])) * tensor.dtype.itemsize
+    rows = max(1, most_bytes // row_bytes)
+    if tensor.ndim == 0 or rows >= tensor.shape[0] or not _is_made_in_parts(tensor):
+        yield region_of(tensor.shape)
+        return
+    for start in range(0, tensor.shape[0], rows):
+        yield (slice(start, min(start + rows, tensor.shape[0])), *region_of(tensor.shape[1:]))
+
+
+def _is_made_in_parts(tensor: Tensor) -> bool:
+    origin = tensor.origin if isinstance(tensor, Deferred) else None
+    if not isinstance(origin, _Made):
+        return True
+    inputs = [leaf for leaf in tree_iter((origin.args, origin.kwargs)) if isinstance(leaf, Tensor)]
+    return origin.function in _RULES and all(map(_is_made_in_parts, inputs))
+
+
+def sources_of(tensor: Tensor) -> list[Source]:
+    """Where the numbers of a tensor come from, each place once."""
+    found: dict[int, Source] = {}
+    todo = [tensor]
+    while todo:
+        each = todo.pop()
+        if not isinstance(each, Deferred):
+            continue
+        if isinstance(each.origin, _Made):
+            todo += [leaf for leaf in tree_iter((each.origin.args, each.origin.kwargs)) if isinstance(leaf, Deferred)]
+        else:
+            found.setdefault(id(each.origin), each.origin)
+    return list(found.values())
+
+
+def region_of(shape: Sequence[int]) -> Region:
+    """All of a tensor of this shape."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def shape_of(region: Region) -> tuple[int, ...]:
+    """Of a part."""
+    return tuple(each.stop - each.start for each in region)
+
+
+def _place_in_memory(view: Deferred) -> tuple[Deferred, Region]:
+    """The tensor that a view is a part of, and which part."""
+    region = region_of(view.shape)
+    while isinstance(view.origin, _Made) and (outer := _VIEWS.get(view.origin.function)):
+        inner, *details = view.origin.args
+        view, region = inner, outer(region, inner, *details)
+    return view, region
+
+
+def _selected(region: Region, x: Tensor, dim: int, number: int) -> Region:
+    dim, number = dim % x.ndim, number % x.shape[dim]
+    return (*region[:dim], slice(number, number + 1), *region[dim:])
+
+
+def _unchanged(region: Region, x: Tensor) -> Region:
+    return region
+
+
+_VIEWS: Final[dict[Any, Callable[..., Region]]] = {
+    _aten.alias.default: _unchanged,
+    _aten.detach.default: _unchanged,
+    _aten.select.int: _selected,
+}
+
+
+def _numbered(index: int | None) -> dict[str, int]:
+    return {} if index is None else {"index": index}
+
+
+def _whole_of(x: Any) -> Any:
+    # Contiguous, as deferred tensors say they are: PyTorch chose the operations by that.
+    return whole(x).contiguous() if isinstance(x, Deferred) else x
+
+
+def _meta_of(x: Any) -> Any:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """``torch.equal``, a few rows at a time."""
+    if a.shape != b.shape:
+        return False
+    return all(torch.equal(part(a, region), part(b, region)) for region in pieces(a, _COMPARED_BYTES))
+
+
+def _with(region: Region, dim: int, new: slice) -> Region:
+    return (*region[:dim], new, *region[dim + 1 :])
+
+
+def _moved(region: Region, dim: int, offset: int) -> Region:
+    return _with(region, dim, slice(region[dim].start + offset, region[dim].stop + offset))
+
+
+def _same(region: Region, x: Tensor, **_: Any) -> Tensor:
+    return part(x, region)
+
+
+def _cast(region: Region, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    made = part(x, region)
+    return made if dtype is None else made.to(dtype)
+
+
+def _slice(region: Region, x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1):
+    dim, (first, _, step) = dim % x.ndim, slice(start, end, step).indices(x.shape[dim])
+    if step == 1:
+        return part(x, _moved(region, dim, first))
+    low, high = region[dim].start, region[dim].stop
+    if low == high:
+        return part(x, region)
+    strided = part(x, _with(region, dim, slice(first + low * step, first + (high - 1) * step + 1)))
+    return strided[(*(slice(None),) * dim, slice(None, None, step))]
+
+
+def _select(region: Region, x: Tensor, dim: int, number: int) -> Tensor:
+    return part(x, _selected(region, x, dim, number)).squeeze(dim % x.ndim)
+
+
+def _unbind(region: Region, x: Tensor, dim: int = 0, *, index: int) -> Tensor:
+    return _select(region, x, dim, index)
+
+
+def _split(region: Region, x: Tensor, size: int | Sequence[int], dim: int = 0, *, index: int) -> Tensor:
+    offset = index * size if isinstance(size, int) else sum(size[:index])
+    return part(x, _moved(region, dim % x.ndim, offset))
+
+
+def _cat(region: Region, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    dim, offset, parts = dim % tensors[0].ndim, 0, list[Tensor]()
+    for each in tensors:
+        low = max(region[dim].start, offset) - offset
+        high = min(region[dim].stop, offset + each.shape[dim]) - offset
+        if low < high:
+            parts.append(part(each, _with(region, dim, slice(low, high))))
+        offset += each.shape[dim]
+    if not parts:  # of nothing
+        return part(tensors[0], _with(region, dim, slice(0, 0)))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _stack(region: Region, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    dim %= tensors[0].ndim + 1
+    inner = (*region[:dim], *region[dim + 1 :])
+    chosen = tensors[region[dim]]
+    if not chosen:
+        return part(tensors[0], inner).unsqueeze(dim).narrow(dim, 0, 0)
+    return torch.stack([part(each, inner) for each in chosen], dim)
+
+
+def _unsqueeze(region: Region, x: Tensor, dim: int) -> Tensor:
+    dim %= x.ndim + 1
+    made = part(x, (*region[:dim], *region[dim + 1 :])).unsqueeze(dim)
+    return made.narrow(dim, 0, region[dim].stop - region[dim].start)
+
+
+def _squeeze(region: Region, x: Tensor, dim: int) -> Tensor:
+    dim %= x.ndim
+    if x.shape[dim] != 1:
+        return part(x, region)
+    return part(x, (*region[:dim], slice(0, 1), *region[dim:])).squeeze(dim)
+
+
+def _transpose(region: Region, x: Tensor, first: int, second: int) -> Tensor:
+    order = list(range(x.ndim))
+    order[first], order[second] = order[second], order[first]
+    return _permute(region, x, order)
+
+
+def _t(region: Region, x: Tensor) -> Tensor:
+    return _permute(region, x, list(reversed(range(x.ndim))))
+
+
+def _permute(region: Region, x: Tensor, order: Sequence[int]) -> Tensor:
+    order = [dim % x.ndim for dim in order]
+    inner = tuple(region[order.index(dim)] for dim in range(x.ndim))
+    return part(x, inner).permute(*order)
+
+
+# What is made of a part of its inputs; of the inputs of everything else, all is made.
+_RULES: Final[dict[Any, Callable[..., Tensor]]] = {
+    _aten.alias.default: _same,
+    _aten.detach.default: _same,
+    _aten.clone.default: _same,
+    _aten.contiguous.default: _same,
+    _aten._to_copy.default: _cast,
+    _aten.slice.Tensor: _slice,
+    _aten.select.int: _select,
+    _aten.unbind.int: _unbind,
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split,
+    _aten.cat.default: _cat,
+    _aten.stack.default: _stack,
+    _aten.unsqueeze.default: _unsqueeze,
+    _aten.squeeze.dim: _squeeze,
+    _aten.transpose.int: _transpose,
+    _aten.t.default: _t,
+    _aten.permute.default: _permute,
+}

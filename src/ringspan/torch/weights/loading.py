@@ -1,0 +1,209 @@
+"""A model that transformers makes of a folder without its weights, and the reading of this rank's part of them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.messages.lines import one_line
+from ringspan.torch.weights.deferred import Deferred, part, region_of, sources_of, whole
+from ringspan.torch.weights.files import WeightFiles
+from ringspan.torch.weights.loaded import check_loaded
+
+_SOURCE: Final = "ring_source"  # the attribute of a parameter without memory that says where its numbers are
+
+
+def unread_model(
+    where: str,
+    folder: Path,
+    files: WeightFiles,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | str,
+    *,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model that ``AutoModelForCausalLM.from_pretrained`` gives, with deferred parameters, and the names in the
+    files that it has no place for. Adapters may be added to it; ``put_on_mesh`` reads each rank's part.
+
+    Renamed, merged and split weights, tied ones, dtypes and what the files need not have are transformers' own doing,
+    with deferred tensors. Buffers have their values.
+
+    Raises:
+        ConfigError: weights are missing or have another shape, or transformers cannot make the model of them; ``where``
+            is how the user calls it.
+    """
+    try:
+        with torch.device("meta"):
+            kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+        loaded: Any = _uninitialised(kind).from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(files.tensors),
+            dtype=dtype,
+            ignore_mismatched_sizes=True,  # refused below, in one line
+            output_loading_info=True,
+            generation_config=_generation_config(folder) if kind.can_generate() else None,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{where}: {one_line(error)}") from error
+    model, found = loaded
+    check_loaded(where, found)
+    model.__class__ = kind
+    model.initialize_weights()  # what the files need not have, and what is computed
+    model.config.name_or_path = str(folder)
+    return model, found["unexpected_keys"]
+
+
+def _uninitialised(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class, without the initialisation of missing weights while it is loaded: of the wrong files that may be all,
+    and more than the memory holds.
+    """
+    own = {"__module__": kind.__module__, "_initialize_missing_keys": lambda *_, **__: None}
+    return type(kind.__name__, (kind,), own)
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    """As transformers has it: of its own file or, where there is none, of the model's config."""
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:
+        return GenerationConfig.from_pretrained(
+            folder, config_file_name="config.json", _from_model_config=True, local_files_only=True
+        )
+
+
+def set_aside(model: nn.Module) -> None:
+    """Put parameters on the meta device, which know what they are made of, in the place of deferred ones, and values in
+    that of deferred buffers: what splits a model takes these for tensors.
+    """
+    parameters: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, Deferred):
+                if id(parameter) not in parameters:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                    parameters[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    setattr(parameters[id(parameter)], _SOURCE, parameter)
+                module._parameters[name] = parameters[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, Deferred):
+                module._buffers[name] = whole(buffer).clone()
+
+
+def read_whole(model: nn.Module) -> None:
+    """Give all deferred parameters and buffers their values, in memory, for what is to compute with them here."""
+    set_aside(model)
+    read: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            source = None if parameter is None else source_of(parameter)
+            if parameter is None or source is None:
+                continue
+            if id(parameter) not in read:
+                read[id(parameter)] = nn.Parameter(whole(source).clone(), requires_grad=parameter.requires_grad)
+            module._parameters[name] = read[id(parameter)]
+
+
+def source_of(parameter: Tensor) -> Deferred | None:
+    """What an unread parameter is made of; None for any other one."""
+    if isinstance(parameter, Deferred):
+        return parameter
+    return getattr(parameter, _SOURCE, None) if parameter.is_meta else None
+
+
+def sources_in(model: nn.Module) -> dict[str, Deferred]:
+    """What the unread parameters of a model are made of, by name, in the order in which files have them."""
+    found = {name: source for name, p in model.named_parameters() if (source := source_of(p)) is not None}
+    return dict(
+        sorted(found.items(), key=lambda pair: min((each.place for each in sources_of(pair[1])), default=(0, 0)))
+    )
+
+
+@contextmanager
+def filled(*modules: nn.Module, recurse: bool = True, first_rows: bool = False, zeros: bool = False) -> Iterator[None]:
+    """While active, unread parameters of the modules have their values, for a trial that computes with them.
+
+    ``recurse``: also those of modules in them. ``first_rows``: all rows of embeddings have the values of the first,
+    without the memory of the others. ``zeros``: zeroes in place of the values, without memory.
+    """
+    before: list[tuple[nn.Module, str, nn.Parameter]] = []
+    values: dict[int, nn.Parameter] = {}
+    try:
+        for module in (each for given in modules for each in (given.modules() if recurse else [given])):
+            for name, parameter in module._parameters.items():
+                source = None if parameter is None else source_of(parameter)
+                if parameter is None or source is None:
+                    continue
+                if id(parameter) not in values:
+                    if zeros:
+                        made = torch.zeros((), dtype=source.dtype).expand(source.shape)
+                    elif first_rows and isinstance(module, nn.Embedding):
+                        made = part(source, (slice(0, 1), *region_of(source.shape[1:]))).expand(source.shape)
+                    else:
+                        made = whole(source)
+                    values[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+                before.append((module, name, parameter))
+                module._parameters[name] = values[id(parameter)]
+        yield
+    finally:
+        for module, name, parameter in before:
+            module._parameters[name] = parameter
+
+
+@torch.no_grad()
+def fill_shards(model: nn.Module, sources: dict[str, Deferred]) -> Exception | None:
+    """Give parameters that were split without memory their part of the values, one after the other; what went wrong
+    with reading, if anything did.
+
+    All ranks call it. The first of those that have the same part reads it, and sends it to the others; one that cannot
+    read goes on, so that none waits for it.
+    """
+    if not sources:
+        return None
+    parameters = dict(model.named_parameters())
+    empty = {id(parameters[name]) for name in sources}
+
+    def with_memory(tensor: Tensor) -> Tensor:
+        if not (isinstance(tensor, DTensor) and tensor.is_meta and id(tensor) in empty):
+            return tensor
+        return torch.empty_like(tensor, device=tensor.device_mesh.device_type)
+
+    model._apply(with_memory)
+    parameters = dict(model.named_parameters())
+    problem: Exception | None = None
+    for name, source in sources.items():
+        parameter: Any = parameters[name]
+        local, mesh = parameter.to_local(), parameter.device_mesh
+        copies = [axis for axis, placement in enumerate(parameter.placements) if placement.is_replicate()]
+        copies = [axis for axis in copies if mesh.size(axis) > 1]
+        if all(mesh.get_local_rank(axis) == 0 for axis in copies) and problem is None:
+            try:
+                _read_into(local, source, parameter)
+            except (ConfigError, SafetensorError, OSError, MemoryError, RuntimeError) as error:
+                problem = error
+        if not local.numel():
+            continue
+        message = local.contiguous()
+        for axis in copies:
+            dist.broadcast(message, group=mesh.get_group(axis), group_src=0)
+        if message is not local and copies:
+            local.copy_(message)
+    return problem
+
+
+def _read_into(local: Tensor, source: Deferred, parameter: Any) -> None:
+    # The places that torch.distributed.checkpoint plans with, for every kind of sharding.
+    for place in parameter.__create_chunk_list__():
+        if local.numel():
+            region = tuple(slice(start, start + size) for start, size in zip(place.offsets, place.sizes, strict=True))
+            local.copy_(part(source, region))

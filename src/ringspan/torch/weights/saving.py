@@ -1,0 +1,156 @@
+"""The weights of a model on a ring to files: each rank sends what it has, a piece of a tensor at a time."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ringspan.torch.transport.collectives import gather
+from ringspan.torch.weights.deferred import Region, deferred, shape_of
+from ringspan.torch.weights.writing import WeightsPlan
+
+Vote = Callable[[str, Exception | None], None]
+"""Given what this rank does and what went wrong with it: raises on all ranks where anything did on one."""
+
+
+class _Held(NamedTuple):
+    """What one rank has of a tensor."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class _Shards:
+    """A tensor that is split over ranks; to read it is for all of them, and only the writer gets numbers."""
+
+    def __init__(self, name: str, tensor: Tensor, place: int, writer: int) -> None:
+        self.name, self.shape, self.dtype, self.place = name, tuple(tensor.shape), tensor.dtype, (place, 0)
+        self._local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        self.mine = _held_by_me(tensor, writer)
+        self.everyone: list[_Held] = []
+        self.writer = writer
+
+    def read(self, region: Region) -> Tensor:
+        """The part of the whole tensor on the writer's CPU; its shape alone on other ranks."""
+        rank, device = dist.get_rank(), self._local.device
+        is_writer = rank == self.writer
+        result = torch.empty(shape_of(region), dtype=self.dtype, device="cpu" if is_writer else "meta")
+        for held in self.everyone:
+            meeting = _meeting(region, held)
+            if meeting is None:
+                continue
+            here, there = meeting
+            if held.rank == rank:
+                piece = self._local[there]
+                if is_writer:
+                    result[here] = piece.cpu()
+                else:
+                    dist.send(piece.contiguous(), self.writer)
+            elif is_writer:
+                piece = torch.empty(shape_of(here), dtype=self.dtype, device=device)
+                dist.recv(piece, held.rank)
+                result[here] = piece.cpu()
+        return result
+
+
+def plan_weights(model: PreTrainedModel, mesh: DeviceMesh, **options: Any) -> WeightsPlan:
+    """``plan_files`` of a model that is split over the ranks of a mesh. All ranks call it."""
+    names = saved_names(model)
+    everything = _tensors(model)
+    writer = int(mesh.mesh.min())
+    shards = [_Shards(name, everything[name], place, writer) for place, name in enumerate(names)]
+    told: Any = [[each.mine for each in shards]]
+    for axis in mesh.mesh_dim_names or ():
+        told = [one for part in gather(told, mesh[axis].get_group()) for one in part]
+    for index, each in enumerate(shards):
+        each.everyone = [rank[index] for rank in told if rank[index] is not None]
+    return plan_files(model, {each.name: deferred(each) for each in shards}, **options)
+
+
+def plan_files(
+    model: PreTrainedModel,
+    tensors: dict[str, Any],
+    *,
+    max_shard_size: int | str,
+    variant: str | None = None,
+    dtype: torch.dtype | None = None,
+    save_original_format: bool = True,
+) -> WeightsPlan:
+    """What ``model.save_pretrained`` of transformers would write of deferred tensors with these names: under the names
+    and in the form that files of this type of model have. Parameters are cast to ``dtype`` where it is given.
+    """
+    if dtype is not None:
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        tensors = {name: each.to(dtype) if name in parameters else each for name, each in tensors.items()}
+    made: Any = revert_weight_conversion(model, tensors) if save_original_format else tensors
+    return WeightsPlan(made, max_shard_size, variant)
+
+
+def write_weights(plan: WeightsPlan, folder: Path | None, vote: Vote) -> None:
+    """Write all files; ``folder`` is None on ranks that do not write. All ranks call it, and all hear of a problem with
+    one file before the next is begun.
+    """
+    for name in plan.files:
+        problem: Exception | None = None
+        try:
+            plan.write(name, folder)
+        except OSError as error:
+            problem = error
+        vote(f"writing {name}", problem)
+
+
+def saved_names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """The parameters and persistent buffers that are saved, each with all its names: of those that are tied, the one
+    that the others are tied to.
+    """
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    names: dict[int, list[str]] = {}
+    for name, tensor in _tensors(model).items():
+        names.setdefault(id(tensor), []).append(name)
+    chosen = {next((name for name in each if name not in tied), each[0]): each for each in names.values()}
+    return {name: each for name, each in chosen.items() if name not in ignored}
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers under all their names."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        passing = module._non_persistent_buffers_set
+        own = module._parameters | {name: x for name, x in module._buffers.items() if name not in passing}
+        found |= {f"{path}.{name}" if path else name: x for name, x in own.items() if x is not None}
+    return found
+
+
+def _held_by_me(tensor: Tensor, writer: int) -> _Held | None:
+    """What this rank gives of a tensor: of those that have the same, the first one does."""
+    rank = dist.get_rank()
+    if not isinstance(tensor, DTensor):
+        return _Held(rank, (0,) * tensor.ndim, tuple(tensor.shape)) if rank == writer else None
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(p.is_replicate() and mesh.get_local_rank(axis) > 0 for axis, p in enumerate(placements)):
+        return None
+    local: Any = tensor
+    (place,) = local.__create_chunk_list__()
+    return _Held(rank, tuple(place.offsets), tuple(place.sizes)) if tensor.to_local().numel() else None
+
+
+def _meeting(region: Region, held: _Held) -> tuple[Region, Region] | None:
+    """Where a part and what a rank has overlap, in the indices of each; None where they do not."""
+    here: list[slice] = []
+    there: list[slice] = []
+    for wanted, offset, size in zip(region, held.offsets, held.sizes, strict=True):
+        low, high = max(wanted.start, offset), min(wanted.stop, offset + size)
+        if low >= high:
+            return None
+        here.append(slice(low - wanted.start, high - wanted.start))
+        there.append(slice(low - offset, high - offset))
+    return tuple(here), tuple(there)

@@ -1,0 +1,173 @@
+"""A Hugging Face folder of safetensors files, written a piece of a tensor at a time, and there when it is whole."""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from torch import Tensor
+
+from ringspan.core.files.disk import sync_file, sync_folder
+from ringspan.torch.weights.deferred import Deferred, part, pieces
+from ringspan.torch.weights.files import DTYPES, INDEX, WEIGHTS
+
+MAX_SHARD_SIZE: Final = "5GB"
+_PIECE_BYTES: Final = 1 << 26
+_HEADROOM_BYTES: Final = 1 << 25  # a tokenizer with all its files, the config, and folders
+_SCRATCH: Final = ".tmp-weights-"
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class WeightsPlan:
+    """Which tensors go into which files: ``max_shard_size`` bytes at most in each, but for a tensor that has more."""
+
+    def __init__(self, tensors: Mapping[str, Deferred], max_shard_size: int | str, variant: str | None = None) -> None:
+        self._tensors = tensors
+        infix = f".{variant}" if variant else ""
+        self._split = split_state_dict_into_shards_factory(
+            dict(tensors),
+            get_storage_size=_num_bytes,
+            filename_pattern=WEIGHTS.replace(".safetensors", f"{infix}{{suffix}}.safetensors"),
+            max_shard_size=max_shard_size,
+        )
+        self._index = INDEX.replace(".json", f"{infix}.json")
+        own = re.escape(WEIGHTS.replace(".safetensors", infix))
+        self._replaced = re.compile(rf"{own}(-\d{{5}}-of-\d{{5}})?\.safetensors|{re.escape(self._index)}")
+        self.num_bytes = sum(map(_num_bytes, tensors.values()))
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files, in order."""
+        return list(self._split.filename_to_tensors)
+
+    @property
+    def last_file(self) -> str:
+        """That makes the others a model."""
+        return self._index if len(self.files) > 1 else self.files[0]
+
+    def replaces(self, name: str) -> bool:
+        """Whether a file of this name belongs to the weights that these take the place of."""
+        return self._replaced.fullmatch(name) is not None
+
+    def write(self, name: str, folder: Path | None) -> None:
+        """Write a file, which is on the disk when this returns; None makes the tensors, as others do together with the
+        one who writes, and writes nothing.
+
+        Raises:
+            OSError: it cannot be written; what makes the tensors has been gone through nevertheless.
+        """
+        # Wide numbers first, so that each begins where its width divides the address, as safetensors has them.
+        names = sorted(self._split.filename_to_tensors[name], key=lambda each: -self._tensors[each].dtype.itemsize)
+        chosen = {each: self._tensors[each] for each in names}
+        sink = _Sink(None if folder is None else folder / name)
+        try:
+            sink.put(_header(chosen))
+            for tensor in chosen.values():
+                for region in pieces(tensor, _PIECE_BYTES):
+                    sink.put(part(tensor, region))
+        finally:
+            sink.close()
+        if sink.problem is not None:
+            raise sink.problem
+
+    def write_index(self, folder: Path, num_parameters: int) -> None:
+        """Write what says which file has which tensor, where there are several."""
+        if len(self.files) > 1:
+            metadata = {"total_parameters": num_parameters, **self._split.metadata}
+            index = {"metadata": metadata, "weight_map": self._split.tensor_to_filename}
+            (folder / self._index).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            sync_file(folder / self._index)
+
+
+class _Sink:
+    """A file that is written to its end, or nowhere; a problem is kept, so that who sends does not wait for it."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.problem: OSError | None = None
+        self._file: Any = None
+        if path is not None:
+            self._try(lambda: path.open("wb"))
+
+    def _try(self, action: Callable[[], Any]) -> None:
+        try:
+            result = action()
+            self._file = result if self._file is None else self._file
+        except OSError as error:
+            self.problem = error
+
+    def put(self, data: bytes | Tensor) -> None:
+        """Write what comes next."""
+        if self._file is None or self.problem is not None:
+            return
+        if isinstance(data, Tensor):
+            numbers = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            self._try(lambda: self._file.write(numbers.data))
+        else:
+            self._try(lambda: self._file.write(data))
+
+    def close(self) -> None:
+        """All of it is on the disk."""
+        if self._file is not None:
+            if self.problem is None:
+                self._try(self._file.flush)
+            if self.problem is None:
+                self._try(lambda: os.fsync(self._file.fileno()))
+            self._try(self._file.close)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    """What a safetensors file begins with: its length, and what begins and ends where."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + _num_bytes(tensor)
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def missing_room(folder: Path, num_bytes: int) -> str | None:
+    """Why so many bytes of weights cannot go into a folder; None where they can."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free, needed = shutil.disk_usage(folder).free, num_bytes + _HEADROOM_BYTES
+    return None if free >= needed else f"{folder}: {needed:,} bytes are needed, {free:,} are free; make room"
+
+
+@contextmanager
+def scratch_in(folder: Path) -> Iterator[Path]:
+    """A folder in a folder, for files that ``put_in_place`` moves; what earlier ones left behind is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(f"{_SCRATCH}*"):
+        shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder) as scratch:
+        yield Path(scratch)
+
+
+def put_in_place(scratch: Path, folder: Path, plan: WeightsPlan) -> None:
+    """Move all files into a folder, in the place of the weights there. Until the last has come, which is the index or
+    the only file of weights, what is there is no model.
+    """
+    last = plan.last_file
+    # First what makes the old files a model.
+    old = [path for path in folder.iterdir() if plan.replaces(path.name) and path.name != last]
+    if len(plan.files) > 1:
+        old.append(folder / last)
+    for path in sorted(old, key=lambda path: not path.name.endswith(".json")):
+        path.unlink(missing_ok=True)
+    for name in sorted((path.name for path in scratch.iterdir()), key=lambda name: name == last):
+        if (scratch / name).is_dir():
+            shutil.rmtree(folder / name, ignore_errors=True)
+        os.replace(scratch / name, folder / name)
+    sync_folder(folder)

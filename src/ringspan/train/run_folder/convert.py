@@ -1,0 +1,138 @@
+"""A training checkpoint as a Hugging Face folder, made on one process with the memory of a piece of a tensor."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from ringspan.core.errors import CheckpointError, ConfigError
+from ringspan.core.files.named import read_small
+from ringspan.core.messages.lines import one_line
+from ringspan.torch.layers.positions import as_trained, note_length
+from ringspan.torch.weights.deferred import Region, deferred, shape_of
+from ringspan.torch.weights.saving import plan_files, saved_names
+from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room
+from ringspan.train.checkpoints.manifest import TensorEntry, read_manifest, verify
+from ringspan.train.data.origin import tokenizer_of
+from ringspan.train.model import load_model_config
+from ringspan.train.run_folder.export import complete, put_beside, scratch_beside
+from ringspan.train.run_folder.record import RECORD, recorded
+
+_PREFIX: Final = "model/"
+
+
+def export_checkpoint(
+    run: Path,
+    step: int | None,
+    folder: Path,
+    *,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    doing: Callable[[str], None] = lambda what: None,
+) -> tuple[int, int]:
+    """Write the weights of a run's checkpoint, of its newest one when ``step`` is None, as what ``<run>/model`` would
+    be; its step, and the bytes of the weights.
+
+    Raises:
+        ConfigError: the folder is there already, or is none of a run; there is no checkpoint of that step.
+        CheckpointError: a file is missing, damaged or of another save; or the disk is too small.
+    """
+    if folder.exists():
+        raise ConfigError(f"{folder}: is there already; give another folder, or remove it")
+    config, saved = _config_of(run), _checkpoint_of(run, step)
+    if config.adapter.rank is not None:
+        raise ConfigError(
+            f"{run}: its checkpoints hold an adapter alone; the adapter or merged model is in {run / 'model'}"
+        )
+    manifest = read_manifest(saved)
+    for number, name in enumerate(sorted(manifest.files), start=1):
+        doing(f"checking file {number} of {len(manifest.files)}")
+        verify(saved, manifest, name)
+    model_config = load_model_config(config)
+    dtype = getattr(torch, config.model.dtype)
+    with torch.device("meta"):
+        plain: Any = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.model.trust_remote_code)
+    if config.data.documents != "separate":
+        note_length(plain, config.data.sequence_length_tokens, says=False)
+    tensors: dict[str, Tensor] = {}
+    for place, (name, aliases) in enumerate(saved_names(plain).items()):
+        stored = next((_PREFIX + each for each in aliases if _PREFIX + each in manifest.tensors), None)
+        if stored is None:
+            raise CheckpointError(f"{saved}: has no {name}; is it of another model?")
+        tensors[name] = deferred(_Saved(saved, stored, manifest.tensors[stored], place))
+    plan = plan_files(plain, tensors, max_shard_size=max_shard_size, dtype=dtype)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if problem := missing_room(folder.parent, plan.num_bytes):
+        raise CheckpointError(problem)
+    try:
+        with scratch_beside(folder) as scratch:
+            for number, name in enumerate(plan.files, start=1):
+                doing(f"writing file {number} of {len(plan.files)}")
+                plan.write(name, scratch)
+            with as_trained(plain):
+                complete(scratch, plan, plain.config, plain.num_parameters(), dtype)
+            if tokenizer := tokenizer_of(run):
+                shutil.copytree(tokenizer, scratch, dirs_exist_ok=True)
+            put_beside(scratch, folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} was not written: {one_line(error)}") from error
+    return manifest.step, plan.num_bytes
+
+
+def _config_of(run: Path) -> Any:
+    try:
+        config, _ = recorded(json.loads(read_small(run / RECORD))["config"])
+    except FileNotFoundError:
+        raise ConfigError(f"{run}: is no folder of a run ({RECORD} is missing)") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{run / RECORD}: is not the record of a run: {one_line(error)}") from error
+    return config
+
+
+def _checkpoint_of(run: Path, step: int | None) -> Path:
+    there = sorted(
+        int(path.name.removeprefix("step_"))
+        for path in (run / "checkpoints").glob("step_*")
+        if path.name.removeprefix("step_").isdecimal()
+    )
+    if not there:
+        raise ConfigError(f"{run}: has no checkpoint")
+    chosen = there[-1] if step is None else step
+    if chosen not in there:
+        raise ConfigError(f"{run}: has no checkpoint of step {chosen}; there are {', '.join(map(str, there))}")
+    return run / "checkpoints" / f"step_{chosen:08d}"
+
+
+class _Saved:
+    """A tensor in the pieces of a checkpoint."""
+
+    def __init__(self, folder: Path, name: str, entry: TensorEntry, place: int) -> None:
+        self.name, self.shape, self.dtype = name, entry.shape, getattr(torch, entry.dtype)
+        self.place: tuple[int, int] = (place, 0)
+        self._folder, self._pieces = folder, entry.pieces
+
+    def read(self, region: Region) -> Tensor:
+        """A part, from the pieces that it meets."""
+        result = torch.empty(shape_of(region), dtype=self.dtype)
+        for piece in self._pieces:
+            here: list[slice] = []
+            there: list[slice] = []
+            for wanted, offset, size in zip(region, piece.offset, piece.shape, strict=True):
+                low, high = max(wanted.start, offset), min(wanted.stop, offset + size)
+                here.append(slice(low - wanted.start, high - wanted.start))
+                there.append(slice(low - offset, high - offset))
+            if any(each.start >= each.stop for each in there):
+                continue
+            path = self._folder / piece.file
+            try:
+                with safe_open(path, "pt") as file:
+                    stored = file.get_slice(self.name)
+                    result[tuple(here)] = stored[tuple(there)] if there else file.get_tensor(self.name)
+            except (SafetensorError, OSError, ValueError) as error:
+                raise CheckpointError(f"{path}: {self.name}: {one_line(error)}") from error
+        return result

@@ -1,0 +1,73 @@
+"""The weights of a tiny model of any type, from a folder onto the ring and back, against the way of transformers."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+import ringspan as rs
+from tests.every_model.tiny import tiny_model
+
+SMALL_FILES = "60KB"
+
+
+def written(kind: str, folder: Path) -> None:
+    """A tiny model's folder, as transformers writes it, in several files."""
+    tiny_model(kind).save_pretrained(folder, max_shard_size=SMALL_FILES)
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """All tensors in the files of a folder, by the names that they have there."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(path)
+        assert not found.keys() & tensors.keys(), f"{path}: has what another file has"
+        found |= tensors
+    return found
+
+
+def whole_model(model: Any) -> dict[str, Tensor]:
+    """Every parameter and buffer under every name that it has."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in named}
+
+
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """The names of tensors that are not the same bit for bit."""
+    names = sorted(found.keys() ^ expected.keys())
+    return names + [
+        name
+        for name in sorted(found.keys() & expected.keys())
+        if found[name].dtype != expected[name].dtype or not torch.equal(_bits(found[name]), _bits(expected[name]))
+    ]
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8) if x.numel() else x
+
+
+def there_and_back(mesh: DeviceMesh, source: str, target: str, **options: Any) -> dict[str, list[str]]:
+    """Onto the ring and back into a folder: what is not as transformers has it, by what was done."""
+    alone: Any = AutoModelForCausalLM.from_pretrained(source)
+    if not alone.supports_gradient_checkpointing:
+        options["checkpoint"] = "none"
+    model: Any = rs.from_pretrained(source, mesh, **options)
+    wrong = {"loaded": differences(whole_model(model), whole_model(alone))}
+    tied = [[a is b for a in each.parameters() for b in each.parameters()] for each in (model, alone)]
+    wrong["tied"] = [] if tied[0] == tied[1] else ["other weights are tied"]
+    configs = [each.generation_config.to_dict() if each.can_generate() else {} for each in (model, alone)]
+    wrong["configured"] = [] if configs[0] == configs[1] else ["generation_config"]
+    model.save_pretrained(target, max_shard_size=SMALL_FILES)
+    with tempfile.TemporaryDirectory() as scratch:
+        alone.save_pretrained(scratch, max_shard_size=SMALL_FILES)
+        if mesh.get_rank() == 0:  # transformers does not write on others
+            wrong["saved"] = differences(stored(Path(target)), stored(Path(scratch)))
+    again: Any = AutoModelForCausalLM.from_pretrained(target)
+    wrong["opened"] = differences(whole_model(again), whole_model(alone))
+    return {what: names for what, names in wrong.items() if names}

@@ -1,0 +1,330 @@
+"""From a folder of transformers onto the ring and back: the same tensors bit for bit, and no half of a model."""
+
+import errno
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ringspan as rs
+from ringspan.torch.layers.feedforward import free_feedforwards
+from ringspan.torch.layers.norm import find_norms
+from ringspan.torch.model.support import refuse_unsupported
+from ringspan.torch.weights.deferred import deferred
+from ringspan.torch.weights.files import INDEX, WEIGHTS, WeightFiles
+from ringspan.torch.weights.loading import set_aside, unread_model
+from ringspan.torch.weights.writing import WeightsPlan, put_in_place, scratch_in
+from tests.every_model.tiny import tiny_model, tiny_tokens
+from tests.every_model.weights import differences, stored, there_and_back, written
+from tests.torch.weights.test_deferred import InMemory
+
+# Plain and tied weights; expert by expert, merged and split while they are loaded; layers that differ; buffers.
+KINDS = ("llama", "gpt2", "mixtral", "gpt_oss", "gemma3n_text", "deepseek_v3", "phi3", "youtu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "sizes"),
+    [
+        *((kind, ranks, {}) for kind in KINDS for ranks in (2, 3)),
+        *((kind, 4, {"tp": 2}) for kind in ("llama", "gemma2", "youtu")),  # of those that have a plan for it
+        *((kind, 4, {"replicate": 2}) for kind in ("gpt2", "mixtral")),
+    ],
+)
+def test_weights_go_there_and_back(pool: Any, tmp_path: Path, kind: str, ranks: int, sizes: dict[str, int]):
+    written(kind, tmp_path / "given")
+    wrong = pool.run(there_and_back, ranks, str(tmp_path / "given"), str(tmp_path / "saved"), **sizes)
+    assert wrong == [{}] * ranks
+
+
+def refused(mesh: Any, folder: str, **options: Any) -> str:
+    """Why a folder does not go onto the ring."""
+    try:
+        rs.from_pretrained(folder, mesh, **options)
+    except (rs.RingspanError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def spoil(folder: Path, how: str) -> None:
+    index = folder / "model.safetensors.index.json"
+    files = sorted(folder.glob("model-*.safetensors"))
+    match how:
+        case "truncated":
+            os.truncate(files[1], files[1].stat().st_size - 8)
+        case "half a header":
+            os.truncate(files[1], 100)
+        case "damaged":
+            files[1].write_bytes(b"\xff" * 8 + files[1].read_bytes()[8:])
+        case "a file is missing":
+            files[1].unlink()
+        case "a tensor is missing":
+            tensors = load_file(files[1])
+            tensors.pop(sorted(tensors)[0])
+            save_file(tensors, files[1])
+        case "not in the index either":
+            facts = json.loads(index.read_text())
+            name = min(facts["weight_map"])
+            tensors = load_file(folder / facts["weight_map"].pop(name))
+            tensors.pop(name)
+            save_file(tensors, folder / json.loads(index.read_text())["weight_map"][name])
+            index.write_text(json.dumps(facts))
+        case "another shape":
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 101}))
+        case "no json":
+            index.write_text("{")
+        case "outside":
+            facts = json.loads(index.read_text())
+            facts["weight_map"] = dict.fromkeys(facts["weight_map"], "../model.safetensors")
+            index.write_text(json.dumps(facts))
+        case "an adapter":
+            for path in (index, *files):
+                path.unlink()
+            (folder / "adapter_config.json").write_text("{}")
+        case "a pickle":
+            for path in (index, *files):
+                path.unlink()
+            (folder / "pytorch_model.bin").write_bytes(b"")
+        case "no folder":
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("truncated", r"model-00002\S+: cannot be read, cut or damaged"),
+        ("half a header", r"model-00002\S+: cannot be read, cut or damaged"),
+        ("damaged", r"model-00002\S+: cannot be read, cut or damaged"),
+        ("a file is missing", r"model-00002\S+: is missing, and model.safetensors.index.json names it"),
+        ("a tensor is missing", r"model-00002\S+: has no \S+, which model.safetensors.index.json says is there"),
+        ("not in the index either", r"has no lm_head\.weight; use the config.json that belongs to the weights"),
+        ("another shape", r"is \[97, 64\] there, and \[101, 64\] in the model"),
+        ("no json", r"index\.json: cannot be read"),
+        ("outside", r"is in '\.\./model\.safetensors', which is no file of this folder"),
+        ("an adapter", r"is an adapter of PEFT"),
+        ("a pickle", r"only pytorch_model\.bin, a pickle, which is not opened"),
+        ("no folder", r"is no folder, nor to be had from the Hub"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_named_on_every_rank(pool: Any, tmp_path: Path, how: str, message: str):
+    written("llama", tmp_path / "given")
+    spoil(tmp_path / "given", how)
+    outcomes = pool.run(refused, 2, str(tmp_path / "given"))
+    assert re.search(message, outcomes[0]) and outcomes[0].startswith("ConfigError"), outcomes[0]
+    assert outcomes[1] == outcomes[0]
+
+
+def one_sided(mesh: Any, folder: str, other: str) -> str:
+    return refused(mesh, folder if mesh.get_rank() == 0 else other, local_files_only=True)
+
+
+def test_a_folder_that_one_rank_lacks_or_has_otherwise_is_named(pool: Any, tmp_path: Path):
+    written("llama", tmp_path / "given")
+    written("qwen2", tmp_path / "other")
+    outcomes = pool.run(one_sided, 2, str(tmp_path / "given"), str(tmp_path / "nowhere"))
+    assert all("nowhere: is no folder" in each for each in outcomes)
+    outcomes = pool.run(one_sided, 2, str(tmp_path / "given"), str(tmp_path / "other"))
+    assert all("the ranks were given different tensors in the files" in each for each in outcomes)
+
+
+def refused_option(mesh: Any, folder: str) -> str:
+    return refused(mesh, folder, attention="ring")
+
+
+def test_an_option_that_there_is_not_raises(pool: Any, tmp_path: Path):
+    written("llama", tmp_path)
+    outcomes = pool.run(refused_option, 2, str(tmp_path))
+    assert all("unexpected keyword argument 'attention'" in each for each in outcomes)
+
+
+def steps(mesh: Any, folder: str, how: str, kind: str) -> Any:
+    """Losses of two steps from a folder."""
+    if how == "read":
+        model: Any = rs.from_pretrained(folder, mesh, dtype=torch.float32)
+    else:
+        model = rs.parallelize(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = tiny_tokens(37)
+    losses = []
+    for _ in range(3):
+        loss = model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    blocks = sorted(name for name, module in model.named_modules() if hasattr(module, "chunk_option"))
+    return losses, blocks
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3n_text", "mixtral"])
+def test_a_model_that_was_read_trains_as_one_that_was_in_memory(pool: Any, tmp_path: Path, kind: str):
+    tiny_model(kind).to(torch.bfloat16).save_pretrained(tmp_path)
+    (read, chunked), _ = pool.run(steps, 2, str(tmp_path), "read", kind)
+    (held, also_chunked), _ = pool.run(steps, 2, str(tmp_path), "held", kind)
+    assert read == held and chunked == also_chunked
+    assert len(set(read)) == 3, "it trains"
+
+
+def overwrite(mesh: Any, source: str, target: str, size: str) -> Any:
+    model: Any = rs.from_pretrained(source, mesh)
+    model.save_pretrained(target, max_shard_size=size)
+    return sorted(path.name for path in Path(target).iterdir())
+
+
+def test_new_weights_take_the_place_of_old_ones_and_leave_other_files(pool: Any, tmp_path: Path):
+    written("llama", tmp_path / "given")
+    target = tmp_path / "saved"
+    tiny_model("gpt2").save_pretrained(target)
+    (target / "notes.txt").write_text("kept")
+    (many, _) = pool.run(overwrite, 2, str(tmp_path / "given"), str(target), "60KB")
+    assert "model.safetensors" not in many and "model.safetensors.index.json" in many and "notes.txt" in many
+    assert not differences(stored(target), stored(tmp_path / "given"))
+    (one, _) = pool.run(overwrite, 2, str(tmp_path / "given"), str(target), "1GB")
+    assert [name for name in one if "safetensors" in name] == ["model.safetensors"]
+    assert not differences(stored(target), stored(tmp_path / "given"))
+
+
+def cannot_save(mesh: Any, source: str, target: str, how: str) -> str:
+    model: Any = rs.from_pretrained(source, mesh)
+    options: dict[str, Any] = {}
+    before = shutil.disk_usage
+    match how:
+        case "no room":
+            shutil.disk_usage = lambda path: before(path)._replace(free=1000)  # pyright: ignore[reportAttributeAccessIssue]
+        case "disk full":
+            written_by = WeightsPlan.write
+
+            def fail(self: Any, name: str, folder: Path | None) -> None:
+                written_by(self, name, folder)
+                if folder is not None and "00002" in name:
+                    raise OSError(errno.ENOSPC, "No space left on device", name)
+
+            WeightsPlan.write = fail
+        case _:
+            options[how] = True
+    try:
+        model.save_pretrained(target, max_shard_size="60KB", **options)
+        problem = ""
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    finally:
+        shutil.disk_usage = before
+        if how == "disk full":
+            WeightsPlan.write = written_by  # pyright: ignore[reportPossiblyUnboundVariable]
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("no room", "bytes are needed, 1,000 are free; make room"),
+        ("disk full", "No space left on device"),
+        ("push_to_hub", r"UnsupportedError: save_pretrained\(push_to_hub=True\)"),
+        ("distributed_checkpoint", r"UnsupportedError: save_pretrained\(distributed_checkpoint=True\)"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_everywhere_and_leaves_what_was_there(
+    pool: Any, tmp_path: Path, how: str, message: str
+):
+    written("llama", tmp_path / "given")
+    tiny_model("qwen2").save_pretrained(tmp_path / "old")
+    before = stored(tmp_path / "old"), sorted(path.name for path in (tmp_path / "old").iterdir())
+    for problem in pool.run(cannot_save, 2, str(tmp_path / "given"), str(tmp_path / "old"), how):
+        assert re.search(message, problem), problem
+    assert sorted(path.name for path in (tmp_path / "old").iterdir()) == before[1]
+    assert not differences(stored(tmp_path / "old"), before[0])
+
+
+def with_adapters(mesh: Any, folder: str, out: str, is_read: bool, use_dora: bool) -> Any:
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], use_dora=use_dora)
+
+    def adapt(model: Any) -> Any:
+        torch.manual_seed(5)
+        return get_peft_model(model, config)
+
+    if is_read:
+        model: Any = rs.from_pretrained(folder, mesh, adapt=adapt)
+    else:
+        model = rs.parallelize(adapt(AutoModelForCausalLM.from_pretrained(folder)), mesh)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    ids = tiny_tokens(21)
+    for _ in range(2):
+        model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(out)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_adapters_are_added_to_a_model_before_it_is_read(pool: Any, tmp_path: Path, use_dora: bool):
+    written("llama", tmp_path / "given")
+    for is_read in (True, False):
+        pool.run(with_adapters, 2, str(tmp_path / "given"), str(tmp_path / f"out {is_read}"), is_read, use_dora)
+    found, expected = (stored(tmp_path / f"out {is_read}") for is_read in (True, False))
+    assert expected and not differences(found, expected)
+
+
+@pytest.mark.parametrize("size", ["1KB", "1GB"])
+def test_the_last_file_makes_a_model(tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch):
+    """Cut short after any of its moves, a folder is no model."""
+    x = torch.arange(1000.0)
+    tensors = {name: deferred(InMemory(name, x + number)) for number, name in enumerate("abc")}
+    plan = WeightsPlan(tensors, size)
+    folder = tmp_path / "model"
+    with scratch_in(folder) as scratch:
+        for name in plan.files:
+            plan.write(name, scratch)
+        plan.write_index(scratch, 3000)
+        seen: list[bool] = []
+        move = os.replace
+
+        def moved(source: Path, target: Path) -> None:
+            seen.append(any((folder / name).exists() for name in (WEIGHTS, INDEX)))
+            move(source, target)
+
+        monkeypatch.setattr(os, "replace", moved)
+        put_in_place(scratch, folder, plan)
+    assert seen == [False] * (len(plan.files) + (len(plan.files) > 1))
+    assert not differences(stored(folder), {name: x + number for number, name in enumerate("abc")})
+    assert WeightFiles(folder).tensors.keys() == set("abc")
+
+
+def read_by_trials(folder: str) -> dict[str, int]:
+    """Numbers that are read before a model is split, by name."""
+    found: dict[str, int] = {}
+
+    class Counted(InMemory):
+        def read(self, region: Any) -> torch.Tensor:
+            part = super().read(region)
+            found[self.name] = found.get(self.name, 0) + part.numel()
+            return part
+
+    files = WeightFiles(Path(folder))
+    files.tensors = {name: deferred(Counted(name, x)) for name, x in stored(Path(folder)).items()}
+    model, _ = unread_model("it", Path(folder), files, AutoConfig.from_pretrained(folder), "auto")
+    set_aside(model)
+    refuse_unsupported(model)
+    assert free_feedforwards(model, checkpointed=True) and find_norms(model)
+    return found
+
+
+def test_trials_take_one_layer_and_one_row_of_the_embedding(tmp_path: Path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    found = read_by_trials(str(tmp_path))
+    assert not [name for name in found if ".layers.1." in name]
+    assert {name.partition(".layers.0.")[2].partition(".")[0] for name in found if ".layers.0." in name} == {
+        "self_attn",
+        "mlp",
+        "input_layernorm",
+        "post_attention_layernorm",
+    }
+    # A row for the head's trial, and one for the layer's.
+    assert found["model.embed_tokens.weight"] == 2 * 64
