@@ -52,6 +52,7 @@ faults: $(STAMP) ## strike real jobs with kills, signals and damage (ARGS="kill 
 
 models: $(STAMP) ## try every causal language model of transformers on the ring and write docs/models.md (ARGS="llama")
 	$(BIN)/python -m tests.every_model.run $(ARGS)
+	$(BIN)/python -m tests.every_model.weights $(ARGS)
 
 trainers: $(STAMP) ## train on rings and on one process, and write the table of docs/trainers.md
 	$(BIN)/python -m tests.hf.table

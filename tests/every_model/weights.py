@@ -1,10 +1,16 @@
-"""The weights of a tiny model of any type, from a folder onto the ring and back, against the way of transformers."""
+"""The weights of a tiny model of any type, from a folder onto the ring and back, against the way of transformers.
 
+``python -m tests.every_model.weights`` tries every type that runs; ``benchmarks/results/weights-models.json``.
+"""
+
+import json
+import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,8 +18,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import ringspan as rs
+from ringspan.torch.runtime.forks import serve_forks
 from tests.every_model.tiny import tiny_model
+from tests.pool import Pool
 
+MODELS: Final = Path(__file__).parents[2] / "benchmarks" / "results" / "models.json"
+RESULTS: Final = MODELS.with_name("weights-models.json")
 SMALL_FILES = "60KB"
 
 
@@ -71,3 +81,44 @@ def there_and_back(mesh: DeviceMesh, source: str, target: str, **options: Any) -
     again: Any = AutoModelForCausalLM.from_pretrained(target)
     wrong["opened"] = differences(whole_model(again), whole_model(alone))
     return {what: names for what, names in wrong.items() if names}
+
+
+def judge(pool: Pool, kind: str, *, with_tp: bool) -> dict[str, Any]:
+    """Whether the weights of a model type go from files onto rings and back as transformers has them."""
+    shapes = [(2, 1), (3, 1)] + ([(4, 2)] if with_tp else [])
+    for ranks, tp in shapes:
+        with tempfile.TemporaryDirectory() as scratch:
+            given, saved = Path(scratch, "given"), Path(scratch, "saved")
+            written(kind, given)
+            try:
+                AutoModelForCausalLM.from_pretrained(given)
+            except Exception as error:  # whatever it raises: transformers cannot read what it wrote
+                return {"refused": f"not by transformers either: {str(error).partition(chr(10))[0][:120]}"}
+            outcomes = pool.outcomes(there_and_back, ranks, str(given), str(saved), tp=tp)
+        if failures := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
+            return {"failed": str(failures[0])}
+        if any(outcomes):
+            return {"failed": f"{ranks} ranks, tp {tp}: {next(filter(None, outcomes))}"}
+    return {"same": [f"{ranks} ranks, tp {tp}" for ranks, tp in shapes]}
+
+
+def main(kinds: list[str]) -> int:
+    """Try the kinds, or all of docs/models.md that run and were not the same before; 1 where one fails."""
+    serve_forks("ringspan.train.loop", "transformers.models.llama.modeling_llama")
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    rows = {row["kind"]: row for row in json.loads(MODELS.read_text())["rows"] if "error" in row.get("sequence", {})}
+    pool = Pool()
+    for kind in kinds or [kind for kind in rows if "same" not in known.get(kind, {})]:
+        known[kind] = judge(pool, kind, with_tp="error" in rows[kind].get("tp", {}))
+        print(kind, known[kind], flush=True)
+        RESULTS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    pool.close()
+    return int(any("failed" in outcome for outcome in known.values()))
+
+
+if __name__ == "__main__":
+    # By its full name, by which the ranks import what they run.
+    from tests.every_model import weights
+
+    sys.exit(weights.main(sys.argv[1:]))
