@@ -9,7 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from ringspan import __version__
-from ringspan.cli.commands import bench, demo, doctor, export, generate, init, plan, profile, rehearse, train
+from ringspan.cli.commands import (
+    bench,
+    bench_cache,
+    demo,
+    doctor,
+    export,
+    generate,
+    init,
+    plan,
+    profile,
+    rehearse,
+    train,
+)
 from ringspan.core.errors import RingspanError
 
 # typer carries its own click, or uses the installed one, by version.
@@ -49,6 +61,7 @@ app.command("plan", epilog=plan.EPILOG)(plan.command)
 app.command("rehearse", epilog=rehearse.EPILOG)(rehearse.command)
 app.command("profile", epilog=profile.EPILOG)(profile.command)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.command)
+bench.app.command("cache", epilog=bench_cache.EPILOG)(bench_cache.command)
 app.add_typer(bench.app, name="bench")
 
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.generation.streamers import BaseStreamer, TextStreamer
 
-from ringspan.core.errors import RingspanError
-from ringspan.generate.folder import load_model
+from ringspan.core.errors import ConfigError, RingspanError
+from ringspan.generate.folder import check_ids, load_model
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.consistency.watchdog import Watchdog
 from ringspan.torch.parallelize import parallelize
@@ -68,10 +68,42 @@ class Session:
     watchdog: Watchdog
     observer: Observer = field(default_factory=Observer)
 
+    def new_cache(self) -> Any:
+        """An empty cache, or the one that the settings name.
+
+        Raises:
+            CheckpointError: it is damaged, or another model's; on every rank.
+        """
+        dtype = None if self.settings.cache_dtype == "auto" else self.settings.cache_dtype
+        if self.settings.load_cache is None:
+            return self.model.new_cache(dtype)
+        self.observer.doing("loading the cache")
+        self.watchdog.be(0, "loading the cache", PATIENCE_SECONDS)
+        return self.model.load_cache(self.settings.load_cache, dtype)
+
+    def answer_once(self, ids: Sequence[int]) -> Answer:
+        """Tokens after ``ids``, which come after what a loaded cache holds; the cache is saved where that is asked.
+
+        Raises:
+            ConfigError: a cache of several sequences, or more tokens in all than the model has positions.
+            CheckpointError: the cache cannot be loaded, or saved; on every rank.
+        """
+        cache = self.new_cache()
+        if self.settings.load_cache is not None:
+            if len(cache.ids) > 1:
+                raise ConfigError(f"--load-cache {self.settings.load_cache}: holds {len(cache.ids)} texts, not one")
+            ids = [*cache.ids[0].tolist(), *ids]
+            check_ids(ids, self.settings, self.model.config)
+        answer = self.answer(ids, cache)
+        if self.settings.save_cache is not None:
+            self.observer.doing("saving the cache")
+            self.watchdog.be(0, "saving the cache", PATIENCE_SECONDS)
+            self.model.save_cache(cache, self.settings.save_cache)
+        return answer
+
     def answer(self, ids: Sequence[int], cache: Any = None) -> Answer:
         """Tokens after ``ids``, whose beginning the cache may hold already."""
-        kind = self.settings.cache_dtype
-        cache = self.model.new_cache(None if kind == "auto" else kind) if cache is None else cache
+        cache = self.new_cache() if cache is None else cache
         listener = _Listener(self.watchdog, self.tokenizer, self.observer)
         self.model.ring_on_read = self._on_read(len(ids))
         self.watchdog.be(0, "reading the prompt", PATIENCE_SECONDS)

@@ -1,6 +1,7 @@
 """What ``ringspan generate`` is asked for, checked without a framework."""
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,6 +32,10 @@ class GenerateSettings:
     weights: str = "auto"
     prefill_tokens: int | None = None
     """Tokens of the prompt that a rank reads at once; the library's own number when None."""
+    load_cache: str | None = None
+    """A saved cache, after whose tokens the prompt comes."""
+    save_cache: str | None = None
+    """A new folder for the cache of what was read and written."""
     silence_seconds: float = 60.0
     """How long a rank may not be heard before all are ended."""
 
@@ -49,6 +54,12 @@ class GenerateSettings:
         for name, names in (("dtype", DTYPES), ("cache_dtype", _CACHE_DTYPES), ("weights", WEIGHTS_NAMES)):
             value = getattr(self, name)
             _check(name, value, value in names, f"one of {', '.join(names)}")
+        if self.save_cache is not None:
+            _check("save_cache", self.save_cache, not os.path.exists(self.save_cache), "a new folder; this one exists")
+            _check("save_cache", self.save_cache, os.path.isdir(_parent(self.save_cache)), "in a folder that exists")
+        if self.load_cache is not None:
+            is_there = os.path.isfile(os.path.join(self.load_cache, "manifest.json"))
+            _check("load_cache", self.load_cache, is_there, "a folder that --save-cache wrote, with its manifest.json")
 
     def check_ranks(self, num_ranks: int) -> None:
         """Refuse a number of ranks that does not make rings of ``tp``.
@@ -67,6 +78,10 @@ class GenerateSettings:
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         given = {name: value for name, value in sampling.items() if value is not None}
         return {"max_new_tokens": self.max_new_tokens, "do_sample": bool(given), **given}
+
+
+def _parent(path: str) -> str:
+    return os.path.dirname(os.path.abspath(path))
 
 
 def _check(name: str, value: Any, is_right: bool, should_be: str) -> None:

@@ -1,6 +1,7 @@
 """``ringspan generate``: the text of one process, from a prompt in a file; refusals before any rank starts."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,17 +27,21 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def save_tokenizer(folder: Path) -> None:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A token a byte."""
     vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def save_model(folder: Path, **changes: Any) -> None:
-    torch.manual_seed(0)
+def save_tokenizer(folder: Path) -> None:
+    byte_tokenizer().save_pretrained(folder)
+
+
+def save_model(folder: Path, seed: int = 0, **changes: Any) -> None:
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**CONFIG, **changes}))
     for parameter in model.parameters():  # larger than usual, so that the text is not one token
         if parameter.ndim > 1:
@@ -100,6 +105,15 @@ def test_it_prints_the_text_as_it_comes_and_samples_under_a_seed(folder):
     assert err == "starting 2 ranks\n"
 
 
+def test_under_torchrun_the_first_rank_prints_what_one_process_writes(folder):
+    """Its ranks are there already, and rank 0 alone reads the standard input."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ringspan"]
+    command += ["generate", str(folder), "--prompt-file", "-", "--max-new-tokens", "12", "--json"]
+    done = subprocess.run(command, input=BOOK, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["token_ids"] == expected(folder, BOOK)
+
+
 def test_a_chat_goes_on_from_what_was_said(folder):
     options = ("--chat", "--nproc", 2, "--max-new-tokens", 12, "--prefill-tokens", 16)
     out, err = printed(folder, *options, input=f"{BOOK}\n\nAnd then?\n")
@@ -111,6 +125,57 @@ def test_a_chat_goes_on_from_what_was_said(folder):
         texts += tokenizer.decode(ids[-12:]) + "\n"
     assert out.rstrip("\n") == texts.rstrip("\n")
     assert err.count("> ") == 3
+
+
+QUESTION = "And then?"
+
+
+@pytest.fixture(scope="module")
+def book(folder, tmp_path_factory):
+    """A cache of the book alone: of the one token that was written nothing is kept."""
+    path = tmp_path_factory.mktemp("caches") / "book"
+    printed(folder, "--prompt", BOOK, "--max-new-tokens", 1, "--nproc", 2, "--save-cache", path)
+    return path
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_book_is_read_once(folder, book, ranks):
+    options = ("--load-cache", book, "--nproc", ranks, "--max-new-tokens", 12, "--json")
+    out, err = printed(folder, "--prompt", QUESTION, *options)
+    assert json.loads(out)["token_ids"] == expected(folder, BOOK + QUESTION)
+    assert "read " not in err, "nothing of the book"
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ("another model", "other weights"),
+        ("a bit", "rank_00001.safetensors: has sha256"),
+        ("a missing file", "rank_00000.safetensors: is missing"),
+        ("a changed manifest", "manifest.json: changed after it was written"),
+    ],
+)
+def test_a_cache_that_is_damaged_or_of_another_model_is_refused_in_a_line(folder, book, tmp_path, damage, says):
+    copy = shutil.copytree(book, tmp_path / "book")
+    match damage:
+        case "another model":
+            folder = tmp_path / "model"
+            save_tokenizer(folder)
+            save_model(folder, seed=1)
+        case "a bit":
+            path = copy / "rank_00001.safetensors"
+            path.write_bytes(path.read_bytes()[:-1] + b"x")
+        case "a missing file":
+            (copy / "rank_00000.safetensors").unlink()
+        case "a changed manifest":
+            path = copy / "manifest.json"
+            path.write_text(path.read_text().replace('"length": 79', '"length": 80'))
+    command = [sys.executable, "-m", "ringspan", "generate", str(folder), "--prompt", QUESTION, "--nproc", "2"]
+    command += ["--load-cache", str(copy), "--max-new-tokens", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    starting, line = done.stderr.splitlines()
+    assert (done.returncode, starting, done.stdout) == (2, "starting 2 ranks", "")
+    assert says in line
 
 
 @pytest.mark.parametrize(
@@ -131,6 +196,13 @@ def test_a_chat_goes_on_from_what_was_said(folder):
         (["--prompt", "a", "--top-p", "2"], "--top-p 2.0: should be above 0 and at most 1"),
         (["--prompt", "a", "--top-k", "0"], "--top-k 0: should be at least 1"),
         (["--prompt", "a", "--top-q", "2"], "--top-q"),
+        (
+            ["--prompt", "a", "--load-cache", "nowhere"],
+            "--load-cache nowhere: should be a folder that --save-cache wrote",
+        ),
+        (["--prompt", "a", "--save-cache", "."], "--save-cache .: should be a new folder; this one exists"),
+        (["--prompt", "a", "--save-cache", "no/where"], "--save-cache no/where: should be in a folder that exists"),
+        (["--chat", "--save-cache", "new"], "--chat keeps a cache of its own"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0: should be at least 1"),
         (["--prompt", "a", "--prefill-tokens", "0"], "--prefill-tokens 0: should be at least 1"),
         (["--prompt", "a", "--seed", "-1"], "--seed -1: should be from 0"),

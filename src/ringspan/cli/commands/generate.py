@@ -51,6 +51,13 @@ def command(
     prefill_tokens: Annotated[
         int | None, typer.Option(help="Tokens of the prompt that a rank reads at once; default: 4096.")
     ] = None,
+    load_cache: Annotated[
+        Path | None,
+        typer.Option(help="What --save-cache wrote: the prompt comes after the text that it holds."),
+    ] = None,
+    save_cache: Annotated[
+        Path | None, typer.Option(help="A new folder for the cache: what was read and written, but for the last token.")
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Answer line by line until Ctrl-D; the cache is kept over the turns.")
     ] = False,
@@ -75,18 +82,33 @@ def command(
         tp=tp,
         weights=weights,
         prefill_tokens=prefill_tokens,
+        load_cache=None if load_cache is None else str(load_cache),
+        save_cache=None if save_cache is None else str(save_cache),
     )
-    if not model.is_dir():
-        raise ConfigError(f"{model}: there is no such folder; give one with a model and its tokenizer")
-    if not (model / "config.json").is_file():
-        raise ConfigError(f"{model}: has no config.json; give the folder that a model was saved into")
+    if chat and (load_cache or save_cache):
+        raise ConfigError("--chat keeps a cache of its own; leave out --load-cache and --save-cache")
+    check_folder(model)
     _check_prompt(prompt, prompt_file, chat, as_json)
     has_prompt = prompt is not None or prompt_file is not None
-    text = (lambda: _text(prompt, prompt_file)) if has_prompt else lambda: None
+    text = (lambda: prompt_text(prompt, prompt_file)) if has_prompt else lambda: None
     answer, is_first = run(settings, text, nproc, as_json, chat)
     if is_first and as_json:
         assert answer is not None, "a chat has no --json"
         print(json.dumps(asdict(answer)))
+
+
+def check_folder(model: Path) -> None:
+    """Refuse a folder in which no model was saved.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    from ringspan.core.errors import ConfigError
+
+    if not model.is_dir():
+        raise ConfigError(f"{model}: there is no such folder; give one with a model and its tokenizer")
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"{model}: has no config.json; give the folder that a model was saved into")
 
 
 def _check_prompt(prompt: str | None, file: Path | None, chat: bool, as_json: bool) -> None:
@@ -101,7 +123,7 @@ def _check_prompt(prompt: str | None, file: Path | None, chat: bool, as_json: bo
         raise ConfigError("--json prints one answer, and --chat has many; leave one out")
 
 
-def _text(prompt: str | None, file: Path | None) -> str:
+def prompt_text(prompt: str | None, file: Path | None, option: str = "--prompt-file") -> str:
     """The prompt, from where it is.
 
     Raises:
@@ -109,7 +131,7 @@ def _text(prompt: str | None, file: Path | None) -> str:
     """
     from ringspan.core.errors import ConfigError
 
-    name = "--prompt" if file is None else f"--prompt-file {file}"
+    name = "--prompt" if file is None else f"{option} {file}"
     try:
         if "-" in (prompt, str(file)):
             name, text = "standard input", sys.stdin.buffer.read().decode()
@@ -202,8 +224,8 @@ def _run_here(
         dist.destroy_process_group()
 
 
-def prompt_ids(settings: "GenerateSettings", text: str | None) -> Any:
-    """The tokens of a prompt, which the model has a place for; none of a chat that has not begun."""
+def prompt_ids(settings: "GenerateSettings", text: str | None, most: int | None = None) -> Any:
+    """The tokens of a prompt, ``most`` of them, which the model has a place for; none of a chat that has not begun."""
     import numpy as np
 
     from ringspan.generate.folder import check_ids, load_config, load_tokenizer
@@ -213,7 +235,8 @@ def prompt_ids(settings: "GenerateSettings", text: str | None) -> Any:
     tokenizer = load_tokenizer(settings.folder, config)
     if text is None:
         return np.array([])
-    ids = tokenizer(text).input_ids
+    is_beginning = settings.load_cache is None  # of the whole text, where a tokenizer may put a token of its own
+    ids = tokenizer(text, add_special_tokens=is_beginning).input_ids[:most]
     check_ids(ids, settings, config)
     return np.array(ids)
 
@@ -221,7 +244,7 @@ def prompt_ids(settings: "GenerateSettings", text: str | None) -> Any:
 def generate_rank(settings: "GenerateSettings", ids: Any, quiet: bool) -> "Answer":
     """One rank's part; rank 0 shows how it goes, and the text as it comes unless ``quiet``."""
     with _session(settings, quiet) as model:
-        return model.answer(ids.tolist())
+        return model.answer_once(ids.tolist())
 
 
 def chat_rank(settings: "GenerateSettings", first: str | None, pipe: str | None) -> None:
