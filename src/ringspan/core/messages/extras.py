@@ -13,7 +13,6 @@ EXTRAS: Final = {
     "jax": "jax",
     "trl": "hf",
     "peft": "peft",
-    "lightning": "lightning",
 }
 """Packages that are imported where they are used, and the extra of ringspan that brings each."""
 
