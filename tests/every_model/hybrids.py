@@ -46,7 +46,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": _GATED,
     "qwen3_5_moe_text": _GATED | _EXPERTS | {"shared_expert_intermediate_size": 16},
     "nemotron_h": {
-        "layer_types": ["linear_attention", "full_attention", "mlp"] * 2, "num_hidden_layers": 6,
+        "layer_types": ["linear_attention", "full_attention", "mlp", "moe"] * 2,
+        "num_hidden_layers": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
         "ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 8,
     },
     "bamba": _MAMBA2 | {"attn_layer_indices": [1, 3]},
@@ -54,10 +61,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _MAMBA2 | _MIXED | {
         "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16, "logits_scaling": 8.0,
         "attention_multiplier": 0.1,
-    },
-    "zamba2": {
-        "mamba_d_state": 6, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 8,
-        "attention_head_dim": 16, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1,
     },
     "mamba2": {
         "num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "chunk_size": 8, "num_hidden_layers": 2,

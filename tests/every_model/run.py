@@ -17,11 +17,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import ringspan as rs
 from ringspan.measure.bench.machine import describe_machine
+from ringspan.torch.layers.decoder import STATEFUL_LAYERS, text_config
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.runtime.forks import serve_forks
 from tests.every_model.refusals import refusal_of
-from tests.every_model.tiny import tiny_model, tiny_tokens, undropped_config
+from tests.every_model.tiny import tiny_config, tiny_model, tiny_tokens, undropped_config
 from tests.pool import Pool
+from tests.torch.float64 import in_float64_of
 from tests.torch.models import relative
 from tests.torch.test_parallelize import restarting, whole_gradients
 
@@ -30,7 +32,8 @@ RESULTS: Final = ROOT / "benchmarks" / "results" / "models.json"
 PAGE: Final = ROOT / "docs" / "models.md"
 LENGTH: Final = 37
 DOCUMENTS: Final = (17, 20)
-# What is tried: ranks, layout, whether the sequence is two documents, ranks that share the heads.
+# What is tried: ranks, layout, whether the sequence is two documents, ranks that share the heads. Layers with a state
+# need consecutive tokens: contiguous in place of striped.
 TRIALS: Final = {
     "sequence": (2, "zigzag", False, 1),
     "documents": (3, "striped", True, 1),
@@ -44,8 +47,9 @@ LOSS_BOUND, BOUND = 1e-6, 1e-5  # relative, as in tests/torch/test_parallelize.p
 
 def one_process(kind: str, dtype: torch.dtype, *, is_packed: bool) -> dict[str, Any]:
     """Loss, logits and gradients of the plain model; each document alone."""
-    model, tokens = tiny_model(kind).to(dtype), tiny_tokens(LENGTH)
+    model, tokens = tiny_model(kind), tiny_tokens(LENGTH)
     if dtype == torch.float64:
+        model = in_float64_of(model) if has_states(model.config) else model.to(dtype)
         model.set_experts_implementation("eager")  # the others know no float64
     parts = tokens.split(DOCUMENTS, 1) if is_packed else (tokens,)
     logits = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
@@ -124,12 +128,19 @@ def _failure(pool: Pool, outcomes: list[Any]) -> dict[str, Any] | None:
     return {"refused" if refused else "failed": str(failures[0])}
 
 
+def has_states(config: Any) -> bool:
+    """Whether a model has layers that carry a state over tokens, or convolve them."""
+    return bool(STATEFUL_LAYERS & set(getattr(text_config(config), "layer_types", None) or ()))
+
+
 def judge(pool: Pool, kind: str) -> dict[str, Any]:
     """What each trial of a model type gave: its worst error, or why there is none."""
     row: dict[str, Any] = {"kind": kind}
     alone: dict[bool, list[dict[str, Any]]] = {}  # in float64 and in float32, by whether documents are apart
     for trial, (ranks, layout, is_packed, tp) in TRIALS.items():
         try:
+            if layout == "striped" and has_states(tiny_config(kind)):
+                layout = "contiguous"
             if is_packed not in alone:
                 dtypes = torch.float64, torch.float32
                 alone[is_packed] = [one_process(kind, dtype, is_packed=is_packed) for dtype in dtypes]
@@ -198,8 +209,8 @@ def page(facts: dict[str, Any]) -> str:
         "attention, of feed-forward), in float32, against itself on one process in float64: the worst",
         "relative error of the loss (times ten: its bound is 1e-6), the logits and every gradient (bound 1e-5).",
         "Sequence: two ranks, zigzag; beside it what one process in float32 is off. Documents: two in one sequence on",
-        "three ranks, striped, each against itself alone. Heads split: two ranks of a ring times two that share the",
-        "heads ([tensor parallelism](tensor-parallel.md)).",
+        "three ranks, striped (contiguous where layers carry a state), each against itself alone. Heads split: two",
+        "ranks of a ring times two that share the heads ([tensor parallelism](tensor-parallel.md)).",
         f"Generation: the {WRITTEN} most likely tokens after a prompt of {PROMPT}, read by two ranks in chunks of",
         f"{READ_AT_ONCE} each: all are those of one process in float32, and this is the relative error of their logits",
         "against its own (bound 1e-5).",

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
+from tests.every_model.hybrids import DROPOUTS, HYBRIDS, hybrid_config
+
 _MOST_PARAMETERS: Final = 20_000_000
 _VOCABULARY: Final = 97
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
@@ -23,11 +25,6 @@ _SMALL |= {"vocab_size": _VOCABULARY, "vocab_size_per_layer_input": _VOCABULARY,
 _SMALL |= {"head_dim": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 _SMALL |= {"kv_lora_rank": 24, "q_lora_rank": 32, "sliding_window": 8, "attention_chunk_size": 9, "rotary_dim": 8}
 _SMALL |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "is_decoder": True, "word_embed_proj_dim": 64}
-_DROPOUTS: Final = (
-    "attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "dropout", "hidden_dropout_prob",
-    "attention_probs_dropout_prob", "activation_dropout", "layerdrop", "residual_dropout", "embedding_dropout",
-    "router_jitter_noise",
-)  # fmt: skip
 
 _TEXT = {name: _SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
 _TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 2}
@@ -104,7 +101,10 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
                           "attention_heads": 2, "image_size": 32, "patch_size": 16},
     },
     "qwen3_5": {
-        "text_config": _TEXT | {"layer_types": ["linear_attention", "full_attention"]},
+        "text_config": _TEXT
+        | {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+           "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+           "linear_value_head_dim": 6},
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2,
                           "out_hidden_size": 64},
     },
@@ -116,7 +116,7 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
 def undropped_config(kind: str) -> PretrainedConfig:
     """The usual config of a model type, without dropout."""
     usual = CONFIG_MAPPING[kind]()
-    return CONFIG_MAPPING[kind](**{name: 0.0 for name in _DROPOUTS if _has(usual, name)})
+    return CONFIG_MAPPING[kind](**{name: 0.0 for name in DROPOUTS if _has(usual, name)})
 
 
 def tiny_config(kind: str) -> PretrainedConfig:
@@ -124,11 +124,13 @@ def tiny_config(kind: str) -> PretrainedConfig:
 
     There are two layers at least of each type, and with each type of feed-forward, that the model can have.
     """
+    if kind in HYBRIDS:
+        return hybrid_config(kind)
     usual = CONFIG_MAPPING[kind]()
     values: dict[str, Any] = {
         name: size for name, size in _SMALL.items() if _has(usual, name) and _can_set(usual, name)
     }
-    values |= {name: 0.0 for name in _DROPOUTS if _has(usual, name)}
+    values |= {name: 0.0 for name in DROPOUTS if _has(usual, name)}
     if not _value(usual, "sliding_window"):
         values.pop("sliding_window", None)
     types = list(dict.fromkeys((*(_value(usual, "layer_types") or ()), *_FURTHER_LAYERS.get(kind, ()))))

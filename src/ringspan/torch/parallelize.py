@@ -52,7 +52,9 @@ from ringspan.torch.model.adapters import base_of, is_peft, put_on_ring
 from ringspan.torch.model.attention_function import register_attention
 from ringspan.torch.model.causal_lm import RingCausalLM
 from ringspan.torch.model.config_changes import copy_configs
+from ringspan.torch.model.recurrent import hook_stateful, refuse_spans
 from ringspan.torch.model.support import refuse_route, refuse_unsupported
+from ringspan.torch.recurrence.current import carry_passes
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import refuse_split, split_model
@@ -184,6 +186,9 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     if parts.router is not None:
         record_routers(model, parts.router)
     checkpoint_layers(model, config.checkpoint, config.offload, config.layers_per_checkpoint)
+    is_stateful = hook_stateful(decoder)
+    if is_stateful:
+        carry_passes(layers, keeps=config.checkpoint == "attention")
     chunk_rotary_tables(decoder)
     sum_embedding_gradients(decoder)
     where = next(name for name, module in model.named_modules() if module is decoder)
@@ -197,6 +202,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         ring_vocabularies=parts.vocabularies,
         ring_head=kind_of_head(parts.head),
         ring_configs=copy_configs((model.config, decoder.config)),
+        ring_stateful=is_stateful,
         ring_router=parts.router,
     )
     if (tp := tensor_axis(mesh)) is not None:
@@ -250,6 +256,7 @@ def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Par
     batch_layout(config.layout, mesh["ring"].size(), mesh["ring"].size())
     if config.layout == "balanced" and "ulysses" in config.route:
         raise UnsupportedError("layout 'balanced' has no Ulysses groups; use a route without them, such as all-gather")
+    refuse_spans(decoder, config.layout, mesh["ring"].size(), 1 if tp is None else tp.size())
     compute_dtype = _compute_dtype(config)
     refuse_route(decoder.config, mesh["ring"].size(), config.route, config.comm_dtype, 1 if tp is None else tp.size())
     _refuse_kernel(decoder, config.kernel, compute_dtype, mesh["ring"])
@@ -308,6 +315,8 @@ def _refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.d
     """
     kernel_name(kernel)
     config, dtype = decoder.config, compute_dtype or next(decoder.parameters()).dtype
+    if not head_sizes(config):  # there is no attention
+        return
     probe = torch.empty(1, 1, 1, max(head_sizes(config)), dtype=dtype, device=ring.device_type)
     scores = Scores(1.0, softcap=getattr(config, "attn_logit_softcapping", None) or 0.0)
     if refusal := kernels.why_not(kernel, probe, probe, scores):

@@ -37,4 +37,9 @@ def build(kind: str, dtype: torch.dtype, **changes: Any) -> Any:
                 parameter.copy_(1 + noise * 0.1)
             else:
                 parameter.copy_(noise * 0.15)
+    for module in model.modules():
+        if hasattr(module, "decay_factors"):  # made in float32 when the model was
+            names = "query_decay", "key_decay", "diagonal_decay"
+            for name, factors in zip(names, module.decay_factors(module.slope_rate), strict=True):
+                setattr(module, name, factors)
     return model.train()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ringspan.core.arguments import PREFILL_TOKENS
+from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import CacheDtypeName
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.generate.agreed import first_ranks_numbers
@@ -24,6 +25,7 @@ from ringspan.torch.generate.options import agreed_options, cache_bytes, text_gr
 from ringspan.torch.generate.passes import agreed_pass, over_cache, unchecked
 from ringspan.torch.generate.weights import weights_for_tokens
 from ringspan.torch.layers.decoder import cached_kinds
+from ringspan.torch.layers.modules import class_name
 from ringspan.torch.memory.sharding import recover, settle
 from ringspan.torch.model.causal_lm import RingCausalLM
 
@@ -88,7 +90,9 @@ class RingGenerator(RingCausalLM):
 
         Raises:
             ConfigError: for any other dtype.
+            UnsupportedError: the model has layers with a state, or convolutions.
         """
+        refuse_states(self)
         ring = self.ring_mesh["ring"]
         decoder = self.get_submodule(self.ring_decoder)
         return RingCache(cached_kinds(decoder.config), ring.size(), ring.get_local_rank(), dtype)
@@ -135,9 +139,11 @@ class RingGenerator(RingCausalLM):
             kwargs: what transformers' ``generate`` takes.
 
         Raises:
-            UnsupportedError: what a ring cannot honour: a foreign cache, hidden states, embeddings for a prompt.
+            UnsupportedError: what a ring cannot honour: a foreign cache, hidden states, embeddings for a prompt; a
+                model with layers that have a state, or convolutions.
             PeerMismatch: the ranks of a ring were given different things; on every rank.
         """
+        refuse_states(self)
         plain = super().generate  # pyright: ignore[reportAttributeAccessIssue]
         with in_call("generating"):
             arguments = agreed_options(self, plain, args, kwargs, weights)
@@ -154,6 +160,15 @@ class RingGenerator(RingCausalLM):
             stack.enter_context(weights_for_tokens(self, weights, cache_bytes(self, arguments)))
             stack.enter_context(first_ranks_numbers(groups, self.device))
             return plain(**arguments)
+
+
+def refuse_states(model: Any) -> None:
+    """Raise an UnsupportedError for a model whose cache would have to hold states."""
+    if model.ring_stateful:
+        raise UnsupportedError(
+            f"{class_name(model)} has layers with a state or a convolution, whose cache a ring does not hold yet; save "
+            "the model with save_pretrained and generate on one process"
+        )
 
 
 def _for_readers() -> inspect.Signature:

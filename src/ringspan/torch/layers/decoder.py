@@ -1,6 +1,6 @@
 """What a decoder's config says of it, layer by layer, and where it is in a model."""
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +24,33 @@ def of_layers(config: PreTrainedConfig, field: str) -> list[Any]:
     return [getattr(config, field, None)] * config.num_hidden_layers
 
 
+# Types of layers that carry a state over tokens, or convolve them; and those that treat each token by itself.
+STATEFUL_LAYERS: Final = frozenset({"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"})
+_WITHOUT_ATTENTION: Final = STATEFUL_LAYERS - {"hybrid", "hybrid_sliding"} | {"moe", "mlp"}
+
+
+def has_attention(config: PreTrainedConfig) -> bool:
+    """Whether a decoder has layers of attention, as its config says."""
+    types = getattr(config, "layer_types", None)
+    return not types or any(kind not in _WITHOUT_ATTENTION for kind in types)
+
+
+def without_attention(config: PreTrainedConfig) -> set[int]:
+    """The layers that have no attention, as the config says."""
+    types = getattr(config, "layer_types", None) or ()
+    return {number for number, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}
+
+
 def head_counts(config: PreTrainedConfig) -> list[tuple[int, int]]:
-    """Query heads and key/value heads of each layer.
+    """Query heads and key/value heads of each layer; none where no layer has attention.
 
     Raises:
         UnsupportedError: the model has no attention heads.
     """
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise UnsupportedError(f"{config.model_type} is no language model of layers; use an AutoModelForCausalLM")
+    if not has_attention(config):
+        return []
     counts = list(zip(*(of_layers(config, f"num_{kind}_heads") for kind in ("attention", "key_value")), strict=True))
     if not all(isinstance(heads, int) for heads, _ in counts):
         raise UnsupportedError(f"{config.model_type} has no attention heads; only models with attention are supported")
@@ -39,7 +58,9 @@ def head_counts(config: PreTrainedConfig) -> list[tuple[int, int]]:
 
 
 def head_sizes(config: PreTrainedConfig) -> list[int]:
-    """Numbers in a query head of each layer."""
+    """Numbers in a query head of each layer; none where no layer has attention."""
+    if not has_attention(config):
+        return []
     sizes = zip(of_layers(config, "head_dim"), head_counts(config), strict=True)
     return [size or config.hidden_size // heads for size, (heads, _) in sizes]
 
@@ -60,8 +81,9 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
         {
             "full_attention": LayerKind(),
             "sliding_attention": LayerKind(window=window if slides else None),
+            "hybrid_sliding": LayerKind(window=window if slides else None),
             "chunked_attention": LayerKind(chunk=chunk),
-        }[kind]
+        }.get(kind, LayerKind())
         for kind, window, chunk in zip(types, windows, chunks, strict=True)
     )
 

@@ -64,21 +64,24 @@ class _ChunkedTables(nn.Module):
     rotary_length: int | None = None
 
     def forward(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B, T, D) of the positions (B, T), in x's dtype; rows that are alike share their memory."""
-        rows = len(position_ids)
+        """Cosines and sines (B, T, D) of the positions, in x's dtype; rows that are alike share their memory.
+
+        Positions are (B, T), or (3, B, T) in models that also place images (Qwen 3.5).
+        """
+        rows = position_ids.shape[-2]
         # Mostly all sequences have the same positions: one table then does.
-        alike = rows > 1 and bool((position_ids == position_ids[:1]).all())
-        positions = position_ids[:1] if alike else position_ids
+        alike = rows > 1 and bool((position_ids == position_ids[..., :1, :]).all())
+        positions = position_ids[..., :1, :] if alike else position_ids
         length = int(positions.max()) + 1 if self.rotary_length is None else self.rotary_length
         # The last position of the whole sequence, by which dynamic scaling and longrope choose their frequencies.
-        last = positions.new_full((len(positions), 1), length - 1)
+        last = positions.new_full((*positions.shape[:-1], 1), length - 1)
         tables: list[Tensor] = []
-        for start in range(0, positions.shape[1], _CHUNK_TOKENS):
+        for start in range(0, positions.shape[-1], _CHUNK_TOKENS):
             # Padding lies behind the end, where it would pass for a longer sequence.
-            part = positions[:, start : start + _CHUNK_TOKENS].clamp_max(length - 1)
-            made = super().forward(x, torch.cat((part, last), 1), *args, **kwargs)
-            tables = tables or [table.new_empty((*positions.shape, table.shape[-1])) for table in made]
+            part = positions[..., start : start + _CHUNK_TOKENS].clamp_max(length - 1)
+            made = super().forward(x, torch.cat((part, last), -1), *args, **kwargs)
+            tables = tables or [table.new_empty((*positions.shape[-2:], table.shape[-1])) for table in made]
             for table, new in zip(tables, made, strict=True):
-                table[:, start : start + part.shape[1]] = new[:, :-1]
+                table[:, start : start + part.shape[-1]] = new[:, :-1]
         cos, sin = (table.expand(rows, -1, -1) if alike else table for table in tables)
         return cos, sin

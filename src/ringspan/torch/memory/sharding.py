@@ -19,9 +19,12 @@ def shard_weights(
 ) -> None:
     """Shard each layer's parameters, and those of the model around them, over the ring, in place; replicas copy.
 
-    Gradients are summed over all ranks in float32.
+    Gradients are summed over all ranks in float32, or in float64 where parameters are.
     """
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    dtype = torch.float32
+    for parameter in model.parameters():
+        dtype = torch.promote_types(dtype, parameter.dtype) if parameter.is_floating_point() else dtype
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=dtype)
     axes = mesh["replicate", "ring"] if mesh["replicate"].size() > 1 else mesh["ring"]
     for module in (*layers, model):
         fully_shard(module, mesh=axes, mp_policy=precision)

@@ -23,6 +23,7 @@ from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.model.causal_lm import Packed
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
+from ringspan.torch.recurrence.current import current_pass
 
 _OVER_CACHE: Final = ("use_cache", "past_key_values", "logits_to_keep")  # which a pass over a cache honours elsewhere
 
@@ -62,6 +63,9 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
         ring_packed: Packed | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        sequences = current_pass()
+        if ring_packed is None and sequences is not None:  # not every layer hands its arguments on
+            ring_packed = sequences.packed
         turn = current_turn()
         if turn is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in _OVER_CACHE}
@@ -81,12 +85,12 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
             positions = torch.from_numpy(layout.positions(dist.get_rank(ring)))
             factors = _temperature(module, ring_packed.positions if ring_packed else positions[None])
             query = (query * factors.to(query.device)).to(query.dtype)
-        sequences: Sequence[tuple[int, ...] | None] = (None,)
+        documents_of: Sequence[tuple[int, ...] | None] = (None,)
         where: Any = config.layout
         if ring_packed:
             where = ring_packed.layout or where
-            ring_packed.is_seen, sequences = True, ring_packed.rows
-        rows = [slice(None)] if len(sequences) == 1 else [slice(row, row + 1) for row in range(len(sequences))]
+            ring_packed.is_seen, documents_of = True, ring_packed.rows
+        rows = [slice(None)] if len(documents_of) == 1 else [slice(row, row + 1) for row in range(len(documents_of))]
         parts = [
             ring_attention(
                 *(x[part] for x in (query, key, value)),
@@ -100,7 +104,7 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
                 comm_dtype=config.comm_dtype,
                 kernel=config.kernel,
             )
-            for part, lengths in zip(rows, sequences, strict=True)
+            for part, lengths in zip(rows, documents_of, strict=True)
         ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.transpose(1, 2), None

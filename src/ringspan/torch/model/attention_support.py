@@ -11,19 +11,22 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.layers.decoder import without_attention
 from ringspan.torch.weights.loading import filled
 
 _TRIAL: Final = "ringspan_trial"
 
 
-def refuse_attention(name: str, decoder: PreTrainedModel) -> None:
+def refuse_attention(name: str, decoder: PreTrainedModel, stateful: set[nn.Module]) -> None:
     """Raise an UnsupportedError where a ring cannot take over the attention of a decoder, or number its tokens.
+
+    Layers that have one of the ``stateful`` modules, or no attention as the config says, need not ask for any.
 
     Models that transformers marks are known to go through its AttentionInterface. Others are tried out, on two
     tokens, since many of them lack only the mark.
     """
     if not getattr(decoder, "_supports_attention_backend", False):
-        reason = _why_not_consulted(decoder)
+        reason = _why_not_consulted(decoder, stateful)
         if reason:
             raise UnsupportedError(
                 f"{name} computes attention in its own code, not through transformers' AttentionInterface ({reason}); "
@@ -37,14 +40,20 @@ def refuse_attention(name: str, decoder: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def _why_not_consulted(decoder: PreTrainedModel) -> str:
+def _why_not_consulted(decoder: PreTrainedModel, stateful: set[nn.Module]) -> str:
     """Why some layer of a decoder would not call the ring's attention; empty when all do."""
     layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     with filled(decoder, zeros=True):
         ids = torch.zeros(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)
         with _recorded(decoder) as asking, suppress(Exception):  # whatever it raises whose own code misses its mask
             decoder(input_ids=ids, use_cache=False)
-    silent = [layer for layer in layers if not any(module in asking for module in layer.modules())]
+    without = without_attention(decoder.config)
+    silent = [
+        layer
+        for layer in layers
+        if getattr(layer, "layer_idx", None) not in without
+        and not any(module in asking or module in stateful for module in layer.modules())
+    ]
     if not asking or not layers:
         return "no layer asks it"
     return f"{len(silent)} of {len(layers)} layers do not ask it" if silent else ""

@@ -40,7 +40,9 @@ from ringspan.torch.layers.router_loss import RouterLoss, real_tokens_of, wanted
 from ringspan.torch.memory.sharding import note_copies, recover, renew_types, settle
 from ringspan.torch.model.config_changes import ConfigCopy, check_configs
 from ringspan.torch.model.forward_arguments import check_arguments
+from ringspan.torch.model.recurrent import starts_of
 from ringspan.torch.model.saving import refuse_saving, stream, voted, whole_weights
+from ringspan.torch.recurrence.current import SequencePass, passing
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import splits_vocabulary
 from ringspan.torch.transport.sums import Sum, SumOfGradients
@@ -84,6 +86,8 @@ class RingCausalLM(Fixed):
     ring_configs: tuple[ConfigCopy, ...]
     ring_is_generating = False
     """Weights may be whole between passes."""
+    ring_stateful: bool
+    """Whether there are layers with a state, or convolutions."""
     ring_router: RouterLoss | None
     """The auxiliary loss of a mixture of experts; None for a model without one."""
 
@@ -164,7 +168,9 @@ class RingCausalLM(Fixed):
         others: dict[str, Any] = {"ring_packed": packed} if packed else {}
         if self.ring_router is not None:
             others["output_router_logits"] = False  # by transformers; they are recorded here
-        with nullcontext() if router is None else router.recorder.recording() as scores:
+        sequences = _sequences(self, position_ids.shape[1], packed) if self.ring_stateful else None
+        recording = nullcontext() if router is None else router.recorder.recording()
+        with recording as scores, passing(sequences):
             # Padding counts on behind the end, where a learned table has no position any more.
             positions = position_ids.clamp_max(longest - 1)
             out = decoder(input_ids=input_ids, position_ids=positions, use_cache=False, **others)
@@ -235,6 +241,16 @@ class Packed:
         rows = [tuple(length for length in row if length) for row in lengths.tolist()]
         self.rows = rows[:1] if len(set(rows)) == 1 else rows  # alike for all sequences: one attention does
         self.is_seen = False
+
+
+@torch.compiler.disable()
+def _sequences(model: Any, tokens: int, packed: Packed | None) -> SequencePass:
+    """What layers with a state are told of a batch with so many local tokens."""
+    ring = model.ring_mesh["ring"]
+    layout = None if packed is None else packed.layout
+    layout = layout or batch_layout(model.ring_layout, tokens * ring.size(), ring.size())
+    starts = ((0,),) if packed is None else tuple(starts_of(packed.rows))
+    return SequencePass(layout, ring.get_group(), starts, packed)
 
 
 @torch.compiler.disable()  # a part of a mesh is made here, which it cannot trace

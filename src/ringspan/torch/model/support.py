@@ -4,7 +4,6 @@ import inspect
 from typing import Any, Final
 
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -12,10 +11,18 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.torch.attention.comm_dtype import check_comm_dtype
-from ringspan.torch.layers.decoder import decoder_of, finished_logits, head_counts, text_config
+from ringspan.torch.layers.decoder import (
+    STATEFUL_LAYERS,
+    decoder_of,
+    finished_logits,
+    has_attention,
+    head_counts,
+    text_config,
+)
 from ringspan.torch.layers.head import input_size, refuse_mixing
 from ringspan.torch.layers.rope import is_rotary
 from ringspan.torch.model.attention_support import refuse_attention
+from ringspan.torch.model.recurrent import refuse_stateful, stateful_modules
 from ringspan.torch.model.splittable import refuse_weights
 from ringspan.torch.weights.loading import filled
 
@@ -45,10 +52,9 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     decoder = decoder_of(model)
     if model.get_output_embeddings() is None or decoder is model:
         raise UnsupportedError(f"{name} is not a causal language model with a head; use an AutoModelForCausalLM")
-    refuse_attention(name, decoder)
-    for path, module in decoder.named_modules():
-        if isinstance(module, nn.Conv1d):
-            raise UnsupportedError(f"{name} mixes tokens outside of attention ({path} is a convolution)")
+    refuse_stateful(model, decoder)
+    if has_attention(decoder.config):
+        refuse_attention(name, decoder, set(stateful_modules(decoder).values()))
     for rope in _rope_types(decoder.config):
         if rope in _LENGTH_DEPENDENT_ROPE and not any(is_rotary(module) for module in decoder.modules()):
             raise UnsupportedError(
@@ -69,7 +75,7 @@ def refuse_config(config: PreTrainedConfig) -> None:
             raise UnsupportedError(
                 f"{kind}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
             )
-    known = {"full_attention", "sliding_attention", "chunked_attention"}
+    known = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", *STATEFUL_LAYERS}
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         raise UnsupportedError(f"{kind}: layer_types with {', '.join(others)} are not supported yet")

@@ -1,0 +1,184 @@
+"""Layers with a state, and convolutions, of transformers' models: where they call their kernels, spans of a ring are
+computed in their place.
+
+Transformers' modules call functions of their own Python module for what treats tokens together, under the same names in
+all of them. Each of these is wrapped once; outside of a model on a ring it is what it was. Inlined recurrences
+(MiniMax) get a forward of ours.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.balanced import batch_layout
+from ringspan.core.names import BatchLayoutName
+from ringspan.core.recurrence.spans import places_of
+from ringspan.torch.layers.decoder import STATEFUL_LAYERS
+from ringspan.torch.layers.modules import Mixin, forward_of, local_part, mix_in
+from ringspan.torch.recurrence.current import SequencePass, current_pass
+from ringspan.torch.recurrence.recurrence import convolution, recurrence
+from ringspan.torch.recurrence.rules import (
+    DeltaRule,
+    Lightning,
+    Rule,
+    SelectiveScan,
+    StateSpaceDual,
+    lightning_attention,
+)
+
+_RULES: Final[dict[str, Rule]] = {
+    "torch_chunk_gated_delta_rule": DeltaRule(),
+    "chunk_kimi_delta_attention": DeltaRule(),
+    "mamba2_chunk_scan": StateSpaceDual(),
+    "mamba_selective_scan": SelectiveScan(),
+}
+_CONVOLUTION: Final = "causal_conv1d_fn"
+# Whole layers in one kernel, which has no states to give or take: None sends the layer to the functions above.
+_FUSED: Final = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+_LIGHTNING: Final = Lightning()
+_PACKED: Final = ("cu_seqlens", "seq_idx")
+
+
+def stateful_modules(decoder: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a decoder whose recurrence or convolution can be computed over spans, by path."""
+    return {path: module for path, module in decoder.named_modules() if _hooks_of(module) or _is_lightning(module)}
+
+
+def refuse_stateful(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+    """Raise an UnsupportedError that names a layer which treats tokens together in a way that gives no hold."""
+    name = type(model).__name__
+    held = stateful_modules(decoder)
+    for path, module in decoder.named_modules():
+        if isinstance(module, nn.Conv1d) and path.rpartition(".")[0] not in held:
+            raise UnsupportedError(
+                f"{name} mixes tokens outside of attention: {path} is a convolution that its module computes itself, "
+                f"not by {_CONVOLUTION}"
+            )
+    types = getattr(decoder.config, "layer_types", None) or ()
+    stateful = sum(kind in STATEFUL_LAYERS for kind in types)
+    layers = {path.split(".")[1] for path in held if path.startswith("layers.")}
+    if stateful > len(layers):
+        raise UnsupportedError(
+            f"{name} has {stateful} layers with a state or a convolution, of which {len(layers)} call a function that "
+            f"computes spans of them: {', '.join((*_RULES, _CONVOLUTION))}"
+        )
+
+
+def refuse_spans(decoder: PreTrainedModel, layout: BatchLayoutName, ranks: int, tp: int) -> None:
+    """Raise a LayoutError where a model with states is to be split into tokens that are not consecutive, and an
+    UnsupportedError where its layers are to be split over ranks.
+    """
+    if not (held := stateful_modules(decoder)):
+        return
+    places_of(batch_layout(layout, 4 * ranks, ranks))
+    if tp > 1:
+        raise UnsupportedError(f"{next(iter(held))} of {type(decoder).__name__} has no tensor-parallel plan; use tp=1")
+
+
+def hook_stateful(decoder: nn.Module) -> bool:
+    """Let the modules of a decoder compute spans of a ring while one of its passes is on; whether there are any."""
+    held = stateful_modules(decoder)
+    for module in held.values():
+        if _is_lightning(module):
+            mix_in(module, _RingLightning)
+            continue
+        space = _code_of(module).__globals__
+        for name in (*_hooks_of(module), *_FUSED):
+            function = space.get(name)
+            if function is not None and not hasattr(function, "ringspan_plain"):
+                space[name] = _wrapped(name, function)
+    return bool(held)
+
+
+def _code_of(module: nn.Module) -> Any:
+    return inspect.unwrap(forward_of(module))
+
+
+def _hooks_of(module: nn.Module) -> tuple[str, ...]:
+    """The functions by which a module's forward treats tokens together."""
+    code = getattr(_code_of(module), "__code__", None)
+    return tuple(name for name in (*_RULES, _CONVOLUTION) if code is not None and name in code.co_names)
+
+
+def _is_lightning(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in ("slope_rate", "qkv_proj", "output_gate", "block_size", "out_proj"))
+
+
+def _wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a module of transformers, over spans while a pass of a ring is on."""
+    signature = inspect.signature(plain)
+    compute = _fused if name in _FUSED else _convolved if name == _CONVOLUTION else functools.partial(_scanned, name)
+
+    @functools.wraps(plain)
+    def over_spans(*args: Any, **kwargs: Any) -> Any:
+        sequences = current_pass()
+        if sequences is None:
+            return plain(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        further = bound.arguments.pop("kwargs", {})
+        for packed in _PACKED:
+            if (bound.arguments | further).get(packed) is not None:
+                raise UnsupportedError(
+                    f"{packed} is not supported on a ring; pack documents with position_ids that start from 0 for "
+                    "each, and make the batch with rs.shard_batch"
+                )
+        if sequences.packed is not None:
+            sequences.packed.is_seen = True
+        return compute(plain, dict(bound.arguments), further, sequences)
+
+    over_spans.ringspan_plain = plain  # pyright: ignore[reportAttributeAccessIssue]
+    return over_spans
+
+
+def _fused(*_: Any) -> None:
+    return None
+
+
+def _convolved(plain: Any, arguments: dict[str, Any], _: dict[str, Any], sequences: SequencePass) -> Tensor:
+    x, weight, bias = (arguments.pop(name, None) for name in ("hidden_states", "weight", "bias"))
+    weight, bias = local_part(weight), None if bias is None else local_part(bias)
+    return convolution(plain, x, weight, bias, sequences, **arguments)
+
+
+def _scanned(name: str, plain: Any, arguments: dict[str, Any], further: dict[str, Any], sequences: SequencePass) -> Any:
+    rule = _RULES[name]
+    arguments |= {name: x for name, x in further.items() if name in rule.dims and x is not None}
+    asked = {state: arguments.pop(state, None) for state in rule.states}
+    if any(isinstance(value, Tensor) or value for value in asked.values()):
+        raise UnsupportedError(f"{name} is asked for states, which a ring does not keep in a cache yet")
+    out = recurrence(rule, plain, arguments, sequences)
+    return (out, None) if isinstance(rule, DeltaRule) else out
+
+
+class _RingLightning(Mixin):
+    """The forward of MiniMax's lightning attention, whose own has its recurrence inlined."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sequences = current_pass()
+        if sequences is None:
+            return super().forward(hidden_states, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if sequences.packed is not None:
+            sequences.packed.is_seen = True
+        batch, tokens, _ = hidden_states.shape
+        heads, size = self.num_attention_heads, self.head_dim
+        made = self.act_fn(self.qkv_proj(hidden_states)).view(batch, tokens, heads, 3 * size).transpose(1, 2)
+        q, k, v = made.split(size, -1)
+        arguments = {"query": q, "key": k, "value": v, "slopes": self.slope_rate.flatten()}
+        options = {"block_tokens": self.block_size}
+        out = recurrence(_LIGHTNING, lightning_attention, arguments | options, sequences)
+        out = self.norm(out.transpose(1, 2).reshape(batch, tokens, heads * size))
+        return self.out_proj(self.output_gate(hidden_states).sigmoid() * out), None
+
+
+def starts_of(rows: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Where documents of these lengths begin, for each sequence."""
+    for lengths in rows:
+        ends = [0]
+        for length in lengths[:-1]:
+            ends.append(ends[-1] + length)
+        yield tuple(ends)

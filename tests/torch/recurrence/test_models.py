@@ -1,0 +1,170 @@
+"""Models with states and convolutions on the ring against themselves on one process: loss and every gradient."""
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+import ringspan as rs
+from ringspan.torch.model.support import refuse_unsupported
+from tests.every_model.hybrids import HYBRIDS
+from tests.torch.models import relative
+from tests.torch.recurrence.models import build
+
+
+def batch_of(rows: int, length: int) -> Tensor:
+    return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def restarting(documents: list[list[int]]) -> Tensor:
+    return torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in documents])
+
+
+def losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(logits[:, :-1].flatten(0, 1).double(), targets[:, 1:].flatten())
+
+
+def one_process(kind: str, dtype: torch.dtype, ids: Tensor, documents: Any = None, **changes: Any) -> Any:
+    """Loss and gradients, each document alone."""
+    model = build(kind, dtype, **changes)
+    lengths = documents or [[ids.shape[1]]] * len(ids)
+    rows = [
+        torch.cat([model(input_ids=row[None, a:b]).logits[0] for a, b in pairwise((0, *accumulate(each)))])
+        for row, each in zip(ids, lengths, strict=True)
+    ]
+    loss = losses(torch.stack(rows), ids)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def on_a_ring(mesh: Any, kind: str, dtype: torch.dtype, layout: str, ids: Tensor, options: Any) -> Any:
+    documents, accumulate_ = options.pop("documents", None), options.pop("accumulate", 1)
+    model = rs.parallelize(build(kind, dtype, **options.pop("changes", {})), mesh, layout=layout, **options)
+    replicate = mesh["replicate"].size()
+    rows = torch.arange(len(ids)).view(accumulate_, replicate, -1)[:, mesh["replicate"].get_local_rank()]
+    loss = torch.zeros((), dtype=torch.float64)
+    for each in rows:
+        batch = {"input_ids": ids[each], "labels": ids[each]}
+        if documents:
+            batch["position_ids"] = restarting(documents)[each]
+        part = rs.shard_batch(batch, mesh, layout=layout)
+        if accumulate_ > 1:
+            part["num_items_in_batch"] = ids[:, 1:].numel()
+        step = model(**part).loss
+        step.backward()
+        loss = loss + step.detach()
+    gradients = {
+        name: None if p.grad is None else p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in model.named_parameters()
+    }
+    return loss, gradients
+
+
+def worst(found: Any, expected: Any) -> float:
+    """The largest relative error of the loss and of a gradient."""
+    assert found[1].keys() == expected[1].keys()
+    errors = [relative(found[0], expected[0])]
+    for name, gradient in expected[1].items():
+        assert (gradient is None) == (found[1][name] is None), name
+        if gradient is not None:
+            errors.append(relative(found[1][name], gradient))
+    return max(errors)
+
+
+LAYOUTS = [(2, "zigzag"), (3, "contiguous"), (4, "zigzag"), (1, "zigzag"), (4, "contiguous"), (3, "zigzag")]
+KINDS = [*enumerate(HYBRIDS)]
+# Documents that start and end anywhere, among them ones that are shorter than a convolution and whole spans.
+PACKED = [[7, 1, 2, 14, 3, 12], [39]], [[20, 19], [20, 19]], [[1, 38], [36, 3]]
+
+
+@pytest.mark.parametrize(("number", "kind"), KINDS)
+def test_loss_and_gradients_equal_one_process_in_float64(pool, number, kind):
+    ids = batch_of(2, 37)
+    expected = one_process(kind, torch.float64, ids)
+    ranks, layout = LAYOUTS[number % len(LAYOUTS)]
+    for found in pool.run(on_a_ring, ranks, kind, torch.float64, layout, ids, {}):
+        assert worst(found, expected) < 1e-9
+
+
+@pytest.mark.parametrize(("number", "kind"), KINDS)
+def test_packed_documents_equal_each_alone(pool, number, kind):
+    ids, documents = batch_of(2, 39), PACKED[number % len(PACKED)]
+    expected = one_process(kind, torch.float64, ids, documents)
+    ranks, layout = LAYOUTS[(number + 2) % len(LAYOUTS)]
+    for found in pool.run(on_a_ring, ranks, kind, torch.float64, layout, ids, {"documents": documents}):
+        assert worst(found, expected) < 1e-9
+
+
+@pytest.mark.parametrize(("number", "kind"), KINDS)
+def test_float32_is_no_further_from_float64_than_twice_one_process(pool, number, kind):
+    ids = batch_of(1, 41)
+    truth, plain = (one_process(kind, dtype, ids) for dtype in (torch.float64, torch.float32))
+    ranks, layout = LAYOUTS[(number + 4) % len(LAYOUTS)]
+    for found in pool.run(on_a_ring, ranks, kind, torch.float32, layout, ids, {}):
+        assert worst(found, truth) < 2 * worst(plain, truth) + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "replicate", "options"),
+    [
+        ("qwen3_5_text", 4, 2, {"documents": [[5, 26], [31], [2, 2, 27], [30, 1]]}),
+        ("bamba", 4, 2, {"accumulate": 2}),
+        ("jamba", 2, 1, {"accumulate": 2, "documents": [[5, 26], [31], [2, 2, 27], [30, 1]]}),
+        ("kimi_linear", 2, 1, {"checkpoint": "none"}),
+        ("falcon_h1", 2, 1, {"checkpoint": "full", "documents": [[5, 26], [31], [2, 2, 27], [30, 1]]}),
+        ("minimax", 3, 1, {"checkpoint": "full"}),
+        ("lfm2", 2, 1, {"layers_per_checkpoint": 2}),
+        ("nemotron_h", 2, 1, {"layers_per_checkpoint": 3, "checkpoint": "full"}),
+        ("mamba2", 2, 1, {"offload": "activations"}),
+    ],
+)
+def test_replicas_accumulation_and_checkpoints(pool, kind, ranks, replicate, options):
+    ids = batch_of(4, 31)
+    expected = one_process(kind, torch.float64, ids, options.get("documents"))
+    for found in pool.run(on_a_ring, ranks, kind, torch.float64, "zigzag", ids, options, replicate=replicate):
+        assert worst(found, expected) < 1e-9
+
+
+def refused(mesh: Any, kind: str, options: Any, act: str) -> None:
+    model = rs.parallelize(build(kind, torch.float32), mesh, **options)
+    if act == "generate":
+        model.generate(input_ids=batch_of(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("options", "tp", "act", "message"),
+    [
+        ({"layout": "striped"}, 1, "", "use zigzag or contiguous"),
+        ({}, 2, "", "use tp=1"),
+        ({}, 1, "generate", "whose cache a ring does not hold yet"),
+    ],
+)
+def test_what_is_not_supported_raises_on_every_rank(pool, options, tp, act, message):
+    for outcome in pool.outcomes(refused, 2, "qwen3_next", options, act, tp=tp):
+        assert isinstance(outcome, rs.RingspanError)
+        assert message in str(outcome)
+
+
+def test_a_convolution_that_its_module_computes_itself_is_refused_by_name():
+    model = build("lfm2", torch.float32)
+    model.model.layers[1].of_its_own = torch.nn.Conv1d(2, 2, 3)
+    with pytest.raises(rs.UnsupportedError, match=r"layers.1.of_its_own is a convolution"):
+        refuse_unsupported(model)
+
+
+def twice(mesh: Any, kind: str) -> float:
+    """The difference that a model on a ring makes to another one of its kind, outside of the ring."""
+    ids = batch_of(1, 20)
+    plain = build(kind, torch.float32)
+    before = plain(input_ids=ids).logits
+    rs.parallelize(build(kind, torch.float32), mesh)
+    return float((plain(input_ids=ids).logits - before).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "minimax", "mamba"])
+def test_models_that_are_on_no_ring_compute_what_they_did(pool, kind):
+    assert pool.run(twice, 2, kind) == [0.0, 0.0]
