@@ -103,12 +103,12 @@ def test_embeddings_resized_before_are_as_on_one_process(pool):
 
 
 def other_mesh(mesh: DeviceMesh) -> None:
-    rs.parallelize(build("llama"), DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "cp")))
+    rs.parallelize(build("llama"), DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("data", "context")))
 
 
 def test_a_mesh_with_other_axes_is_refused(pool):
     for outcome in pool.outcomes(other_mesh, 4):
-        assert isinstance(outcome, rs.ConfigError) and "the axes dp, cp, not replicate, ring" in str(outcome)
+        assert isinstance(outcome, rs.ConfigError) and "no role is known for context (2)" in str(outcome)
 
 
 def given(mesh: DeviceMesh, how: str) -> None:
@@ -130,6 +130,15 @@ def given(mesh: DeviceMesh, how: str) -> None:
 def test_a_model_that_somebody_distributed_before_is_refused(pool, how, message):
     for outcome in pool.outcomes(given, 4, how):
         assert isinstance(outcome, rs.UnsupportedError) and message in str(outcome)
+
+
+def wrapped_afterwards(mesh: DeviceMesh) -> None:
+    DistributedDataParallel(rs.parallelize(build("llama"), mesh))
+
+
+def test_a_model_on_the_ring_is_not_wrapped_for_data_parallelism(pool):
+    for outcome in pool.outcomes(wrapped_afterwards, 4):
+        assert isinstance(outcome, rs.UnsupportedError) and "ringspan.hf.ring_accelerator" in str(outcome)
 
 
 def with_embedding(**options: Any) -> Any:

@@ -80,6 +80,18 @@ class Fixed:
 
     ring_structure: Structure
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Never:
+        """Asked by ``DistributedDataParallel`` of what it is given, before it looks at the parameters.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"{class_name(self)} is on a ring, which adds up its gradients; leave out DistributedDataParallel, and "
+            "with Accelerate use ringspan.hf.ring_accelerator, whose prepare leaves the model as it is"
+        )
+
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """What ``to``, ``half``, ``cuda`` and their like go through: nothing that changes types or devices, except
         that a model on the meta device gets memory.
