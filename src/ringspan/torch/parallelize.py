@@ -255,7 +255,9 @@ def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Par
         refuse_split(model, tp.size())
     batch_layout(config.layout, mesh["ring"].size(), mesh["ring"].size())
     if config.layout == "balanced" and "ulysses" in config.route:
-        raise UnsupportedError("layout 'balanced' has no Ulysses groups; use a route without them, such as all-gather")
+        raise UnsupportedError(
+            f"layout 'balanced' has no Ulysses groups for route {config.route!r}; use another one, such as all-gather"
+        )
     refuse_spans(decoder, config.layout, mesh["ring"].size(), 1 if tp is None else tp.size())
     compute_dtype = _compute_dtype(config)
     refuse_route(decoder.config, mesh["ring"].size(), config.route, config.comm_dtype, 1 if tp is None else tp.size())
