@@ -81,7 +81,7 @@ class Fixed:
     ring_structure: Structure
 
     @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Never:
+    def _ddp_params_and_buffers_to_ignore(self: Any) -> Never:
         """Asked by ``DistributedDataParallel`` of what it is given, before it looks at the parameters.
 
         Raises:
