@@ -442,5 +442,5 @@ def test_a_wrapped_model_is_refused_with_what_to_give_instead(wrap):
 
 
 def test_a_config_without_attention_is_refused_by_name():
-    with pytest.raises(rs.UnsupportedError, match="mamba has no attention heads"):
-        refuse_config(AutoConfig.for_model("mamba"))
+    with pytest.raises(rs.UnsupportedError, match="rwkv has no attention heads"):
+        refuse_config(AutoConfig.for_model("rwkv"))

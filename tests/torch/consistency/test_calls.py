@@ -338,6 +338,8 @@ def test_a_loader_deals_a_stream_to_the_replicas(pool):
 class Replica:
     """Stands in for the mesh of a rank of one of two replicas."""
 
+    mesh_dim_names = ("replicate", "ring")
+
     def __init__(self, number: int) -> None:
         self.number = number
 
