@@ -71,7 +71,10 @@ def _map(mesh: DeviceMesh, roles: Mapping[str, tuple[str, ...]]) -> DeviceMesh:
     world = dist.group.WORLD
     assert world is not None, "a mesh has process groups"
     known = _mapped.setdefault(world, {})
-    key = (mesh.device_type, tuple(mesh.mesh.flatten().tolist()), mesh.mesh_dim_names, mesh.shape, tuple(roles.items()))
+    # By the names of its groups: equal meshes that were made one after the other have groups of their own.
+    groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    key = (mesh.device_type, ranks, mesh.mesh_dim_names, mesh.shape, groups, tuple(roles.items()))
     if key not in known:
         known[key] = _mapped_anew(mesh, roles)
     return known[key]
