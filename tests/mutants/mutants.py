@@ -661,7 +661,7 @@ MUTANTS = [
         "torch/generate/cache/cache.py",
         "new if turn.is_split else new.index_select(2, turn.kept.to(new.device))",
         "new",
-        f"{WROTE}[llama-2]",
+        "torch/generate/test_generate.py::test_every_way_to_generate_is_that_of_one_process[prompt lookup-2]",
     ),
     Mutant(
         "positions off by a share",
