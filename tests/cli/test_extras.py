@@ -107,7 +107,7 @@ def test_every_module_but_those_that_read_text_is_imported_without_extras(ringsp
     found = dict(json.loads(done.stdout))
     assert set(found.values()) == {f"training {TRAIN}"}
     folder = "ringspan.train.data"
-    users = {"job", "loop", "model", "run_folder.resume"}
+    users = {"job", "loop", "model", "run_folder.convert", "run_folder.resume"}
     assert {name for name in found if not name.startswith(folder)} == {
         *(f"ringspan.train.{name}" for name in users), "ringspan.cli.progress",
     }  # fmt: skip
