@@ -155,9 +155,7 @@ def test_weights_that_the_model_has_no_place_for_are_named(tmp_path: Path, caplo
     assert message.endswith("(9 weights in all), left out")
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"), [("vit", "no causal language model of type vit"), ("mamba", "mamba has no")]
-)
+@pytest.mark.parametrize(("kind", "message"), [("vit", "no causal language model of type vit"), ("rwkv", "rwkv")])
 def test_what_is_no_causal_model_with_attention_is_refused_by_name(kind, message):
     settings = {"init": "scratch", "config": {"model_type": kind, "vocab_size": 300}, "tokenizer": "train"}
     data = {"paths": ["x"], "sequence_length_tokens": 8}
