@@ -24,11 +24,10 @@ from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.step_config import StepConfig
 from ringspan.hf.fused import fused_output, take_fused_forward
 from ringspan.torch.consistency.calls import Call, check_call
-from ringspan.torch.data.batch import IGNORED, TAKEN, Unsharded, documents_of, shard_batch
+from ringspan.torch.data.batch import IGNORED, TAKEN, Unsharded, layout_of_batch, shard_batch
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.layers.modules import mix_in
 from ringspan.torch.model.adapters import base_of, is_peft
@@ -160,8 +159,8 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
         check_call(model.ring_mesh, Call("a forward pass", error=error))
         raise
     ring = model.ring_mesh["ring"]
-    documents = documents_of(model.ring_layout, local.get("document_lengths"))
-    layout = batch_layout(model.ring_layout, whole["input_ids"].shape[1], ring.size(), documents)
+    length = whole["input_ids"].shape[1]
+    layout = layout_of_batch(model.ring_layout, length, ring.size(), local.get("document_lengths"))
 
     def gathered(local: Tensor) -> Tensor:
         return Unsharded.apply(local, layout, ring.get_group(), 1)

@@ -26,7 +26,7 @@ _LARGE: Final = 0.02  # of a rank's mean work: what is less is levelled out by w
 _OVER_FOR_ONE_CHUNK: Final = 0.02  # of a rank's mean work that one chunk may be above two, which are sent to more ranks
 _CANDIDATES: Final = 64  # ways to split a rank's part of a long document into an early and a late chunk
 
-FloatArray = NDArray[np.float64]
+FloatArray = NDArray[np.floating]
 
 
 def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_TOKENS) -> CustomLayout:
@@ -74,12 +74,10 @@ class _Placing:
     """Documents on ranks, one after the other."""
 
     def __init__(self, cut: Stretches, length: int, ranks: int, chunk_tokens: int) -> None:
-        self.cut, self.length, self.ranks = cut, length, ranks
-        self.each = -(-length // ranks)
-        self.chunk_tokens = chunk_tokens
+        self.cut, self.length, self.ranks, self.chunk_tokens = cut, length, ranks, chunk_tokens
         self.mean = float(cut.pairs.sum()) / ranks
         self.slack = _TOLERANCE * self.mean
-        self.free = np.full(ranks, self.each, np.int64)
+        self.free = np.full(ranks, -(-length // ranks), np.int64)
         self.lacking = np.full(ranks, self.mean)
         self.runs: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         tokens = cut.stops - cut.starts
@@ -137,7 +135,7 @@ class _Placing:
         self._cut(stretch, *found)
 
     def _shared(
-        self, tokens: int, wanted: float, density: float, excess: NDArray[np.floating], ranks: IntArray
+        self, tokens: int, wanted: float, density: float, excess: FloatArray, ranks: IntArray
     ) -> tuple[IntArray, IntArray, FloatArray]:
         """Tokens and work of a document for each of some ranks, by their excess."""
         shares = np.maximum(excess[ranks], 0.0)
@@ -160,9 +158,7 @@ class _Placing:
 
     def _place_small(self, documents: IntArray, density: float) -> None:
         """Each document to the rank with the largest excess that has room for it."""
-        excess = self.lacking - density * self.free
-        heap = [(-each, rank) for rank, each in enumerate(excess.tolist())]
-        heapify(heap)
+        excess, heap = self._ranked(density)
         starts, stops, pairs = (of[documents].tolist() for of in (self.cut.starts, self.cut.stops, self.cut.pairs))
         for stretch, start, stop, work in zip(documents.tolist(), starts, stops, pairs, strict=True):
             tokens = stop - start
@@ -173,13 +169,18 @@ class _Placing:
                 rank = int(np.where(self.free >= tokens, excess, -np.inf).argmax())
             if self.free[rank] < tokens:
                 self._fill(stretch)
-                excess = self.lacking - density * self.free
-                heap = [(-each, rank) for rank, each in enumerate(excess.tolist())]
-                heapify(heap)
+                excess, heap = self._ranked(density)
                 continue
             self._take(rank, start, tokens, work)
             excess[rank] -= work - density * tokens
             heappush(heap, (-float(excess[rank]), rank))
+
+    def _ranked(self, density: float) -> tuple[FloatArray, list[tuple[float, int]]]:
+        """The excess of each rank, and a heap of ranks with the largest one first."""
+        excess = self.lacking - density * self.free
+        heap = [(-each, rank) for rank, each in enumerate(excess.tolist())]
+        heapify(heap)
+        return excess, heap
 
     def _fill(self, stretch: int) -> None:
         """A document with little work that fits nowhere: runs of it, to the ranks with the most room."""

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from ringspan.core.errors import LayoutError, UnsupportedError
-from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.messages.numbers import integer
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import Structure, check_fixed
 from ringspan.torch.consistency.optimizers import optimizer_facts
-from ringspan.torch.data.batch import IGNORED, document_positions, documents_of
+from ringspan.torch.data.batch import IGNORED, document_positions, layout_of_batch
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
 from ringspan.torch.memory.sharding import settle
@@ -128,8 +127,7 @@ def _check_batch(
             "with rs.shard_batch"
         )
     ring = model.ring_mesh["ring"]
-    documents = documents_of(model.ring_layout, document_lengths)
-    layout = batch_layout(model.ring_layout, ring.size() * input_ids.shape[1], ring.size(), documents)
+    layout = layout_of_batch(model.ring_layout, ring.size() * input_ids.shape[1], ring.size(), document_lengths)
     inputs, labels = model.ring_vocabularies
     _check_positions(position_ids, layout, ring.get_local_rank(), document_lengths)
     check_entries("input_ids", input_ids, inputs)

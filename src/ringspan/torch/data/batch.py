@@ -171,7 +171,7 @@ def shard_batch(
     ring = mesh["ring"]
     if layout == "balanced" and lengths is None:  # said, since the layout depends on where the sequence ends
         lengths = torch.full((len(tokens), 1), tokens.shape[1])
-    split = batch_layout(layout, tokens.shape[1], ring.size(), documents_of(layout, lengths))
+    split = layout_of_batch(layout, tokens.shape[1], ring.size(), lengths)
     rank = ring.get_local_rank()
     positions = torch.from_numpy(split.positions(rank)).expand(len(tokens), -1)
     if lengths is not None:
@@ -225,14 +225,14 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
     return torch.tensor([documents]) if len(documents) > 1 else None
 
 
-def documents_of(layout: BatchLayoutName, lengths: Tensor | None) -> tuple[int, ...] | None:
-    """The documents on which the layout of a batch depends, from those of each sequence (B, documents).
+def layout_of_batch(name: BatchLayoutName, length: int, ranks: int, lengths: Tensor | None) -> Layout:
+    """The layout of a batch whose sequences of ``length`` tokens are documents of these lengths (B, documents).
 
     Raises:
         UnsupportedError: no documents for ``balanced``, or others in each sequence.
     """
-    if layout != "balanced":
-        return None
+    if name != "balanced":
+        return batch_layout(name, length, ranks)
     if lengths is None:
         raise UnsupportedError("layout 'balanced' needs document_lengths; make the batch with rs.shard_batch")
     rows = {tuple(length for length in row if length) for row in lengths.tolist()}
@@ -241,7 +241,7 @@ def documents_of(layout: BatchLayoutName, lengths: Tensor | None) -> tuple[int, 
             f"layout 'balanced' is made for the documents of a sequence, and the {len(lengths)} sequences of this "
             "batch have different ones; pack them into one sequence, or give one at a time"
         )
-    return rows.pop()
+    return batch_layout(name, length, ranks, rows.pop())
 
 
 def _targets(batch: Mapping[str, Tensor]) -> Tensor | None:

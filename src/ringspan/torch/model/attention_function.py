@@ -81,9 +81,12 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
             return out.transpose(1, 2).contiguous(), None  # some models view it as (batch, tokens, hidden size)
         length = query.shape[2] * dist.get_world_size(ring)
         if getattr(module, "ring_temperature", False):
-            layout = batch_layout(config.layout, length, dist.get_world_size(ring))
-            positions = torch.from_numpy(layout.positions(dist.get_rank(ring)))
-            factors = _temperature(module, ring_packed.positions if ring_packed else positions[None])
+            if ring_packed:
+                positions = ring_packed.positions
+            else:
+                layout = batch_layout(config.layout, length, dist.get_world_size(ring))
+                positions = torch.from_numpy(layout.positions(dist.get_rank(ring)))[None]
+            factors = _temperature(module, positions)
             query = (query * factors.to(query.device)).to(query.dtype)
         documents_of: Sequence[tuple[int, ...] | None] = (None,)
         where: Any = config.layout

@@ -28,7 +28,7 @@ from ringspan.core.names import BatchLayoutName, ReductionName
 from ringspan.torch.consistency.fixed import Fixed
 from ringspan.torch.consistency.forward import check_forward
 from ringspan.torch.consistency.loop_watch import in_call, watch_backward
-from ringspan.torch.data.batch import SHARDED, Unsharded, documents_of
+from ringspan.torch.data.batch import SHARDED, Unsharded, layout_of_batch
 from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
 from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.layers.decoder import finished_logits
@@ -237,7 +237,8 @@ class Packed:
         self.layout: Layout | None = None
         """Where that is not the model's named one on as many tokens."""
         if model.ring_layout == "balanced":
-            self.layout = _layout_of(model, int(lengths.sum(1).max()), lengths)
+            whole, ranks = int(lengths.sum(1).max()), model.ring_mesh["ring"].size()
+            self.layout = layout_of_batch(model.ring_layout, whole, ranks, lengths)
         rows = [tuple(length for length in row if length) for row in lengths.tolist()]
         self.rows = rows[:1] if len(set(rows)) == 1 else rows  # alike for all sequences: one attention does
         self.is_seen = False
@@ -271,13 +272,8 @@ def _logprobs(model: Any, hidden: Tensor, targets: Tensor, length: int, document
     """Of each target of the whole sequences (B, S), on every rank of the ring; 0 where there is none."""
     losses = _cross_entropy(model, hidden, targets, _plain(model), "none").view(targets.shape)
     ring = model.ring_mesh["ring"]
-    return Unsharded.apply(0.0 - losses, _layout_of(model, length, document_lengths), ring.get_group(), 1)
-
-
-def _layout_of(model: Any, length: int, document_lengths: Tensor | None) -> Layout:
-    """How the sequences of a batch are split."""
-    documents = documents_of(model.ring_layout, document_lengths)
-    return batch_layout(model.ring_layout, length, model.ring_mesh["ring"].size(), documents)
+    layout = layout_of_batch(model.ring_layout, length, ring.size(), document_lengths)
+    return Unsharded.apply(0.0 - losses, layout, ring.get_group(), 1)
 
 
 def _plain(model: Any) -> LossOptions:
