@@ -778,9 +778,9 @@ MUTANTS = [
     ),
     Mutant(
         "a document's start inside a span that passes its state on",
-        "torch/recurrence/plan.py",
-        "and not begins_at(place.start, starts) and len(pieces_of(place, starts)) == 1",
-        "and not begins_at(place.start, starts)",
+        "core/recurrence/spans.py",
+        "return continues(places, number, starts) and len(pieces_of(places[number], starts)) == 1",
+        "return continues(places, number, starts)",
         f"{SPANS}test_spans_compute_what_the_oracle_computes_of_each_document[mamba-2]",
     ),
     Mutant(

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any, Final
 
+from ringspan.core.costs import DTYPE_BYTES
 from ringspan.core.messages.units import shown_bytes
 
-DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_RANKS: Final = 1024
 
 

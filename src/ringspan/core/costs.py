@@ -10,9 +10,10 @@ from typing import Final, NamedTuple
 
 from ringspan.core.names import CheckpointName
 
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Rows of a weight gradient of lower precision that exist before they are added to the sum of higher precision.
 PRODUCT_ROWS: Final = 4096
-_FLOAT32: Final = 4
+_FLOAT32: Final = DTYPE_BYTES["float32"]
 
 
 @dataclass(frozen=True, kw_only=True)

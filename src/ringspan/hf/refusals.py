@@ -64,7 +64,7 @@ def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         yield "train_sampling_strategy='batch_rebalance'", "use 'group_by_length' or 'random'"
     if getattr(args, "activation_offloading", False):
-        yield "activation_offloading=True", "use RingConfig(offload='host')"
+        yield "activation_offloading=True", "use RingConfig(offload='activations')"
     if (getattr(args, "gradient_checkpointing_kwargs", None) or {}).get("selective"):
         yield (
             "gradient_checkpointing_kwargs={'selective': True}",

@@ -75,6 +75,16 @@ def begins_at(position: int, starts: Sequence[int]) -> bool:
     return found < len(starts) and starts[found] == position
 
 
+def continues(places: Sequence[Place], number: int, starts: Sequence[int]) -> bool:
+    """Whether a span continues a document of the span before, whose state it takes."""
+    return number > 0 and not begins_at(places[number].start, starts)
+
+
+def passes(places: Sequence[Place], number: int, starts: Sequence[int]) -> bool:
+    """Whether the state that a span takes goes on behind it, since no document begins in it."""
+    return continues(places, number, starts) and len(pieces_of(places[number], starts)) == 1
+
+
 class Links(NamedTuple):
     """For each span, in the order of positions, whether any sequence of a batch
 
@@ -94,15 +104,8 @@ class Links(NamedTuple):
 
 def links_of(places: Sequence[Place], starts_of_rows: Sequence[Sequence[int]]) -> Links:
     """The links between spans, for the starts of the documents of each sequence of a batch."""
-    takes: list[bool] = []
-    passes: list[bool] = []
-    for number, place in enumerate(places):
-        continues = [number > 0 and not begins_at(place.start, starts) for starts in starts_of_rows]
-        takes.append(any(continues))
-        passes.append(
-            any(
-                goes_on and len(pieces_of(place, starts)) == 1
-                for goes_on, starts in zip(continues, starts_of_rows, strict=True)
-            )
-        )
-    return Links(tuple(takes), tuple(passes))
+    numbers = range(len(places))
+    return Links(
+        tuple(any(continues(places, number, starts) for starts in starts_of_rows) for number in numbers),
+        tuple(any(passes(places, number, starts) for starts in starts_of_rows) for number in numbers),
+    )

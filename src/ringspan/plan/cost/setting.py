@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
+from ringspan.core.costs import DTYPE_BYTES
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import COMM_DTYPE_NAMES, ChunkTokens, LayoutName, checkpoint_name, find_name, offload_name
@@ -12,8 +12,6 @@ from ringspan.core.schedule.choice import check_segments
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.step_config import StepConfig
 from ringspan.plan.model.shapes import ModelShape
-
-DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.recurrence.halo import Loan, halo_loans, reach_back
 from ringspan.core.recurrence.scan import Rounds, scan_rounds
-from ringspan.core.recurrence.spans import Links, Place, begins_at, links_of, pieces_of, places_of
+from ringspan.core.recurrence.spans import Links, Place, links_of, passes, pieces_of, places_of
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ class Plan:
 
     def passes(self, number: int, starts: tuple[int, ...]) -> bool:
         """Whether the state that a span takes goes on behind it."""
-        place = self.places[number]
-        return number > 0 and not begins_at(place.start, starts) and len(pieces_of(place, starts)) == 1
+        return passes(self.places, number, starts)
 
     def reach_back(self, number: int, width: int, starts: tuple[int, ...]) -> int:
         return reach_back(self.places, number, width, starts)
