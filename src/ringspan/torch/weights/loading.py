@@ -1,6 +1,6 @@
 """A model that transformers makes of a folder without its weights, and the reading of this rank's part of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -104,14 +104,19 @@ def read_whole(model: nn.Module) -> None:
     """Give all deferred parameters and buffers their values, in memory, for what is to compute with them here."""
     set_aside(model)
     read: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+    for module, name, parameter, source in _unread(model.modules()):
+        if id(parameter) not in read:
+            read[id(parameter)] = nn.Parameter(whole(source).clone(), requires_grad=parameter.requires_grad)
+        module._parameters[name] = read[id(parameter)]
+
+
+def _unread(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter, Deferred]]:
+    """The unread parameters of some modules, by module and name, and what each is made of; a tied one each time."""
+    for module in modules:
         for name, parameter in module._parameters.items():
             source = None if parameter is None else source_of(parameter)
-            if parameter is None or source is None:
-                continue
-            if id(parameter) not in read:
-                read[id(parameter)] = nn.Parameter(whole(source).clone(), requires_grad=parameter.requires_grad)
-            module._parameters[name] = read[id(parameter)]
+            if parameter is not None and source is not None:
+                yield module, name, parameter, source
 
 
 def source_of(parameter: Tensor) -> Deferred | None:
@@ -139,21 +144,18 @@ def filled(*modules: nn.Module, recurse: bool = True, first_rows: bool = False, 
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     values: dict[int, nn.Parameter] = {}
     try:
-        for module in (each for given in modules for each in (given.modules() if recurse else [given])):
-            for name, parameter in module._parameters.items():
-                source = None if parameter is None else source_of(parameter)
-                if parameter is None or source is None:
-                    continue
-                if id(parameter) not in values:
-                    if zeros:
-                        made = torch.zeros((), dtype=source.dtype).expand(source.shape)
-                    elif first_rows and isinstance(module, nn.Embedding):
-                        made = part(source, (slice(0, 1), *region_of(source.shape[1:]))).expand(source.shape)
-                    else:
-                        made = whole(source)
-                    values[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
-                before.append((module, name, parameter))
-                module._parameters[name] = values[id(parameter)]
+        given = (each for one in modules for each in (one.modules() if recurse else [one]))
+        for module, name, parameter, source in _unread(given):
+            if id(parameter) not in values:
+                if zeros:
+                    made = torch.zeros((), dtype=source.dtype).expand(source.shape)
+                elif first_rows and isinstance(module, nn.Embedding):
+                    made = part(source, (slice(0, 1), *region_of(source.shape[1:]))).expand(source.shape)
+                else:
+                    made = whole(source)
+                values[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+            before.append((module, name, parameter))
+            module._parameters[name] = values[id(parameter)]
         yield
     finally:
         for module, name, parameter in before:
