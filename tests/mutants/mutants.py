@@ -74,8 +74,8 @@ MUTANTS = [
     Mutant(
         "a trainer's logits stay in the order of the layout",
         "hf/batches.py",
-        "layout = batch_layout(model.ring_layout, whole",
-        'layout = batch_layout("contiguous", whole',
+        "layout = layout_of_batch(model.ring_layout, length",
+        'layout = layout_of_batch("contiguous", length',
         f"{TRAINER}test_predictions_are_whole_and_in_order[2-1]",
     ),
     Mutant(

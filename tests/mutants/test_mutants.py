@@ -4,13 +4,11 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.mutants.change import ROOT, SOURCE
 from tests.mutants.mutants import MUTANTS
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +33,11 @@ def test_a_seeded_bug_is_caught(verdicts, mutant):
 
 def test_without_a_bug_the_same_tests_pass_in_the_same_way(verdicts):
     assert verdicts[""] == 0
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_a_seeded_bug_fits_the_code(mutant):
+    assert (SOURCE / mutant.file).read_text().count(mutant.old) == 1
 
 
 def test_mutants_are_distinct():

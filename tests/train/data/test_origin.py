@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from ringspan.core.errors import CheckpointError, ConfigError
+from ringspan.torch.weights import writing
 from ringspan.train.loop import Observer, train
-from ringspan.train.run_folder import export
 from ringspan.train.run_folder.lock import RunLock
 from tests.cli.test_bad_input import refusal, workplace  # noqa: F401  workplace is a fixture
 from tests.train.run_folder.test_resume import curve
@@ -49,13 +50,14 @@ def run_settings(folder, steps=STEPS, every=2, **data):
 
 def train_and_listen(mesh, config, free_bytes=None):
     """Train, on a disk with so much room for the model; what was said on this rank."""
-    lines, real = [], export.shutil
+    lines, real = [], writing.shutil
     if free_bytes is not None:
-        export.shutil = types.SimpleNamespace(disk_usage=lambda path: types.SimpleNamespace(free=free_bytes))
+        disk = types.SimpleNamespace(free=free_bytes)
+        writing.shutil = types.SimpleNamespace(**vars(shutil) | {"disk_usage": lambda path: disk})
     try:
         train(config, Observer(noticed=lines.append))
     finally:
-        export.shutil = real
+        writing.shutil = real
     return lines
 
 
