@@ -34,6 +34,7 @@ from ringspan.core.schedule.kernel_launches import whole
 from ringspan.gpu.support import interprets_triton
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.torch.kernels import triton_attention
+from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.partials import triton_merge
 from ringspan.torch.kernels.score_mod import Scores
 
@@ -160,7 +161,7 @@ def compile_all(
     sums = [x.float() for x in (q, k, v)]
     with compiling(capability, blocks) as kernels:
         triton_attention.forward_into(q, k, v, launch, scores, out.float(), lse)
-        triton_attention.backward_into(out, q, k, v, out, lse, launch, scores, *sums)
+        triton_attention.backward_into(BackwardInputs(out, q, k, v, out, lse), launch, scores, *sums)
         triton_merge.merge_into(out.float(), lse, out, lse)
     return [row for kernel in kernels for row in kernel.rows]
 

@@ -10,6 +10,7 @@ from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.measure.bench import context
 from ringspan.measure.bench.thin import Thinned, ThinnedInPlace, thin_attention
 from ringspan.torch.kernels import KERNELS
+from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.exchange import COUNTERS
 
@@ -29,8 +30,8 @@ def test_rows_get_the_result_of_the_one_before_them_that_is_computed(tile, every
     thinned = Thinned(kernel, every)
     out, lse = kernel.forward(q, k, v, launch, scores)
     computed = torch.arange(tile.num_rows) // every * every
-    gradients = thinned.backward(dout, q, k, v, out, lse, KernelLaunch.of(tile), scores)
-    whole = kernel.backward(dout, q, k, v, out, lse, launch, scores)
+    gradients = thinned.backward(BackwardInputs(dout, q, k, v, out, lse), KernelLaunch.of(tile), scores)
+    whole = kernel.backward(BackwardInputs(dout, q, k, v, out, lse), launch, scores)
     mine = *thinned.forward(q, k, v, KernelLaunch.of(tile), scores), gradients[0]
     torch.testing.assert_close(mine, tuple(x[:, :, computed] for x in (out, lse, whole[0])), rtol=0, atol=1e-6)
     assert [x.shape for x in gradients] == [x.shape for x in whole]
@@ -48,8 +49,9 @@ def test_what_is_added_in_place_is_spread_over_the_rows_too(every):
     kernel.forward_into(q, k, v, launch, scores, out, lse)
     thinned.forward_into(q, k, v, launch, scores, *mine)
     whole, gradients = ([torch.zeros_like(x) for x in (q, k, v)] for _ in range(2))
-    kernel.backward_into(dout, q, k, v, out, lse, launch, scores, *whole)
-    thinned.backward_into(dout, q, k, v, out, lse, launch, scores, *gradients)
+    given = BackwardInputs(dout, q, k, v, out, lse)
+    kernel.backward_into(given, launch, scores, *whole)
+    thinned.backward_into(given, launch, scores, *gradients)
     expected = tuple(x[:, :, computed] for x in (out, lse, whole[0]))
     torch.testing.assert_close((*mine, gradients[0]), expected, rtol=0, atol=1e-6)
     assert all(bool(x.abs().sum() > 0) for x in gradients[1:])

@@ -100,16 +100,16 @@ class RecordedReturning(Recorded):
     def forward(self, q, k, v, launch, scores):
         return self._call("forward", launch, q, k, v, launch, scores)
 
-    def backward(self, dout, q, k, v, out, lse, launch, scores):
-        return self._call("backward", launch, dout, q, k, v, out, lse, launch, scores)
+    def backward(self, given, launch, scores):
+        return self._call("backward", launch, given, launch, scores)
 
 
 class RecordedInPlace(Recorded):
     def forward_into(self, q, k, v, launch, *rest):
         self._call("forward_into", launch, q, k, v, launch, *rest)
 
-    def backward_into(self, dout, q, k, v, out, lse, launch, *rest):
-        self._call("backward_into", launch, dout, q, k, v, out, lse, launch, *rest)
+    def backward_into(self, given, launch, *rest):
+        self._call("backward_into", launch, given, launch, *rest)
 
 
 class Replayed:

@@ -28,7 +28,7 @@ from ringspan.torch.attention.block import Block
 from ringspan.torch.attention.op import check_tensors
 from ringspan.torch.attention.ring import Ring, num_head_groups
 from ringspan.torch.attention.spec import AttentionSpec
-from ringspan.torch.kernels import InPlace
+from ringspan.torch.kernels.contract import BackwardInputs, InPlace
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport import clock
@@ -268,12 +268,13 @@ def alone(
     def backward() -> None:
         for one in launches:
             rows, keys = slice(one.q0, one.q1), slice(one.k0, one.k1)
-            inputs = dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], result[:, :, rows], norm[:, :, rows]
+            mine = dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], result[:, :, rows], norm[:, :, rows]
+            inputs = BackwardInputs(*mine)
             if isinstance(kernel, InPlace):
                 dq, dk, dv = gradients
-                kernel.backward_into(*inputs, one, scores, dq[:, :, rows], dk[:, :, keys], dv[:, :, keys])
+                kernel.backward_into(inputs, one, scores, dq[:, :, rows], dk[:, :, keys], dv[:, :, keys])
             else:
-                kernel.backward(*inputs, one, scores)
+                kernel.backward(inputs, one, scores)
 
     result, norm = q, lse.new_full(lse.shape, math.log(k.shape[2]))  # any numbers: they do not change the time
     return {"forward": forward, "backward": backward}

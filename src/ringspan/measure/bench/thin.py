@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch
-from ringspan.torch.kernels import KERNELS, InPlace, Kernel, Returning, register
+from ringspan.torch.kernels import KERNELS, register
+from ringspan.torch.kernels.contract import BackwardInputs, InPlace, Kernel, Returning
 from ringspan.torch.kernels.score_mod import Scores
 
 _Kernel = TypeVar("_Kernel", bound=Kernel)
@@ -30,6 +31,10 @@ class _Thinned(Generic[_Kernel]):
     def _few(self, rows: Tensor) -> Tensor:
         return rows[:, :, :: self._every]
 
+    def _few_of(self, given: BackwardInputs) -> BackwardInputs:
+        dout, q, k, v, out, lse = given
+        return BackwardInputs(self._few(dout), self._few(q), k, v, self._few(out), self._few(lse))
+
     def _of_few(self, launch: KernelLaunch) -> KernelLaunch:
         rows = -(-launch.num_rows // self._every)
         return replace(launch, q1=launch.q0 + rows, tiles=(Tile.full(0, rows, 0, launch.num_keys),))
@@ -44,17 +49,11 @@ class Thinned(_Thinned[Returning]):
 
     def backward(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: BackwardInputs,
         launch: KernelLaunch,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, out, lse = (self._few(x) for x in (dout, q, out, lse))
-        dq, dk, dv = self._kernel.backward(dout, q, k, v, out, lse, self._of_few(launch), scores)
+        dq, dk, dv = self._kernel.backward(self._few_of(given), self._of_few(launch), scores)
         return self._as_many(dq, launch), dk, dv
 
     def _as_many(self, rows: Tensor, launch: KernelLaunch) -> Tensor:
@@ -74,20 +73,14 @@ class ThinnedInPlace(_Thinned[InPlace]):
 
     def backward_into(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: BackwardInputs,
         launch: KernelLaunch,
         scores: Scores,
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
     ) -> None:
-        dout, q, out, lse = (self._few(x) for x in (dout, q, out, lse))
-        self._kernel.backward_into(dout, q, k, v, out, lse, self._of_few(launch), scores, self._few(dq), dk, dv)
+        self._kernel.backward_into(self._few_of(given), self._of_few(launch), scores, self._few(dq), dk, dv)
         self._spread(dq)
 
     def _spread(self, rows: Tensor) -> None:

@@ -23,7 +23,7 @@ from ringspan.torch import kernels
 from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, RunningSum
 from ringspan.torch.attention.comm_dtype import decode, encode
 from ringspan.torch.attention.spec import AttentionSpec
-from ringspan.torch.kernels import InPlace
+from ringspan.torch.kernels.contract import BackwardInputs, InPlace
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.memory import is_in_rows
 from ringspan.torch.kernels.score_mod import Scores
@@ -277,14 +277,14 @@ def _backward_of_heads(
         kernel = kernels.choose(serving, hop.bands, q)
         for launch in within_ranges(kernel.launches, hop.bands, block.ranges, total.ranges):
             rows, keys = slice(launch.q0, launch.q1), block.part(launch.k0, launch.k1)
-            ours = dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows]
+            ours = BackwardInputs(dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows])
             scores = ring.scores_of(launch, hop.owner, heads)
             if isinstance(kernel, InPlace):
                 sums = dq.running(launch.q0, launch.q1), *total.running(launch.k0, launch.k1)
-                kernel.backward_into(*ours, launch, scores, *sums)
+                kernel.backward_into(ours, launch, scores, *sums)
                 del ours, keys, sums
                 continue
-            new_dq, new_dk, new_dv = kernel.backward(*ours, launch, scores)
+            new_dq, new_dk, new_dv = kernel.backward(ours, launch, scores)
             dq.add(launch.q0, launch.q1, new_dq)
             total.add(launch.k0, launch.k1, new_dk, new_dv)
             del ours, keys, new_dq, new_dk, new_dv  # before the next ones are made

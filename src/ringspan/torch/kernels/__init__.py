@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches
+from ringspan.torch.kernels.contract import InPlace, Returning
 from ringspan.torch.kernels.cpu import CpuFlash, is_slow_at
 from ringspan.torch.kernels.cudnn import Cudnn
 from ringspan.torch.kernels.device import rules_of
@@ -17,78 +17,6 @@ from ringspan.torch.kernels.flash import Flash, Flash2, Flash3, Flash4, TorchFla
 from ringspan.torch.kernels.memory import Memory
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.kernels.triton import TritonAttention
-
-
-class Kernel(Protocol):
-    """Attention of the rows and keys of launches: either what it makes of one, or added to what is there already.
-
-    q (B, H, rows, D), k (B, G, keys, D), v (B, G, keys, E), already cut to the launch; G divides H. ``lse`` is the
-    natural log-sum-exp in float32; a row that no tile of the launch gives a key has out 0 and lse -inf. ``scores`` says
-    what a product q . k becomes, with the launch's positions where they count. Backward takes the GLOBAL out and lse of
-    the rows and makes this launch's share of dq, dk, dv.
-
-    ``memory`` is how q, k, v, dout and out must lie (``laid_out``). The running sums of a kernel that adds in place
-    always lie in rows, with any strides of batch, heads and tokens; lse, slopes and positions may have any strides.
-    """
-
-    name: str
-    memory: Memory
-
-    def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
-        """Why this kernel cannot serve such tensors (device, dtype, head sizes, packages) and scores; None if it
-        can. It then serves any tiles.
-        """
-        ...
-
-    def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
-        """The calls by which it computes some tiles."""
-        ...
-
-
-@runtime_checkable
-class Returning(Kernel, Protocol):
-    """A kernel that returns the partial of a launch, and its share of the gradients."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        launch: KernelLaunch,
-        scores: Scores,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-@runtime_checkable
-class InPlace(Kernel, Protocol):
-    """A kernel that adds to the running out and lse, and to the running dq, dk and dv, all float32."""
-
-    def forward_into(
-        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores, out: Tensor, lse: Tensor
-    ) -> None: ...
-
-    def backward_into(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        launch: KernelLaunch,
-        scores: Scores,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> None: ...
-
 
 KERNELS: Final[dict[str, Returning | InPlace]] = {
     kernel.name: kernel

@@ -6,6 +6,7 @@ from torch import Tensor
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, keys_a_row, pieces
 from ringspan.torch.kernels import mirror
+from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.heads import one_size
 from ringspan.torch.kernels.memory import Memory
@@ -53,18 +54,14 @@ class CpuFlash:
 
     def backward(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: BackwardInputs,
         launch: KernelLaunch,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tile = launch.tile
         if tile.is_anticausal:
-            return mirror.backward(self, dout, q, k, v, out, lse, launch, scores)
+            return mirror.backward(self, given, launch, scores)
+        dout, q, k, v, out, lse = given
         size, value_size = q.shape[-1], v.shape[-1]
         dout, q, k, v, out = one_size(dout, q, k, v, out)
         dq, dk, dv = _ops._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -8,6 +8,7 @@ from torch import Tensor
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, squares
 from ringspan.torch.kernels import mirror
+from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.device import half_precision_on_cuda, rules_of
 from ringspan.torch.kernels.eager import Eager
 from ringspan.torch.kernels.heads import one_size, too_large
@@ -62,21 +63,17 @@ class Cudnn:
 
     def backward(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: BackwardInputs,
         launch: KernelLaunch,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = given
         if min(launch.num_rows, launch.num_keys) < _FEWEST:
             dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-            self._thin.backward_into(dout, q, k, v, out, lse, launch, scores, dq, dk, dv)
+            self._thin.backward_into(given, launch, scores, dq, dk, dv)
             return dq, dk, dv
         if launch.tile.is_anticausal:
-            return mirror.backward(self, dout, q, k, v, out, lse, launch, scores)
+            return mirror.backward(self, given, launch, scores)
         size, value_size = q.shape[-1], v.shape[-1]
         dout, q, k, v, out = one_size(dout, q, k, v, out, multiple=_HEAD_MULTIPLE)
         # The seed and offset of a random generator, which are read only where there is dropout.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import SHORT, KernelLaunch, KernelLaunches, bands
+from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.device import ChunkSize, rules_of
 from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.kernels.partials.merge import merge_into
@@ -55,18 +56,14 @@ class Eager:
 
     def backward_into(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: BackwardInputs,
         launch: KernelLaunch,
         scores: Scores,
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
     ) -> None:
+        dout, q, k, v, out, lse = given
         dtype, size = lse.dtype, _chunk_size(q, launch.tile)
         for one, heads, kv_heads in self.heads(q, k, launch.tile, size):
             keys, key_sums = (k[one, kv_heads], v[one, kv_heads]), (dk[one, kv_heads], dv[one, kv_heads])

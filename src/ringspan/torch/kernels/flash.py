@@ -15,6 +15,7 @@ from torch import Tensor
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, Window, chains, squares
 from ringspan.torch.kernels import device, mirror
+from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.heads import one_size, too_large
 from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
 from ringspan.torch.kernels.score_mod import Scores
@@ -56,12 +57,7 @@ class Calls(Protocol):
 
     def backward(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: BackwardInputs,
         cuts: Cuts | None,
         window: Window,
         scores: Scores,
@@ -118,17 +114,13 @@ class Flash:
 
     def backward(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: BackwardInputs,
         launch: KernelLaunch,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self._is_mirrored(launch):
-            return mirror.backward(self, dout, q, k, v, out, lse, launch, scores)
+            return mirror.backward(self, given, launch, scores)
+        dout, q, k, v, out, lse = given
         size, value_size = q.shape[-1], v.shape[-1]
         tensors = [x.transpose(1, 2) for x in one_size(dout, q, k, v, out, multiple=_HEAD_MULTIPLE)]
         batch, window, cuts = len(q), Window.of(launch.tiles[0]), None
@@ -136,7 +128,7 @@ class Flash:
             cuts = _cuts(launch, batch, q.device)
             tensors = [x.flatten(0, 1) for x in tensors]
             lse = lse.transpose(0, 1).flatten(1, 2)
-        gradients = self._calls.backward(*tensors, lse.contiguous(), cuts, window, scores)
+        gradients = self._calls.backward(BackwardInputs._make([*tensors, lse.contiguous()]), cuts, window, scores)
         if cuts:
             gradients = tuple(x.unflatten(0, (batch, -1)) for x in gradients)
         dq, dk, dv = (x.transpose(1, 2) for x in gradients)
@@ -184,16 +176,12 @@ class TorchFlash:
 
     def backward(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: BackwardInputs,
         cuts: Cuts | None,
         window: Window,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = given
         # The state of a random generator, which is read only where there is dropout.
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         return torch.ops.aten._flash_attention_backward(
@@ -223,16 +211,12 @@ class Flash2:
 
     def backward(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: BackwardInputs,
         cuts: Cuts | None,
         window: Window,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = given
         package = import_module("flash_attn.flash_attn_interface")
         gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         options: dict[str, Any] = _flash2_options(window, scores) | {"deterministic": _is_deterministic()}
@@ -269,16 +253,12 @@ class Flash3:
 
     def backward(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: BackwardInputs,
         cuts: Cuts | None,
         window: Window,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = given
         import_module("flash_attn_interface")
         queries, keys, most_queries, most_keys = cuts or (None, None, None, None)
         gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -308,16 +288,12 @@ class Flash4:
 
     def backward(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: BackwardInputs,
         cuts: Cuts | None,
         window: Window,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = given
         package = import_module("flash_attn.cute.interface")
         options = _flash4_options(cuts, window, scores) | {"deterministic": _is_deterministic()}
         return package._flash_attn_bwd(q, k, v, out, dout, lse, **options)

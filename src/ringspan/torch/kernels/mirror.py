@@ -1,33 +1,14 @@
 """An anticausal tile is a causal one with rows and keys in reverse order, for kernels that know only that one."""
 
-from typing import Protocol
-
 from torch import Tensor
 
 from ringspan.core.schedule.kernel_launches import KernelLaunch
+from ringspan.torch.kernels.contract import BackwardInputs, Returning
 from ringspan.torch.kernels.score_mod import Scores
 
 
-class _Kernel(Protocol):
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        launch: KernelLaunch,
-        scores: Scores,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 def forward(
-    kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
+    kernel: Returning, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """``kernel.forward`` of a launch of one tile, by its mirror image."""
     # Copies of the tensors, in return for kernels that know one triangle only.
@@ -36,19 +17,14 @@ def forward(
 
 
 def backward(
-    kernel: _Kernel,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    kernel: Returning,
+    given: BackwardInputs,
     launch: KernelLaunch,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``kernel.backward`` of a launch of one tile, by its mirror image."""
-    dout, q, k, v, out, lse = (x.flip(2) for x in (dout, q, k, v, out, lse))
-    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, _mirrored(launch), scores)
+    flipped = BackwardInputs(*(x.flip(2) for x in given))
+    dq, dk, dv = kernel.backward(flipped, _mirrored(launch), scores)
     return dq.flip(2), dk.flip(2), dv.flip(2)
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, whole
 from ringspan.gpu import support
+from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.heads import too_large
 from ringspan.torch.kernels.memory import Memory
@@ -47,12 +48,7 @@ class TritonAttention:
 
     def backward_into(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: BackwardInputs,
         launch: KernelLaunch,
         scores: Scores,
         dq: Tensor,
@@ -61,4 +57,4 @@ class TritonAttention:
     ) -> None:
         from ringspan.torch.kernels import triton_attention
 
-        triton_attention.backward_into(dout, q, k, v, out, lse, launch, scores, dq, dk, dv)
+        triton_attention.backward_into(given, launch, scores, dq, dk, dv)

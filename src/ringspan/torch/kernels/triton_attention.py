@@ -15,6 +15,7 @@ from ringspan.gpu import attention, tuning
 from ringspan.gpu.support import interprets_triton
 from ringspan.gpu.table import Table
 from ringspan.gpu.tuning import Blocks
+from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.score_mod import Scores
 
 
@@ -66,12 +67,7 @@ def forward_into(
 
 
 def backward_into(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    given: BackwardInputs,
     launch: KernelLaunch,
     scores: Scores,
     dq: Tensor,
@@ -79,6 +75,7 @@ def backward_into(
     dv: Tensor,
 ) -> None:
     """Add the launch's share to the running dq, dk and dv, in float32, from the global out and lse."""
+    dout, q, k, v, out, lse = given
     table = _table(launch, q.device)
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     shared = *_positions(q, scores), table.tiles
