@@ -54,10 +54,11 @@ def signature(function: Any) -> str:
 
 def python_names() -> Iterator[tuple[str, str]]:
     """Functions and classes by name, and the public members of a class."""
-    from ringspan import hf  # here, since it takes a while
+    from ringspan import hf, lightning  # here, since they take a while
 
     names = [(name, getattr(ringspan, name)) for name in ringspan.__all__]
     names += [(f"hf.{name}", getattr(hf, name)) for name in hf.__all__]
+    names += [(f"lightning.{name}", getattr(lightning, name)) for name in lightning.__all__]
     for name, value in names:
         if isinstance(value, type) and issubclass(value, Exception):
             yield name, " ".join(base.__name__ for base in value.__mro__[1:-2])

@@ -86,7 +86,8 @@ def test_every_module_but_those_that_read_text_is_imported_without_extras(ringsp
     used."""
     root = SOURCE / "ringspan"
     names = [".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in sorted(root.rglob("*.py"))]
-    skipped = ("ringspan.jax", "ringspan.hf", "ringspan.gpu", "ringspan.torch.kernels.triton_", "ringspan.__main__")
+    asking = ("ringspan.jax", "ringspan.hf", "ringspan.lightning")
+    skipped = (*asking, "ringspan.gpu", "ringspan.torch.kernels.triton_", "ringspan.__main__")
     modules = [name.removesuffix(".__init__") for name in names if not name.startswith(skipped)]
     (tmp_path / "ringspan_imports.py").write_text(
         "import importlib, json, sys\nfrom ringspan.core.errors import MissingExtraError\nmissing = []\n"
@@ -129,20 +130,14 @@ def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
     assert installed("json")
 
 
-def test_the_jax_back_end_asks_for_its_extra(monkeypatch):
-    for name in [name for name in sys.modules if name == "ringspan.jax" or name.startswith("ringspan.jax.")]:
+@pytest.mark.parametrize(("module", "package"), [("jax", "jax"), ("hf", "accelerate"), ("lightning", "lightning")])
+def test_a_part_that_needs_an_extra_asks_for_it(monkeypatch, module, package):
+    part = f"ringspan.{module}"
+    for name in [name for name in sys.modules if name == part or name.startswith(f"{part}.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "jax", None)
-    with pytest.raises(ImportError, match=r"ringspan\.jax needs the extra ringspan\[jax\]"):
-        importlib.import_module("ringspan.jax")
-
-
-def test_trainers_ask_for_their_extra(monkeypatch):
-    for name in [name for name in sys.modules if name == "ringspan.hf" or name.startswith("ringspan.hf.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ImportError, match=r"ringspan\.hf needs the extra ringspan\[hf\]"):
-        importlib.import_module("ringspan.hf")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"ringspan\.{module} needs the extra ringspan\[{module}\]"):
+        importlib.import_module(part)
 
 
 def test_what_is_missing_is_a_refusal_and_an_import_error_and_travels_between_ranks(monkeypatch):

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
     ("name", "needs", "written"),
     [
         ("lora", "peft", "adapter_config.json"),
+        ("lightning_trainer", "lightning", "model/config.json"),
     ],
 )
 def test_an_example_learns_what_it_says(tmp_path, name, needs, written):

@@ -13,6 +13,7 @@ EXTRAS: Final = {
     "jax": "jax",
     "trl": "hf",
     "peft": "peft",
+    "lightning": "lightning",
 }
 """Packages that are imported where they are used, and the extra of ringspan that brings each."""
 

@@ -1,0 +1,64 @@
+"""Every private name of Lightning that ``ringspan.lightning`` relies on; a test names one that a release moves."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from lightning.pytorch import LightningModule, Trainer
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, RandomSampler
+
+# By module and class: text that its source has.
+SOURCE: Final = {
+    "lightning.pytorch:LightningModule": ("return self._device_mesh",),
+    "lightning.pytorch.trainer.connectors.data_connector:_DataConnector": (
+        "self.trainer._accelerator_connector.use_distributed_sampler",
+        "def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage)",
+    ),
+    "lightning.pytorch.trainer.connectors.data_connector:_process_dataloader": (
+        "is_shuffled = True",
+        "trainer.strategy.process_dataloader(dataloader)",
+    ),
+}
+
+
+def give_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Let ``module.device_mesh`` be this mesh."""
+    private: Any = module
+    private._device_mesh = mesh
+
+
+class Dealing:
+    """Which examples a rank takes, in the order that the user's loader has.
+
+    Lightning puts its own sampler into a training loader, which shuffles even where the user's does not: ten steps on
+    a ring would not see what ten steps on one process see. So it is kept from that, and asked for the same sampler once
+    more with the loader's own order.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._connector: Any = trainer._accelerator_connector
+        self._data: Any = trainer._data_connector
+        self._is_wanted: bool = self._connector.use_distributed_sampler
+        self._is_ours = False
+
+    def take_over(self, *, ours: bool) -> None:
+        """Keep Lightning from dealing examples out, or let it, as ``Trainer(use_distributed_sampler=...)`` says."""
+        self._is_ours = ours
+        self._connector.use_distributed_sampler = self._is_wanted and not ours
+
+    def dealt(self, loader: Any, stage: Any) -> Any:
+        """The loader of this rank's examples, unless Lightning dealt them out."""
+        if not self._is_ours or not isinstance(loader, DataLoader):
+            return loader
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        with self._as_wanted():
+            return self._data._prepare_dataloader(loader, shuffle=isinstance(sampler, RandomSampler), mode=stage)
+
+    @contextmanager
+    def _as_wanted(self) -> Iterator[None]:
+        before, self._connector.use_distributed_sampler = self._connector.use_distributed_sampler, self._is_wanted
+        try:
+            yield
+        finally:
+            self._connector.use_distributed_sampler = before

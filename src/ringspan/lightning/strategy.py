@@ -1,0 +1,132 @@
+"""Lightning's strategy for models that are split already, over a mesh with a ring."""
+
+from datetime import timedelta
+from typing import Any, Final
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.lightning.seams import Dealing, give_mesh
+from ringspan.torch.consistency.fixed import Fixed
+from ringspan.torch.memory.sharding import settle
+from ringspan.torch.runtime.mesh import make_mesh, split_world
+
+# What Lightning does to a model for them is what a ring's model does itself, or nothing.
+_PRECISIONS: Final = ("32-true", "bf16-mixed")
+
+
+class RingStrategy(ModelParallelStrategy):
+    """``ModelParallelStrategy`` whose mesh is that of ``rs.init_mesh``: losses and weights are those of one process.
+
+        class Module(LightningModule):
+            def configure_model(self):
+                if self.model is None:
+                    self.model = rs.parallelize(AutoModelForCausalLM.from_pretrained(...), self.device_mesh)
+
+            def training_step(self, batch):
+                return self.model(**rs.shard_batch(batch, self.device_mesh)).loss
+
+    The ranks of a ring are given the same examples and replicas different ones, in the order of the loader (Lightning's
+    other strategies shuffle whatever trains); batch sizes are per replica. Checkpoints are Lightning's: a folder of
+    shards, which loads on any mesh, or one file.
+
+    Args:
+        ring: ranks that share a sequence; all that the other two leave when None.
+        replicate: rings that take different examples.
+        tp: ranks that share tokens and split heads and features.
+        save_distributed_checkpoint: each rank writes its shards into a folder; otherwise rank 0 writes one file.
+        process_group_backend: that of the devices when None.
+        timeout: of the process group.
+
+    Raises:
+        ConfigError: sizes that do not multiply to the number of devices, when the trainer starts.
+        UnsupportedError: a precision that would convert the weights.
+    """
+
+    def __init__(
+        self,
+        *,
+        ring: int | None = None,
+        replicate: int = 1,
+        tp: int = 1,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._sizes = ring, replicate, tp
+        self._ring_mesh: DeviceMesh | None = None
+        self._dealing: Dealing | None = None
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh with the axes ``replicate`` and ``ring``, and ``tp`` where that is above 1."""
+        if self._ring_mesh is None:
+            raise ConfigError("device_mesh: there is none before the trainer starts; use it in configure_model")
+        return self._ring_mesh
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which examples this rank takes: those of its replica."""
+        replicas = self.device_mesh["replicate"]
+        return {"num_replicas": replicas.size(), "rank": replicas.get_local_rank()}
+
+    def setup_environment(self) -> None:
+        """Join the process group and make the mesh."""
+        ring, replicate, tp = self._sizes
+        found = split_world(self.num_nodes * self.num_processes, ring, replicate, tp)
+        super().setup_environment()  # with a mesh of two axes, which nobody uses
+        self._ring_mesh = make_mesh(self.root_device.type, *found, tp)
+        module = self.lightning_module
+        assert module is not None, "connected before"
+        give_mesh(module, self._ring_mesh)
+        if self._dealing is None:
+            self._dealing = Dealing(module.trainer)
+        self._dealing.take_over(ours=module.trainer.state.fn == TrainerFn.FITTING)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The loader of this rank's examples, in the order that the loader itself has."""
+        assert self._dealing is not None and self.lightning_module is not None, "set up before"
+        trainer = self.lightning_module.trainer
+        return self._dealing.dealt(dataloader, trainer.state.stage)
+
+    def setup(self, trainer: Trainer) -> None:
+        """See that the model is on the ring and stays what it is there."""
+        if self.precision_plugin.precision not in _PRECISIONS:
+            raise UnsupportedError(
+                f"precision={self.precision_plugin.precision!r} converts weights that are split already; use "
+                "'32-true' or 'bf16-mixed', or parallelize(compute_dtype=torch.bfloat16)"
+            )
+        super().setup(trainer)
+        assert self.model is not None, "set up above"
+        if not self._on_ring():
+            raise UnsupportedError(
+                "RingStrategy: there is no model on the ring in this module; put it there in configure_model: "
+                "self.model = rs.parallelize(model, self.device_mesh)"
+            )
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The shards of the model, or on rank 0 all of it."""
+        self._settle()
+        return super().lightning_module_state_dict()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Fill the shards of model and optimizers from a checkpoint of any mesh."""
+        self._settle()
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _on_ring(self) -> list[Any]:
+        assert self.model is not None
+        return [module for module in self.model.modules() if isinstance(module, Fixed)]
+
+    def _settle(self) -> None:
+        for model in self._on_ring():
+            settle(model)

@@ -1,0 +1,227 @@
+"""Lightning's Trainer on a ring: losses, weights and checkpoints of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("lightning", reason="needs ringspan[lightning]")
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from torch.utils.data import DataLoader
+
+import ringspan as rs
+from ringspan.lightning import RingStrategy
+from tests.torch.models import build, relative, tokens
+
+IDS = tokens(40, 21)
+IDS_OF_EVALUATION = tokens(4, 21, seed=5)
+ROWS = [
+    {"input_ids": row, "labels": torch.where(torch.arange(21) < 4 + n % 17, row, -100)} for n, row in enumerate(IDS)
+]
+EVALUATION = [{"input_ids": row, "labels": row} for row in IDS_OF_EVALUATION]
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "num_sanity_val_steps": 0,
+    "max_epochs": 2,
+    "accumulate_grad_batches": 2,
+    "gradient_clip_val": 0.5,
+}
+
+
+class Ranks(ClusterEnvironment):
+    """The ranks of the pool, which are there already."""
+
+    creates_processes_externally = True
+    main_address, main_port = "localhost", 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+    def local_rank(self) -> int:
+        return dist.get_rank()
+
+    def node_rank(self) -> int:
+        return 0
+
+
+class Module(LightningModule):
+    """A model of transformers; on a ring where the strategy has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = build("llama")
+        self.is_on_ring = False
+        self.losses: list[float] = []
+        self.evaluated: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not self.is_on_ring:
+            self.model, self.is_on_ring = rs.parallelize(self.model, self.device_mesh), True
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.model(**(batch if self.device_mesh is None else rs.shard_batch(batch, self.device_mesh))).loss
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.losses.append(float(loss.detach()))
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any) -> None:
+        self.evaluated.append(float(self.loss(batch)))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)  # at 1e-8 Adam steps on rounding
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class SaveAt(Callback):
+    def __init__(self, epoch: int, path: str) -> None:
+        self.epoch, self.path = epoch, path
+
+    def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
+
+
+class WithLoader(Module):
+    """One whose loader is the ring's own."""
+
+    def train_dataloader(self) -> Any:
+        return rs.loader(ROWS, self.device_mesh, batch_size=2)  # type: ignore[arg-type]
+
+
+def fit(
+    options: dict[str, Any],
+    batch_size: int,
+    resume: str | None = None,
+    kind: type[Module] = Module,
+    shuffle: bool = False,
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = kind()
+    trainer = Trainer(**QUIET, **options)
+    train: Any = None if kind is WithLoader else DataLoader(ROWS, batch_size, shuffle=shuffle)  # type: ignore[arg-type]
+    trainer.fit(module, train, DataLoader(EVALUATION, batch_size), ckpt_path=resume)  # type: ignore[arg-type]
+    weights = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in module.model.named_parameters()}  # type: ignore[operator]
+    return {
+        "losses": module.losses,
+        "evaluated": module.evaluated,
+        "weights": {name: weight.detach() for name, weight in weights.items()},
+        "logged": float(trainer.callback_metrics["loss"]),
+    }
+
+
+def ring_fit(
+    mesh: Any,
+    sizes: dict[str, Any],
+    batch_size: int,
+    save: str | None = None,
+    resume: str | None = None,
+    **changes: Any,
+) -> Any:
+    callbacks = [SaveAt(0, save)] if save else []
+    options = {"devices": 4, "strategy": RingStrategy(**sizes), "plugins": [Ranks()], "callbacks": callbacks}
+    return fit(options, batch_size, resume, **changes)
+
+
+def one_fit() -> dict[str, Any]:
+    return fit({"devices": 1}, 4)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    return one_fit()
+
+
+@pytest.mark.parametrize(("sizes", "batch_size"), [({"replicate": 2}, 2), ({"ring": 4}, 4), ({"ring": 2, "tp": 2}, 4)])
+def test_a_fit_equals_one_process(pool, expected, sizes, batch_size):
+    for found in pool.run(ring_fit, 4, sizes, batch_size):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
+        assert found["logged"] == pytest.approx(expected["logged"], rel=1e-5)
+        for name, weight in expected["weights"].items():
+            assert relative(found["weights"][name], weight) < 1e-5, name
+
+
+def with_ring_loader(mesh: Any) -> Any:
+    return ring_fit(mesh, {"replicate": 2}, 2, kind=WithLoader)
+
+
+def test_a_loader_of_the_ring_is_taken_as_it_is(pool, expected):
+    for found in pool.run(with_ring_loader, 4):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+
+
+def shuffled(mesh: Any, sizes: dict[str, Any], batch_size: int) -> Any:
+    return ring_fit(mesh, sizes, batch_size, shuffle=True)["losses"]
+
+
+def test_a_loader_that_shuffles_gives_every_mesh_the_same_batches(pool, expected):
+    two, *_ = pool.run(shuffled, 4, {"replicate": 2}, 2)
+    one, *_ = pool.run(shuffled, 4, {"ring": 4}, 4)
+    assert one == pytest.approx(two, rel=1e-5)
+    assert one[0] != pytest.approx(expected["losses"][0], rel=1e-5)
+    assert one[:10] != pytest.approx(one[10:], rel=1e-2), "another order in each epoch"
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_checkpoint_resumes_on_another_mesh(pool, expected, tmp_path, is_folder):
+    path, sizes = str(tmp_path / "saved"), {"save_distributed_checkpoint": is_folder}
+    pool.run(ring_fit, 4, {"replicate": 2} | sizes, 2, path)
+    assert Path(path).is_dir() == is_folder
+    for found in pool.run(ring_fit, 4, {"ring": 4} | sizes, 4, None, path):
+        assert found["losses"] == pytest.approx(expected["losses"][10:], rel=1e-5)
+        for name, weight in expected["weights"].items():
+            assert relative(found["weights"][name], weight) < 1e-5, name
+
+
+class NotOnRing(Module):
+    def configure_model(self) -> None:
+        pass
+
+
+def refused(mesh: Any, sizes: dict[str, Any], precision: Any, kind: Any) -> str:
+    trainer = Trainer(**QUIET, devices=4, strategy=RingStrategy(**sizes), plugins=[Ranks()], precision=precision)
+    with pytest.raises(rs.RingspanError) as caught:
+        trainer.fit(kind(), DataLoader(ROWS, 2))  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "precision", "kind", "message"),
+    [
+        ({"ring": 3}, 32, Module, "replicate 1 x ring 3 must equal the world size 4"),
+        ({"ring": 4}, "bf16-true", Module, "precision='bf16-true' converts weights that are split already"),
+        ({"ring": 4}, 32, NotOnRing, "there is no model on the ring in this module; put it there in configure_model"),
+    ],
+)
+def test_what_would_not_be_exact_is_refused(pool, sizes, precision, kind, message):
+    for said in pool.run(refused, 4, sizes, precision, kind):
+        assert message in said and "\n" not in said
+
+
+def test_there_is_no_mesh_before_the_trainer_starts():
+    with pytest.raises(rs.ConfigError, match="there is none before the trainer starts"):
+        _ = RingStrategy(ring=2).device_mesh
