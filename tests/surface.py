@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 import ringspan
 from ringspan.cli.main import app
+from ringspan.evaluate.runner import EvalResult
 from ringspan.generate.session import Answer
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.metrics import StepMetrics
@@ -100,6 +101,7 @@ def surface() -> dict[str, dict[str, Any]]:
         "JSON keys": {
             "train": [field.name for field in fields(TrainResult)],
             "generate": sorted(field.name for field in fields(Answer)),
+            "eval": sorted(EvalResult.__annotations__),
             "metrics.jsonl": [field.name for field in fields(StepMetrics)],
         },
     }

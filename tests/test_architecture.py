@@ -1,4 +1,4 @@
-"""The tree is the architecture: cli -> {train, generate, hf, lightning, ...} -> {torch, jax} -> gpu -> core.
+"""The tree is the architecture: cli -> {train, generate, evaluate, hf, ...} -> {torch, jax} -> gpu -> core.
 
 Imports are read from the source, never executed, so a folder is checked whether or not its framework is installed.
 """
@@ -21,7 +21,7 @@ PACKAGE = "ringspan"
 FACADE = "the facade"
 
 BACKENDS = {"torch", "jax"}
-SERVICES = {"train", "generate", "hf", "lightning", "plan", "measure", "report"}
+SERVICES = {"train", "generate", "evaluate", "hf", "lightning", "plan", "measure", "report"}
 # What a folder may import besides itself. The services may use each other, without a cycle.
 ALLOWED = {
     "core": set[str](),

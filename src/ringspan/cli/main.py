@@ -14,6 +14,7 @@ from ringspan.cli.commands import (
     bench_cache,
     demo,
     doctor,
+    evaluate,
     export,
     generate,
     init,
@@ -63,6 +64,7 @@ app.command("profile", epilog=profile.EPILOG)(profile.command)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.command)
 bench.app.command("cache", epilog=bench_cache.EPILOG)(bench_cache.command)
 app.add_typer(bench.app, name="bench")
+app.add_typer(evaluate.app, name="eval")
 
 
 def main() -> None:

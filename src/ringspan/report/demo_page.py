@@ -25,13 +25,13 @@ MAX_CHARACTERS: Final = 300  # of one text
 NOT_MEASURED: Final = "not measured"
 
 # The policy makes the browser refuse whatever is not in this file, should a text ever slip through the escaping.
-_HEAD: Final = (
+HEAD: Final = (
     '<meta charset="utf-8">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
     '<meta name="color-scheme" content="light dark">'
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
 )
-_CSS: Final = """
+CSS: Final = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --panel: #f6f8fa }
 @media (prefers-color-scheme: dark) {
   :root { --ground: #0d1117; --ink: #e6edf3; --soft: #9da7b3; --line: #3d444d; --panel: #161b22 }
@@ -74,9 +74,14 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, _page(result))
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a text file, whole or not at all."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(_page(result), encoding="utf-8")
+        unfinished.write_text(content, encoding="utf-8")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -96,7 +101,7 @@ def _page(result: dict[str, Any]) -> str:
         element("section", element("h2", title, id=f"part{index}"), content, aria_labelledby=f"part{index}")
         for index, (title, content) in enumerate(sections)
     )
-    head = element("head", _HEAD, element("title", "ringspan report"), element("style", _CSS))
+    head = element("head", HEAD, element("title", "ringspan report"), element("style", CSS))
     headline = element("h1", "ringspan report") + element("p", _headline(result), class_="lead")
     return "<!doctype html>\n" + element("html", head, element("body", element("main", headline, body)), lang="en")
 

@@ -1,0 +1,294 @@
+"""``ringspan eval``: does a model answer from all of its context?"""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ringspan.cli.checks import check_folder, check_picture, refuse_under_torchrun
+from ringspan.evaluate.settings import PERPLEXITY, EvalSettings
+from ringspan.evaluate.task import Task
+from ringspan.evaluate.tasks import TASKS
+
+if TYPE_CHECKING:
+    from ringspan.evaluate.runner import EvalObserver
+
+app = typer.Typer(
+    help="Measure whether a model uses its context, at any length, on a ring of processes.",
+    no_args_is_help=True,
+    add_completion=False,
+    epilog="Example: ringspan eval lines runs/demo/model --lengths 1024,4096 --nproc 2 --page lines.html",
+)
+
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        help="Folders of models with their tokenizers, or names on the Hub; one after the other.", show_default=False
+    ),
+]
+Lengths = Annotated[str, typer.Option(help="Tokens of prompt and answer, separated by commas.")]
+Depths = Annotated[str, typer.Option(help="Where the needle is: 0 the beginning of the text, 1 its end.")]
+Items = Annotated[int, typer.Option(help="Questions per length and depth.")]
+Seed = Annotated[int, typer.Option(help="Of the questions.")]
+Needles = Annotated[int, typer.Option(help="Values to be found.")]
+Distractors = Annotated[int, typer.Option(help="Needles of the same form that are not asked for.")]
+Text = Annotated[list[str] | None, typer.Option(help="Text file, instead of Python's own documentation; repeatable.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Leave the tokenizer's chat template out.")]
+Dtype = Annotated[str, typer.Option(help="auto (that of the folder), float32 or bfloat16.")]
+CacheDtype = Annotated[
+    str, typer.Option(help="Of keys and values: auto (the model's), float32, bfloat16, fp8, int8 or int4.")
+]
+Nproc = Annotated[
+    int | None,
+    typer.Option(help="Processes to start on this machine; default: one a CUDA device, else one. Not under torchrun."),
+]
+Tp = Annotated[int, typer.Option(help="Ranks that split heads and weights; the others are the ring.")]
+Weights = Annotated[str, typer.Option(help="whole on each rank, sharded (gathered for each token), or auto.")]
+PrefillTokens = Annotated[int | None, typer.Option(help="Tokens of the prompt that a rank reads at once.")]
+Out = Annotated[Path, typer.Option(help="Folder of the records; a run that was ended continues from them.")]
+Picture = Annotated[Path | None, typer.Option(help="Draw the result into a .png or .svg file.")]
+Page = Annotated[Path | None, typer.Option(help="Write one HTML file with pictures and tables of all models.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+
+
+def _command(task: Task) -> Callable[..., None]:
+    """The command of a task; it has the options that the task knows."""
+
+    def command(
+        models: Models, lengths: Lengths = "1024,2048,4096", depths: Depths = "0,0.25,0.5,0.75,1", items: Items = 20,
+        seed: Seed = 0, needles: Needles = task.needles or 1, distractors: Distractors = 0, text: Text = None,
+        plain: Plain = False, dtype: Dtype = "auto", cache_dtype: CacheDtype = "auto", nproc: Nproc = None, tp: Tp = 1,
+        weights: Weights = "auto", prefill_tokens: PrefillTokens = None, out: Out = Path("runs/eval"),
+        picture: Picture = None, page: Page = None, as_json: AsJson = False,
+    ) -> None:  # fmt: skip
+        _evaluate(
+            task.name, models, nproc, out, picture, page, as_json, lengths=_numbers("lengths", lengths, int),
+            depths=_numbers("depths", depths, float), items=items, seed=seed,
+            needles=needles if task.needles else None, distractors=distractors, text=tuple(text or ()), plain=plain,
+            dtype=dtype, cache_dtype=cache_dtype, tp=tp, weights=weights, prefill_tokens=prefill_tokens,
+        )  # fmt: skip
+
+    import inspect
+
+    left_out = {
+        *([] if task.has_depth else ["depths"]),
+        *([] if task.needles else ["needles", "distractors"]),
+        *([] if task.needs_text else ["text"]),
+    }
+    signature = inspect.signature(command)
+    kept = [parameter for name, parameter in signature.parameters.items() if name not in left_out]
+    command.__signature__ = signature.replace(parameters=kept)  # pyright: ignore[reportFunctionMemberAccess]
+    command.__doc__ = task.about
+    return command
+
+
+def perplexity(
+    models: Models,
+    length: Annotated[int, typer.Option(help="Tokens of each document.")] = 4096,
+    items: Annotated[int, typer.Option(help="Documents at most, the longest first.")] = 8,
+    text: Text = None,
+    dtype: Dtype = "auto",
+    nproc: Nproc = None,
+    tp: Tp = 1,
+    out: Out = Path("runs/eval"),
+    picture: Picture = None,
+    page: Page = None,
+    as_json: AsJson = False,
+) -> None:
+    """Loss by position in long documents, in nats per token and bits per byte: does more context help?"""
+    _evaluate(
+        PERPLEXITY, models, nproc, out, picture, page, as_json, lengths=(length,), items=items, text=tuple(text or ()),
+        dtype=dtype, tp=tp,
+    )  # fmt: skip
+
+
+for _task in TASKS.values():
+    app.command(
+        _task.name,
+        epilog=f"Example: ringspan eval {_task.name} model tuned-model --lengths 4096,65536 --nproc 8 --page page.html",
+    )(_command(_task))
+app.command(PERPLEXITY, epilog="Example: ringspan eval perplexity model --length 65536 --nproc 8 --page page.html")(
+    perplexity
+)
+
+
+def _numbers(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
+    from ringspan.core.errors import ConfigError
+
+    try:
+        return tuple(kind(part.strip().replace("_", "")) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--{name} {text}: give numbers separated by commas, such as 1024,4096") from error
+
+
+def _evaluate(
+    task: str, models: list[str], nproc: int | None, out: Path, picture: Path | None, page: Path | None, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
+    from ringspan.core.errors import ConfigError
+    from ringspan.core.messages.extras import require
+
+    if len(set(models)) < len(models):
+        raise ConfigError(f"{' '.join(models)}: the same model twice")
+    if picture is not None:
+        require("--picture", "matplotlib")
+        check_picture(picture, ".png", ".svg")
+    if page is not None:
+        if page.suffix != ".html" or page.is_dir():
+            raise ConfigError(f"--page {page}: give a file whose name ends in .html")
+        check_folder("--page", page.parent)
+    check_folder("--out", out)
+    every = [EvalSettings(folder=model, task=task, **options) for model in models]
+    if nproc is not None:
+        for settings in every:
+            settings.generating(1).check_ranks(nproc)
+    results: list[Any]
+    results, is_first = run([_local(settings) for settings in every], str(out.absolute()), nproc)
+    if not is_first:
+        return
+    for result, model in zip(results, models, strict=True):
+        result["model"] = model
+    if picture is not None:
+        from ringspan.report.evaluation_charts import save_picture
+
+        save_picture(results, picture)
+    if page is not None:
+        from ringspan.report.evaluation_page import write_page
+
+        about = perplexity.__doc__ if task == PERPLEXITY else TASKS[task].about
+        write_page(results, page, shlex.join(["ringspan", *sys.argv[1:]]), about or "")
+    if as_json:
+        print(json.dumps(merged(results)))
+    else:
+        _print(results, picture, page)
+
+
+def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """One object for all models: its rows say which, where there are several."""
+    if len(results) == 1:
+        return results[0]
+    rows = [{"model": result["model"], **row} for result in results for row in result["rows"]]
+    skipped = [{"model": result["model"], **row} for result in results for row in result["skipped"]]
+    own = {"model": [result["model"] for result in results], "records": [result["records"] for result in results]}
+    return {**results[0], **own, "rows": rows, "skipped": skipped}
+
+
+def _local(settings: EvalSettings) -> EvalSettings:
+    """The same settings, with the folder of a model that was named as on the Hub."""
+    from dataclasses import replace
+
+    from ringspan.evaluate.hub import local_folder
+
+    return replace(settings, folder=local_folder(settings.folder))
+
+
+def run(every: list[EvalSettings], out: str, nproc: int | None) -> tuple[list[dict[str, Any]], bool]:
+    """Evaluate in the ranks that torchrun started, or in new local ones; the results, and whether this is rank 0."""
+    from ringspan.cli.console import console
+    from ringspan.torch.runtime.environment import is_rank
+
+    if is_rank():
+        refuse_under_torchrun(nproc=nproc)
+        if os.environ["RANK"] == "0":
+            print("importing PyTorch and transformers", file=sys.stderr, flush=True)
+        import torch.distributed as dist
+
+        from ringspan.torch.runtime.launch import join
+
+        every[0].generating(1).check_ranks(int(os.environ["WORLD_SIZE"]))
+        join()
+        try:
+            return evaluate_ranks(every, out), dist.get_rank() == 0
+        finally:
+            dist.destroy_process_group()
+    from ringspan.torch.runtime.forks import serve_forks
+
+    with console(stderr=True).status("importing PyTorch and transformers"):
+        serve_forks("ringspan.evaluate.runner")
+        import torch
+
+        if nproc is None:
+            nproc = max(1, torch.cuda.device_count())
+            every[0].generating(1).check_ranks(nproc)
+        from ringspan.generate.folder import load_config, load_tokenizer
+
+        for settings in every:  # what is refused is refused before a rank starts
+            load_tokenizer(settings.folder, load_config(settings.generating(1)))
+    from ringspan.torch.runtime.launch import launch
+
+    print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
+    return launch(evaluate_ranks, nproc, every, out)[0], True
+
+
+def evaluate_ranks(every: list[EvalSettings], out: str) -> list[dict[str, Any]]:
+    """One rank's part, model after model; rank 0 shows how it goes."""
+    import torch.distributed as dist
+    import transformers
+
+    from ringspan.evaluate.runner import EvalObserver, evaluate_rank
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    results = []
+    for settings in every:
+        shown = _watched(settings) if dist.get_rank() == 0 else nullcontext(EvalObserver())
+        with shown as observer:
+            results.append(evaluate_rank(settings, out, observer))
+    return results
+
+
+@contextmanager
+def _watched(settings: EvalSettings) -> "Iterator[EvalObserver]":
+    """An observer that shows a bar on a terminal, and lines elsewhere, on the standard error stream."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ringspan.cli.console import console
+    from ringspan.evaluate.runner import EvalObserver
+
+    out = console(stderr=True)
+    name = Path(settings.folder).name
+    if not out.is_terminal:
+
+        def did(done: int, total: int, what: str) -> None:
+            print(f"{name}: item {done} of {total}: {what}", file=sys.stderr, flush=True)
+
+        yield EvalObserver(did=did, noticed=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True))
+        return
+    columns = TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=out) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def moved(done: int, total: int, what: str) -> None:
+            progress.update(task, completed=done, total=total, description=what)
+
+        def read(tokens: int, total: int) -> None:
+            progress.update(task, description=f"read {tokens:,} of {total:,} tokens")
+
+        yield EvalObserver(
+            doing=lambda what: progress.update(task, description=what),
+            read=read,
+            did=moved,
+            noticed=progress.console.print,
+        )
+
+
+def _print(results: list[dict[str, Any]], *files: Path | None) -> None:
+    from ringspan.cli.console import console, table
+    from ringspan.report.evaluation_page import accuracy_cells, loss_cells
+
+    out = console()
+    for result in results:
+        cells = loss_cells if result["task"] == PERPLEXITY else accuracy_cells
+        headers, rows = cells(result["rows"])
+        table(out, f"{result['task']}: {result['model']}", headers, rows, numbers=len(headers) - 1)
+        for each in result["skipped"]:
+            out.print(f"skipped: {each['length']:,} tokens, {each['why']}", soft_wrap=True)
+    for file in files:
+        if file is not None:
+            out.print(f"wrote {file}", soft_wrap=True)

@@ -1,0 +1,35 @@
+"""Models by the name that they have on the Hub."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.messages.lines import one_line
+
+_FILES: Final = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def local_folder(model: str) -> str:
+    """A folder as it is, or that of the Hub's local copy, which is downloaded where there is none.
+
+    Raises:
+        ConfigError: there is no such folder, and no such model on the Hub.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{model}: has no config.json; give the folder that a model was saved into")
+        return str(folder)
+    if folder.exists() or not _NAME.fullmatch(model) or model.startswith("."):
+        raise ConfigError(f"{model}: there is no such folder; give one with a model and its tokenizer")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return snapshot_download(model, allow_patterns=_FILES)
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"{model}: there is no such folder, and the Hub has or gives no such model: {one_line(error)}"
+        ) from error

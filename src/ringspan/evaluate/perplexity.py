@@ -1,0 +1,95 @@
+"""Loss by position over long documents: does more context help?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ringspan.core.errors import ConfigError
+from ringspan.evaluate.settings import EvalSettings
+from ringspan.generate.session import PATIENCE_SECONDS, Session
+from ringspan.torch.data.batch import shard_batch
+from ringspan.torch.model.logprobs import token_logprobs
+from ringspan.torch.runtime.launch import local_device
+
+FIRST_EDGE: Final = 64
+
+
+@dataclass(frozen=True)
+class Document:
+    """The beginning of a text in tokens."""
+
+    name: str
+    ids: list[int]
+    sizes: list[int] | None
+    """Bytes of each token; None where the tokenizer does not tell."""
+
+
+def chosen(
+    texts: Sequence[tuple[str, str]], settings: EvalSettings, lengths: Sequence[int], tokenizer: Any
+) -> tuple[dict[tuple[Any, ...], Document], list[dict[str, Any]]]:
+    """At most ``items`` documents per length, by (length, index), and the lengths that too few are long enough for.
+
+    Raises:
+        ConfigError: no document is long enough for any.
+    """
+    found: dict[tuple[Any, ...], Document] = {}
+    missing: list[dict[str, Any]] = []
+    most = max(lengths)
+    made = [_document(name, text, most, tokenizer) for name, text in texts[: settings.items]]
+    for length in lengths:
+        there = [document for document in made if len(document.ids) >= length]
+        found |= {
+            (length, index): Document(each.name, each.ids[:length], each.sizes and each.sizes[:length])
+            for index, each in enumerate(there)
+        }
+        if len(there) < len(made):
+            missing.append({"length": length, "why": f"{len(made) - len(there)} of {len(made)} documents are shorter"})
+    if not found:
+        longest = max(len(document.ids) for document in made)
+        raise ConfigError(f"--lengths {min(lengths)}: the longest document has {longest:,} tokens; give longer --text")
+    return found, missing
+
+
+def _document(name: str, text: str, most: int, tokenizer: Any) -> Document:
+    text = text[: 16 * most]  # no token is longer on average
+    given = tokenizer(text, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+    sizes = None
+    if tokenizer.is_fast:
+        sizes = [len(text[start:stop].encode()) for start, stop in given["offset_mapping"]]
+    return Document(name, list(given.input_ids)[:most], sizes and sizes[:most])
+
+
+def edges(length: int) -> list[int]:
+    """Where ranges of positions end: 64, 128, 256, and so on, and the length."""
+    found = [FIRST_EDGE]
+    while found[-1] < length:
+        found.append(2 * found[-1])
+    return [*(edge for edge in found if edge < length), length]
+
+
+def measure(model: Session, document: Document) -> dict[str, Any]:
+    """The loss of a document's tokens in ranges of positions, in nats."""
+    ids = torch.tensor([document.ids], device=local_device())
+    model.watchdog.be(0, f"scoring {document.name}", PATIENCE_SECONDS)
+    batch = shard_batch({"input_ids": ids, "labels": ids}, model.model.ring_mesh)
+    with torch.no_grad():
+        losses = -token_logprobs(model.model, batch)[0].double().cpu()  # entry i is of token i + 1
+    parts = []
+    start = 1
+    for stop in edges(len(document.ids)):
+        sizes = None if document.sizes is None else sum(document.sizes[start:stop])
+        nats = float(losses[start - 1 : stop - 1].sum())
+        parts.append({"start": start, "stop": stop, "nats": nats, "tokens": stop - start, "bytes": sizes})
+        start = stop
+    mean = float(losses[:-1].mean())
+    length = len(document.ids)
+    return {
+        "length": length,
+        "depth": None,
+        "document": document.name,
+        "parts": parts,
+        "loss": mean,
+        "summary": f"{document.name}, {length:,} tokens: {mean:.4f} nats per token",
+    }

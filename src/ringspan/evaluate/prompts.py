@@ -1,0 +1,84 @@
+"""Prompts as long as asked for: the longest of a task whose tokens, with those of the answer, fit a length."""
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Final
+
+from ringspan.core.errors import ConfigError
+from ringspan.evaluate.documents import prose, sentences
+from ringspan.evaluate.settings import EvalSettings
+from ringspan.evaluate.task import Material, Prompt, Task, new_tokens
+from ringspan.evaluate.tasks import TASKS
+
+_STEP: Final = 32
+_LEAST_PER_UNIT: Final = 0.01
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt in tokens."""
+
+    ids: list[int]
+    max_new_tokens: int
+    answers: tuple[str, ...]
+
+
+class Prompts:
+    """The questions of a task for a tokenizer, the same for the same settings."""
+
+    def __init__(self, settings: EvalSettings, tokenizer: Any) -> None:
+        self._settings, self._tokenizer = settings, tokenizer
+        self.task: Task = TASKS[settings.task]
+        text = sentences(prose(settings.text)) if self.task.needs_text else ()
+        self._material = Material(text, settings.needles or self.task.needles or 1, settings.distractors)
+
+    def question(self, length: int, depth: float | None, index: int) -> Question:
+        """The longest prompt that fits, within about a unit, with random numbers of its own; pure.
+
+        Raises:
+            ConfigError: the shortest does not.
+        """
+
+        def at(size: int) -> tuple[Question, int]:
+            random = Random(f"{self._settings.seed} {self.task.name} {length} {depth} {index}")  # noqa: S311
+            prompt = self.task.build(random, size, 0.5 if depth is None else depth, self._material)
+            made = self._tokens(prompt)
+            return made, len(made.ids) + made.max_new_tokens
+
+        smallest = self.task.smallest
+        best, shortest = at(smallest)
+        if shortest > length:
+            raise ConfigError(
+                f"--lengths {length}: the shortest prompt of {self.task.name} takes {shortest:,} tokens with its "
+                "answer; give a greater length"
+            )
+        # Tokens are nearly linear in units: a guess from two sizes, then from those on both sides of the length.
+        low, low_tokens, high = smallest, shortest, smallest + _STEP
+        made, high_tokens = at(high)
+        while high_tokens <= length:
+            per_unit = max((high_tokens - shortest) / (high - smallest), _LEAST_PER_UNIT)
+            best, low, low_tokens = made, high, high_tokens
+            high = low + max(1, int((length - low_tokens) / per_unit) + 1)
+            made, high_tokens = at(high)
+        while high - low > 1 and length - low_tokens >= (per_unit := (high_tokens - low_tokens) / (high - low)):
+            guess = min(low + max(1, int((length - low_tokens) / per_unit)), high - 1)
+            made, tokens = at(guess)
+            if tokens <= length:
+                best, low, low_tokens = made, guess, tokens
+            else:
+                high, high_tokens = guess, tokens
+        return best
+
+    def _tokens(self, prompt: Prompt) -> Question:
+        ids = with_template(self._tokenizer, prompt.text, prompt.cue, plain=self._settings.plain)
+        answer = self._tokenizer(" ".join(prompt.answers), add_special_tokens=False).input_ids
+        return Question(ids, new_tokens(len(answer)), prompt.answers)
+
+
+def with_template(tokenizer: Any, text: str, cue: str, *, plain: bool) -> list[int]:
+    """Tokens of what the user says and of how the answer begins, by the chat template where there is one."""
+    if plain or not tokenizer.chat_template:
+        return list(tokenizer(text + cue).input_ids)
+    messages = [{"role": "user", "content": text}]
+    said = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return list(tokenizer(said + cue.lstrip("\n"), add_special_tokens=False).input_ids)

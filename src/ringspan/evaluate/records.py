@@ -1,0 +1,76 @@
+"""Results item by item in a file that a killed run continues."""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Hashable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from ringspan.core.errors import ConfigError
+from ringspan.evaluate.settings import EvalSettings
+
+_SMALL_BYTES: Final = 1 << 20
+# Of the settings, what changes no answer, is in an item's key, or is described below.
+_LEFT_OUT: Final = {"tp", "weights", "prefill_tokens", "lengths", "depths", "items", "folder", "text"}
+
+
+def identity(settings: EvalSettings) -> dict[str, Any]:
+    """What the answers depend on: the settings, the model's files, and the text, which is Python's own
+    unless there are files."""
+    kept = {name: value for name, value in asdict(settings).items() if name not in _LEFT_OUT}
+    model = {path.name: _describe(path) for path in sorted(Path(settings.folder).iterdir()) if _matters(path)}
+    text = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in settings.text]
+    return {**kept, "model": model, "text": text or platform.python_version()}
+
+
+def _matters(path: Path) -> bool:
+    return path.is_file() and path.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt")
+
+
+def _describe(path: Path) -> str:
+    """Small files by what is in them; the weights by size and time, which is as good and takes no minutes."""
+    facts = path.stat()
+    if facts.st_size <= _SMALL_BYTES:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    return f"{facts.st_size} bytes of {facts.st_mtime_ns}"
+
+
+class Records:
+    """A line of JSON per item, appended when it is done; a line that was cut off is dropped."""
+
+    def __init__(self, folder: Path, settings: EvalSettings) -> None:
+        known = json.dumps(identity(settings), sort_keys=True)
+        digest = hashlib.sha256(known.encode()).hexdigest()[:12]
+        self.path = folder / f"{settings.task}-{Path(settings.folder).resolve().name}-{digest}.jsonl"
+        self.by_key: dict[Hashable, dict[str, Any]] = {}
+
+    def load(self) -> None:
+        """Read what an earlier run has done.
+
+        Raises:
+            ConfigError: the file cannot be read or made.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            data = self.path.read_bytes() if self.path.exists() else b""
+            whole = data[: data.rfind(b"\n") + 1]
+            if len(whole) < len(data):
+                os.truncate(self.path, len(whole))
+            for line in whole.splitlines():
+                record = json.loads(line)
+                self.by_key[tuple(record["key"])] = record
+        except OSError as error:
+            raise ConfigError(f"{self.path}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self.path}: is damaged; delete it to begin again") from error
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Append a record, on the disk before this returns."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.by_key[tuple(record["key"])] = record

@@ -1,0 +1,161 @@
+"""One task with one model on the ring: every rank runs this; the first one keeps the records."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch.distributed as dist
+
+from ringspan.core.errors import ConfigError
+from ringspan.evaluate.documents import long_documents
+from ringspan.evaluate.perplexity import Document, chosen, measure
+from ringspan.evaluate.prompts import Prompts, Question
+from ringspan.evaluate.records import Records
+from ringspan.evaluate.scores import accuracy_rows, loss_rows
+from ringspan.evaluate.settings import PERPLEXITY, EvalSettings
+from ringspan.generate.folder import check_ids, load_config, load_tokenizer
+from ringspan.generate.session import Observer, Session, from_first_rank, session
+from ringspan.torch.layers.decoder import text_config
+from ringspan.torch.layers.positions import num_trained_positions
+
+Key = tuple[Any, ...]
+
+
+@dataclass
+class EvalObserver(Observer):
+    """Who is told how it goes, on rank 0."""
+
+    did: Callable[[int, int, str], None] = lambda done, total, what: None
+    noticed: Callable[[str], None] = lambda line: None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The items of a run, and what is left out of it."""
+
+    keys: list[Key]
+    skipped: list[dict[str, Any]]
+    make: Callable[[Key], Question | Document]
+
+
+class EvalResult(TypedDict):
+    """What ``ringspan eval --json`` prints."""
+
+    task: str
+    model: str
+    rows: list[dict[str, Any]]
+    """Of ``accuracy_rows`` or ``loss_rows``."""
+    skipped: list[dict[str, Any]]
+    """Lengths that were left out, and why."""
+    seed: int
+    records: str
+    """The file with each item, its answer and its score."""
+
+
+def plan(settings: EvalSettings, config: Any, tokenizer: Any) -> Plan:
+    """All items that fit the model.
+
+    Raises:
+        ConfigError: none does, or a length is below the shortest prompt.
+    """
+    limit = num_trained_positions(text_config(config))
+    fits = [length for length in settings.lengths if limit is None or length <= limit]
+    skipped: list[dict[str, Any]] = [
+        {"length": length, "why": f"the model has {limit:,} positions"}
+        for length in settings.lengths
+        if length not in fits
+    ]
+    if not fits:
+        raise ConfigError(
+            f"--lengths {','.join(map(str, settings.lengths))}: the model has {limit:,} positions; give shorter ones, "
+            "or scale its rotary positions (rope_parameters and max_position_embeddings in config.json)"
+        )
+    if settings.task == PERPLEXITY:
+        found, missing = chosen(long_documents(settings.text), settings, fits, tokenizer)
+        skipped += missing
+        return Plan(list(found), skipped, found.__getitem__)
+    prompts = Prompts(settings, tokenizer)
+    for length in fits:
+        prompts.question(length, 0.0, 0)
+    keys: list[Key] = [
+        (length, depth, index) for length, depth in settings.cells if length in fits for index in range(settings.items)
+    ]
+    return Plan(keys, skipped, lambda key: prompts.question(*key))
+
+
+def evaluate_rank(settings: EvalSettings, out: str, observer: EvalObserver | None = None) -> EvalResult:
+    """One rank's part; the result as ``--json`` prints it, on every rank."""
+    config = load_config(settings.generating(1))
+    tokenizer = load_tokenizer(settings.folder, config)
+    observer = observer or EvalObserver()
+    planned: Plan | None = None
+    records = Records(Path(out), settings)
+
+    def begin() -> list[Key]:
+        nonlocal planned
+        records.load()
+        planned = plan(settings, config, tokenizer)
+        for each in planned.skipped:
+            observer.noticed(f"skipped: {each['length']:,} tokens, {each['why']}")
+        done = sum(key in records.by_key for key in planned.keys)
+        if done:
+            observer.noticed(f"{done} of {len(planned.keys)} items are in {records.path}; continuing after them")
+        return [key for key in planned.keys if key not in records.by_key]
+
+    missing = from_first_rank(begin)
+    if missing:
+        with session(settings.generating(1), config, tokenizer, observer) as model:
+            for record in _answers(model, settings, missing, lambda key: planned.make(key) if planned else None):
+                if dist.get_rank() == 0:
+                    assert planned is not None, "made above"
+                    records.add(record)
+                    done = len(planned.keys) - len(missing) + record["place"] + 1
+                    observer.did(done, len(planned.keys), record["summary"])
+    return from_first_rank(lambda: result(settings, planned, records))
+
+
+def result(settings: EvalSettings, planned: Plan | None, records: Records) -> EvalResult:
+    """Rows of what is done."""
+    assert planned is not None, "on the first rank"
+    done = [records.by_key[key] for key in planned.keys]
+    rows = loss_rows(done) if settings.task == PERPLEXITY else accuracy_rows(done)
+    return {
+        "task": settings.task,
+        "model": settings.folder,
+        "rows": rows,
+        "skipped": planned.skipped,
+        "seed": settings.seed,
+        "records": str(records.path),
+    }
+
+
+def _answers(
+    model: Session, settings: EvalSettings, keys: list[Key], make: Callable[[Key], Any]
+) -> Iterator[dict[str, Any]]:
+    """Records of these items, in order; the first rank makes them for all."""
+    for place, key in enumerate(keys):
+        item = from_first_rank(lambda key=key: make(key))
+        record = measure(model, item) if isinstance(item, Document) else _answered(model, settings, item, key)
+        yield {"key": list(key), "place": place, **record}
+
+
+def _answered(model: Session, settings: EvalSettings, question: Question, key: Key) -> dict[str, Any]:
+    from ringspan.evaluate.tasks import TASKS
+
+    length, depth, _ = key
+    model.settings = settings.generating(question.max_new_tokens)
+    check_ids(question.ids, model.settings, model.model.config)
+    answer = model.answer(question.ids)
+    score = TASKS[settings.task].score(answer.text, question.answers)
+    where = f"{length:,} tokens" + ("" if depth is None else f", depth {depth:g}")
+    return {
+        "length": length,
+        "depth": depth,
+        "tokens": len(question.ids),
+        "answers": question.answers,
+        "said": answer.text,
+        "token_ids": answer.token_ids,
+        "score": score,
+        "summary": f"{where}: {'right' if score == 1 else 'wrong' if score == 0 else f'{score:.0%}'}",
+    }

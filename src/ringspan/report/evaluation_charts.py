@@ -1,0 +1,197 @@
+"""Pictures of ``ringspan eval``: accuracy by length, by length and depth, and loss by position, of several models."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringspan.report.drawing import (
+    GRID,
+    INK,
+    PAPER,
+    RANK_COLOURS,
+    SOFT,
+    canvas,
+    dress,
+    line,
+    panel,
+    polygons,
+    rectangle,
+    spots,
+    svg,
+    text,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Result = dict[str, Any]
+_CELL, _LEFT = (62.0, 30.0), 76.0
+_DARK_FROM = 0.7
+
+
+def short_names(results: Sequence[Result]) -> list[str]:
+    """Models by the last part of their names, by the whole ones where these are the same."""
+    names = [str(result["model"]) for result in results]
+    last = [name.rstrip("/").rpartition("/")[2] or name for name in names]
+    return last if len(set(last)) == len(last) else names
+
+
+def picture(results: Sequence[Result]) -> "Figure":
+    """The picture that fits the rows: a map where there are depths, else curves."""
+    rows = [row for result in results for row in result["rows"]]
+    if any("loss" in row for row in rows):
+        return curves(results, "loss", "position (tokens)", "loss (nats per token)")
+    if any("depth" in row for row in rows):
+        return maps(results)
+    return curves(results, "accuracy", "length (tokens)", "accuracy")
+
+
+def save_picture(results: Sequence[Result], path: Path) -> None:
+    """Write the picture as PNG or SVG, by the file's ending."""
+    figure = picture(results)
+    if path.suffix == ".svg":
+        path.write_text(svg(figure), encoding="utf-8")
+    else:
+        figure.savefig(path, dpi=144, facecolor=PAPER)
+
+
+def curves(results: Sequence[Result], name: str, x_label: str, y_label: str) -> "Figure":
+    """A curve per model over lengths on a logarithmic axis, with its 95% interval, and values where pointed at."""
+    names = short_names(results)
+    is_share = name == "accuracy"
+    left, top, right, bottom = 66.0, 16.0, 420.0, 250.0
+    legend = bottom + 58
+    spoken = "; ".join(
+        f"{model}: " + ", ".join(f"{_value(row[name], is_share)} at {row['length']:,}" for row in result["rows"])
+        for model, result in zip(names, results, strict=True)
+    )
+    label = f"{y_label} by {x_label}. {spoken}."
+    figure, page = canvas(460, legend + 18 * len(names) + 4, label)
+    lengths = sorted({row["length"] for result in results for row in result["rows"]})
+    lowest, highest = _limits([row for result in results for row in result["rows"]], name)
+    room = 0.25 if len(lengths) == 1 else 0.0
+    across = (lengths[0] * (1 - room), lengths[-1] * (1 + room))
+    axes = panel(figure, (left, top), (right - left, bottom - top), across, (lowest, highest))
+    axes.set_xscale("log", base=2)
+    axes.set_axis_on()
+    dress(axes, x_label, y_label, 12)
+    shown = lengths if len(lengths) < 8 else lengths[:: len(lengths) // 6 + 1]
+    axes.set_xticks(shown, [_short(length) for length in shown])
+    axes.set_xticks([], minor=True)
+    if is_share:
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
+    for at, (model, result) in enumerate(zip(names, results, strict=True)):
+        colour, rows = RANK_COLOURS[at % len(RANK_COLOURS)], result["rows"]
+        sure = [row for row in rows if row["low"] is not None]
+        if len(sure) > 1:
+            band = [(row["length"], row["high"]) for row in sure] + [(row["length"], row["low"]) for row in sure[::-1]]
+            polygons(axes, [band], colour, opacity=0.16, kind="band")
+        elif sure:
+            _whisker(axes, sure[0], colour)
+        style = {} if at < len(RANK_COLOURS) else {"linestyle": "--"}
+        values = [row[name] for row in rows]
+        line(axes, [row["length"] for row in rows], values, colour, 2, marker="o", markersize=4, gid="curve|", **style)
+        line(page, (left, left + 18), (legend + 18 * at, legend + 18 * at), colour, 3, **style)
+        text(page, left + 26, legend + 18 * at + 4, model, size=12)
+    middles = [(here * there) ** 0.5 for here, there in pairwise(lengths)]
+    spots(
+        axes, [across[0], *middles, across[1]], (_title(names, results, name, is_share, length) for length in lengths)
+    )
+    return figure
+
+
+def maps(results: Sequence[Result]) -> "Figure":
+    """A map per model: a column per length, a row per depth, the colour and the number say the accuracy."""
+    names = short_names(results)
+    rows = [row for result in results for row in result["rows"]]
+    lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
+    wide, high = _CELL
+    block = 30 + high * len(depths) + 40
+    spoken = "; ".join(
+        f"{model}: {sum(row['accuracy'] for row in result['rows']) / len(result['rows']):.0%} on average"
+        for model, result in zip(names, results, strict=True)
+        if result["rows"]
+    )
+    width = max(_LEFT + wide * len(lengths) + 16, 300)
+    figure, page = canvas(width, block * len(names) + 14, f"Accuracy by length and depth. {spoken}.")
+    for at, (model, result) in enumerate(zip(names, results, strict=True)):
+        top = block * at + 30
+        bottom = top + high * len(depths)
+        text(page, _LEFT, top - 10, model, size=12, strong=True)
+        found = {(row["length"], row["depth"]): row for row in result["rows"]}
+        for down, depth in enumerate(depths):
+            y = top + down * high
+            text(page, _LEFT - 10, y + high / 2 + 4, f"{depth:.0%}", SOFT, "right", size=11)
+            for over, length in enumerate(lengths):
+                _cell(page, _LEFT + over * wide, y, found.get((length, depth)), model)
+        for over, length in enumerate(lengths):
+            text(
+                page,
+                _LEFT + (over + 0.5) * wide,
+                bottom + 16,
+                _short(length),
+                SOFT,
+                "center",
+                size=11,
+            )
+        text(page, _LEFT, bottom + 32, "length (tokens)", SOFT, size=11)
+        text(page, 18, top + high * len(depths) / 2, "depth", SOFT, "center", size=11, rotation=90)
+    return figure
+
+
+def _cell(page: "Axes", x: float, y: float, row: Result | None, model: str) -> None:
+    wide, high = _CELL
+    if row is None:
+        rectangle(page, x + 1, y + 1, wide - 2, high - 2, GRID, kind="cell", title=f"{model}: not measured")
+        return
+    value = row["accuracy"]
+    said = f"{model}, {row['length']:,} tokens, depth {row['depth']:.0%}: {_sure(row, is_share=True)}"
+    rectangle(
+        page, x + 1, y + 1, wide - 2, high - 2, RANK_COLOURS[0], opacity=0.06 + 0.94 * value, kind="cell", title=said
+    )
+    # White on the full colour in both schemes; the page's own ink where its ground shines through.
+    colour = "#fffffe" if value >= _DARK_FROM else INK
+    text(page, x + wide / 2, y + high / 2 + 4, f"{value:.0%}", colour, "center", size=11)
+
+
+def _whisker(axes: "Axes", row: Result, colour: str) -> None:
+    line(axes, (row["length"], row["length"]), (row["low"], row["high"]), colour, 1)
+
+
+def _limits(rows: Sequence[Result], name: str) -> tuple[float, float]:
+    if name == "accuracy":
+        return -0.02, 1.02
+    values = [value for row in rows for value in (row[name], row["low"], row["high"]) if value is not None]
+    room = (max(values) - min(values)) / 12 or 0.1
+    return min(values) - room, max(values) + room
+
+
+def _title(names: Sequence[str], results: Sequence[Result], name: str, is_share: bool, length: int) -> str:
+    said = [
+        f"{model}: {_sure(row, is_share=is_share, name=name)}"
+        for model, result in zip(names, results, strict=True)
+        for row in result["rows"]
+        if row["length"] == length
+    ]
+    return f"{length:,} tokens. {'; '.join(said)}"
+
+
+def _sure(row: Result, *, is_share: bool, name: str = "accuracy") -> str:
+    value = _value(row[name], is_share)
+    if row["low"] is None:
+        return f"{value}, n = {row['items']}"
+    return f"{value} ({_value(row['low'], is_share)} to {_value(row['high'], is_share)}), n = {row['items']}"
+
+
+def _value(value: float, is_share: bool) -> str:
+    return f"{value:.1%}" if is_share else f"{value:.4f}"
+
+
+def _short(length: int) -> str:
+    """1024 as 1K, 1048576 as 1M, others as they are."""
+    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if length >= size and length % size == 0:
+            return f"{length // size}{unit}"
+    return f"{length:,}"

@@ -1,0 +1,126 @@
+"""``ringspan eval``: its object, picture and page; a run that is killed and continues; refusals of one line."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringspan.cli.commands.evaluate import merged
+from tests.cli.test_bad_input import refusal
+from tests.evaluate.models import save
+from tests.surface import check_object
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=1024)
+
+
+def run(folder: Path, *arguments: Any, launcher: tuple[str, ...] = ("-m",)) -> subprocess.Popen[str]:
+    command = [sys.executable, *launcher, "ringspan", "eval", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.titles: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        if self.tags[-1:] == ["title"]:
+            self.titles.append(data)
+
+
+def test_a_killed_run_continues_under_torchrun_and_draws_all_models(folder, tmp_path):
+    other = save(tmp_path / "other", max_position_embeddings=800, hidden_size=16)
+    asked = ("needle", folder, other, "--lengths", "700,900", "--depths", "0,1", "--items", 2, "--json")
+    first = run(tmp_path, *asked, "--nproc", 1)
+    assert first.stderr is not None
+    for line in first.stderr:
+        if "item 3 of 8" in line:
+            first.kill()
+            break
+    first.wait()
+    (records,) = (tmp_path / "runs/eval").glob("*.jsonl")
+    done = records.read_text().splitlines()[:3]
+    drawn = ("--picture", "map.png", "--page", "map.html")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    second = run(tmp_path, *asked, *drawn, launcher=launcher)
+    out, err = second.communicate(timeout=300)
+    assert second.returncode == 0, err
+    continued = re.search(r"tiny: (\d) of 8 items are in .*; continuing after them", err)
+    assert continued and int(continued[1]) >= 3
+    assert f"tiny: item {int(continued[1]) + 1} of 8" in err and "tiny: item 1 of 8" not in err
+    assert records.read_text().splitlines()[:3] == done
+    assert "other: skipped: 900 tokens, the model has 800 positions" in err
+    result = json.loads(out)
+    check_object("eval", result)
+    assert result["task"] == "needle" and result["model"] == [str(folder), str(other)]
+    assert len(result["rows"]) == 4 + 2 and result["skipped"][0]["length"] == 900
+    assert {(row["length"], row["depth"], row["items"]) for row in result["rows"]} == {
+        (length, depth, 2) for length in (700, 900) for depth in (0.0, 1.0)
+    }
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    page = Page((tmp_path / "map.html").read_text())
+    assert page.tags.count("table") == 2 and "script" not in page.tags and "svg" in page.tags
+    cells = [title for title in page.titles if "depth" in title]
+    assert len(cells) == 6 and all("n = 2" in title for title in cells)
+    # All is done: the same again computes nothing, on any number of ranks.
+    third = run(tmp_path, *asked, "--nproc", 2)
+    out, err = third.communicate(timeout=300)
+    assert json.loads(out) == result and "item" not in err.replace("items are in", "")
+
+
+def test_one_model_is_named_and_several_are_told_apart_in_rows():
+    one: dict[str, Any] = {"task": "lines", "model": "a", "rows": [{"length": 1}], "skipped": [], "records": "r"}
+    assert merged([one]) is one
+    both = merged([one, {**one, "model": "b"}])
+    assert both["model"] == ["a", "b"] and both["rows"] == [{"model": "a", "length": 1}, {"model": "b", "length": 1}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lines", "nowhere/there/is"], "nowhere/there/is: there is no such folder"),
+        (["lines", "./nowhere"], "./nowhere: there is no such folder"),
+        (["lines", "{empty}"], "has no config.json"),
+        (["lines", "{model}", "{model}"], "the same model twice"),
+        (["lines", "{model}", "--lengths", "many"], "--lengths many: give numbers separated by commas"),
+        (["lines", "{model}", "--lengths", "1"], "--lengths 1: at least 2 tokens"),
+        (["lines", "{model}", "--lengths", "900,900"], "--lengths 900,900: give at least one, and none twice"),
+        (["lines", "{model}", "--lengths", "99"], "--lengths 99: the shortest prompt of lines takes"),
+        (["lines", "{model}", "--lengths", "4096"], "--lengths 4096: the model has 1,024 positions; give shorter ones"),
+        (["needle", "{model}", "--depths", "2"], "--depths 2.0: should be from 0"),
+        (["needle", "{model}", "--needles", "0"], "--needles 0: should be at least 1"),
+        (["needle", "{model}", "--distractors", "-1"], "--distractors -1: should be at least 0"),
+        (["needle", "{model}", "--text", "nowhere.txt"], "--text nowhere.txt: is no file"),
+        (["lines", "{model}", "--items", "0"], "--items 0: should be at least 1"),
+        (["lines", "{model}", "--nproc", "0"], "--nproc 0: at least one process"),
+        (["lines", "{model}", "--picture", "x.gif"], "--picture x.gif: end the name in .png or .svg"),
+        (["lines", "{model}", "--page", "x.pdf"], "--page x.pdf: give a file whose name ends in .html"),
+        (["lines", "{model}", "--dtype", "int7"], "--dtype int7: should be one of"),
+        (["lines", "{model}", "--depths", "0"], "--depths"),
+        (["lins", "{model}"], "'lins'"),
+        (["perplexity", "{model}", "--length", "4096"], "--lengths 4096: the model has 1,024 positions"),
+    ],
+)
+def test_bad_input_is_refused(monkeypatch, capsys, folder, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    given = [argument.format(model=folder, empty=tmp_path / "empty") for argument in arguments]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert message in refusal(monkeypatch, capsys, "eval", *given)
