@@ -44,6 +44,7 @@ def ringspan(tmp_path):
 
 
 REPORT = "needs the extra ringspan[report]: pip install 'ringspan[report]'"
+EVAL = "needs the extra ringspan[eval]: pip install 'ringspan[eval]'"
 TRAIN = "needs the extra ringspan[train]: pip install 'ringspan[train]'"
 TRACE = ("plan", "--model", "qwen3-0.6b", "--devices", "1", "--length", "64", "--trace", "--picture", "plan.svg")
 
@@ -56,6 +57,7 @@ TRACE = ("plan", "--model", "qwen3-0.6b", "--devices", "1", "--length", "64", "-
         ("matplotlib", ["train", "config.toml", "profile=true", "steps=3"], f"profile = true {REPORT}"),
         ("datasets", ["train", "config.toml"], f"training {TRAIN}"),
         ("datasets", ["demo"], f"ringspan demo {TRAIN}"),
+        ("lm_eval", ["eval", "harness", "model", "--tasks", "arc_easy"], f"ringspan eval harness {EVAL}"),
     ],
 )
 def test_the_command_that_needs_it_says_so_before_anything_starts(ringspan, tmp_path, without, arguments, line):
@@ -86,7 +88,7 @@ def test_every_module_but_those_that_read_text_is_imported_without_extras(ringsp
     used."""
     root = SOURCE / "ringspan"
     names = [".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in sorted(root.rglob("*.py"))]
-    asking = ("ringspan.jax", "ringspan.hf", "ringspan.lightning")
+    asking = ("ringspan.jax", "ringspan.hf", "ringspan.lightning", "ringspan.evaluate.harness")
     skipped = (*asking, "ringspan.gpu", "ringspan.torch.kernels.triton_", "ringspan.__main__")
     modules = [name.removesuffix(".__init__") for name in names if not name.startswith(skipped)]
     (tmp_path / "ringspan_imports.py").write_text(

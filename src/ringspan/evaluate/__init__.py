@@ -1,1 +1,20 @@
 """Does a model use its context? Retrieval, tracing, aggregation and perplexity at full length, and lm-eval's tasks."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringspan.evaluate.harness import RingLM
+
+__all__ = ["RingLM"]
+
+
+def __getattr__(name: str) -> Any:
+    """``RingLM``, with lm-eval, when it is asked for."""
+    if name != "RingLM":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ringspan.core.messages.extras import require
+
+    require("ringspan.evaluate.RingLM", "lm_eval")
+    from ringspan.evaluate.harness import RingLM
+
+    return RingLM

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from ringspan.evaluate.tasks import TASKS
 
 if TYPE_CHECKING:
     from ringspan.evaluate.runner import EvalObserver
+    from ringspan.generate.settings import GenerateSettings
 
 app = typer.Typer(
     help="Measure whether a model uses its context, at any length, on a ring of processes.",
@@ -118,6 +120,62 @@ app.command(PERPLEXITY, epilog="Example: ringspan eval perplexity model --length
 )
 
 
+@app.command(epilog="Example: ringspan eval harness model --tasks niah_single_1,arc_easy --nproc 8 --json")
+def harness(
+    model: Annotated[str, typer.Argument(help="Folder of the model and its tokenizer, or a name on the Hub.")],
+    tasks: Annotated[str, typer.Option(help="Tasks or groups of lm-eval, separated by commas.", show_default=False)],
+    include: Annotated[Path | None, typer.Option(help="Folder with definitions of further tasks.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Items per task at most.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(help="Examples before each question.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the tokenizer's chat template.")] = False,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    nproc: Nproc = None,
+    tp: Tp = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Any tasks of lm-evaluation-harness, at full length on the ring."""
+    from ringspan.core.errors import ConfigError
+    from ringspan.core.messages.extras import require
+
+    require("ringspan eval harness", "lm_eval")
+    from ringspan.evaluate.harness_settings import HarnessSettings
+    from ringspan.evaluate.hub import local_folder
+
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+    if include is not None and not include.is_dir():
+        raise ConfigError(f"--include {include}: there is no such folder")
+    settings = HarnessSettings(
+        folder=model, tasks=names, include=None if include is None else str(include.absolute()), limit=limit,
+        num_fewshot=num_fewshot, chat=chat, seed=seed, dtype=dtype, tp=tp,
+    )  # fmt: skip
+    if nproc is not None:
+        settings.generating.check_ranks(nproc)
+    settings = replace(settings, folder=local_folder(model))
+    found, is_first = in_ranks(harness_rank, settings.generating, (settings,), nproc)
+    if not is_first:
+        return
+    result = {**found, "model": model}
+    if as_json:
+        print(json.dumps(result))
+        return
+    from ringspan.cli.console import console, table
+
+    rows = [[row["name"], row["metric"], f"{row['value']:.4f}", str(row["items"])] for row in result["rows"]]
+    table(console(), f"lm-eval: {model}", ["task", "metric", "value", "items"], rows, numbers=2)
+
+
+def harness_rank(settings: Any) -> dict[str, Any]:
+    """One rank's part; rank 0 shows how it goes."""
+    import transformers
+
+    from ringspan.evaluate.harness import run_harness
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return run_harness(settings)
+
+
 def _numbers(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
     from ringspan.core.errors import ConfigError
 
@@ -181,8 +239,6 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _local(settings: EvalSettings) -> EvalSettings:
     """The same settings, with the folder of a model that was named as on the Hub."""
-    from dataclasses import replace
-
     from ringspan.evaluate.hub import local_folder
 
     return replace(settings, folder=local_folder(settings.folder))
@@ -190,6 +246,27 @@ def _local(settings: EvalSettings) -> EvalSettings:
 
 def run(every: list[EvalSettings], out: str, nproc: int | None) -> tuple[list[dict[str, Any]], bool]:
     """Evaluate in the ranks that torchrun started, or in new local ones; the results, and whether this is rank 0."""
+
+    def check() -> None:
+        from ringspan.generate.folder import load_config, load_tokenizer
+
+        for settings in every:
+            load_tokenizer(settings.folder, load_config(settings.generating(1)))
+
+    return in_ranks(evaluate_ranks, every[0].generating(1), (every, out), nproc, check)
+
+
+def in_ranks(
+    function: Callable[..., Any],
+    settings: "GenerateSettings",
+    arguments: tuple[Any, ...],
+    nproc: int | None,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[Any, bool]:
+    """What a function returns on rank 0 of torchrun's or of new local ranks, and whether this is rank 0.
+
+    ``check`` refuses what can be refused before a rank starts.
+    """
     from ringspan.cli.console import console
     from ringspan.torch.runtime.environment import is_rank
 
@@ -201,10 +278,10 @@ def run(every: list[EvalSettings], out: str, nproc: int | None) -> tuple[list[di
 
         from ringspan.torch.runtime.launch import join
 
-        every[0].generating(1).check_ranks(int(os.environ["WORLD_SIZE"]))
+        settings.check_ranks(int(os.environ["WORLD_SIZE"]))
         join()
         try:
-            return evaluate_ranks(every, out), dist.get_rank() == 0
+            return function(*arguments), dist.get_rank() == 0
         finally:
             dist.destroy_process_group()
     from ringspan.torch.runtime.forks import serve_forks
@@ -215,15 +292,12 @@ def run(every: list[EvalSettings], out: str, nproc: int | None) -> tuple[list[di
 
         if nproc is None:
             nproc = max(1, torch.cuda.device_count())
-            every[0].generating(1).check_ranks(nproc)
-        from ringspan.generate.folder import load_config, load_tokenizer
-
-        for settings in every:  # what is refused is refused before a rank starts
-            load_tokenizer(settings.folder, load_config(settings.generating(1)))
+            settings.check_ranks(nproc)
+        check()
     from ringspan.torch.runtime.launch import launch
 
     print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
-    return launch(evaluate_ranks, nproc, every, out)[0], True
+    return launch(function, nproc, *arguments)[0], True
 
 
 def evaluate_ranks(every: list[EvalSettings], out: str) -> list[dict[str, Any]]:

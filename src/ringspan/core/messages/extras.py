@@ -14,6 +14,7 @@ EXTRAS: Final = {
     "trl": "hf",
     "peft": "peft",
     "lightning": "lightning",
+    "lm_eval": "eval",
 }
 """Packages that are imported where they are used, and the extra of ringspan that brings each."""
 
