@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import ringspan as rs
@@ -209,9 +210,14 @@ def groups(mesh, what):
     group = {"two": mesh, "int": 2, "name": ring.get_group().group_name}.get(what)
     if what == "without me":
         group = dist.GroupMember.NON_GROUP_MEMBER
-    with pytest.raises(rs.UnsupportedError) as error:
+    elif what == "destroyed":
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        dist.destroy_process_group(group)
+    elif what == "descending":
+        group = DeviceMesh("cpu", [1, 0], _init_backend=False)
+    with pytest.raises((rs.UnsupportedError, rs.ConfigError)) as error:
         rs.ring_attention(q, k, v, group=group)
-    with pytest.raises(rs.UnsupportedError):
+    with pytest.raises((rs.UnsupportedError, rs.ConfigError)):
         rs.unshard(q, rs.Layout("zigzag", 16, 2), group, 2)
     return str(error.value)
 
@@ -223,6 +229,8 @@ def groups(mesh, what):
         ("int", "group must be a process group, a mesh of one dimension or None, got 2 (int)"),
         ("name", "group must be a process group, a mesh of one dimension or None, got '"),
         ("without me", "this rank is not in the group"),
+        ("destroyed", "the process group was destroyed (dist.destroy_process_group)"),
+        ("descending", "the mesh has ranks [1, 0] along its axis 0"),
     ],
 )
 def test_what_is_no_group_of_this_rank_is_refused(pool, what, message):

@@ -152,6 +152,35 @@ def test_axes_without_a_place_are_refused_by_name(pool, shape, names, given, mes
         assert message in said and "\n" not in said
 
 
+def descending(_: DeviceMesh, ranks: Any, names: tuple[str, ...]) -> list[str]:
+    mesh, said = DeviceMesh("cpu", ranks, mesh_dim_names=names), []
+    batch = {"input_ids": IDS, "labels": IDS}
+    for call in (
+        lambda: rs.parallelize(build("llama"), mesh),
+        lambda: rs.shard_batch(batch, mesh),
+        lambda: rs.map_mesh(mesh, replicate=names[0], ring=names[1]),
+        lambda: list(rs.sampler([0] * 8, mesh)),
+    ):
+        with pytest.raises(rs.ConfigError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names", "message"),
+    [
+        ([[3, 1, 2, 0]], ("replicate", "ring"), "[3, 1, 2, 0] along its axis 'ring'"),
+        ([[0, 1], [3, 2]], ("dp_replicate", "cp"), "[3, 2] along its axis 'cp'"),
+        ([[2, 3], [0, 1]], ("replicate", "ring"), "[2, 0] along its axis 'replicate'"),
+    ],
+)
+def test_ranks_in_another_order_than_their_process_groups_are_refused(pool, ranks, names, message):
+    """A place on such a mesh is none in its groups: each rank would take the tokens of another one."""
+    for said in pool.run(descending, 4, ranks, names):
+        assert all(message in text for text in said), said
+
+
 def test_roles_of_names():
     sizes = {"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 1, "sp": 3, "tp": 1}
     found = {"replicate": ("dp_replicate",), "shard": ("dp_shard",), "ring": ("sp",), "tp": ("tp",)}

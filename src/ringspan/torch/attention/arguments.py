@@ -1,6 +1,7 @@
 """What the PyTorch back end asks of its tensors and groups before anything moves."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ from torch.distributed.tensor import DTensor
 from ringspan.core.arguments import check_shapes
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.numbers import described
+from ringspan.torch.runtime.mesh import check_order
+
+_T = TypeVar("_T")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -126,7 +130,8 @@ def find_group(group: Any) -> dist.ProcessGroup | None:
     torch.distributed is not initialised.
 
     Raises:
-        UnsupportedError: no group, one without this rank, or a mesh of several dimensions.
+        UnsupportedError: no group, one without this rank, one that was destroyed, or a mesh of several dimensions.
+        ConfigError: a mesh whose ranks do not ascend.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -135,7 +140,8 @@ def find_group(group: Any) -> dist.ProcessGroup | None:
                 f"group is a mesh of {group.ndim} dimensions ({axes or 'without names'}); pass one of them, as in "
                 'mesh["ring"]'
             )
-        group = group.get_group()
+        check_order(group)
+        group = _alive(group.get_group)
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -145,6 +151,21 @@ def find_group(group: Any) -> dist.ProcessGroup | None:
             f"group must be a process group, a mesh of one dimension or None, got {described(group)}; make one with "
             'dist.new_group, or pass mesh["ring"]'
         )
-    if dist.get_rank(group) < 0:
+    if _alive(lambda: dist.get_rank(group)) < 0:
         raise UnsupportedError(f"rank {dist.get_rank()} is not in the group; call it only on the ranks that are")
     return group
+
+
+def _alive(ask: Callable[[], _T]) -> _T:
+    """What a group answers.
+
+    Raises:
+        UnsupportedError: it is gone, of which torch says what it lacks and not why.
+    """
+    try:
+        return ask()
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise UnsupportedError(
+            "the process group was destroyed (dist.destroy_process_group), or is one of a world that was; make a new "
+            "one with dist.new_group, and a mesh with rs.init_mesh"
+        ) from error

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.mesh_axes import Names, assigned, recognised
-from ringspan.torch.runtime.mesh import AXES, flatten_weights
+from ringspan.torch.runtime.mesh import AXES, check_order, flatten_weights
 
 # Of each default process group, the meshes that were made in it: a loop maps its mesh at every step.
 _mapped: Final[WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]]] = WeakKeyDictionary()
@@ -23,9 +23,10 @@ def ring_mesh(mesh: Any) -> DeviceMesh:
     or ``sp`` is ``ring``, ``tp`` is ``tp``. Any other axis must have one rank; it is left out.
 
     Raises:
-        ConfigError: no DeviceMesh, or axes that have no place here, by name.
+        ConfigError: no DeviceMesh, axes that have no place here, or ranks that do not ascend along an axis; by name.
     """
     names = _names(mesh)
+    check_order(mesh)
     if names in (AXES, AXES[:2]):
         return mesh
     sizes = dict(zip(names, mesh.shape, strict=True))
@@ -52,9 +53,11 @@ def map_mesh(mesh: DeviceMesh, *, ring: Names, replicate: Names = None, tp: Name
         tp: those over which heads and features are split.
 
     Raises:
-        ConfigError: a name that is no axis or is given twice, or an axis of two or more ranks that has no role.
+        ConfigError: a name that is no axis or is given twice, an axis of two or more ranks that has no role, or ranks
+            that do not ascend along an axis.
     """
     sizes = dict(zip(_names(mesh), mesh.shape, strict=True))
+    check_order(mesh)
     return _map(mesh, assigned(sizes, {"replicate": replicate, "ring": ring, "tp": tp}))
 
 

@@ -3,6 +3,7 @@
 import os
 from typing import Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
@@ -64,6 +65,24 @@ def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMes
     mesh = init_device_mesh(device_type, (replicate, ring, tp), mesh_dim_names=AXES)
     flatten_weights(mesh)
     return mesh
+
+
+def check_order(mesh: DeviceMesh) -> None:
+    """Refuse a mesh whose ranks do not ascend along each axis: it counts places in the order that it was given, its
+    process groups in ascending order, and each rank would compute with another one's positions.
+
+    Raises:
+        ConfigError: naming the axis and its ranks; on every rank.
+    """
+    ranks = mesh.mesh.numpy()  # nothing of torch, which may be tracing
+    for axis, name in enumerate(mesh.mesh_dim_names or range(mesh.ndim)):
+        rows = np.moveaxis(ranks, axis, -1).reshape(-1, ranks.shape[axis])
+        odd = (np.diff(rows) <= 0).any(-1)
+        if odd.any():
+            raise ConfigError(
+                f"the mesh has ranks {rows[odd][0].tolist()} along its axis {name!r}, and process groups count theirs "
+                "in ascending order; list the ranks of each axis in ascending order"
+            )
 
 
 def flatten_weights(mesh: DeviceMesh) -> None:
