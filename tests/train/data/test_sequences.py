@@ -26,6 +26,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.torch.data.batch import IGNORED
 from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import DataConfig, TrainConfig
+from ringspan.train.data import documents as reading
 from ringspan.train.data.documents import load_documents, scan_documents
 from ringspan.train.data.order import BatchOrder
 from ringspan.train.data.sequences import TokenSequences, build_data
@@ -198,6 +199,24 @@ def test_a_changed_file_is_read_again(tmp_path: Path):
     write(file, "after!")  # of the same size
     os.utime(file, ns=(stamp, stamp + 1))
     assert texts(data_config(tmp_path)) == ["after!"]
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused_and_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write(tmp_path / "a.txt", "whole")
+    plain = reading._read_text
+
+    def while_somebody_writes(path: Path, text_field: str) -> Iterator[str | None]:
+        yield from plain(path, text_field)
+        path.write_text("who")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "_read_text", while_somebody_writes)
+        with pytest.raises(ConfigError, match=r'a\.txt": changed while it was read; start again') as caught:
+            texts(data_config(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert texts(data_config(tmp_path)) == ["who"]
 
 
 @pytest.mark.parametrize("kind", [Value("string"), Value("large_string")], ids=lambda kind: kind.dtype)
@@ -549,6 +568,7 @@ from ringspan.torch.data.batch import IGNORED
 from ringspan.train.config.load import parse_config
 from ringspan.train.data.sequences import build_data
 from ringspan.train.data.tokens import train_tokenizer
+from ringspan.train.data import documents as reading
 from ringspan.train.data.documents import load_documents
 
 config = parse_config({"model": {"path": "unused"}, "data": {"paths": sys.argv[1], "sequence_length_tokens": 8}})

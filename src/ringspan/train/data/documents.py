@@ -114,7 +114,7 @@ def _load_files(files: Sequence[Path], text_field: str) -> Dataset:
 
 
 def _read_files(stamps: Sequence[tuple[str, int, int]], text_field: str, version: int) -> Iterator[dict[str, Any]]:
-    for name, _, _ in stamps:
+    for name, *stamp in stamps:
         path = Path(name)
         read = _READERS.get(path.suffix.lower(), _read_text)
         try:
@@ -124,6 +124,8 @@ def _read_files(stamps: Sequence[tuple[str, int, int]], text_field: str, version
                 yield {"text": text}
             if not num_rows:
                 yield {"text": ""}  # so that a file without rows is counted as empty
+            if stamp != [path.stat().st_size, path.stat().st_mtime_ns]:  # it would be cached under the old stamp
+                raise ConfigError(f'data.paths = "{path}": changed while it was read; start again when it is complete')
         except ConfigError:
             raise
         except (OSError, pa.ArrowException, ValueError, RecursionError) as error:
