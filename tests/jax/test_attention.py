@@ -335,6 +335,17 @@ def test_what_is_no_mesh_or_outside_of_one_is_refused():
         ring_attention([1], x, x)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_arrays_that_are_the_same_on_all_ranks_are_refused(name):
+    """Their tokens were not split: the sequence would be two copies of them."""
+    split = P(None, None, "sp")
+    specs = tuple(P() if each == name else split for each in "qkv")
+    on_mesh = jax.shard_map(ring_attention, mesh=mesh(sp=2), in_specs=specs, out_specs=split)
+    whole, part = np.zeros((1, 2, 4, 4), np.float32), np.zeros((1, 2, 8, 4), np.float32)
+    with pytest.raises(rs.LayoutError, match=rf"^{name} is the same on all 2 devices of mesh axis 'sp'"):
+        on_mesh(*(whole if each == name else part for each in "qkv"))
+
+
 def test_integers_are_refused():
     with pytest.raises(rs.UnsupportedError, match="dtype int32"):
         sharded_ring_attention(*(np.zeros((1, 2, 8, 4), np.int32) for _ in range(3)), mesh=mesh(sp=2))

@@ -46,6 +46,18 @@ def test_a_target_outside_the_vocabulary_raises_and_under_jit_makes_everything_n
     assert np.isnan(loss) and np.isnan(gradients[1]).all()
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_a_target_of_an_unsigned_type_is_a_target(dtype):
+    """In eight bits, -100 is 156; in more of them, a number behind every vocabulary."""
+    generator = np.random.default_rng(0)
+    hidden, weight = (generator.standard_normal(s).astype(np.float32) for s in ((3, 4), (200, 4)))
+    targets = np.array([156, 1, 199])
+    compiled = jax.jit(blockwise_cross_entropy)
+    assert compiled(hidden, weight, targets.astype(dtype)) == compiled(hidden, weight, targets)
+    if dtype != np.uint8:
+        assert np.isnan(compiled(hidden, weight, np.array([1, 2, np.iinfo(dtype).max - 99], dtype)))
+
+
 def test_what_tokens_without_a_target_hold_changes_nothing():
     generator = np.random.default_rng(0)
     hidden, weight = (generator.standard_normal(s).astype(np.float32) for s in ((7, 8), (19, 8)))
@@ -93,6 +105,8 @@ def test_what_int32_would_change_is_refused(name, value, message):
     ("change", "message"),
     [
         ({"input_ids": None}, "needs input_ids"),
+        ({"input_ids": np.full((1, 8), -3)}, "input_ids has -3, which is no entry of a vocabulary"),
+        ({"labels": [[1, 2], [3]]}, "labels has sequences of different lengths; pad them"),
         ({"shift_labels": np.ones((1, 8), int)}, "labels, shifted by one, are not shift_labels"),
     ],
 )
@@ -124,6 +138,23 @@ def test_feedforward_and_gradients_equal_the_plain_ones(chunk):
     assert near(blockwise_feedforward(layer, x, chunk_tokens=chunk), layer(x))
     gradient = jax.grad(total(lambda x: blockwise_feedforward(layer, x, chunk_tokens=chunk)))
     assert near(jax.jit(gradient)(x), jax.grad(total(layer))(x))
+
+
+def test_a_function_without_a_derivative_at_zero_has_one_at_every_token():
+    """Three tokens in chunks of two: what fills up the last chunk must not be zero."""
+    x, w = np.ones((3, 4), np.float32), np.ones((4, 4), np.float32)
+
+    def total(w):
+        directions = lambda rows: rows / jnp.linalg.norm(rows, axis=-1, keepdims=True) @ w  # noqa: E731
+        return blockwise_feedforward(directions, x, chunk_tokens=2).sum()
+
+    np.testing.assert_allclose(jax.grad(total)(w), np.full((4, 4), 1.5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("function", [lambda rows: rows[:1], lambda rows: (rows, rows), lambda rows: rows.sum()])
+def test_a_function_of_something_else_than_rows_is_refused(function):
+    with pytest.raises(rs.UnsupportedError, match="function must map n rows to one array of n rows"):
+        blockwise_feedforward(function, jnp.zeros((3, 4)), chunk_tokens=2)
 
 
 def test_a_token_without_chunk_is_refused():

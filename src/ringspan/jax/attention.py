@@ -77,7 +77,7 @@ def ring_attention(
 
     Raises:
         UnsupportedError: shapes, dtypes or options that this cannot run; while tracing, so before any communication.
-        LayoutError: local arrays that do not fit the layout.
+        LayoutError: local arrays that do not fit the layout, or are the same on all ranks.
 
     Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
     """
@@ -106,6 +106,7 @@ def ring_attention(
     # All differ along the ring from here on; where a caller's array did not, autodiff makes this the sum over ranks.
     everywhere = (q, k, v, lax.axis_index(axis_name))
     rank = everywhere[-1]
+    _check_split(axis_name, ranks, rank, q=q, k=k, v=v)
     q, k, v = (
         _without_padding(varying_like(x, *everywhere), split, rank)
         for x, split in ((q, layout), (k, key_layout), (v, key_layout))
@@ -143,6 +144,23 @@ def _axis_size(axis_name: str) -> int:
             f"there is no mesh axis {axis_name!r} here; call ring_attention inside jax.shard_map over a mesh with that "
             "axis, or sharded_ring_attention on whole arrays"
         ) from None
+
+
+def _check_split(axis_name: str, ranks: int, rank: Array, **arrays: Array) -> None:
+    """Refuse arrays that ``shard_map`` knows to be the same on all ranks of a ring, which would be N copies of some
+    tokens; outside of its checks nobody knows.
+
+    Raises:
+        LayoutError: naming the array.
+    """
+    if ranks == 1 or axis_name not in varying_axes(rank):
+        return
+    for name, x in arrays.items():
+        if axis_name not in varying_axes(x):
+            raise LayoutError(
+                f"{name} is the same on all {ranks} devices of mesh axis {axis_name!r}; split its tokens over them, as "
+                f"in in_specs=P(None, None, {axis_name!r})"
+            )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

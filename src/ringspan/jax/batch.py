@@ -78,10 +78,12 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
     if "input_ids" not in batch:
         raise UnsupportedError("shard_batch needs input_ids")
     for name, value in batch.items():
-        _check_integers(name, np.asarray(value))
+        _check_integers(name, _array(name, value))
     tokens = np.asarray(batch["input_ids"])
     if tokens.ndim != 2 or tokens.shape[1] < 1:
         raise UnsupportedError(f"input_ids must be (batch, tokens), got shape {tokens.shape}")
+    if tokens.size and tokens.min() < 0:
+        raise UnsupportedError(f"input_ids has {tokens.min()}, which is no entry of a vocabulary")
     if "shift_labels" in batch:
         targets = np.asarray(batch["shift_labels"])
     elif "labels" in batch:
@@ -105,6 +107,13 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
     }
     sharding = NamedSharding(mesh, P(BATCH_AXES, "sp"))
     return {name: jax.device_put(np.asarray(x, np.int32), sharding) for name, x in arrays.items()}
+
+
+def _array(name: str, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise UnsupportedError(f"{name} has sequences of different lengths; pad them to one length") from None
 
 
 def _check_integers(name: str, values: np.ndarray) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringspan.core.errors import ConfigError
+from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.messages.numbers import integer
 
 
@@ -26,18 +26,30 @@ def blockwise_feedforward(function: Callable[[Array], Array], x: Array, *, chunk
 
     Raises:
         ConfigError: ``chunk_tokens`` that is no integer or below one.
+        UnsupportedError: ``function`` returns something else than one row for each row.
 
     Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context Models".
     """
     rows = x.reshape(-1, x.shape[-1])
-    out = lax.map(jax.checkpoint(function), chunks(rows, chunk_tokens))
+    pieces = chunks(rows, chunk_tokens)
+    made = jax.eval_shape(function, pieces[0])
+    if getattr(made, "shape", ())[:-1] != pieces.shape[1:2]:
+        shown = getattr(made, "shape", type(made).__name__)
+        raise UnsupportedError(f"function must map n rows to one array of n rows, got {shown} of {pieces.shape[1:]}")
+    out = lax.map(jax.checkpoint(function), pieces)
     return out.reshape(-1, out.shape[-1])[: len(rows)].reshape(*x.shape[:-1], out.shape[-1])
 
 
-def chunks(rows: Array, chunk_tokens: int, *, value: float = 0) -> Array:
-    """(T, ...) -> (number, size, ...): the fewest chunks of at most ``chunk_tokens``, as equal as can be, padded."""
+def chunks(rows: Array, chunk_tokens: int, *, value: float | None = None) -> Array:
+    """(T, ...) -> (number, size, ...): the fewest chunks of at most ``chunk_tokens``, as equal as can be, padded with a
+    value, or with the last row: where a function has no derivative at zero, 0 times NaN would be NaN.
+    """
     chunk_tokens = integer(chunk_tokens, "chunk_tokens", ConfigError, at_least=1)
     number = max(1, -(-len(rows) // chunk_tokens))
     size = -(-len(rows) // number)
     width = [(0, number * size - len(rows))] + [(0, 0)] * (rows.ndim - 1)
-    return jnp.pad(rows, width, constant_values=value).reshape(number, size, *rows.shape[1:])
+    if value is not None:
+        rows = jnp.pad(rows, width, constant_values=value)
+    elif len(rows):
+        rows = jnp.pad(rows, width, mode="edge")
+    return rows.reshape(number, size, *rows.shape[1:])

@@ -40,6 +40,10 @@ def blockwise_cross_entropy(
     """
     vocabulary = len(weight) * (lax.axis_size(vocabulary_axis) if vocabulary_axis else 1)
     _check(hidden, weight, targets, vocabulary)
+    kind = jnp.result_type(targets)
+    if jnp.issubdtype(kind, jnp.unsignedinteger):  # in which -100 would be 156, say, and that target none
+        bounded = jnp.minimum(targets, np.iinfo(np.int32).max) if kind.itemsize >= 4 else targets
+        targets = jnp.asarray(bounded).astype(jnp.int32)
     first = lax.axis_index(vocabulary_axis) * len(weight) if vocabulary_axis else 0
 
     def total(x: Array) -> Array:

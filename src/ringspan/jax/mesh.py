@@ -6,11 +6,11 @@ from typing import Final
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ringspan.core.errors import LayoutError
 from ringspan.core.mesh_axes import Names, assigned, recognised
-from ringspan.core.messages.numbers import integer
+from ringspan.core.messages.numbers import described, integer
 
 AXES: Final = ("dp", "fsdp", "tp", "sp")
 BATCH_AXES: Final = ("dp", "fsdp")  # over which the sequences of a batch are split
@@ -54,8 +54,13 @@ def own_mesh(mesh: Mesh) -> Mesh:
     """A mesh with the axes of ``init_mesh``: this one, or one over the same devices whose axes are recognised.
 
     Raises:
+        LayoutError: no mesh.
         ConfigError: axes of two or more devices that have no place here, by name.
     """
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise LayoutError(
+            f"mesh must be a jax.sharding.Mesh, got {described(mesh)}; make one with ringspan.jax.init_mesh"
+        )
     if mesh.axis_names == AXES:
         return mesh
     roles = recognised(dict(mesh.shape))
