@@ -1,0 +1,339 @@
+"""Layers with a state as functions of the local tokens of a ring, in the words and the arithmetic of the float64
+oracles in ``ringspan.core.recurrence.reference``.
+
+Each span is computed from a state of zero, to know what it makes of one (A, B); the spans' maps are scanned; each span
+is computed again from the state that it takes. Where a document begins the state is 0, so that A of such a span is
+too. What arrays hold behind the length of the layout, NaN too, changes no result and no gradient.
+
+Token by token, by ``lax.scan``: exact, and no kernel of an accelerator.
+
+B batch, T local tokens, n local spans of t tokens, H heads, K key size, V value size, C channels, N state size.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ringspan.core.arguments import find_layouts
+from ringspan.core.errors import LayoutError, UnsupportedError
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.names import LayoutName
+from ringspan.jax.kernels.xla import accumulation_dtype, varying_like
+from ringspan.jax.recurrence.scan import inputs_before, scan_states, spans_of
+
+Step = Callable[[Array, Any], tuple[Array, Array]]
+"""(state, one token's inputs) -> (state behind it, output)."""
+Starts = Sequence[int]
+"""Positions at which documents begin, 0 the first, increasing: of every sequence of the batch."""
+
+
+def delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    beta: Array,
+    *,
+    layout: LayoutName | Layout = "zigzag",
+    axis_name: str = "sp",
+    starts: Starts = (0,),
+) -> Array:
+    """``S_t = (I - beta_t k_t k_t^T) diag(a_t) S_{t-1} + beta_t k_t v_t^T`` and ``o_t = S_t^T q_t / sqrt(K)``.
+
+    The gated delta rule, or Kimi delta attention; differentiable, inside ``shard_map``.
+
+    Args:
+        q, k: local tokens (B, T, H, K), in the order of the layout; v (B, T, H, V); beta (B, T, H).
+        log_decay: log a, one number per head (B, T, H) or one per key channel (B, T, H, K).
+        layout: contiguous or zigzag. A name means that the sequence is N x T tokens long.
+        axis_name: the mesh axis over which the sequence is split.
+        starts: where documents begin; each is computed by itself.
+
+    Returns:
+        (B, T, H, V), in v's dtype.
+
+    Raises:
+        LayoutError: striped tokens, or local arrays that do not fit the layout.
+        UnsupportedError: shapes or starts that do not fit.
+    """
+    channels = log_decay if log_decay.ndim == 4 else log_decay[..., None]
+    _check({"q": q, "k": k, "v": v, "log_decay": channels, "beta": beta}, 3, heads=2)
+    size, width = k.shape[-1], v.shape[-1]
+
+    def step(state: Array, token: Any) -> tuple[Array, Array]:
+        q, k, v, decay, beta = token
+        state = state * decay[..., None]
+        told = jnp.einsum("bhk,bhkv->bhv", k, state)
+        # Values of zero in the columns behind V: what the rule makes of a state alone.
+        v = jnp.pad(v, ((0, 0), (0, 0), (0, state.shape[-1] - width)))
+        state = state + jnp.einsum("bhk,bhv->bhkv", k, (v - told) * beta[..., None])
+        return state, jnp.einsum("bhk,bhkv->bhv", q, state) * size**-0.5
+
+    def begun(batch: int) -> Array:
+        identity = jnp.broadcast_to(jnp.eye(size), (batch, q.shape[2], size, size))
+        return jnp.concatenate((jnp.zeros((batch, q.shape[2], size, width)), identity), -1)
+
+    def map_of(end: Array, *_: Any) -> tuple[Array, Array]:
+        return end[..., width:], end[..., :width]
+
+    inputs = (q, k, v, jnp.exp(_wide(channels)), beta)
+    shape = (q.shape[2], size, width)
+    return _recurrence(step, inputs, shape, map_of, layout, axis_name, starts, v.dtype, begun=begun, is_matrix=True)
+
+
+def state_space_dual(
+    x: Array,
+    dt: Array,
+    a: Array,
+    b: Array,
+    c: Array,
+    d: Array | None = None,
+    *,
+    layout: LayoutName | Layout = "zigzag",
+    axis_name: str = "sp",
+    starts: Starts = (0,),
+) -> Array:
+    """Mamba-2: ``S_t = exp(a dt_t) S_{t-1} + dt_t x_t b_t^T``, ``y_t = S_t c_t + d x_t``; differentiable.
+
+    Args:
+        x: local tokens (B, T, H, V); dt (B, T, H); a and d (H,); b and c (B, T, H, N).
+        layout, axis_name, starts: as ``delta_rule``.
+
+    Returns:
+        (B, T, H, V), in x's dtype.
+
+    Raises:
+        LayoutError, UnsupportedError: as ``delta_rule``.
+    """
+    _check({"x": x, "dt": dt, "b": b, "c": c}, 3, heads=2)
+
+    def step(state: Array, token: Any) -> tuple[Array, Array]:
+        x, dt, b, c = token
+        state = jnp.exp(a * dt)[:, :, None, None] * state + jnp.einsum("bh,bhv,bhn->bhvn", dt, x, b)
+        out = jnp.einsum("bhvn,bhn->bhv", state, c)
+        return state, out if d is None else out + d[:, None] * x
+
+    def map_of(end: Array, begins: Array, inputs: Any) -> tuple[Array, Array]:
+        decay = jnp.exp(a * inputs[1].sum(1))[:, :, None, None]
+        return jnp.where(begins.any(), 0, decay), end
+
+    shape = (x.shape[2], x.shape[3], b.shape[-1])
+    return _recurrence(step, (x, dt, b, c), shape, map_of, layout, axis_name, starts, x.dtype)
+
+
+def selective_scan(
+    x: Array,
+    dt: Array,
+    a: Array,
+    b: Array,
+    c: Array,
+    d: Array | None = None,
+    *,
+    layout: LayoutName | Layout = "zigzag",
+    axis_name: str = "sp",
+    starts: Starts = (0,),
+) -> Array:
+    """Mamba: ``s_t = exp(a dt_t) s_{t-1} + dt_t b_t x_t``, ``y_t = s_t c_t + d x_t``; differentiable.
+
+    Args:
+        x, dt: local tokens (B, C, T); a (C, N); b and c (B, N, T); d (C,).
+        layout, axis_name, starts: as ``delta_rule``.
+
+    Returns:
+        (B, C, T), in x's dtype.
+
+    Raises:
+        LayoutError, UnsupportedError: as ``delta_rule``.
+    """
+    inputs = tuple(each.swapaxes(1, 2) for each in (x, dt, b, c))
+    _check(dict(zip(("x", "dt", "b", "c"), inputs, strict=True)), 3)
+
+    def step(state: Array, token: Any) -> tuple[Array, Array]:
+        x, dt, b, c = token
+        state = jnp.exp(a * dt[..., None]) * state + (dt * x)[..., None] * b[:, None]
+        out = jnp.einsum("bcn,bn->bc", state, c)
+        return state, out if d is None else out + d * x
+
+    def map_of(end: Array, begins: Array, inputs: Any) -> tuple[Array, Array]:
+        return jnp.where(begins.any(), 0, jnp.exp(a * inputs[1].sum(1)[..., None])), end
+
+    return _recurrence(step, inputs, a.shape, map_of, layout, axis_name, starts, x.dtype).swapaxes(1, 2)
+
+
+def lightning_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    slopes: Array,
+    *,
+    layout: LayoutName | Layout = "zigzag",
+    axis_name: str = "sp",
+    starts: Starts = (0,),
+) -> Array:
+    """``S_t = exp(-slope_h) S_{t-1} + k_t v_t^T`` and ``o_t = S_t^T q_t``; differentiable.
+
+    Args:
+        q, k: local tokens (B, H, T, K); v (B, H, T, V); slopes (H,).
+        layout, axis_name, starts: as ``delta_rule``.
+
+    Returns:
+        (B, H, T, V), in v's dtype.
+
+    Raises:
+        LayoutError, UnsupportedError: as ``delta_rule``.
+    """
+    inputs = tuple(each.swapaxes(1, 2) for each in (q, k, v))
+    _check(dict(zip(("q", "k", "v"), inputs, strict=True)), 4, heads=2)
+    decay = jnp.exp(-_wide(slopes))[:, None, None]
+
+    def step(state: Array, token: Any) -> tuple[Array, Array]:
+        q, k, v = token
+        state = decay * state + jnp.einsum("bhk,bhv->bhkv", k, v)
+        return state, jnp.einsum("bhk,bhkv->bhv", q, state)
+
+    def map_of(end: Array, begins: Array, inputs: Any) -> tuple[Array, Array]:
+        whole = jnp.exp(-_wide(slopes) * inputs[0].shape[1])[:, None, None]
+        return jnp.where(begins.any(), 0, jnp.broadcast_to(whole, (len(end), *whole.shape))), end
+
+    shape = (q.shape[1], q.shape[-1], v.shape[-1])
+    return _recurrence(step, inputs, shape, map_of, layout, axis_name, starts, v.dtype).swapaxes(1, 2)
+
+
+def causal_convolution(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    layout: LayoutName | Layout = "zigzag",
+    axis_name: str = "sp",
+    starts: Starts = (0,),
+) -> Array:
+    """``y_t = sum_i weight_i x_{t - K + 1 + i} + bias`` for each channel, within a document; differentiable.
+
+    Args:
+        x: local tokens (B, C, T); weight (C, K); bias (C,).
+        layout, axis_name, starts: as ``delta_rule``.
+
+    Returns:
+        (B, C, T), in x's dtype.
+
+    Raises:
+        LayoutError, UnsupportedError: as ``delta_rule``.
+    """
+    width = weight.shape[1] - 1
+    split = _layout_of(layout, axis_name, x.shape[2])
+    parts = _in_spans(x.swapaxes(1, 2), split, axis_name)
+    if width:
+        parts = jnp.concatenate((inputs_before(parts, width, layout=split, axis_name=axis_name), parts), 2)
+    tokens = parts.shape[2] - width
+    ages = _ages(split, starts)[lax.axis_index(axis_name)][:, None, :, None]
+    out = jnp.zeros_like(parts[:, :, :tokens], accumulation_dtype(x.dtype))
+    for back in range(width + 1):
+        # A document's first tokens see no input of the one before it.
+        seen = jnp.where(ages >= back, parts[:, :, width - back : width - back + tokens], 0)
+        out = out + weight[:, width - back] * seen
+    out = (out if bias is None else out + bias).astype(x.dtype)
+    return _joined(out).swapaxes(1, 2)
+
+
+def _recurrence(
+    step: Step,
+    inputs: tuple[Array, ...],
+    shape: tuple[int, ...],
+    map_of: Callable[[Array, Array, Any], tuple[Array, Array]],
+    layout: LayoutName | Layout,
+    axis_name: str,
+    starts: Starts,
+    dtype: Any,
+    *,
+    begun: Callable[[int], Array] | None = None,
+    is_matrix: bool = False,
+) -> Array:
+    """Outputs (B, T, ...) of a rule that ``step`` says of a token; inputs (B, T, ...), states (B, *shape).
+
+    ``map_of`` makes A and B of a span from the state behind it, which began as ``begun`` says, or with 0.
+    """
+    split = _layout_of(layout, axis_name, inputs[0].shape[1])
+    parts = [_in_spans(_wide(x), split, axis_name) for x in inputs]
+    begins = (_ages(split, starts) == 0)[lax.axis_index(axis_name)]
+    batch = len(inputs[0])
+    wide = parts[0].dtype
+
+    @jax.checkpoint
+    def run(state: Array, begins: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
+        def one(state: Array, token: Any) -> tuple[Array, Array]:
+            is_first, *values = token
+            return step(jnp.where(is_first, 0, state), values)
+
+        state = varying_like(state.astype(wide), begins, *part)
+        state, outs = lax.scan(one, state, (begins, *(x.swapaxes(0, 1) for x in part)))
+        return state, outs.swapaxes(0, 1)
+
+    maps: list[Array] = []
+    states: list[Array] = []
+    for place in range(len(begins)):
+        part = tuple(x[place] for x in parts)
+        start = jnp.zeros((batch, *shape)) if begun is None else begun(batch)
+        end, _ = run(start, begins[place], part)
+        a, b = map_of(end, begins[place], part)
+        maps.append(a)
+        states.append(b)
+    taken = scan_states(jnp.stack(maps), jnp.stack(states), layout=split, axis_name=axis_name, is_matrix=is_matrix)
+    outs = [run(taken[place], begins[place], tuple(x[place] for x in parts))[1] for place in range(len(begins))]
+    return _joined(jnp.stack(outs)).astype(dtype)
+
+
+def _wide(x: Array) -> Array:
+    """States and what makes them are in float32 or wider."""
+    return x.astype(accumulation_dtype(x.dtype))
+
+
+def _layout_of(layout: LayoutName | Layout, axis_name: str, tokens: int) -> Layout:
+    ranks = lax.axis_size(axis_name)
+    split, _ = find_layouts(layout, None, ranks, tokens, tokens, remedy="ringspan.jax.shard")
+    spans_of(split)
+    return split
+
+
+def _in_spans(x: Array, layout: Layout, axis_name: str) -> Array:
+    """(B, T, ...) -> (n, B, t, ...), 0 behind the end of the sequence: 0 times NaN would be NaN in a gradient."""
+    if layout.padded_length > layout.length:
+        is_token = (layout.permutation < layout.length).reshape(layout.ranks, -1)
+        mine = jnp.asarray(is_token)[lax.axis_index(axis_name)]
+        x = jnp.where(mine.reshape(-1, *[1] * (x.ndim - 2)), x, 0)
+    spans = len(spans_of(layout)) // layout.ranks
+    return jnp.stack(jnp.split(x, spans, 1))
+
+
+def _joined(parts: Array) -> Array:
+    """(n, B, t, ...) -> (B, T, ...)."""
+    return jnp.concatenate(list(parts), 1)
+
+
+def _ages(layout: Layout, starts: Starts) -> Array:
+    """The position of each token within its document (N, n, t): 0 where one begins."""
+    begins = np.asarray(starts, np.int64)
+    if begins.ndim != 1 or not len(begins) or begins[0] != 0 or (np.diff(begins) <= 0).any():
+        raise UnsupportedError(f"starts must be positions in increasing order, 0 the first, got {tuple(starts)}")
+    if begins[-1] >= layout.length:
+        raise LayoutError(f"a document begins at {begins[-1]}, the layout has {layout.length} tokens")
+    positions = layout.permutation
+    ages = positions - begins[np.searchsorted(begins, positions, side="right") - 1]
+    spans = len(spans_of(layout)) // layout.ranks
+    return jnp.asarray(ages.reshape(layout.ranks, spans, -1).astype(np.int32))
+
+
+def _check(arrays: dict[str, Array], dims: int, *, heads: int | None = None) -> None:
+    """Refuse arrays of which one has no, or another number of, sequences, tokens or heads."""
+    first, reference = next(iter(arrays.items()))
+    for name, x in arrays.items():
+        alike = x.ndim >= 2 and x.shape[:2] == reference.shape[:2]
+        if not alike or x.ndim < min(dims, reference.ndim) or (heads and x.shape[heads] != reference.shape[heads]):
+            raise UnsupportedError(
+                f"shapes do not fit: {first} {tuple(reference.shape)}, {name} {tuple(x.shape)}; sequences, tokens and "
+                "heads must be as many"
+            )
