@@ -77,7 +77,7 @@ def one_process(config: TrainConfig) -> tuple[list[float], Any]:
     for step in range(1, config.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.steps, config.optimizer)
-        batch = collate(data.train, order.indices(step - 1, 0, 0))
+        batch = collate(data.train, order.step_indices(step - 1).ravel().tolist())
         logits = model(input_ids=batch["input_ids"]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten().long())
         loss.backward()

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -13,13 +14,14 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ringspan.cli.main import main
+from ringspan.core.errors import ConfigError
 from ringspan.torch.data.batch import IGNORED
 from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.order import BatchOrder
 from ringspan.train.data.sequences import build_data
 from ringspan.train.job import _matmul_flops, learning_rate, prepare
-from ringspan.train.loop import train
+from ringspan.train.loop import Observer, train
 from ringspan.train.model import build_model, load_model_config, load_tokenizer
 
 
@@ -180,7 +182,7 @@ def loss_of_documents(config: TrainConfig, step: int) -> float:
     data = build_data(config, load_tokenizer(config, model_config))
     batch = config.optimizer.batch_size * config.optimizer.accumulation_steps * config.mesh.replicate
     total, num_targets, num_documents = 0.0, 0, 0
-    for index in BatchOrder(len(data.train), config.seed, batch, 1, 1).indices(step - 1, 0, 0):
+    for index in BatchOrder(len(data.train), config.seed, batch, 1, 1).step_indices(step - 1).ravel().tolist():
         sequence = {name: torch.from_numpy(value) for name, value in data.train[index].items()}
         starts = (sequence["position_ids"] == 0).nonzero()[:, 0].tolist()
         for first, last in itertools.pairwise([*starts, None]):
@@ -294,3 +296,46 @@ def test_learning_rate_warms_up_and_decays_to_its_minimum():
     assert rates[-1] == pytest.approx(0.1)
     assert all(a > b for a, b in itertools.pairwise(rates[3:]))
     assert learning_rate(1, 1, OptimizerConfig(warmup_steps=0, learning_rate=1.0)) == pytest.approx(0.1)
+
+
+def said_and_curve(mesh, config):
+    lines = []
+    train(config, Observer(noticed=lines.append))
+    return lines
+
+
+SEPARATE = {"sequence_length_tokens": 45, "documents": "separate"}
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "attention"),
+    [("balanced", {}, {"layout": "balanced"}), ("flops", {"balance": "flops"}, {"layout": "balanced"})],
+)
+def test_balanced_work_trains_the_same_model(pool, text, name, data, attention):
+    common = {
+        "mesh": {"ring": 2, "replicate": 2},
+        "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 4},
+    }
+    (text / name).mkdir()
+    for number, lines in enumerate((1, 60, 2, 3, 1, 90, 4, 5, 2, 30)):
+        (text / name / f"{number}.txt").write_text("".join(f"{line} of {number}\n" for line in range(lines)))
+    paths = {"paths": str(text / name), "eval_fraction": 0.1}
+    name += " run"
+    pool.run(said_and_curve, 4, settings(text, f"{name} not", data=paths | SEPARATE, **common))
+    config = settings(text, name, data=paths | SEPARATE | data, attention=attention, **common)
+    lines, *_ = pool.run(said_and_curve, 4, config)
+    assert losses(text / name) == pytest.approx(losses(text / f"{name} not"), rel=1e-5)
+    balance = [line for line in lines if line.startswith("data.balance moves")]
+    assert len(balance) == ("balance" in data)
+    if balance:
+        after, before = (float(number) for number in re.findall(r"\d\.\d+", balance[0]))
+        assert 1 <= after < before
+
+
+def test_what_cannot_be_balanced_is_refused(text):
+    paths = {"paths": str(text), "sequence_length_tokens": 45}
+    with pytest.raises(ConfigError, match='documents = "pack" all take the same attention; set documents = "separate"'):
+        settings(text, "alike", data=paths | {"balance": "flops"})
+    with pytest.raises(ConfigError, match=r"set batch_size = 1 and optimizer\.accumulation_steps = 6"):
+        options = {"optimizer": {"batch_size": 2, "accumulation_steps": 3}, "attention": {"layout": "balanced"}}
+        settings(text, "batch", data=paths | {"documents": "separate"}, **options)

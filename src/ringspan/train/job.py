@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from ringspan.core.geometry.layout import Layout
-from ringspan.core.names import CheckpointName, LayoutName
+from ringspan.core.geometry.balanced import batch_layout
+from ringspan.core.names import BatchLayoutName, CheckpointName
 from ringspan.torch.data.batch import IGNORED, shard_batch
 from ringspan.torch.generate.cache.identity import digest_of
 from ringspan.torch.layers.decoder import decoder_of, text_config
@@ -29,7 +31,7 @@ from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.train.adapter import add_adapter
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.documents import scan_documents
-from ringspan.train.data.order import BatchOrder
+from ringspan.train.data.order import BatchOrder, busiest_over_mean, even_out
 from ringspan.train.data.sequences import Data, TokenSequences, build_data
 from ringspan.train.guard import Guard, Verdict
 from ringspan.train.metrics import StepMetrics, measure_flops, peak_bytes
@@ -176,9 +178,9 @@ class Batches:
 
     def __init__(self, config: TrainConfig, mesh: DeviceMesh, sequences: TokenSequences, device: torch.device) -> None:
         self._sequences, self._mesh, self._device = sequences, mesh, device
-        self._layout: LayoutName = config.attention.layout
+        self._layout: BatchLayoutName = config.attention.layout
         settings, replicate = config.optimizer, mesh["replicate"].size()
-        self._micro_steps = settings.accumulation_steps
+        self._is_balanced = config.data.balance == "flops"
         self._order = BatchOrder(
             len(sequences), config.seed, settings.batch_size, settings.accumulation_steps, replicate
         )
@@ -192,13 +194,28 @@ class Batches:
         """Let the step after this one take what comes after so many sequences."""
         self._order = replace(self._order, shift=num_sequences - step * self._order.global_batch_size)
 
+    def indices(self, step: int) -> NDArray[np.int64]:
+        """The sequences of a step (from 1). Shape (accumulation_steps, replicate, batch_size)."""
+        indices = self._order.step_indices(step - 1)
+        return even_out(indices, self._sequences.pairs(indices)) if self._is_balanced else indices
+
+    def describe_balance(self, steps: range) -> str | None:
+        """What sharing the sequences of some steps (from 1) by their attention brings; None where they are not."""
+        if not self._is_balanced or not steps:
+            return None
+        came = np.stack([self._order.step_indices(step - 1) for step in steps])
+        shared = np.stack([self.indices(step) for step in steps])
+        before, after = (busiest_over_mean(self._sequences.pairs(indices)) for indices in (came, shared))
+        return (
+            f"data.balance moves {np.mean(came != shared):.0%} of the sequences within their steps: the busiest "
+            f"replica computes {after:.3f} of the mean's attention, {before:.3f} without in {len(steps)} steps"
+        )
+
     def step(self, step: int) -> tuple[int, Iterator[dict[str, Tensor]]]:
         """Valid targets of a whole step (from 1), and this rank's part of each of its micro-steps."""
         replica = self._mesh["replicate"].get_local_rank()
-        whole = [
-            collate(self._sequences, self._order.indices(step - 1, micro, replica))
-            for micro in range(self._micro_steps)
-        ]
+        indices = self.indices(step)[:, replica]
+        whole = [collate(self._sequences, some.tolist()) for some in indices]
         valid = torch.tensor(sum(int((b["shift_labels"] != IGNORED).sum()) for b in whole), device=self._device)
         dist.all_reduce(valid, group=self._mesh["replicate"].get_group())
         parts = (shard_batch(b, self._mesh, layout=self._layout, device=self._device) for b in whole)
@@ -255,7 +272,7 @@ def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.
     if memory.checkpoint != "auto":
         return memory.checkpoint, layers or 1
     assert memory.activation_bytes is not None, "checked by MemoryConfig"
-    split = Layout(config.attention.layout, config.data.sequence_length_tokens, ring)
+    split = batch_layout(config.attention.layout, config.data.sequence_length_tokens, ring)
     return choose_checkpoint(
         model_config,
         split.tokens_per_rank * config.optimizer.batch_size,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ from ringspan.train.signals import StopRequest
 
 if TYPE_CHECKING:
     from ringspan.measure.trace.profile import Profiler
+
+_BALANCED_STEPS: Final = 100  # of which data.balance = "flops" says what it brings
 
 
 @dataclass
@@ -111,6 +113,8 @@ class _Run:
         if self._writer:
             self._observer.started(self._job.facts)
             self._notice(self._writer.notice)
+            last = min(self._config.steps, self._step + _BALANCED_STEPS)
+            self._notice(self._job.batches.describe_balance(range(self._step + 1, last + 1)))
         stopped = False
         try:
             while self._step < self._config.steps and not stopped:

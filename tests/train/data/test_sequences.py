@@ -28,7 +28,6 @@ from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import DataConfig, TrainConfig
 from ringspan.train.data import documents as reading
 from ringspan.train.data.documents import load_documents, scan_documents
-from ringspan.train.data.order import BatchOrder
 from ringspan.train.data.sequences import TokenSequences, build_data
 from ringspan.train.data.tokens import TokenStream, tokenize, train_tokenizer
 
@@ -599,72 +598,3 @@ def test_a_second_process_only_maps_the_files_of_the_first(tmp_path: Path):
     assert [int(word) for word in run.stdout.split()] == expected
     assert len(before) == 3  # the documents, those with text, their tokens
     assert stamps() == before
-
-
-# --- order ---
-
-
-def order(
-    num_sequences: int = 50, seed: int = 1, batch: int = 2, accumulation: int = 3, replicate: int = 2
-) -> BatchOrder:
-    return BatchOrder(
-        num_sequences=num_sequences,
-        seed=seed,
-        batch_size=batch,
-        accumulation_steps=accumulation,
-        replicate=replicate,
-    )
-
-
-def row_of(batches: BatchOrder, steps: int) -> list[int]:
-    return [i for step in range(steps) for i in batches.step_indices(step).ravel().tolist()]
-
-
-@given(st.integers(1, 30), st.integers(0, 9), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-def test_every_epoch_takes_every_sequence_once(n: int, seed: int, batch: int, accumulation: int, replicate: int):
-    batches = order(n, seed, batch, accumulation, replicate)
-    row = row_of(batches, 2 * n)
-    assert len(row) == 2 * n * batches.global_batch_size
-    for epoch in range(len(row) // n):
-        assert sorted(row[epoch * n : (epoch + 1) * n]) == list(range(n))
-
-
-def test_the_row_depends_on_the_seed_and_the_epoch_but_not_on_how_the_batch_is_made_up():
-    row = row_of(order(batch=12, accumulation=1, replicate=1), 9)
-    for batch, accumulation, replicate in ((1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2)):
-        assert row_of(order(batch=batch, accumulation=accumulation, replicate=replicate), 9) == row
-    assert row_of(order(seed=2), 9) != row
-    assert row[:50] != row[50:100]
-    assert row[:50] != list(range(50))
-
-
-def test_a_step_is_a_pure_function_of_its_number():
-    in_order = [order().step_indices(step).tolist() for step in range(20)]
-    batches = order()
-    assert [batches.step_indices(step).tolist() for step in reversed(range(20))] == in_order[::-1]
-
-
-def test_the_row_is_the_same_on_every_machine_and_version():
-    row = row_of(order(8, seed=0, batch=8, accumulation=1, replicate=1), 2)
-    assert row == [3, 2, 1, 6, 0, 7, 4, 5, 7, 4, 5, 1, 6, 2, 0, 3]
-
-
-def test_replicas_take_neighbouring_slices_of_a_micro_step():
-    batches = order()
-    assert [
-        i for micro in range(3) for replica in range(2) for i in batches.indices(4, micro, replica)
-    ] == batches.step_indices(4).ravel().tolist()
-    for micro, replica in ((3, 0), (0, 2), (-1, 0)):
-        with pytest.raises(IndexError, match="replica"):
-            batches.indices(0, micro, replica)
-
-
-def test_a_batch_larger_than_the_data_repeats_sequences():
-    assert sorted(order(3, batch=4, accumulation=1, replicate=2).step_indices(0).ravel().tolist()) in (
-        sorted([0, 1, 2] * 2 + [a, b]) for a in range(3) for b in range(3) if a != b
-    )
-
-
-def test_an_order_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="num_sequences = 0"):
-        order(0)

@@ -209,17 +209,17 @@ def test_another_batch_size_takes_up_the_data_where_it_was(pool, text):  # noqa:
 def positions_after_resume(mesh, config):
     from ringspan.train.data.order import BatchOrder
 
-    seen, original = [], BatchOrder.indices
+    seen, original = [], BatchOrder.step_indices
 
-    def indices(order, step, micro, replica):
-        seen.append([order.place(step) + i for i in range(order.batch_size)])
-        return original(order, step, micro, replica)
+    def step_indices(order, step):
+        seen.append([order.place(step) + i for i in range(order.global_batch_size)])
+        return original(order, step)
 
-    BatchOrder.indices = indices
+    BatchOrder.step_indices = step_indices
     try:
         train(config)
     finally:
-        BatchOrder.indices = original
+        BatchOrder.step_indices = original
     return seen
 
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.messages.extras import require
-from ringspan.core.names import CheckpointName, CommDtypeName, KernelName, LayoutName, OffloadName
+from ringspan.core.names import BatchLayoutName, CheckpointName, CommDtypeName, KernelName, OffloadName
 from ringspan.core.schedule.route import Route
 from ringspan.core.step_config import StepConfig
 from ringspan.train.config.adapter_table import AdapterConfig
@@ -42,6 +42,9 @@ class DataConfig(Table):
     """"pack" joins documents, each closed by the end-of-text token, into one stream of full sequences; "separate" does
     too, but lets no document of a sequence see another one, counts positions anew in each, and gives its last token no
     target; "cut" cuts each document on its own and pads its last sequence."""
+    balance: Literal["none", "flops"] = "none"
+    """"flops" shares the sequences of each step among its micro-steps and replicas so that those that work at the same
+    time have like attention to compute, for documents = "separate"; which sequences a step has stays the same."""
     eval_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Share of the documents, or of the text where these are few, held out for evaluation; 0: none. Where it is not
     set and the text is too short for a sequence of either kind, nothing is held out."""
@@ -77,8 +80,9 @@ class MeshConfig(Table):
 class AttentionConfig(Table):
     """[attention]: how the ring computes attention."""
 
-    layout: LayoutName = "zigzag"
-    """Which positions each process holds. "zigzag" and "striped" balance causal work; "contiguous" does not."""
+    layout: BatchLayoutName = "zigzag"
+    """Which positions each process holds. "zigzag" and "striped" balance causal work; "contiguous" does not; "balanced"
+    is made for the documents of each batch, for data.documents = "separate", see docs/layouts.md."""
     route: str = "ring"
     """How keys and values get to the other processes: "ring", "bidirectional", "double-ring:8" (nodes of eight),
     "all-gather", "pass-q" (queries travel instead), "ulysses", "ulysses:4" (groups of four, a ring between them) or
@@ -303,6 +307,17 @@ class TrainConfig(Table):
                     f"set it to at most {self.steps}"
                 )
             object.__setattr__(self, "optimizer", self.optimizer.with_warmup(self.steps))  # frozen from here on
+        if self.data.balance == "flops" and self.data.documents != "separate":
+            raise ConfigError(
+                f'data.balance = "flops": sequences of data.documents = "{self.data.documents}" all take the same '
+                'attention; set documents = "separate", or leave balance out'
+            )
+        batch, micro_steps = self.optimizer.batch_size, self.optimizer.accumulation_steps
+        if self.attention.layout == "balanced" and self.data.documents == "separate" and batch > 1:
+            raise ConfigError(
+                f'optimizer.batch_size = {batch}: attention.layout = "balanced" is made for the documents of one '
+                f"sequence; set batch_size = 1 and optimizer.accumulation_steps = {batch * micro_steps}"
+            )
         if self.optimizer.rounding != "nearest" and self.model.parameter_dtype != "bfloat16":
             raise ConfigError(
                 f'optimizer.rounding = "{self.optimizer.rounding}": is for model.parameter_dtype = "bfloat16", and it '
@@ -374,7 +389,7 @@ class TrainConfig(Table):
                 f"are {world_size}; start {ring * others}, or change the mesh"
             )
         length = self.data.sequence_length_tokens
-        needed = Layout(self.attention.layout, length, ring).granularity
+        needed = batch_layout(self.attention.layout, length, ring).granularity
         if length < needed:
             raise ConfigError(
                 f"data.sequence_length_tokens = {length}: a {self.attention.layout} ring of {ring} needs at least "

@@ -60,17 +60,33 @@ class BatchOrder:
             indices[here] = _permutation(self.num_sequences, self.seed, int(epoch))[offsets[here]]
         return indices.reshape(self.accumulation_steps, self.replicate, self.batch_size)
 
-    def indices(self, step: int, micro: int, replica: int) -> list[int]:
-        """The `batch_size` sequences of one replica in one micro-step; replicas take neighbouring slices of it.
 
-        Raises:
-            IndexError: no such micro-step or replica.
-        """
-        if not (0 <= micro < self.accumulation_steps and 0 <= replica < self.replicate):
-            raise IndexError(
-                f"micro-step {micro} of {self.accumulation_steps}, replica {replica} of {self.replicate}: from 0"
-            )
-        return self.step_indices(step)[micro, replica].tolist()
+def even_out(indices: NDArray[np.int64], work: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same sequences, shared so that replicas have like work in each micro-step, which they end together.
+
+    Those with like work come into one micro-step; there each goes, the heaviest first, to the replica with the least
+    work so far that has room. Both have shape (accumulation_steps, replicate, batch_size).
+    """
+    _, replicas, most = indices.shape
+    heaviest_first = np.lexsort((indices.ravel(), -work.ravel()))
+    shared = np.empty_like(indices)
+    for micro, places in enumerate(heaviest_first.reshape(len(indices), -1)):
+        loads, counts = np.zeros(replicas, np.int64), np.zeros(replicas, np.int64)
+        for place in places:
+            replica = int(np.argmin(np.where(counts < most, loads, np.iinfo(np.int64).max)))
+            shared[micro, replica, counts[replica]] = indices.flat[place]
+            loads[replica] += work.flat[place]
+            counts[replica] += 1
+    return shared
+
+
+def busiest_over_mean(work: NDArray[np.int64]) -> float:
+    """The work of the busiest replica of each micro-step, summed, over what it would be if all had the same.
+
+    Work of each sequence, shape (..., accumulation_steps, replicate, batch_size).
+    """
+    loads = work.sum(-1)
+    return float(loads.max(-1).sum() / max(1e-30, loads.mean(-1).sum()))
 
 
 @lru_cache(maxsize=2)  # a step touches one epoch, or two at the seam

@@ -83,6 +83,20 @@ class TokenSequences:
         documents = np.diff(edges).astype(np.float64)
         return float((documents**2).sum() / documents.sum())
 
+    def pairs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The (query, key) pairs of causal attention in some sequences: ``sum(d (d + 1) / 2)`` over the documents d of
+        each where these are separate, else that of a whole sequence. int64, shape of ``indices``.
+        """
+        length = self.sequence_length_tokens
+        if not self._are_separate:
+            return np.full(indices.shape, length * (length + 1) // 2)
+        found = np.empty_like(indices)
+        for place, index in enumerate(indices.ravel().tolist()):
+            start = int(self._piece_starts[0]) + index * length
+            tokens = np.diff(np.append(self._stream.begins(start, start + length), start + length))
+            found.flat[place] = (tokens * (tokens + 1)).sum() // 2
+        return found
+
     def __len__(self) -> int:
         return int(self._first_sequence[-1])
 
