@@ -61,6 +61,14 @@ def test_what_is_packed_and_masked_equals_one_process(world, model, options):
         assert max(differences(found, expected).values()) < TOLERANCE
 
 
+def test_compiled_layers_equal_one_process(world):
+    """Packed lengths differ from step to step; adapters are part of the programs."""
+    options = PACKED | {"lora": True, "max_steps": 3}
+    expected = on_one_process("llama", 1, *options.items())
+    for found in world(2).run(train, 2, sft, "llama", {"compile": "aot_eager"}, options):
+        assert max(differences(found, expected).values()) < TOLERANCE
+
+
 def test_experts_on_two_rings_share_their_auxiliary_loss(world):
     options = PACKED | {"max_steps": 3}
     # Without the mean over steps, which are half as many on two rings.

@@ -35,6 +35,10 @@ BAD: list[dict[str, Any]] = [
     {"norm_chunk_tokens": 2.5},
     {"compute_dtype": "bfloat16"},
     {"compute_dtype": torch.int8},
+    {"compile": "javac"},
+    {"compile": None},
+    {"compile": True, "offload": "activations"},
+    {"compile": True, "layers_per_checkpoint": 2},
 ]
 
 

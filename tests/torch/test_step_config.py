@@ -11,10 +11,11 @@ from ringspan.core.step_config import StepConfig
 from ringspan.plan.cost.setting import Setting
 from ringspan.torch import parallelize as module
 from ringspan.train.config.load import parse_config
+from ringspan.train.config.model_table import ModelConfig
 from ringspan.train.config.tables import AttentionConfig, MemoryConfig, OptimizerConfig
 
 DEFAULTS = {field.name: field.default for field in fields(StepConfig)}
-TABLES = (AttentionConfig, MemoryConfig, OptimizerConfig)
+TABLES = (ModelConfig, AttentionConfig, MemoryConfig, OptimizerConfig)
 
 
 def test_parallelize_has_the_options_and_their_defaults():
@@ -60,9 +61,12 @@ def test_a_run_hands_every_option_on():
         },
         "optimizer": {"z_loss": 0.5, "label_smoothing": 0.25},
     }
-    run = {"model": {"path": "x", "dtype": "bfloat16"}, "data": {"paths": ["x"], "sequence_length_tokens": 64}}
+    run = {
+        "model": {"path": "x", "dtype": "bfloat16", "compile": "aot_eager"},
+        "data": {"paths": ["x"], "sequence_length_tokens": 64},
+    }
     config = parse_config(run | options)
-    expected = {name: value for table in options.values() for name, value in table.items()}
+    expected = {name: value for table in options.values() for name, value in table.items()} | {"compile": "aot_eager"}
     assert config.step_config("full", 3) == StepConfig(**expected, compute_dtype="bfloat16", watchdog=False)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ringspan.core.errors import ConfigError
 from ringspan.core.names import BatchLayoutName, CheckpointName, ChunkTokens, CommDtypeName, KernelName, OffloadName
 
 
@@ -27,4 +28,23 @@ class StepConfig:
     norm_chunk_tokens: ChunkTokens = "auto"
     offload: OffloadName = "none"
     compute_dtype: str | None = None
+    compile: bool | str = False
     watchdog: bool = True
+
+
+def check_beside_compile(config: StepConfig) -> None:
+    """Refuse options whose work programs of whole layers would hide.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if config.compile is False:
+        return
+    for name, why, values in (
+        ("offload", "takes what layers keep out of their programs", ("none",)),
+        ("layers_per_checkpoint", "computes layers again outside of their programs", (1,)),
+        ("feedforward_chunk_tokens", "runs blocks outside of programs", ("auto", 0)),
+        ("norm_chunk_tokens", "runs blocks outside of programs", ("auto", 0)),
+    ):
+        if (value := getattr(config, name)) not in values:
+            raise ConfigError(f"{name}={value!r} {why}; use {name}={values[0]!r} or compile=False")

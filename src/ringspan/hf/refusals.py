@@ -47,7 +47,7 @@ def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
     if args.use_liger_kernel:
         yield "use_liger_kernel=True", "leave it out: the ring's loss uses Liger's where it is installed"
     if args.torch_compile:
-        yield "torch_compile=True", "leave it out"
+        yield "torch_compile=True", "use RingConfig(compile=True), which compiles layers"
     if args.auto_find_batch_size:
         yield "auto_find_batch_size=True", "one rank that runs out of memory would leave the others; set the batch size"
     if not args.average_tokens_across_devices and ring.replicas > 1:

@@ -38,6 +38,7 @@ from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.generate.model import RingGenerator
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.blockwise import run_in_blocks
+from ringspan.torch.layers.compiled import check_compile, compile_layers
 from ringspan.torch.layers.decoder import decoder_of, head_sizes, layer_kinds, logit_scale, logit_softcap
 from ringspan.torch.layers.embedding import sum_embedding_gradients
 from ringspan.torch.layers.feedforward import find_feedforwards, free_feedforwards
@@ -52,7 +53,7 @@ from ringspan.torch.model.adapters import base_of, is_peft, put_on_ring
 from ringspan.torch.model.attention_function import register_attention
 from ringspan.torch.model.causal_lm import RingCausalLM
 from ringspan.torch.model.config_changes import copy_configs
-from ringspan.torch.model.recurrent import hook_stateful, refuse_spans
+from ringspan.torch.model.recurrent import hook_stateful, refuse_spans, stateful_modules
 from ringspan.torch.model.support import refuse_route, refuse_unsupported
 from ringspan.torch.recurrence.current import carry_passes
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
@@ -82,6 +83,7 @@ def parallelize(
     norm_chunk_tokens: ChunkTokens = "auto",
     offload: OffloadName = "none",
     compute_dtype: torch.dtype | None = None,
+    compile: bool | str = False,
     watchdog: bool = True,
 ) -> PreTrainedModel:
     """Put a decoder-only causal LM of transformers on the ring, in place; feed it what ``shard_batch`` returns.
@@ -121,6 +123,8 @@ def parallelize(
             models whose layers are checkpointed, for 16,384 local tokens and more.
         offload: where what checkpointing keeps waits for backward, see ``offload_activations``.
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
+        compile: make each layer a program with torch.compile, when it first runs; a name chooses another backend than
+            ``inductor``. Not together with ``offload``, ``layers_per_checkpoint`` or blocks of feed-forwards and norms.
         watchdog: end this process, with a line that says whom it waited for, when a rank dies, or does not come to a
             call within the time-out of the process group (``ringspan.torch.consistency.loop_watch``).
 
@@ -149,6 +153,7 @@ def parallelize(
         norm_chunk_tokens=norm_chunk_tokens,
         offload=offload,
         compute_dtype=None if compute_dtype is None else dtype,
+        compile=compile,
         watchdog=watchdog,
     )
     return put_on_mesh(model, mesh, config)
@@ -203,6 +208,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         ring_head=kind_of_head(parts.head),
         ring_configs=copy_configs((model.config, decoder.config)),
         ring_stateful=is_stateful,
+        ring_compiled=config.compile is not False,
         ring_router=parts.router,
     )
     if (tp := tensor_axis(mesh)) is not None:
@@ -211,6 +217,8 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     for modules, chunk_tokens, option, from_tokens in parts.in_blocks:
         run_in_blocks(modules, chunk_tokens, option, from_tokens=from_tokens, recorder=recorder)
     shard_weights(model, layers, mesh, _compute_dtype(config))
+    if config.compile is not False:
+        compile_layers(decoder, layers, kinds, config.compile)
     watch_optimizers(model)
     if config.watchdog:
         watch_loop(mesh)
@@ -263,10 +271,14 @@ def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Par
     refuse_route(decoder.config, mesh["ring"].size(), config.route, config.comm_dtype, 1 if tp is None else tp.size())
     _refuse_kernel(decoder, config.kernel, compute_dtype, mesh["ring"])
     check_checkpointing(model, config.checkpoint, config.offload, config.layers_per_checkpoint)
+    check_compile(decoder, config, is_stateful=bool(stateful_modules(decoder)))
+    is_compiled = config.compile is not False  # blocks would break its programs
     in_blocks: list[tuple[list[nn.Module], int, str, int]] = []
     # Both try modules out, on this process alone: before attention is the ring's.
     option = "feedforward_chunk_tokens"
-    if config.feedforward_chunk_tokens == "auto":
+    if is_compiled:
+        pass
+    elif config.feedforward_chunk_tokens == "auto":
         logs = mesh.get_rank() == int(mesh.mesh.min())
         feedforwards = free_feedforwards(model, checkpointed=config.checkpoint != "none", logs=logs)
         in_blocks.append((feedforwards, FREE_CHUNK_TOKENS, option, 0))
@@ -274,7 +286,9 @@ def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Par
         check_whole(option, config.feedforward_chunk_tokens, 0)
         in_blocks.append((find_feedforwards(model), config.feedforward_chunk_tokens, option, 0))
     option = "norm_chunk_tokens"
-    if config.norm_chunk_tokens == "auto":
+    if is_compiled:
+        pass
+    elif config.norm_chunk_tokens == "auto":
         norms = [] if config.checkpoint == "none" else find_norms(decoder)
         in_blocks.append((norms, FREE_CHUNK_TOKENS, option, FREE_NORM_TOKENS))
     elif config.norm_chunk_tokens != 0:

@@ -269,6 +269,8 @@ def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.
     """The policy for activations and the layers that share an input, with "auto" resolved."""
     memory = config.memory
     layers = None if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint
+    if config.model.compile is not False:
+        layers = layers or 1  # several would be computed again outside of their programs
     if memory.checkpoint != "auto":
         return memory.checkpoint, layers or 1
     assert memory.activation_bytes is not None, "checked by MemoryConfig"

@@ -59,6 +59,7 @@ def test_a_minimal_file_takes_the_documented_defaults(tmp_path: Path):
         "tokenizer": None,
         "dtype": "float32",
         "parameter_dtype": "float32",
+        "compile": False,
         "trust_remote_code": False,
         "rope": None,
     }

@@ -116,6 +116,36 @@ def ring_attention(
 
     Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
     """
+    q, k, v, spec = checked(
+        *(q, k, v, mask, layout, key_layout, group, scale, softcap, slopes, sinks),
+        *(route, comm_dtype, gradient_comm_dtype, kernel),
+    )
+    out, _ = _forward(q, k, v, sinks, slopes, str(spec))
+    return out
+
+
+def checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | str | None,
+    layout: LayoutName | Layout,
+    key_layout: Layout | None,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    scale: float | None,
+    softcap: float | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    route: str,
+    comm_dtype: CommDtypeName,
+    gradient_comm_dtype: GradientCommDtypeName,
+    kernel: KernelName,
+) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
+    """What the operator is given for these arguments of ``ring_attention``.
+
+    Raises:
+        UnsupportedError, LayoutError: as ``ring_attention``.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_plain(name, tensor)
     q, k, v = in_autocast(q, k, v)
@@ -147,8 +177,7 @@ def ring_attention(
         kernel=kernel,
         group=group.group_name if group is not None else "",
     )
-    out, _ = _forward(q, k, v, sinks, slopes, str(spec))
-    return out
+    return q, k, v, spec
 
 
 def _layout_options(layout: Layout, keys: Layout) -> dict[str, Any]:
@@ -207,7 +236,7 @@ def _forward(
     check_differentiation("ring_attention", q, k, v, sinks)  # of who calls the operator itself
     asked = AttentionSpec.parse(spec)
     # Without autocast, so that sums stay in float32.
-    with one_at_a_time(_group(asked.group)), torch.autocast(q.device.type, enabled=False):
+    with one_at_a_time(group_of(asked.group)), torch.autocast(q.device.type, enabled=False):
         ring, ulysses = _prepare("forward", q, k, v, sinks, slopes, asked)
         return ulysses.forward(ring, q, k, v, sinks) if ulysses else forward(ring, q, k, v, sinks)
 
@@ -227,22 +256,24 @@ def _backward(
     asked = AttentionSpec.parse(spec)
     inputs = dout, q, k, v, out, lse
     # Autocast: of a backward pass that is called in its region.
-    with one_at_a_time(_group(asked.group)), torch.autocast(q.device.type, enabled=False):
+    with one_at_a_time(group_of(asked.group)), torch.autocast(q.device.type, enabled=False):
         ring, ulysses = _prepare("backward", q, k, v, sinks, slopes, asked)
         dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
         return *(ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)), dsinks
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Tensors like the result and its log-sum-exp."""
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     return empty_like(q, v.shape[-1]), lse
 
 
 @_backward.register_fake
-def _(
+def fake_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tensors like the gradients."""
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return empty_like(q), empty_like(k), empty_like(v), dsinks
 
@@ -260,17 +291,18 @@ def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]
     return dq, dk, dv, dsinks if ctx.needs_input_grad[3] else None, None, None
 
 
-def _refuse_again(ctx: Any, *gradients: Tensor) -> Never:
+def refuse_again(ctx: Any, *gradients: Tensor) -> Never:
+    """Raise: the gradient has none itself."""
     raise UnsupportedError("ring_attention is differentiated once; its gradient has no backward pass of its own")
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse_again)
+_backward.register_autograd(refuse_again)
 
 
-def _group(name: str) -> dist.ProcessGroup | None:
-    """The operator's arguments are plain values, so a group is a name; torch's own functional collectives look it up
-    alike.
+def group_of(name: str) -> dist.ProcessGroup | None:
+    """The group of that name, None for none: an operator's arguments are plain values; torch's own functional
+    collectives look it up alike.
     """
     return c10d._resolve_process_group(name) if name else None  # pyright: ignore
 
@@ -279,7 +311,7 @@ def _prepare(
     what: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, spec: AttentionSpec
 ) -> tuple[Ring, Ulysses | None]:
     """This rank's part in a pass on which all ranks agree."""
-    group = _group(spec.group)
+    group = group_of(spec.group)
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     layout, keys = spec.layouts(q.shape[2], k.shape[2], ranks)
     facts = {

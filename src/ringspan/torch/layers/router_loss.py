@@ -96,6 +96,10 @@ def wanted_router(model: Any, asked: bool | None) -> RouterLoss | None:
         return None
     if model.ring_router is None:
         raise no_router_loss(class_name(model))
+    if model.ring_compiled:
+        raise UnsupportedError(
+            "output_router_logits=True: compiled layers do not show their routers' scores; use compile=False"
+        )
     return model.ring_router
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -19,10 +19,13 @@ from ringspan.core.names import (
     offload_name,
 )
 from ringspan.core.schedule.choice import check_segments, segment_sizes
+from ringspan.torch.attention import traced  # noqa: F401 - it registers the operator named below
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes
 from ringspan.torch.layers.modules import mix_in
 from ringspan.torch.memory.offload import Store
 from ringspan.torch.memory.segments import RING, Segments
+
+LAYER: Final = torch.ops.ringspan.layer_attention.default
 
 
 def layer_sizes(config: PreTrainedConfig, tp: int = 1) -> LayerSizes:
@@ -147,4 +150,4 @@ class _InSegments:
 
 
 def _keep_attention(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator == RING else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in (RING, LAYER) else CheckpointPolicy.PREFER_RECOMPUTE

@@ -5,7 +5,6 @@ B batch, T local tokens.
 
 import hashlib
 from collections.abc import Container, Sequence
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -15,10 +14,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
-from ringspan.core.geometry.mask import Mask, causal, documents, sliding_window
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.cached import current_turn
 from ringspan.torch.attention.op import in_autocast, ring_attention
+from ringspan.torch.attention.traced import layer_attention, mask_of
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.model.causal_lm import Packed
@@ -26,19 +25,6 @@ from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attenti
 from ringspan.torch.recurrence.current import current_pass
 
 _OVER_CACHE: Final = ("use_cache", "past_key_values", "logits_to_keep")  # which a pass over a cache honours elsewhere
-
-
-@lru_cache(maxsize=64)
-def _layer_mask(kind: LayerKind, length: int, lengths: tuple[int, ...] | None) -> Mask:
-    """Whom the queries of a layer see in a sequence of some documents, or of one; chunks count within a document."""
-    if kind.chunk is not None:
-        whole = lengths or (length,)
-        return documents(
-            piece for each in whole for piece in (*[kind.chunk] * (each // kind.chunk), each % kind.chunk) if piece
-        )
-    if lengths is not None:
-        return documents(lengths, window=kind.window)
-    return causal() if kind.window is None else sliding_window(kind.window)
 
 
 def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[LayerKind, ...], config: StepConfig) -> str:
@@ -63,10 +49,11 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
         ring_packed: Packed | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        sequences = current_pass()
+        is_program = torch.compiler.is_compiling()  # of which neither can be asked, and for which neither is there
+        sequences = None if is_program else current_pass()
         if ring_packed is None and sequences is not None:  # not every layer hands its arguments on
             ring_packed = sequences.packed
-        turn = current_turn()
+        turn = None if is_program else current_turn()
         if turn is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in _OVER_CACHE}
         check_attention(module, kwargs | {"attention_mask": attention_mask, "dropout": dropout})
@@ -79,6 +66,21 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
             key, value = key.to(query.dtype), value.to(query.dtype)  # written under autocast, or not
             out = turn.attend(query, key, value, kind, scores, s_aux, config.kernel)
             return out.transpose(1, 2).contiguous(), None  # some models view it as (batch, tokens, hidden size)
+        if is_program and not getattr(module, "ring_temperature", False):
+            out = layer_attention(
+                *(query, key, value, ring_packed.lengths if ring_packed else None),
+                window=kind.window,
+                chunk=kind.chunk,
+                layout=config.layout,
+                group=ring,
+                scale=scaling,
+                softcap=softcap,
+                sinks=s_aux,
+                route=config.route,
+                comm_dtype=config.comm_dtype,
+                kernel=config.kernel,
+            )
+            return out.transpose(1, 2), None
         length = query.shape[2] * dist.get_world_size(ring)
         if getattr(module, "ring_temperature", False):
             if ring_packed:
@@ -97,7 +99,7 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
         parts = [
             ring_attention(
                 *(x[part] for x in (query, key, value)),
-                mask=_layer_mask(kind, length, lengths),
+                mask=mask_of(length, lengths, kind.window, kind.chunk),
                 layout=where,
                 group=ring,
                 scale=scaling,
@@ -138,15 +140,21 @@ def _kind_of_layer(
     Raises:
         UnsupportedError: they do not agree.
     """
-    layer = getattr(module, "layer_idx", None)
-    if layer is None and len(set(kinds)) > 1:
-        raise UnsupportedError(f"{type(module).__name__} does not say which layer it is of (layer_idx), which differ")
-    kind = kinds[layer or 0]
+    if hasattr(module, "ring_kind"):  # a compiled layer's, whose program is that of all layers of the kind
+        kind = module.ring_kind
+    else:
+        layer = getattr(module, "layer_idx", None)
+        if layer is None and len(set(kinds)) > 1:
+            raise UnsupportedError(
+                f"{type(module).__name__} does not say which layer it is of (layer_idx), which differ"
+            )
+        kind = kinds[layer or 0]
     if asked is UNSAID:
         return kind if kind.window in masked else kind._replace(window=None)
     if asked != kind.window:
+        number = getattr(module, "layer_idx", None)
         raise UnsupportedError(
-            f"layer {layer} of {type(module).__name__} attends to {_reach(asked)}, but its config says "
+            f"layer {number} of {type(module).__name__} attends to {_reach(asked)}, but its config says "
             f"{_reach(kind.window)}; set layer_types and sliding_window of the config to what the layers do"
         )
     return kind

@@ -88,6 +88,8 @@ class RingCausalLM(Fixed):
     """Weights may be whole between passes."""
     ring_stateful: bool
     """Whether there are layers with a state, or convolutions."""
+    ring_compiled: bool
+    """Whether its layers are programs."""
     ring_router: RouterLoss | None
     """The auxiliary loss of a mixture of experts; None for a model without one."""
 
@@ -233,7 +235,7 @@ class Packed:
     """
 
     def __init__(self, model: Any, lengths: Tensor, positions: Tensor) -> None:
-        self.positions = positions
+        self.lengths, self.positions = lengths, positions
         self.layout: Layout | None = None
         """Where that is not the model's named one on as many tokens."""
         if model.ring_layout == "balanced":

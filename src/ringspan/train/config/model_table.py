@@ -37,6 +37,9 @@ class ModelConfig(Table):
     """What parameters, gradients and AdamW's moments are kept in. "bfloat16" takes half the memory, and loses updates
     that are smaller than a 256th of a weight: use it where float32 does not fit. Gradients are summed over ranks in
     float32 either way."""
+    compile: bool | str = False
+    """Make each layer a program with torch.compile, in the first step; a name chooses another backend than
+    "inductor"."""
     trust_remote_code: bool = False
     """Run the Python files that come with the model and its tokenizer; without it nothing of them is run."""
     rope: dict[str, Any] | None = Field(default=None, examples=[{"type": "yarn", "factor": 4.0}])

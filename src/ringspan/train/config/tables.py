@@ -355,7 +355,7 @@ class TrainConfig(Table):
 
     def step_config(self, checkpoint: CheckpointName, layers_per_checkpoint: int) -> StepConfig:
         """How ``parallelize`` runs a step of this run, with what "auto" chose for the memory."""
-        tables = (self.attention, self.memory, self.optimizer)
+        tables = (self.model, self.attention, self.memory, self.optimizer)
         # An option has the name that it has in its table.
         options = {
             field.name: getattr(table, field.name)

@@ -1,0 +1,199 @@
+"""A layer's attention as one operator, for layers that torch.compile makes programs of.
+
+``ring_attention`` looks at lengths, masks and routes before it calls its operator, whose text has them: constants, to
+a program. Here all of that happens when the operator runs, so that one program serves sequences and packed documents
+of any length.
+
+B batch, H query heads, T local tokens, D head dim.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringspan.core.geometry.balanced import batch_layout
+from ringspan.core.geometry.mask import Mask, causal, documents, sliding_window
+from ringspan.core.names import CommDtypeName, KernelName
+from ringspan.torch.attention import op
+from ringspan.torch.attention.spec import AttentionSpec
+
+_RING: Final = torch.ops.ringspan.ring_attention.default
+_RING_BACKWARD: Final = torch.ops.ringspan.ring_attention_backward.default
+
+
+def layer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    *,
+    window: int | None,
+    chunk: int | None,
+    layout: str,
+    group: dist.ProcessGroup,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    route: str,
+    comm_dtype: CommDtypeName,
+    kernel: KernelName,
+) -> Tensor:
+    """``ring_attention`` with the mask that ``mask_of`` gives for each sequence.
+
+    Args:
+        q, k, v: as of ``ring_attention``, (B, H, T, D).
+        lengths: of the documents of each sequence (B, most documents), 0 behind the last one; None where each sequence
+            is one.
+        window, chunk: as of ``mask_of``.
+        layout, group, scale, softcap, sinks, route, comm_dtype, kernel: as of ``ring_attention``.
+
+    Raises:
+        UnsupportedError, LayoutError, PeerMismatch: as ``ring_attention``, when the operator runs.
+    """
+    q, k, v = op.in_autocast(q, k, v)
+    asked = AttentionSpec(
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=softcap or 0.0,
+        layout=layout,
+        route=route,
+        comm_dtype=comm_dtype,
+        kernel=kernel,
+        group=group.group_name,
+    )
+    out, _ = _forward(q, k, v, sinks, lengths, window, chunk, str(asked))
+    return out
+
+
+@lru_cache(maxsize=64)
+def mask_of(length: int, lengths: tuple[int, ...] | None, window: int | None, chunk: int | None) -> Mask:
+    """Whom the queries of a sequence see.
+
+    Args:
+        length: of the sequence, where it is one document.
+        lengths: of its documents, of which none sees another one.
+        window: keys that a query sees, its own the last; all before it when None.
+        chunk: tokens of a piece of a document that no query looks out of; the whole document when None.
+    """
+    if chunk is not None:
+        pieces = ((*[chunk] * (each // chunk), each % chunk) for each in lengths or (length,))
+        return documents(piece for some in pieces for piece in some if piece)
+    if lengths is not None:
+        return documents(lengths, window=window)
+    return causal() if window is None else sliding_window(window)
+
+
+@torch.library.custom_op("ringspan::layer_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    lengths: Tensor | None,
+    window: int | None,
+    chunk: int | None,
+    spec: str,
+) -> tuple[Tensor, Tensor]:
+    parts = [
+        (rows, _RING(q[rows], k[rows], v[rows], sinks, None, text))
+        for rows, text in _attentions(q, k, v, sinks, lengths, window, chunk, spec)
+    ]
+    return parts[0][1] if len(parts) == 1 else _joined(parts, op.fake_forward(q, k, v))
+
+
+@torch.library.custom_op("ringspan::layer_attention_backward", mutates_args=())
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    lengths: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    window: int | None,
+    chunk: int | None,
+    spec: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    parts = [
+        (rows, _RING_BACKWARD(dout[rows], q[rows], k[rows], v[rows], sinks, None, out[rows], lse[rows], text))
+        for rows, text in _attentions(q, k, v, sinks, lengths, window, chunk, spec)
+    ]
+    if len(parts) == 1:
+        return parts[0][1]
+    dq, dk, dv, _ = op.fake_backward(dout, q, k, v, sinks)
+    _joined([(rows, part[:3]) for rows, part in parts], (dq, dk, dv))
+    return dq, dk, dv, torch.stack([part[3] for _, part in parts]).sum(0)
+
+
+def _attentions(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    lengths: Tensor | None,
+    window: int | None,
+    chunk: int | None,
+    spec: str,
+) -> Iterator[tuple[slice, str]]:
+    """The sequences that are alike, and what the ring's operator is asked for them."""
+    asked = AttentionSpec.parse(spec)
+    group = op.group_of(asked.group)
+    length = q.shape[2] * (1 if group is None else dist.get_world_size(group))
+    found: list[Any] = [None]
+    if lengths is not None:
+        found = [tuple(each for each in row if each) for row in lengths.tolist()]
+        found = found[:1] if len(set(found)) == 1 else found
+    for row, of_row in enumerate(found):
+        layout = asked.layout
+        if layout == "balanced":
+            assert of_row is not None and len(found) == 1, "checked when the batch was made"
+            layout = batch_layout("balanced", length, dist.get_world_size(group), of_row)
+        rows = slice(None) if len(found) == 1 else slice(row, row + 1)
+        *_, full = op.checked(
+            *(q[rows], k[rows], v[rows], mask_of(length, of_row, window, chunk)),
+            layout=layout,  # pyright: ignore[reportArgumentType]
+            key_layout=None,
+            group=group,
+            scale=asked.scale,
+            softcap=asked.softcap or None,
+            slopes=None,
+            sinks=sinks,
+            route=asked.route,
+            comm_dtype=asked.comm_dtype,
+            gradient_comm_dtype=asked.gradient_comm_dtype,
+            kernel=asked.kernel,
+        )
+        yield rows, str(replace(full, group=asked.group))
+
+
+def _joined(parts: list[tuple[slice, tuple[Tensor, ...]]], whole: Any) -> Any:
+    """The results of some sequences each, in tensors of all, whose strides a program has been told."""
+    for rows, part in parts:
+        for each, of_all in zip(part, whole, strict=True):
+            of_all[rows] = each
+    return whole
+
+
+_forward.register_fake(op.fake_forward)
+_backward.register_fake(op.fake_backward)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, lengths, ctx.window, ctx.chunk, ctx.spec = inputs
+    ctx.save_for_backward(q, k, v, sinks, lengths, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for it
+
+
+def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    dq, dk, dv, dsinks = _backward(dout, *ctx.saved_tensors, ctx.window, ctx.chunk, ctx.spec)
+    return dq, dk, dv, dsinks if ctx.needs_input_grad[3] else None, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(op.refuse_again)

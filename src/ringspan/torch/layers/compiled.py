@@ -1,0 +1,95 @@
+"""Decoder layers as programs that torch.compile makes, checkpointing and the ring's operator inside.
+
+The ranks talk in the operator, which a program calls like any other; FSDP's hooks run outside. Layers of one kind share
+a program, whatever the length of the sequence and of its documents.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.step_config import StepConfig, check_beside_compile
+from ringspan.torch.attention.cached import current_turn
+from ringspan.torch.layers.decoder import LayerKind
+
+
+def check_compile(decoder: nn.Module, config: StepConfig, *, is_stateful: bool) -> None:
+    """Raise what is wrong with the option ``compile``.
+
+    Raises:
+        ConfigError: no backend of torch.compile, or an option whose work a program would hide.
+        UnsupportedError: layers that compute with what is around them, of which a program knows nothing.
+    """
+    backend = config.compile
+    if backend is False:
+        return
+    if backend is not True and backend not in torch.compiler.list_backends(exclude_tags=()):
+        shown = ", ".join(torch.compiler.list_backends())
+        raise ConfigError(f"compile={backend!r}: use True, False or a backend of torch.compile: {shown}")
+    check_beside_compile(config)
+    name = type(decoder).__name__
+    if is_stateful:
+        raise UnsupportedError(
+            f"compile={backend!r}: {name} has layers with a state or a convolution; use compile=False"
+        )
+    if any(getattr(module, "attn_temperature_tuning", False) for module in decoder.modules()):
+        raise UnsupportedError(
+            f"compile={backend!r}: {name} scales queries by their positions (attn_temperature_tuning); use "
+            "compile=False"
+        )
+
+
+def compile_layers(
+    decoder: nn.Module, layers: Sequence[nn.Module], kinds: Sequence[LayerKind], backend: bool | str
+) -> None:
+    """Let each layer's forward pass be a program, made when it first runs; passes over a cache run as they are.
+
+    FSDP has them already, so that the program begins behind its hooks.
+    """
+    for module in decoder.modules():
+        number = getattr(module, "layer_idx", None)
+        if isinstance(number, int) and number < len(kinds):
+            module.ring_kind = kinds[number]  # pyright: ignore[reportArgumentType]
+    for layer in layers:
+        # By the program itself: releases of transformers differ in whether it is outside of ``forward``.
+        layer.ring_is_checkpointed = bool(getattr(layer, "gradient_checkpointing", False))  # pyright: ignore
+        layer.gradient_checkpointing = False  # pyright: ignore[reportArgumentType]
+        layer.forward = _either(layer, "inductor" if backend is True else str(backend))
+
+
+def _checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A layer's forward pass, checkpointed while it trains; with the layer as an argument, of which a program looks at
+    what it is, and not at which.
+    """
+    plain = type(layer).forward
+    if layer.ring_is_checkpointed and layer.training:
+        return layer._gradient_checkpointing_func(partial(plain, layer, **kwargs), *args)
+    return plain(layer, *args, **kwargs)
+
+
+def _either(layer: nn.Module, backend: str) -> Callable[..., Any]:
+    program: Callable[..., Any] = torch.compile(MethodType(_checkpointed, layer), backend=backend)
+    hands_on = False  # the documents of a packed batch to its attention, which a program cannot tell
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal hands_on
+        if current_turn() is not None:
+            return type(layer).forward(layer, *args, **kwargs)
+        packed = kwargs.get("ring_packed")
+        if packed is None:
+            return program(*args, **kwargs)
+        if hands_on:
+            packed.is_seen = True
+            return program(*args, **kwargs)
+        before, packed.is_seen = packed.is_seen, False
+        result = _checkpointed(layer, *args, **kwargs)
+        hands_on = packed.is_seen
+        packed.is_seen = before or hands_on
+        return result
+
+    return forward

@@ -1,0 +1,143 @@
+"""Layers that torch.compile has made programs of: the numbers of eager ones, no graph break, one program for all
+lengths.
+"""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringspan as rs
+from ringspan.torch.attention import op
+from tests.torch.models import build, relative, tokens
+from tests.torch.recurrence.models import build as build_stateful
+from tests.torch.test_parallelize import whole_gradients
+
+DOCUMENTS = [[[10, 30]], [[15, 25]], [[10, 10, 20, 8]], [[41]]]
+
+
+def batch_of(length: int, documents: list[list[int]] | None = None) -> dict[str, Tensor]:
+    ids = tokens(len(documents or [0]), length)
+    batch = {"input_ids": ids, "labels": ids}
+    if documents:
+        batch["position_ids"] = torch.stack([torch.cat([torch.arange(one) for one in row]) for row in documents])
+    return batch
+
+
+def steps(
+    mesh: DeviceMesh, kind: str, batches: list[dict[str, Tensor]], options: dict[str, Any], changes: dict[str, Any]
+) -> Any:
+    """Of each batch the loss and gradients, eager and compiled, and how often the ring ran forward; then what
+    torch.compile did for all of them, and what evaluation and generation give.
+    """
+    torch.compiler.reset()
+    counters.clear()
+    models = [
+        rs.parallelize(build(kind, **changes), mesh, compile=backend, **options) for backend in (False, "aot_eager")
+    ]
+    layout, found = options.get("layout", "zigzag"), []
+    for batch in batches:
+        pair = []
+        for model in models:
+            model.zero_grad()
+            with mock.patch.object(op, "forward", side_effect=op.forward) as ring:
+                loss = model(**rs.shard_batch(batch, mesh, layout=layout)).loss
+                loss.backward()
+            pair.append((loss.detach(), whole_gradients(model), ring.call_count))
+        found.append(pair)
+    breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+    with torch.no_grad():
+        evaluated = [model(**rs.shard_batch(batches[0], mesh, layout=layout)).loss for model in models]
+    asked = {"input_ids": batches[0]["input_ids"][:1], "max_new_tokens": 3, "do_sample": False}
+    answers = [model.generate(**asked) for model in models]
+    torch.compiler.reset()
+    return found, breaks, graphs, evaluated, answers
+
+
+FIVE = {"num_hidden_layers": 5}  # which one program serves
+
+
+@pytest.mark.parametrize(
+    ("kind", "batches", "options", "changes", "graphs"),
+    [
+        ("llama", [batch_of(n) for n in (37, 64, 80)], {}, FIVE, 2),
+        ("llama", [batch_of(37)], {"checkpoint": "none", "layout": "striped"}, FIVE, 1),
+        ("llama", [batch_of(37)], {"checkpoint": "full"}, FIVE, 1),
+        ("llama", [batch_of(sum(rows[0]), rows) for rows in DOCUMENTS], {}, FIVE, 3),
+        ("llama", [batch_of(sum(rows[0]), rows) for rows in DOCUMENTS[:2]], {"layout": "balanced"}, FIVE, 1),
+        ("llama", [batch_of(40, rows) for rows in ([[10, 30], [20, 20]], [[40], [30, 10]])], {}, FIVE, 2),
+        ("mistral-window", [batch_of(37, [[27, 10]])] * 2, {"route": "all-gather"}, FIVE, 1),
+        pytest.param(  # layers of two kinds, sinks, experts
+            *("gpt_oss", [batch_of(37)], {}, {}, 2),
+            marks=pytest.mark.skipif(
+                Version(transformers.__version__) < Version("5.23"), reason="experts on a CPU are no program there"
+            ),
+        ),
+    ],
+)
+def test_layers_compute_the_same_in_few_programs(pool, kind, batches, options, changes, graphs):
+    """Of layers of one kind two programs: for the first length, then for any."""
+    for found, breaks, made, evaluated, answers in pool.run(steps, 2, kind, batches, options, changes):
+        assert breaks == 0
+        assert 0 < made <= graphs
+        for (loss, gradients, passes), (compiled_loss, compiled, compiled_passes) in found:
+            assert relative(compiled_loss, loss) < 1e-6
+            assert compiled_passes == passes, "what is checkpointed keeps what it keeps"
+            for name, gradient in gradients.items():
+                assert relative(compiled[name], gradient) < 1e-5, name
+        assert relative(*evaluated) < 1e-6
+        assert torch.equal(*answers)
+
+
+def under_autocast_with_heads_split(mesh: DeviceMesh) -> Any:
+    """Losses and gradients of two steps, eager and compiled, in bfloat16."""
+    found = []
+    for backend in (False, "aot_eager"):
+        model = rs.parallelize(build("llama"), mesh, compile=backend)
+        for length in (37, 64):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(**rs.shard_batch(batch_of(length), mesh)).loss
+            loss.backward()
+        found.append((loss.detach(), whole_gradients(model)))
+    return found
+
+
+def test_layers_of_split_heads_under_autocast(pool):
+    for (loss, gradients), (compiled_loss, compiled) in pool.run(under_autocast_with_heads_split, 4, tp=2):
+        assert relative(compiled_loss, loss) < 1e-6
+        for name, gradient in gradients.items():
+            assert relative(compiled[name], gradient) < 1e-5, name
+
+
+def refused(mesh: DeviceMesh) -> list[str]:
+    """What is said of a temperature, of a state, and of routers' scores."""
+
+    def act(what: Any) -> str:
+        try:
+            what()
+        except rs.UnsupportedError as error:
+            return str(error)
+        return "nothing raised"
+
+    model = rs.parallelize(build("mixtral"), mesh, compile=True)
+    stateful = build_stateful("lfm2", torch.float32)
+    return [
+        act(lambda: rs.parallelize(build("llama4_text"), mesh, compile=True)),
+        act(lambda: rs.parallelize(stateful, mesh, compile=True, layout="contiguous")),
+        act(lambda: model(**rs.shard_batch(batch_of(37), mesh), output_router_logits=True)),
+    ]
+
+
+def test_what_no_program_can_do_is_refused(pool):
+    for temperature, state, router in pool.run(refused, 2):
+        assert "compile=True: Llama4TextModel scales queries by their positions" in temperature
+        assert "compile=True: Lfm2Model has layers with a state or a convolution" in state
+        assert (
+            router == "output_router_logits=True: compiled layers do not show their routers' scores; use compile=False"
+        )
