@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.files.named import read_small
+from ringspan.core.files.named import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_small
 from ringspan.core.messages.extras import require
 from ringspan.core.messages.lines import one_line
 from ringspan.generate.settings import GenerateSettings
@@ -53,7 +53,7 @@ def base_folder(folder: str) -> str:
         ConfigError: an adapter that does not say which model it is for.
         MissingExtraError: an adapter, where PEFT is not installed.
     """
-    path = Path(folder, "adapter_config.json")
+    path = Path(folder, ADAPTER_CONFIG)
     if not path.is_file():
         return folder
     require(f"{folder}, an adapter,", "peft")
@@ -147,8 +147,8 @@ def _with_adapter(model: Any, folder: str) -> Any:
     """The model with an adapter added to its weights."""
     from peft import PeftModel
 
-    if not Path(folder, "adapter_model.safetensors").is_file():
-        raise ConfigError(f"{folder}: has no adapter_model.safetensors; save the adapter with save_pretrained")
+    if not Path(folder, ADAPTER_WEIGHTS).is_file():
+        raise ConfigError(f"{folder}: has no {ADAPTER_WEIGHTS}; save the adapter with save_pretrained")
     try:
         return PeftModel.from_pretrained(model, folder, is_trainable=False).merge_and_unload(safe_merge=True)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:

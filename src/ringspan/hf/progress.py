@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.errors import CheckpointError
+from ringspan.core.files.named import ADAPTER_WEIGHTS
 from ringspan.torch.model.adapters import is_peft
 from ringspan.train.checkpoints.checkpoint import Checkpoints
 from ringspan.train.checkpoints.shards import Part
@@ -23,7 +24,6 @@ from ringspan.train.run_folder.resume import run_state
 
 FOLDER: Final = "ring_optimizer"
 _RUN: Final = "trainer"  # one folder holds one save, so there is nothing to tell apart
-_ADAPTER_FILES: Final = "adapter_model.safetensors"
 
 
 def save_optimizer(folder: Path, model: nn.Module, optimizer: Any, step: int, mesh: DeviceMesh, layout: str) -> None:
@@ -90,8 +90,8 @@ def load_adapter(folder: Path, model: nn.Module) -> bool:
     peft: Any = model
     for name in peft.peft_config:
         place = folder if name == "default" else folder / name
-        if not (place / _ADAPTER_FILES).is_file():
-            raise CheckpointError(f"{place / _ADAPTER_FILES}: is missing; is it a checkpoint of this adapter?")
+        if not (place / ADAPTER_WEIGHTS).is_file():
+            raise CheckpointError(f"{place / ADAPTER_WEIGHTS}: is missing; is it a checkpoint of this adapter?")
         result: Any = set_peft_model_state_dict(model, load_peft_weights(str(place), device="cpu"), adapter_name=name)
         if result.unexpected_keys:
             raise CheckpointError(f"{place}: has {result.unexpected_keys[0]}, which the adapter {name!r} lacks")

@@ -47,7 +47,7 @@ def add_adapter(model: PreTrainedModel, config: TrainConfig) -> Any:
 
 
 def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
-    """An adapter folder that ``PeftModel.from_pretrained`` opens, from the whole weights of the model."""
+    """An adapter folder that ``PeftModel.from_pretrained`` opens, from what it is to hold."""
     # The method of PEFT itself: the ring's gathers the weights, which rank 0 has here already.
     from peft import PeftModel
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import ringspan as rs
 from ringspan.torch.model.support import refuse_unsupported
@@ -101,8 +104,16 @@ def saved(mesh: DeviceMesh, base: Path, folder: Path, adapter: dict[str, Any]) -
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     step(model, mesh)
     optimizer.step()
-    model.save_pretrained(folder)
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+    gathered: list[int] = []
+
+    def full(self: Any) -> torch.Tensor:
+        gathered.append(self.numel())
+        return plain(self)
+
+    plain = DTensor.full_tensor
+    with mock.patch.object(DTensor, "full_tensor", full):
+        model.save_pretrained(folder)
+    return {name: whole(p.detach()) for name, p in model.named_parameters()}, sum(gathered)
 
 
 def from_folder(folder: Path) -> Any:
@@ -116,7 +127,9 @@ def from_folder(folder: Path) -> Any:
 def test_peft_opens_the_folder_with_equal_weights(pool, tmp_path, name):
     kind, adapter = ADAPTERS[name]
     build(kind).save_pretrained(tmp_path / "base")
-    weights, _ = pool.run(saved, 2, tmp_path / "base", tmp_path / "adapter", adapter)
+    (weights, gathered), _ = pool.run(saved, 2, tmp_path / "base", tmp_path / "adapter", adapter)
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert gathered == sum(map(torch.numel, written.values())), "what is not written is gathered nowhere"
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
     loaded: Any = PeftModel.from_pretrained(from_folder(tmp_path / "base"), tmp_path / "adapter")
     auto: Any = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")

@@ -6,6 +6,8 @@ import stat
 from pathlib import Path
 from typing import Final
 
+ADAPTER_CONFIG: Final = "adapter_config.json"  # the files that PEFT writes into a folder
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _MOST_BYTES: Final = 16 << 20  # the config of a model takes some thousand
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.errors import PeerMismatch, RingspanError
-from ringspan.torch.transport.collectives import gather
+from ringspan.torch.transport.collectives import gather_over
 
 # A digest travels as words whose squares can be added up over 32,768 ranks in 64 bits.
 _WORD_BITS: Final = 16
@@ -110,9 +110,8 @@ def _explain(mesh: DeviceMesh, call: Call, axes: list[str]) -> None:
     """Raise what is wrong, on every rank of some axes alike."""
     replica = mesh["replicate"].get_local_rank()
     # Only now, when something is wrong, do whole values travel: an ordinary call costs a few numbers.
-    told = [_Told(dist.get_rank(), replica, Call(call.name, call.alike, call.alike_in_ring, 0, _portable(call.error)))]
-    for axis in axes:
-        told = [one for part in gather(told, mesh[axis].get_group()) for one in part]
+    mine = _Told(dist.get_rank(), replica, Call(call.name, call.alike, call.alike_in_ring, 0, _portable(call.error)))
+    told: list[_Told] = gather_over(mesh, mine, axes)
     told.sort(key=lambda one: one.rank)
     # First of all: of ranks in different calls nothing else can be compared.
     if len({one.call.name for one in told}) > 1:

@@ -2,14 +2,14 @@
 
 import logging
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.torch.transport.collectives import gather
+from ringspan.torch.transport.collectives import gather_over
 from ringspan.torch.transport.digest import digest_values
 
 _log: Final = logging.getLogger(__name__)
@@ -35,9 +35,9 @@ def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.size() == 1 or dist.get_backend(mesh["ring"].get_group()) == "fake":
         return
     digests = {name: digest_values(tensor) for name, tensor in _tensors(model) if not tensor.is_meta}
-    if len(set(_gather(repr(digests), mesh))) == 1:
+    if len(set(gather_over(mesh, repr(digests)))) == 1:
         return
-    everyone = _gather(digests, mesh)
+    everyone = gather_over(mesh, digests)
     different = [name for name, digest in digests.items() if any(one[name] != digest for one in everyone)]
     tensors = dict(_tensors(model))
     for name in different:
@@ -56,14 +56,6 @@ def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-def _gather(thing: Any, mesh: DeviceMesh) -> list[Any]:
-    """The thing of every rank of a mesh."""
-    things = [thing]
-    for axis in mesh.mesh_dim_names or ():
-        things = [one for part in gather(things, mesh[axis].get_group()) for one in part]
-    return things
 
 
 def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:

@@ -6,7 +6,7 @@ PEFT is not imported: whoever has such a model has imported it.
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Never
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import forward_of, mix_in
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.saving import whole_weights
-from ringspan.torch.transport.collectives import gather
+from ringspan.torch.transport.collectives import gather_over
 
 
 def is_peft(model: Any) -> bool:
@@ -90,9 +90,10 @@ class _RingPeft(_Frozen):
         return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """``PeftModel.save_pretrained`` of the whole weights: an ordinary adapter folder.
+        """``PeftModel.save_pretrained``: an ordinary adapter folder.
 
-        Every rank calls it; rank 0 gathers them and writes.
+        Every rank calls it; rank 0 is sent what PEFT saves, a weight at a time, and writes. It holds no more of the
+        model than that.
 
         Raises:
             UnsupportedError: a conversion of initialised adapters, which would load another one.
@@ -106,7 +107,8 @@ class _RingPeft(_Frozen):
                 "the folder in one process"
             )
         state = kwargs.pop("state_dict", None)
-        state = whole_weights(self) if state is None else state
+        if state is None:
+            state = adapter_weights(self, given)
         error: Exception | None = None
         if dist.get_rank() == 0:
             try:
@@ -114,9 +116,26 @@ class _RingPeft(_Frozen):
             except Exception as raised:  # the others wait to be told
                 error = raised
         reason = error and f"{type(error).__name__}: {error}"
-        for axis in self.ring_mesh.mesh_dim_names:
-            reason = next(filter(None, gather(reason, self.ring_mesh[axis].get_group())), None)
+        reason = next(filter(None, gather_over(self.ring_mesh, reason)), None)
         if error is not None:
             raise error
         if reason:
             raise RuntimeError(f"rank 0 could not save the adapter: {reason}")
+
+
+def adapter_weights(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``PeftModel.save_pretrained`` with these arguments writes, by its name in the model: whole, on rank 0, and
+    nothing on others. All ranks call it.
+    """
+    return whole_weights(model, lambda sharded: _names_that_peft_saves(model, sharded, given))
+
+
+def _names_that_peft_saves(model: Any, state: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Of the names of a state dict those whose weights ``save_pretrained`` with these arguments writes."""
+    select = sys.modules["peft.utils.save_and_load"].get_peft_model_state_dict
+    embeddings = given.get("save_embedding_layers", given.get("kwargs", {}).get("save_embedding_layers", "auto"))
+    kept: set[int] = set()
+    for name in given.get("selected_adapters") or model.peft_config:
+        chosen = select(model, state_dict=dict(state), adapter_name=name, save_embedding_layers=embeddings)
+        kept |= set(map(id, chosen.values()))
+    return [name for name, weight in state.items() if id(weight) in kept]

@@ -7,12 +7,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
+from ringspan.torch.transport.collectives import gather_over
 from ringspan.torch.weights.saving import plan_weights, write_weights
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room, put_in_place, scratch_in
 
@@ -69,12 +72,27 @@ def voted(model: Any, what: str, work: Callable[[], Any]) -> None:
     check_call(model.ring_mesh, Call(what, error=error))
 
 
-def whole_weights(model: PreTrainedModel) -> dict[str, Any]:
-    """All weights of a model that is split over ranks, in the memory of the host: on rank 0, and none on others."""
+def whole_weights(
+    model: PreTrainedModel, choose: Callable[[dict[str, Any]], list[str]] | None = None
+) -> dict[str, Any]:
+    """The weights of a model that is split over ranks, in the memory of the host: on rank 0, and none on others; all,
+    or those whose names rank 0 chooses of the sharded ones.
+    """
     ours: Any = model
     check_call(ours.ring_mesh, Call("saving the model", optimizer_facts(model)))
     with _unadvised():
-        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if choose is None:
+            return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        sharded: Any = get_model_state_dict(model)
+        is_writer, chosen = dist.get_rank() == int(ours.ring_mesh.mesh.min()), list[str]()
+        voted(model, "choosing what to save", lambda: chosen.extend(choose(sharded)) if is_writer else None)
+        whole: dict[str, Any] = {}
+        for name in gather_over(ours.ring_mesh, chosen)[0]:
+            weight = sharded[name]
+            weight = weight.full_tensor() if isinstance(weight, DTensor) else weight  # all ranks take part
+            if is_writer:
+                whole[name] = weight.detach().cpu()
+        return whole
 
 
 @contextmanager

@@ -11,13 +11,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.files.named import read_small
+from ringspan.core.files.named import ADAPTER_CONFIG, read_small
 from ringspan.core.messages.lines import one_line
 from ringspan.torch.weights.deferred import Deferred, Region, deferred
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = f"{WEIGHTS}.index.json"
-ADAPTER: Final = "adapter_config.json"
 DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -103,7 +102,7 @@ def _files_of(folder: Path) -> Iterator[tuple[Path, set[str]]]:
         if (folder / WEIGHTS).exists():
             yield folder / WEIGHTS, set()
             return
-        if (folder / ADAPTER).exists():
+        if (folder / ADAPTER_CONFIG).exists():
             raise ConfigError(
                 f"{folder}: is an adapter of PEFT; load its base model, then PeftModel.from_pretrained, and parallelize"
             )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from ringspan.torch.transport.collectives import gather
+from ringspan.torch.transport.collectives import gather_over
 from ringspan.torch.weights.deferred import Region, deferred, shape_of
 from ringspan.torch.weights.writing import WeightsPlan
 
@@ -67,9 +67,7 @@ def plan_weights(model: PreTrainedModel, mesh: DeviceMesh, **options: Any) -> We
     everything = _tensors(model)
     writer = int(mesh.mesh.min())
     shards = [_Shards(name, everything[name], place, writer) for place, name in enumerate(names)]
-    told: Any = [[each.mine for each in shards]]
-    for axis in mesh.mesh_dim_names or ():
-        told = [one for part in gather(told, mesh[axis].get_group()) for one in part]
+    told = gather_over(mesh, [each.mine for each in shards])
     for index, each in enumerate(shards):
         each.everyone = [rank[index] for rank in told if rank[index] is not None]
     return plan_files(model, {each.name: deferred(each) for each in shards}, **options)

@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
+from ringspan.core.errors import ConfigError
 from ringspan.core.files.disk import sync_file, sync_folder
 from ringspan.torch.weights.deferred import Deferred, part, pieces
 from ringspan.torch.weights.files import DTYPES, INDEX, WEIGHTS
@@ -21,12 +22,17 @@ from ringspan.torch.weights.files import DTYPES, INDEX, WEIGHTS
 MAX_SHARD_SIZE: Final = "5GB"
 _PIECE_BYTES: Final = 1 << 26
 _HEADROOM_BYTES: Final = 1 << 25  # a tokenizer with all its files, the config, and folders
+_UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SCRATCH: Final = ".tmp-weights-"
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class WeightsPlan:
-    """Which tensors go into which files: ``max_shard_size`` bytes at most in each, but for a tensor that has more."""
+    """Which tensors go into which files: ``max_shard_size`` bytes at most in each, but for a tensor that has more.
+
+    Raises:
+        ConfigError: no such size.
+    """
 
     def __init__(self, tensors: Mapping[str, Deferred], max_shard_size: int | str, variant: str | None = None) -> None:
         self._tensors = tensors
@@ -35,7 +41,7 @@ class WeightsPlan:
             dict(tensors),
             get_storage_size=_num_bytes,
             filename_pattern=WEIGHTS.replace(".safetensors", f"{infix}{{suffix}}.safetensors"),
-            max_shard_size=max_shard_size,
+            max_shard_size=_size_in_bytes(max_shard_size),
         )
         self._index = INDEX.replace(".json", f"{infix}.json")
         own = re.escape(WEIGHTS.replace(".safetensors", infix))
@@ -120,6 +126,16 @@ class _Sink:
             if self.problem is None:
                 self._try(lambda: os.fsync(self._file.fileno()))
             self._try(self._file.close)
+
+
+def _size_in_bytes(size: int | str) -> int:
+    """Of a file, as transformers takes it: bytes, or text with a unit."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
+    if found is not None:
+        size = int(float(found[1]) * _UNITS[found[2].upper()])
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(f"max_shard_size={size!r}: use a number of bytes, or text with a unit, such as '2GB'")
+    return size
 
 
 def _num_bytes(tensor: Tensor) -> int:

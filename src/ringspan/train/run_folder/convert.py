@@ -21,7 +21,7 @@ from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room
 from ringspan.train.checkpoints.manifest import TensorEntry, read_manifest, verify
 from ringspan.train.data.origin import tokenizer_of
 from ringspan.train.model import load_model_config
-from ringspan.train.run_folder.export import complete, put_beside, scratch_beside
+from ringspan.train.run_folder.export import put_beside, scratch_beside, write_configs
 from ringspan.train.run_folder.record import RECORD, recorded
 
 _PREFIX: Final = "model/"
@@ -71,11 +71,12 @@ def export_checkpoint(
         raise CheckpointError(problem)
     try:
         with scratch_beside(folder) as scratch:
+            with as_trained(plain):
+                write_configs(scratch, plain.config, dtype)
             for number, name in enumerate(plan.files, start=1):
                 doing(f"writing file {number} of {len(plan.files)}")
                 plan.write(name, scratch)
-            with as_trained(plain):
-                complete(scratch, plan, plain.config, plain.num_parameters(), dtype)
+            plan.write_index(scratch, plain.num_parameters())
             if tokenizer := tokenizer_of(run):
                 shutil.copytree(tokenizer, scratch, dirs_exist_ok=True)
             put_beside(scratch, folder)

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 from ringspan.core.errors import CheckpointError
 from ringspan.core.messages.lines import one_line
 from ringspan.torch.layers.positions import as_trained
-from ringspan.torch.model.adapters import base_of, is_peft
-from ringspan.torch.model.saving import whole_weights
-from ringspan.torch.transport.collectives import gather
+from ringspan.torch.model.adapters import adapter_weights, base_of, is_peft
+from ringspan.torch.model.saving import voted, whole_weights
 from ringspan.torch.weights.saving import plan_weights, write_weights
-from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan, missing_room
+from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room
 from ringspan.train.adapter import merged, write_adapter
 
 
@@ -30,7 +29,7 @@ def save_model(
     added to them.
 
     Every rank calls it; rank 0 writes what they send, a piece of a tensor at a time, into a temporary folder beside it
-    that is then renamed. A folder of that name is replaced. Of a model with an adapter it gathers all weights first.
+    that is then renamed. A folder of that name is replaced. To merge an adapter it gathers all weights first.
     """
     try:
         if is_peft(model):
@@ -52,15 +51,16 @@ def _save_plain(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, dt
             if problem := missing_room(folder.parent, plan.num_bytes):
                 raise CheckpointError(problem)
             scratch.append(stack.enter_context(scratch_beside(folder)))
+            write_configs(scratch[0], _config_of(model), dtype)
 
         def finish() -> None:
-            complete(scratch[0], plan, _config_of(model), model.num_parameters(), dtype)
+            plan.write_index(scratch[0], model.num_parameters())
             tokenizer.save_pretrained(scratch[0])
             put_beside(scratch[0], folder)
 
-        _together(begin if is_writer else None)
-        write_weights(plan, scratch[0] if is_writer else None, lambda _, error: _together(error))
-        _together(finish if is_writer else None)
+        _together(model, begin if is_writer else None)
+        write_weights(plan, scratch[0] if is_writer else None, lambda _, error: _together(model, error))
+        _together(model, finish if is_writer else None)
 
 
 def _save_with_adapter(
@@ -83,9 +83,9 @@ def _save_with_adapter(
             tokenizer.save_pretrained(scratch)
             put_beside(scratch, folder)
 
-    _together(begin if is_writer else None)
-    weights = whole_weights(model)
-    _together(write if is_writer else None)
+    _together(model, begin if is_writer else None)
+    weights = whole_weights(model) if merge else adapter_weights(model, {})
+    _together(model, write if is_writer else None)
 
 
 def _config_of(base: Any) -> PreTrainedConfig:
@@ -94,15 +94,14 @@ def _config_of(base: Any) -> PreTrainedConfig:
         return type(base.config).from_dict(base.config.to_dict())
 
 
-def complete(
-    folder: Path, plan: WeightsPlan, config: PreTrainedConfig, num_parameters: int, dtype: torch.dtype
-) -> None:
-    """Write what makes files of weights a model: their index, and the configs."""
+def write_configs(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Write what a model has beside its weights, into a folder without any: transformers removes files of weights that
+    are not its own.
+    """
     config.dtype = dtype
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(config)
     plain.save_pretrained(folder, state_dict={})
-    plan.write_index(folder, num_parameters)
 
 
 def put_beside(scratch: Path, folder: Path) -> None:
@@ -127,19 +126,16 @@ def scratch_beside(folder: Path) -> Iterator[Path]:
         yield inner
 
 
-def _together(work: Callable[[], None] | Exception | None) -> None:
-    """Do something, and raise on every rank what went wrong on any; an error that is not ours to judge is said too, so
-    that none is left waiting.
-    """
-    problem = None
-    try:
-        if isinstance(work, Exception):
-            raise work
-        if work is not None:
-            work()
-    except CheckpointError as error:
-        problem = str(error)
-    except (OSError, SafetensorError, MemoryError) as error:
-        problem = f"{type(error).__name__}: {one_line(error)}"
-    if said := next(filter(None, gather(problem)), None):
-        raise CheckpointError(said)
+def _together(model: Any, work: Callable[[], None] | Exception | None) -> None:
+    """``voted``, where a disk that is full or memory that is short is a CheckpointError."""
+
+    def attempt() -> None:
+        try:
+            if isinstance(work, Exception):
+                raise work
+            if work is not None:
+                work()
+        except (OSError, SafetensorError, MemoryError) as error:
+            raise CheckpointError(f"{type(error).__name__}: {one_line(error)}") from error
+
+    voted(model, "writing the model", attempt)
