@@ -30,8 +30,10 @@ def toml_tables(question: Question, setting: Setting) -> str:
     return "\n\n".join("\n".join([f"[{name}]", *_assignments(table)]) for name, table in tables.items())
 
 
-def train_command(question: Question, setting: Setting, file: str) -> str:
-    """The command that trains with these tables in ``file``; what belongs in [model] and [data] are its overrides."""
+def train_command(question: Question, setting: Setting, file: str, *, documents: bool = False) -> str:
+    """The command that trains with these tables in ``file``; what belongs in [model] and [data] are its overrides, of
+    packed ``documents`` that they do not see each other.
+    """
     start = f"ringspan train {file} --nproc {question.devices}"
     if question.devices > question.device.devices_per_node:
         # As many on every node: the fewest nodes among which the devices come out even.
@@ -40,7 +42,8 @@ def train_command(question: Question, setting: Setting, file: str) -> str:
             nodes += 1
         per_node = question.devices // nodes
         start = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} ... -m ringspan train {file}"
-    return f"{start} \\\n    model.dtype={setting.compute_dtype} data.sequence_length_tokens={setting.length}"
+    overrides = f"model.dtype={setting.compute_dtype} data.sequence_length_tokens={setting.length}"
+    return f"{start} \\\n    {overrides}" + (" data.documents=separate" if documents else "")
 
 
 def python_call(setting: Setting) -> str:

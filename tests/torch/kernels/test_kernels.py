@@ -14,6 +14,7 @@ from ringspan.core.names import KERNEL_NAMES, LAYOUT_NAMES
 from ringspan.core.schedule.kernel_launches import KernelLaunch, Window, bands, chains, pieces, squares, whole
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch import kernels
+from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.device import ChunkSize, DeviceRules, multiplies_16_bits, ruled_by, rules_of
 from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.kernels.score_mod import Scores
@@ -325,7 +326,7 @@ def test_the_operators_of_this_pytorch_take_what_they_are_given(kernel, tiles):
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in (META[0], META[1], META[1]))
     out, lse = one.forward(q, k, v, launch, PLAIN)
     assert (out.shape, out.dtype) == (q.shape, q.dtype) and (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
-    gradients = one.backward(out, q, k, v, out, lse, launch, PLAIN)
+    gradients = one.backward(BackwardInputs(out, q, k, v, out, lse), launch, PLAIN)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 

@@ -10,6 +10,7 @@ from ringspan.cli.checks import check_picture
 
 if TYPE_CHECKING:
     from ringspan.plan.cluster.devices import Device as Accelerator
+    from ringspan.plan.documents import LayoutCost
     from ringspan.plan.generation.planner import TextPlan
     from ringspan.plan.planner import Plan
 
@@ -60,7 +61,7 @@ CommDtype = Annotated[
 
 
 # What says how to train, and has no part in generation.
-_OF_TRAINING = ("length", "parameter_dtype", "route", "comm_dtype", "trace", "rank", "picture")
+_OF_TRAINING = ("length", "parameter_dtype", "route", "comm_dtype", "documents", "trace", "rank", "picture")
 
 
 def command(
@@ -75,6 +76,13 @@ def command(
     parameter_dtype: ParameterDtype = "float32",
     route: Route = "auto",
     comm_dtype: CommDtype = "exact",
+    documents: Annotated[
+        str | None,
+        typer.Option(
+            help="Lengths of packed documents, to compare layouts: a .json list, lognormal:2048 or lognormal:2048,0.5 "
+            "(median, sigma)."
+        ),
+    ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Trace the real training step on fake tensors for the memory.")
     ] = False,
@@ -126,12 +134,21 @@ def command(
             raise ConfigError(f"--picture {picture} draws what a trace finds; add --trace")
         check_picture(picture, ".png", ".svg", ".pdf")
         require(f"--picture {picture}", "matplotlib")
+    lengths = _lengths(documents, length) if documents is not None else ()
     if rank is not None and not trace:
         raise ConfigError(f"--rank {rank} is the rank that a trace plays; add --trace")
     answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route, comm_dtype)
     result = answer.as_json()
     if trace:
         result |= _traced(answer, rank or 0, quiet=as_json)
+    layouts = _layouts(answer, lengths, quiet=as_json) if lengths else []
+    if layouts:
+        result["documents"] = {
+            "num": len(lengths),
+            "shortest": min(lengths),
+            "longest": max(lengths),
+            "layouts": [row.as_json() for row in layouts],
+        }
     if picture:
         _draw(answer, result, picture)
     if as_json:
@@ -139,7 +156,24 @@ def command(
         return
     from ringspan.cli.commands.plan_text import show
 
-    show(answer, result, shown_mesh(result))
+    show(answer, result, shown_mesh(result), layouts)
+
+
+def _lengths(documents: str, length: int) -> tuple[int, ...]:
+    from ringspan.plan.documents import read_documents
+
+    return read_documents(documents, length)
+
+
+def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[LayoutCost]":
+    """What the plan's step takes on each layout; nothing where it does not fit."""
+    from ringspan.cli.console import console
+    from ringspan.plan.documents import compare_layouts
+
+    if not answer.fits:
+        return []
+    with console(stderr=True, quiet=quiet).status(f"timing {len(lengths):,} documents on each layout"):
+        return compare_layouts(answer.question, answer.setting, lengths)
 
 
 def refuse_float16(dtype: str) -> None:

@@ -1,19 +1,24 @@
 """The text that ``ringspan plan`` prints: the verdict, how to run the step, what it takes, why, and what to paste."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 
 from ringspan.cli.console import console, facts, heading, paragraph
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_flops, shown_seconds, shown_speed
+from ringspan.plan.documents import LayoutCost
 from ringspan.plan.planner import Plan
 from ringspan.plan.snippet import python_call, toml_tables, train_command
 
 
-def show(answer: Plan, result: dict[str, Any], mesh: str) -> None:
-    """Print a plan; ``result`` is its JSON object, with the memory of the trace where there was one."""
+def show(answer: Plan, result: dict[str, Any], mesh: str, layouts: Sequence[LayoutCost] = ()) -> None:
+    """Print a plan; ``result`` is its JSON object, with the memory of the trace where there was one, and ``layouts``
+    what its step takes with packed documents, the fastest first.
+    """
     out = console()
     _verdict(out, answer, result)
     out.print()
@@ -28,11 +33,33 @@ def show(answer: Plan, result: dict[str, Any], mesh: str) -> None:
     facts(out, "one step", list(_step(answer)))
     if any(result["link_bytes_per_step"].values()):
         facts(out, "received by each device in one step", list(_received(result)))
+    if layouts:
+        _documents(out, result, layouts)
     _block(out, answer, result)
     heading(out, "why")
     for reason in result["reasons"]:
         paragraph(out, reason, first="- ")
-    _snippets(out, answer, fits=result["fits"])
+    _snippets(out, answer, layouts, fits=result["fits"])
+
+
+def _documents(out: Console, result: dict[str, Any], layouts: Sequence[LayoutCost]) -> None:
+    """A step on each layout and route, the fastest first."""
+    packed = result["documents"]
+    out.print()
+    table = Table(
+        "layout", "route", *(Column(name, justify="right") for name in ("busiest / mean", "received", "step")),
+        title=f"a step of {packed['num']:,} packed documents of {packed['shortest']:,} to {packed['longest']:,} tokens",
+        title_justify="left", box=None,
+    )  # fmt: skip
+    for row in layouts:
+        table.add_row(
+            row.layout,
+            row.setting.route,
+            f"{row.most_work_over_mean:.3f}",
+            shown_bytes(row.received_bytes),
+            shown_seconds(row.step_seconds),
+        )
+    out.print(table)
 
 
 def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
@@ -120,9 +147,13 @@ def _block(out: Console, answer: Plan, result: dict[str, Any]) -> None:
     )
 
 
-def _snippets(out: Console, answer: Plan, *, fits: bool) -> None:
-    """The configuration to paste, of the plan, or of the longest sequence where the plan does not fit."""
+def _snippets(out: Console, answer: Plan, layouts: Sequence[LayoutCost], *, fits: bool) -> None:
+    """The configuration to paste, of the plan with the fastest layout, or of the longest sequence where it does not
+    fit.
+    """
     question, setting = answer.question, answer.setting if fits else answer.longest
+    if fits and layouts:
+        setting = replace(layouts[0].setting, layout=layouts[0].layout)  # pyright: ignore[reportArgumentType]
     if setting is None:
         return
     if question.device.name.startswith("tpu"):
@@ -132,7 +163,7 @@ def _snippets(out: Console, answer: Plan, *, fits: bool) -> None:
     length = "" if fits else f" the {setting.length:,} tokens that fit"
     for title, text in (
         (f"to train{length}, put this beside [model] and [data] in run.toml:", toml_tables(question, setting)),
-        ("and start:", train_command(question, setting, "run.toml")),
+        ("and start:", train_command(question, setting, "run.toml", documents=bool(layouts))),
         ("or in Python:", python_call(setting)),
     ):
         out.print()

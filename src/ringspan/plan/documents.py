@@ -1,0 +1,163 @@
+"""What a step of packed documents takes on each layout and route, from the schedules of these very documents."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.geometry.balanced import batch_layout
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import documents as documents_mask
+from ringspan.core.messages.lines import one_line
+from ringspan.core.names import BATCH_LAYOUT_NAMES, BatchLayoutName
+from ringspan.core.schedule import timing
+from ringspan.core.schedule.schedule import make_schedule
+from ringspan.core.schedule.timing import Pass, Speeds, slowest
+from ringspan.core.schedule.workspace import Shape
+from ringspan.plan.cost.passes import Passes
+from ringspan.plan.cost.setting import Setting
+from ringspan.plan.search import Question
+
+FORMS: Final = "give a .json file with a list of lengths, or lognormal:MEDIAN or lognormal:MEDIAN,SIGMA"
+_SIGMA: Final = 1.0  # of lognormal lengths: one in twenty is five times as long as the median
+_SHORTEST: Final = 16
+_MOST_RANKS: Final = 64  # of a ring: the schedules of more ranks than that take minutes
+_ROUTES: Final = ("ring", "all-gather")  # beside the plan's own: from neighbour to neighbour, and straight
+
+
+@dataclass(frozen=True)
+class LayoutCost:
+    """A step of packed documents on one layout and route."""
+
+    layout: BatchLayoutName
+    setting: Setting
+    """The step, but for its layout, which only documents make."""
+    most_work_over_mean: float
+    received_bytes: float
+    """For attention, by the rank that takes longest, in one step."""
+    step_seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """A row of ``ringspan plan --documents --json``."""
+        return {
+            "layout": self.layout,
+            "route": self.setting.route,
+            "micro_batch": self.setting.batch,
+            "most_work_over_mean": self.most_work_over_mean,
+            "received_bytes_per_step": round(self.received_bytes),
+            "step_seconds": self.step_seconds,
+        }
+
+
+def read_documents(text: str, length: int) -> tuple[int, ...]:
+    """The lengths of documents that fill a sequence of ``length`` tokens, from what ``--documents`` says.
+
+    Those of a file are taken in its order, again from the first where they are too few, and lognormal ones are drawn
+    under a fixed seed; the last document is cut where the sequence ends.
+
+    Raises:
+        ConfigError: neither a file with lengths nor a distribution.
+    """
+    name, _, numbers = text.partition(":")
+    lengths = _lognormal(text, numbers) if name == "lognormal" else _read(Path(text))
+    found: list[int] = []
+    left = length
+    while left:
+        found.append(min(left, next(lengths)))
+        left -= found[-1]
+    return tuple(found)
+
+
+def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ...]) -> list[LayoutCost]:
+    """A step of a plan on every layout, by its route and by those that suit documents, the fastest first.
+
+    Raises:
+        ConfigError: the ring has more than 64 ranks.
+    """
+    if setting.ring > _MOST_RANKS:
+        raise ConfigError(
+            f"--documents is for rings of up to {_MOST_RANKS} ranks, and this plan has {setting.ring}; ask for fewer "
+            "devices, or compare layouts with rs.balanced and python -m benchmarks.layouts"
+        )
+    routes = dict.fromkeys((setting.route, *(_ROUTES if question.route == "auto" and setting.ring > 1 else ())))
+    rows: list[LayoutCost] = []
+    for name in BATCH_LAYOUT_NAMES:
+        split = batch_layout(name, question.length, setting.ring, lengths)
+        work = _work(question, split, lengths)
+        for route in routes:
+            # A balanced layout is made for one sequence; heads cannot be traded for its tokens.
+            way = replace(setting, route=route, batch=1 if name == "balanced" else setting.batch)
+            if (name == "balanced" and way.way.ulysses > 1) or not question.fits(way):
+                continue
+            cost = question.step_cost(way, _passes_of(split, lengths))
+            rows.append(LayoutCost(name, way, max(work) * len(work) / sum(work), cost.ring_bytes, cost.seconds))
+    return sorted(rows, key=lambda row: row.step_seconds)
+
+
+def _work(question: Question, split: Layout, lengths: tuple[int, ...]) -> list[int]:
+    """Allowed pairs of each rank, over all layers."""
+    kinds = Counter(question.shape.layer_windows)
+    return [
+        sum(
+            count * make_schedule(split, documents_mask(lengths, window=window), rank).num_pairs
+            for window, count in kinds.items()
+        )
+        for rank in range(split.ranks)
+    ]
+
+
+def _passes_of(split: Layout, lengths: tuple[int, ...]) -> Passes:
+    """Forward and backward of attention on these documents, in the place of one causal sequence."""
+    known: dict[tuple[Any, ...], tuple[Pass, Pass]] = {}
+
+    def passes(
+        layout: str,
+        length: int,
+        ranks: int,
+        window: int | None,
+        route: str,
+        shape: Shape,
+        speeds: Speeds,
+        comm_dtype: str = "exact",
+    ) -> tuple[Pass, Pass]:
+        key = window, route, shape, speeds, comm_dtype
+        if key not in known:
+            mask, one = documents_mask(lengths, window=window), replace(shape, batch=1)
+            forward, backward = (
+                slowest(timing.passes(split, mask, route, one, speeds, is_backward=back, comm_dtype=comm_dtype))
+                for back in (False, True)
+            )
+            # Of twice the sequences everything is twice as much.
+            known[key] = Pass(*(shape.batch * x for x in forward)), Pass(*(shape.batch * x for x in backward))
+        return known[key]
+
+    return passes
+
+
+def _lognormal(text: str, numbers: str) -> Iterator[int]:
+    parts = numbers.split(",")
+    try:
+        median, sigma = float(parts[0]), float(parts[1]) if len(parts) == 2 else _SIGMA
+        if len(parts) > 2 or not (1 <= median < float("inf") and 0 <= sigma < 10):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"--documents {text}: needs a median of at least 1, a sigma below 10; {FORMS}") from None
+    generator = np.random.default_rng(0)
+    while True:
+        yield max(_SHORTEST, int(generator.lognormal(np.log(median), sigma)))
+
+
+def _read(path: Path) -> Iterator[int]:
+    try:
+        lengths = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--documents {path}: {one_line(error)}; {FORMS}") from error
+    if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n > 0 for n in lengths):
+        raise ConfigError(f"--documents {path}: is no list of whole numbers above 0; {FORMS}")
+    while True:
+        yield from lengths
