@@ -11,9 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
@@ -47,6 +48,21 @@ def namespaced(command: list[str]) -> Iterator["subprocess.Popen[str]"]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def bridged(module: str, ranks: int) -> Iterator[list["subprocess.Popen[str]"]]:
+    """Ranks of a benchmark, each in a namespace of its own, on one bridge; they live as long as this context."""
+    with tempfile.TemporaryDirectory(prefix="ringspan-ranks-") as folder, ExitStack() as stack:
+        switch = stack.enter_context(namespaced(["sh", "-c", "echo here; exec cat"]))
+        inside = "nsenter", "--net", "--target", str(switch.pid)
+        run(*inside, "ip", "link", "add", "name", "switch", "type", "bridge")
+        run(*inside, "ip", "link", "set", "switch", "up")
+        processes = [stack.enter_context(namespaced(rank_command(module, rank, folder))) for rank in range(ranks)]
+        for rank, process in enumerate(processes):
+            link((f"port{rank}", switch.pid), (LINK, process.pid))
+            run(*inside, "ip", "link", "set", f"port{rank}", "master", "switch", "up")
+        yield processes
 
 
 def rank_command(module: str, rank: int, folder: str) -> list[str]:

@@ -14,9 +14,7 @@ import json
 import shlex
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +27,7 @@ from torch import Tensor
 
 import ringspan as rs
 from benchmarks import namespaces
-from benchmarks.namespaces import LINK, ask, link, namespaced, path, rank_command, run, serve, swap
+from benchmarks.namespaces import LINK, ask, bridged, path, run, serve, swap
 from ringspan.core.schedule.choice import choose_route
 from ringspan.core.schedule.timing import Speeds, pair_flops, passes, slowest
 from ringspan.core.schedule.workspace import Shape
@@ -80,16 +78,7 @@ def why_not() -> str | None:
 
 def measure(cases: list[Case]) -> list[dict[str, Any]]:
     """What was measured and predicted of each case, from ranks that live as long as this call."""
-    with tempfile.TemporaryDirectory(prefix="ringspan-nodes-") as folder, ExitStack() as stack:
-        switch = stack.enter_context(namespaced(["sh", "-c", "echo here; exec cat"]))
-        inside = "nsenter", "--net", "--target", str(switch.pid)
-        run(*inside, "ip", "link", "add", "name", "switch", "type", "bridge")
-        run(*inside, "ip", "link", "set", "switch", "up")
-        commands = (rank_command("benchmarks.nodes", rank, folder) for rank in range(RANKS))
-        ranks = [stack.enter_context(namespaced(command)) for command in commands]
-        for rank, process in enumerate(ranks):
-            link((f"port{rank}", switch.pid), (LINK, process.pid))
-            run(*inside, "ip", "link", "set", f"port{rank}", "master", "switch", "up")
+    with bridged("benchmarks.nodes", RANKS) as ranks:
         results = ask(ranks, [asdict(case) for case in cases])
         return [asdict(case) | result for case, result in zip(cases, results, strict=True)]
 
