@@ -62,7 +62,8 @@ def test_balance_is_that_of_the_pairs_and_one_document_is_the_plan_itself():
     plan = make_plan(asked)
     lengths = read_documents("lognormal:2048", asked.length)
     rows = compare_layouts(asked, plan.setting, lengths)
-    assert [row.step_seconds for row in rows] == sorted(row.step_seconds for row in rows)
+    weighed = [row.step_seconds / (0.97 if row.layout == "striped" else 1) for row in rows]
+    assert weighed == sorted(weighed)
     found = {row.layout: row for row in rows if row.setting.route == "ring"}
     assert set(found) == {"contiguous", "striped", "zigzag", "balanced"}
     # By hand, token by token: those of a document see all of it that came before.
@@ -96,9 +97,10 @@ def test_a_ring_too_long_to_time_is_refused():
         compare_layouts(asked, setting, (1 << 20,))
 
 
-def test_the_command_prints_layouts_and_pastes_the_fastest():
+def test_the_command_prints_layouts_and_draws_and_pastes_the_fastest(tmp_path):
     options = ["plan", "--devices", "8", "--length", "65536", "--documents", "lognormal:2048"]
-    printed = CliRunner().invoke(app, options)
+    printed = CliRunner().invoke(app, [*options, "--picture", str(tmp_path / "documents.svg")])
+    assert "balanced layout, " in (tmp_path / "documents.svg").read_text()
     assert printed.exit_code == 0, printed.output
     assert "packed documents of" in printed.output
     assert 'layout = "balanced"' in printed.output

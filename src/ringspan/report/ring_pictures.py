@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 MAX_STRIPED_LENGTH: Final = 64  # single cells of a striped picture stay visible up to here, and the file small
 
 
-def ring_picture(layout: Layout, mask: Mask) -> "Figure":
+def ring_picture(layout: Layout, mask: Mask, name: str | None = None) -> "Figure":
     """Who computes what: query positions downward x key positions rightward, a colour per rank, fainter by hop.
+
+    ``name`` heads it, and is made of the layout and the mask when None.
 
     The strips along the edges show which rank holds the queries and the keys; the bars below, each rank's work.
 
@@ -52,7 +54,7 @@ def ring_picture(layout: Layout, mask: Mask) -> "Figure":
     scale = side / layout.length
     pairs = [make_schedule(layout, mask, rank).num_pairs for rank in range(layout.ranks)]
     shares = [100 * count / max(1, sum(pairs)) for count in pairs]
-    heading = f"{_name(layout, mask)}, {layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
+    heading = f"{name or _name(layout, mask)}, {layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
     spoken = ", ".join(f"rank {rank} {share:.1f} %" for rank, share in enumerate(shares))
     figure, page = canvas(
         440,

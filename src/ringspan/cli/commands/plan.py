@@ -88,7 +88,11 @@ def command(
     ] = False,
     rank: Annotated[int | None, typer.Option(min=0, help="The rank that --trace plays; default: 0.")] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Where to draw what --trace finds over the step: a .png, .svg or .pdf file.")
+        Path | None,
+        typer.Option(
+            help="Where to draw what --trace finds over the step, or who computes what of --documents on the fastest "
+            "layout: a .png, .svg or .pdf file."
+        ),
     ] = None,
     generate: Annotated[
         bool, typer.Option("--generate", help="Plan generation instead: --batch prompts read, and tokens after them.")
@@ -130,8 +134,8 @@ def command(
         if value is not None:
             raise ConfigError(f"--{name} {value} is for generation; add --generate")
     if picture:
-        if not trace:
-            raise ConfigError(f"--picture {picture} draws what a trace finds; add --trace")
+        if trace == (documents is not None):
+            raise ConfigError(f"--picture {picture} draws a trace, or documents; add --trace or --documents")
         check_picture(picture, ".png", ".svg", ".pdf")
         require(f"--picture {picture}", "matplotlib")
     lengths = _lengths(documents, length) if documents is not None else ()
@@ -149,8 +153,10 @@ def command(
             "longest": max(lengths),
             "layouts": [row.as_json() for row in layouts],
         }
-    if picture:
+    if picture and trace:
         _draw(answer, result, picture)
+    elif picture and layouts:
+        _draw_documents(answer, layouts[0], lengths, picture)
     if as_json:
         print(json.dumps(result))
         return
@@ -292,6 +298,18 @@ def _draw(answer: "Plan", result: dict[str, Any], picture: Path) -> None:
         f"{question.device.title}: {shown_mesh(result)}, peak {shown_bytes(result['peak_bytes'])}"
     )
     trace_picture(result["timeline"], question.device.memory_bytes, title, picture)
+
+
+def _draw_documents(answer: "Plan", fastest: "LayoutCost", lengths: tuple[int, ...], picture: Path) -> None:
+    """Who computes what of packed documents."""
+    from ringspan.core.geometry.balanced import batch_layout
+    from ringspan.core.geometry.mask import documents
+    from ringspan.report.ring_pictures import ring_picture
+
+    question = answer.question
+    split = batch_layout(fastest.layout, question.length, fastest.setting.ring, lengths)
+    heading = f"{fastest.layout} layout, {len(lengths):,} documents"
+    ring_picture(split, documents(lengths), heading).savefig(picture, dpi=144)
 
 
 def shown_mesh(result: dict[str, Any]) -> str:
