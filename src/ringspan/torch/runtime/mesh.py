@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringspan.core.errors import ConfigError, PeerMismatch
@@ -74,6 +75,8 @@ def check_order(mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: naming the axis and its ranks; on every rank.
     """
+    if isinstance(mesh.mesh, FakeTensor):  # made while a dry run is under way: one of init_mesh, in order
+        return
     ranks = mesh.mesh.numpy()  # nothing of torch, which may be tracing
     for axis, name in enumerate(mesh.mesh_dim_names or range(mesh.ndim)):
         rows = np.moveaxis(ranks, axis, -1).reshape(-1, ranks.shape[axis])
