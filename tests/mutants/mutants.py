@@ -41,6 +41,7 @@ SEGMENTS = (
 EVENTS = "torch/attention/test_events.py::test_the_loop_sends_waits_and_holds_what_its_events_say"
 ROUTERS = "torch/layers/test_router_loss.py::"
 CARRIED = "core/schedule/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once"
+STATES = "torch/generate/test_states.py::test_tokens_and_logits_are_those_of_one_process"
 SPANS = "torch/recurrence/test_recurrence.py::"
 SHARES = "core/geometry/test_shares.py::"
 BALANCED = "core/geometry/test_balanced.py::"
@@ -803,6 +804,34 @@ MUTANTS = [
         "            with passing(sequences):\n                return function(*args)",
         "            return function(*args)",
         f"{SPANS}test_what_is_kept_is_not_computed_again_and_is_of_its_own_pass",
+    ),
+    Mutant(
+        "a chunk of a prompt that does not begin from the cache's state",
+        "torch/recurrence/recurrence.py",
+        "self.run(arguments, number, begin if number == 0 else None)",
+        "self.run(arguments, number, None)",
+        f"{STATES}[mamba2-2]",
+    ),
+    Mutant(
+        "a cache that keeps the state behind the first span",
+        "torch/recurrence/recurrence.py",
+        "last = len(job.plan.places) - 1",
+        "last = 0",
+        f"{STATES}[mamba2-2]",
+    ),
+    Mutant(
+        "a convolution that begins anew at each chunk of a prompt",
+        "torch/recurrence/recurrence.py",
+        "if before is not None and reach < width:",
+        "if before is not None and reach > width:",
+        f"{STATES}[lfm2-2]",
+    ),
+    Mutant(
+        "a cache that keeps the last inputs of its own rank alone",
+        "torch/generate/cache/states.py",
+        "    dist.all_reduce(last, group=turn.group)  # each input is of one rank\n",
+        "",
+        f"{STATES}[lfm2-2]",
     ),
     Mutant(
         "a split weight read from its beginning",

@@ -24,10 +24,11 @@ from ringspan.torch.generate.cache.saved import load, save
 from ringspan.torch.generate.options import agreed_options, cache_bytes, text_groups
 from ringspan.torch.generate.passes import agreed_pass, over_cache, unchecked
 from ringspan.torch.generate.weights import weights_for_tokens
-from ringspan.torch.layers.decoder import cached_kinds
+from ringspan.torch.layers.decoder import cached_kinds, cached_states
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.memory.sharding import recover, settle
 from ringspan.torch.model.causal_lm import RingCausalLM
+from ringspan.torch.model.recurrent import why_no_cache
 
 
 class RingGenerator(RingCausalLM):
@@ -90,12 +91,13 @@ class RingGenerator(RingCausalLM):
 
         Raises:
             ConfigError: for any other dtype.
-            UnsupportedError: the model has layers with a state, or convolutions.
+            UnsupportedError: the model keeps states in a cache of its own (MiniMax).
         """
         refuse_states(self)
         ring = self.ring_mesh["ring"]
-        decoder = self.get_submodule(self.ring_decoder)
-        return RingCache(cached_kinds(decoder.config), ring.size(), ring.get_local_rank(), dtype)
+        config = self.get_submodule(self.ring_decoder).config
+        states = cached_states(config) if self.ring_stateful else ()
+        return RingCache(cached_kinds(config), ring.size(), ring.get_local_rank(), dtype, states)
 
     def save_cache(self: Any, cache: RingCache, folder: str | Path) -> None:
         """Write a cache into a new folder, so that what it has read need not be read again; on every rank.
@@ -139,8 +141,9 @@ class RingGenerator(RingCausalLM):
             kwargs: what transformers' ``generate`` takes.
 
         Raises:
-            UnsupportedError: what a ring cannot honour: a foreign cache, hidden states, embeddings for a prompt; a
-                model with layers that have a state, or convolutions.
+            UnsupportedError: what a ring cannot honour: a foreign cache, hidden states, embeddings for a prompt;
+                padding, or an assistant, for a model whose layers have a state; a model that keeps states in a cache
+                of its own.
             PeerMismatch: the ranks of a ring were given different things; on every rank.
         """
         refuse_states(self)
@@ -163,11 +166,11 @@ class RingGenerator(RingCausalLM):
 
 
 def refuse_states(model: Any) -> None:
-    """Raise an UnsupportedError for a model whose cache would have to hold states."""
-    if model.ring_stateful:
+    """Raise an UnsupportedError for a model whose states are in no cache of transformers' own."""
+    if model.ring_stateful and (reason := why_no_cache(model.get_submodule(model.ring_decoder))):
         raise UnsupportedError(
-            f"{class_name(model)} has layers with a state or a convolution, whose cache a ring does not hold yet; save "
-            "the model with save_pretrained and generate on one process"
+            f"{class_name(model)} does not generate on a ring: {reason}; save the model with save_pretrained and "
+            "generate on one process"
         )
 
 

@@ -16,6 +16,7 @@ from ringspan.torch.consistency.fixed import check_fixed
 from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.generate.agreed import AgreedCriteria, Clock
 from ringspan.torch.generate.cache.cache import RingCache
+from ringspan.torch.generate.passes import OTHER_NAME
 from ringspan.torch.generate.weights import check_weights
 from ringspan.torch.layers.decoder import head_counts, head_sizes
 from ringspan.torch.layers.modules import class_name
@@ -65,6 +66,8 @@ def agreed_options(
         arguments["stopping_criteria"] = AgreedCriteria.of(arguments["stopping_criteria"], text_groups(model))
     if arguments.get("past_key_values") is None and _asked(config, arguments, "use_cache") is not False:
         arguments["past_key_values"] = model.new_cache()
+    if "mamba" in type(model).__name__.lower() and "past_key_values" in arguments:  # by which transformers asks for it
+        arguments[OTHER_NAME] = arguments["past_key_values"]
     if (cache := arguments.get("past_key_values")) is not None and not model.ring_is_generating:
         cache.records_past = False  # an earlier call may have ended while it did
         inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
@@ -97,6 +100,13 @@ def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, A
             f"assistant_early_exit={layers} is not supported on a ring, where no layer is left out; give an "
             "assistant_model, or prompt_lookup_num_tokens"
         )
+    if model.ring_stateful:
+        for name in ("assistant_model", "prompt_lookup_num_tokens"):
+            if _asked(config, arguments, name):
+                raise UnsupportedError(
+                    f"{name} is not supported with {class_name(model)}, from whose states no token is taken back; "
+                    "leave it out"
+                )
     for name in ("inputs_embeds", "custom_generate", "negative_prompt_ids"):
         if arguments.get(name) is not None:
             raise UnsupportedError(f"generate with {name} is not supported on a ring; give input_ids alone")

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ringspan.core.arguments import is_split
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.shares import Runs
 from ringspan.torch.attention.cached import Reach, Turn
 from ringspan.torch.consistency.calls import Call, check_call
@@ -22,14 +23,16 @@ from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.masks import layer_mask, real_runs
 from ringspan.torch.layers.decoder import finished_logits
-from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.modules import class_name, forward_of
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.model.forward_arguments import check_arguments
+from ringspan.torch.recurrence.current import Before, SequencePass, passing
 from ringspan.torch.transport.digest import described
 
 # What transformers' ``generate`` hands on to each pass, in which no model has a use for it.
 _OF_GENERATE: Final = "tokenizer", "assistant_tokenizer"
+OTHER_NAME: Final = "cache_params"
 _OURS: Final = "past_key_values", "attention_mask", "position_ids", "input_ids", "use_cache", "logits_to_keep"
 
 
@@ -48,6 +51,8 @@ def agreed_pass(
         if args:
             names = [name for name in inspect.signature(forward).parameters if name != "self"]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if (cache := given.pop(OTHER_NAME, None)) is not None:
+            given.setdefault("past_key_values", cache)
         asked = {name: given.pop(name) for name in _OURS if name in given}
         apart = ("return_dict", *_OF_GENERATE) if model.ring_is_generating else ("return_dict",)
         check_arguments(class_name(model), {name: value for name, value in given.items() if name not in apart})
@@ -91,6 +96,11 @@ def _check_pass(model: Any, asked: dict[str, Any]) -> None:
         raise UnsupportedError(
             f"attention_mask has the shape {tuple(mask.shape)}; for {len(ids)} x {length} tokens, those in the cache "
             f"included, it must be {(len(ids), length)}"
+        )
+    if mask is not None and model.ring_stateful and not bool(mask.all()):
+        raise UnsupportedError(
+            f"attention_mask with padding: states of {class_name(model)} would take it in; give prompts of one length "
+            "in a batch, or one at a time"
         )
     if positions is not None and positions.shape[-1] != ids.shape[1]:
         raise UnsupportedError(f"position_ids are {positions.shape[-1]} for {ids.shape[1]} tokens")
@@ -162,11 +172,11 @@ def _turn(
     }
     turn = Turn(ring.get_group(), ring.get_local_rank(), new, splits, reaches)
     mine = turn.kept.to(ids.device) if splits else slice(None)
-    others = {} if model.ring_router is None else {"output_router_logits": False}
-    with turn.active():
-        out = decoder(
-            input_ids=ids[:, mine], position_ids=positions[:, mine], past_key_values=cache, use_cache=True, **others
-        )
+    others: dict[str, Any] = {cache_name(decoder): cache}
+    if model.ring_router is not None:
+        others["output_router_logits"] = False
+    with turn.active(), passing(_sequences(turn) if cache.stateful else None):
+        out = decoder(input_ids=ids[:, mine], position_ids=positions[:, mine], use_cache=True, **others)
     cache.check_updated(class_name(model))
     hidden = out.last_hidden_state
     if not splits:
@@ -177,6 +187,17 @@ def _turn(
         whole[:, (turn.kept[here] - (count - wanted)).to(ids.device)] = hidden[:, here.to(ids.device)]
         dist.all_reduce(whole, group=ring.get_group())
     return whole
+
+
+def _sequences(turn: Turn) -> SequencePass:
+    """What layers with a state are told of new tokens, counted from the first one."""
+    runs = [[(span.start - turn.start, span.count) for span in held] for held in turn.queries.parts]
+    return SequencePass(CustomLayout.of(runs), turn.group if turn.is_split else None, before=Before())
+
+
+def cache_name(module: nn.Module) -> str:
+    """What a module calls its cache; Mamba has a name of its own."""
+    return OTHER_NAME if OTHER_NAME in inspect.signature(forward_of(module)).parameters else "past_key_values"
 
 
 @contextmanager

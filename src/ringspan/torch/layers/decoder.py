@@ -89,12 +89,20 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
 
 
 def cached_kinds(config: PreTrainedConfig) -> tuple[LayerKind | None, ...]:
-    """What the config says of each layer's attention; None of one without keys of its own: it takes those of an earlier
-    layer (Gemma 3n, Gemma 4), or an image's (Mllama).
+    """What the config says of each layer's attention; None of one without keys of its own: it has no attention, or
+    takes those of an earlier layer (Gemma 3n, Gemma 4), or an image's (Mllama).
     """
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     others = {*range(own, config.num_hidden_layers), *(getattr(config, "cross_attention_layers", None) or ())}
+    others |= without_attention(config)
     return tuple(None if number in others else kind for number, kind in enumerate(layer_kinds(config)))
+
+
+def cached_states(config: PreTrainedConfig) -> tuple[int, ...]:
+    """How many convolutions and states of its own each layer has, which a cache holds; 0 of one without any."""
+    types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    counts = of_layers(config, "number_of_conv_states")
+    return tuple((count or 1) if kind in STATEFUL_LAYERS else 0 for kind, count in zip(types, counts, strict=True))
 
 
 def logit_scale(config: PreTrainedConfig) -> float:

@@ -21,7 +21,7 @@ from ringspan.core.recurrence.spans import places_of
 from ringspan.torch.layers.decoder import STATEFUL_LAYERS
 from ringspan.torch.layers.modules import Mixin, forward_of, local_part, mix_in
 from ringspan.torch.recurrence.current import SequencePass, current_pass
-from ringspan.torch.recurrence.recurrence import convolution, recurrence
+from ringspan.torch.recurrence.recurrence import convolution, recurrence, resumed
 from ringspan.torch.recurrence.rules import (
     DeltaRule,
     Lightning,
@@ -67,6 +67,14 @@ def refuse_stateful(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} has {stateful} layers with a state or a convolution, of which {len(layers)} call a function that "
             f"computes spans of them: {', '.join((*_RULES, _CONVOLUTION))}"
         )
+
+
+def why_no_cache(decoder: nn.Module) -> str | None:
+    """Why a cache of transformers' own cannot hold the states of a decoder; None if it can."""
+    for path, module in stateful_modules(decoder).items():
+        if _is_lightning(module):
+            return f"{path} keeps its state in a cache of its own, which a ring does not split"
+    return None
 
 
 def refuse_spans(decoder: PreTrainedModel, layout: BatchLayoutName, ranks: int, tp: int) -> None:
@@ -149,8 +157,10 @@ def _scanned(name: str, plain: Any, arguments: dict[str, Any], further: dict[str
     rule = _RULES[name]
     arguments |= {name: x for name, x in further.items() if name in rule.dims and x is not None}
     asked = {state: arguments.pop(state, None) for state in rule.states}
+    if sequences.before is not None:  # a cache is read and written
+        return resumed(rule, plain, arguments, sequences, sequences.before.state)
     if any(isinstance(value, Tensor) or value for value in asked.values()):
-        raise UnsupportedError(f"{name} is asked for states, which a ring does not keep in a cache yet")
+        raise UnsupportedError(f"{name} is asked for states outside of generation; leave use_cache and caches out")
     out = recurrence(rule, plain, arguments, sequences)
     return (out, None) if isinstance(rule, DeltaRule) else out
 

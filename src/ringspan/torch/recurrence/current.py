@@ -36,12 +36,24 @@ class Record:
         return self._kept[self._next - 1]
 
 
+@dataclass
+class Before:
+    """What the layer that is computed now takes from the tokens before this pass, which a cache holds; the same on
+    every rank. None where no token was.
+    """
+
+    inputs: Tensor | None = None
+    """Of its convolution, (B, C, K), the last ones."""
+    state: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class SequencePass:
     """The sequences that a forward pass works on: how they are split, and where their documents begin.
 
     ``starts`` has positions in increasing order, 0 the first, for each sequence of the batch, or once where they are
-    alike. ``packed`` is what attention is told of the documents.
+    alike. ``packed`` is what attention is told of the documents. ``before`` is there in a pass over a cache, whose
+    layout counts from its first token on.
     """
 
     layout: Layout
@@ -49,6 +61,7 @@ class SequencePass:
     starts: tuple[tuple[int, ...], ...] = ((0,),)
     packed: Any = None
     record: Record | None = field(default=None, compare=False)
+    before: Before | None = field(default=None, compare=False)
 
 
 _current: ContextVar[SequencePass | None] = ContextVar("sequence_pass", default=None)

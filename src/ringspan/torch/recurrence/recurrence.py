@@ -27,15 +27,32 @@ def recurrence(rule: Rule, function: Function, arguments: Mapping[str, Any], seq
 
     On the whole sequence it equals ``function(**arguments)``, each document by itself.
     """
-    plan = plan_of(sequences.layout, sequences.starts)
-    rank = dist.get_rank(sequences.group) if sequences.group is not None else 0
-    job = _Job(
-        rule, function, dict(arguments), plan, plan.mine(rank), as_text(plan.layout, plan.starts, sequences.group)
-    )
-    if not plan.rounds:
+    job = _Job.of(rule, function, arguments, sequences)
+    if not job.plan.rounds:
         return job.outputs(job.arguments)
     names = [name for name, x in arguments.items() if isinstance(x, Tensor)]
     return _Recurrence.apply(job, names, sequences.record, *(arguments[name] for name in names))
+
+
+@torch.compiler.disable()
+def resumed(
+    rule: Rule, function: Function, arguments: Mapping[str, Any], sequences: SequencePass, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``recurrence`` from a state before the first token, and the state behind the last one, both of every rank; not
+    differentiated.
+    """
+    job = _Job.of(rule, function, arguments, sequences)
+    with torch.no_grad():
+        outs, _, _, ends = job.spans(job.arguments, state)
+        last = len(job.plan.places) - 1
+        first = next(arguments[name] for name in rule.dims)
+        shape, dtype = rule.shapes(job.arguments)[1], state_dtype(first.dtype)
+        if (end := ends.get(last)) is None:
+            end = torch.empty(shape, dtype=dtype, device=first.device)
+        end = end.to(dtype).contiguous()
+        if job.plan.layout.ranks > 1:
+            dist.broadcast(end, group_src=job.plan.place(last).rank, group=sequences.group)
+    return torch.cat([outs[number] for number in job.mine], rule.out_dim), end
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,13 @@ class _Job:
     mine: tuple[int, ...]
     text: str
 
+    @classmethod
+    def of(cls, rule: Rule, function: Function, arguments: Arguments, sequences: SequencePass) -> "_Job":
+        plan = plan_of(sequences.layout, sequences.starts)
+        rank = dist.get_rank(sequences.group) if sequences.group is not None else 0
+        text = as_text(plan.layout, plan.starts, sequences.group)
+        return cls(rule, function, dict(arguments), plan, plan.mine(rank), text)
+
     def outputs(self, arguments: Arguments) -> Tensor:
         """Where no span takes a state."""
         return torch.cat([self.run(arguments, number, None)[0] for number in self.mine], self.rule.out_dim)
@@ -57,11 +81,13 @@ class _Job:
         """Outputs of a span and the state behind it, from the one that it takes."""
         outs: list[Tensor] = []
         ends: list[Tensor] = []
+        first = self.plan.place(0).offset if number == 0 else -1
         for rows, starts in self.plan.rows():
             made: list[Tensor] = []
             end = None
             for piece in self.plan.pieces(number, starts):
-                begin = state[rows] if piece.continues and state is not None else None
+                is_taken = piece.continues or piece.start == first
+                begin = state[rows] if is_taken and state is not None else None
                 out, end = self.rule.run(self.function, self._part(arguments, rows, piece), begin)
                 made.append(out)
             assert end is not None, "a span has tokens"
@@ -98,7 +124,17 @@ class _Job:
 
     def forward(self, arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs, and for each local span the state that it takes and A."""
+        outs, taken, maps, _ = self.spans(arguments)
+        return torch.cat([outs[number] for number in self.mine], self.rule.out_dim), taken, maps
+
+    def spans(
+        self, arguments: Arguments, begin: Tensor | None = None
+    ) -> tuple[dict[int, Tensor], Tensor, Tensor, dict[int, Tensor]]:
+        """The outputs of each local span, the states that they take, A, and the states behind them, by span where they
+        are known; ``begin`` is the state before the first span, zero when None.
+        """
         outs: dict[int, Tensor] = {}
+        ends: dict[int, Tensor] = {}
         maps: list[Tensor] = []
         states: list[Tensor] = []
         first = next(arguments[name] for name in self.rule.dims)
@@ -107,17 +143,19 @@ class _Job:
         for number in self.mine:
             a, b = (torch.zeros(shape, dtype=dtype, device=first.device) for shape in shapes)
             if not self.plan.takes(number):
-                outs[number], b = self.run(arguments, number, None)
+                outs[number], b = self.run(arguments, number, begin if number == 0 else None)
+                ends[number] = b
             elif self.plan.is_taken(number):
                 a, b = self.map_of(arguments, number)
             maps.append(a.to(dtype))
             states.append(b.to(dtype))
-        stacked = torch.stack(maps)
-        taken = scan_states(stacked, torch.stack(states), self.text, self.rule.is_matrix, False)
+        stacked, taken = torch.stack(maps), torch.stack(states)
+        if self.plan.rounds:
+            taken = scan_states(stacked, taken, self.text, self.rule.is_matrix, False)
         for state, number in zip(taken, self.mine, strict=True):
             if number not in outs:
-                outs[number], _ = self.run(arguments, number, state)
-        return torch.cat([outs[number] for number in self.mine], self.rule.out_dim), taken, stacked
+                outs[number], ends[number] = self.run(arguments, number, state)
+        return outs, taken, stacked, ends
 
     def backward(
         self, arguments: Arguments, leaves: list[Tensor], dout: Tensor, taken: Tensor, maps: Tensor
@@ -177,10 +215,11 @@ def convolution(
     """A causal convolution of the local tokens, each document by itself; differentiable. Every rank calls it alike.
 
     ``function(x, weight, bias, **options)`` computes it of consecutive tokens, with zeros before the first one. x (B,
-    C, T), weight (C, K).
+    C, T), weight (C, K). In a pass over a cache, what it holds comes before the first token.
     """
     plan, width = plan_of(sequences.layout, sequences.starts), weight.shape[-1] - 1
     mine = plan.mine(dist.get_rank(sequences.group) if sequences.group is not None else 0)
+    before = None if sequences.before is None else sequences.before.inputs
     halos = None
     if width and plan.loans(width):
         text = as_text(plan.layout, plan.starts, sequences.group)
@@ -190,12 +229,15 @@ def convolution(
         outs: list[Tensor] = []
         for index, number in enumerate(mine):
             for piece in plan.pieces(number, starts):
-                part = x[rows, :, piece.start : piece.stop]
+                parts = [x[rows, :, piece.start : piece.stop]]
                 reach = plan.reach_back(number, width, starts) if piece.continues else 0
                 if reach:
                     assert halos is not None, "the span before lends it"
-                    part = torch.cat((halos[index, rows, :, width - reach :], part), -1)
-                outs.append(function(part, weight, bias, **options)[..., reach:])
+                    parts.insert(0, halos[index, rows, :, width - reach :])
+                if before is not None and reach < width:  # near the first token, what lies before it is seen too
+                    parts.insert(0, before[rows, :, before.shape[-1] - (width - reach) :])
+                    reach = width
+                outs.append(function(_joined(parts, -1), weight, bias, **options)[..., reach:])
         convolved.append(_joined(outs, -1))
     return _joined(convolved, 0)
 

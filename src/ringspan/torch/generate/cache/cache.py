@@ -1,5 +1,7 @@
 """A cache of keys and values for transformers' ``generate`` that is split over a ring: each rank holds its share.
 
+States of layers that have one are whole on each rank.
+
 To transformers it is as long as all ranks' shares together; ``update`` returns this rank's share alone, which attention
 on the ring knows what to do with.
 """
@@ -16,6 +18,7 @@ from ringspan.core.geometry.shares import BLOCK_TOKENS, Shares
 from ringspan.torch.attention.cached import current_turn
 from ringspan.torch.generate.cache.quantised import check_dtype, new_rows
 from ringspan.torch.generate.cache.rows import Rows
+from ringspan.torch.generate.cache.states import StateLayer
 from ringspan.torch.layers.decoder import LayerKind
 
 
@@ -26,22 +29,33 @@ class RingCache(Cache):
     alike.
     """
 
-    layers: list["RingLayer"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    layers: list[Any]
 
-    def __init__(self, kinds: Sequence[LayerKind | None], ranks: int, rank: int, dtype: str | None = None) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[LayerKind | None],
+        ranks: int,
+        rank: int,
+        dtype: str | None = None,
+        states: Sequence[int] = (),
+    ) -> None:
         check_dtype(dtype)
         self.dtype: Final = dtype
         self.shares = Shares(ranks)
         self.rank = rank
         self.records_past = False
         self._ids = Rows()
-        super().__init__(layers=[RingLayer(self, kind) for kind in kinds])
-        self.keepers = [layer for layer in self.layers if layer.kind is not None]
+        self._is_passing = False
+        counts = states or [0] * len(kinds)
+        super().__init__(layers=[_layer(self, kind, count) for kind, count in zip(kinds, counts, strict=True)])
+        self.keepers = [layer for layer in self.layers if isinstance(layer, RingLayer) and layer.kind is not None]
+        self.stateful = [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
     @property
     def nbytes(self) -> int:
         """Bytes that this rank's share takes."""
-        return sum(rows.nbytes for layer in self.layers for rows in layer.rows)
+        keys = sum(rows.nbytes for layer in self.keepers for rows in layer.rows)
+        return keys + sum(layer.nbytes for layer in self.stateful)
 
     @property
     def ids(self) -> Tensor:
@@ -55,7 +69,7 @@ class RingCache(Cache):
     @property
     def num_sequences(self) -> int | None:
         """Sequences that it holds; None while it is empty."""
-        return next((len(layer.keys) for layer in self.layers if layer.keys is not None), None)
+        return len(self.ids) if self._ids.count else None
 
     @property
     def firsts(self) -> dict[LayerKind, int]:
@@ -72,12 +86,13 @@ class RingCache(Cache):
         return [
             number
             for number, layer in enumerate(self.layers)
-            if layer.kind is not None and layer.length != self.shares.length
+            if layer in self.keepers and layer.length != self.shares.length
         ]
 
     def check_complete(self) -> None:
         """Raise an UnsupportedError for a cache that a pass has left in the middle."""
-        if behind := ", ".join(map(str, self.behind)):
+        behind = ", ".join(map(str, self.behind)) or ("with a state" if self._is_passing else "")
+        if behind:
             raise UnsupportedError(
                 f"the cache is incomplete: a pass over it failed, and layers {behind} lack its last tokens; call "
                 "reset() of it and read the text again"
@@ -90,10 +105,17 @@ class RingCache(Cache):
                 f"{model_name} does not generate on a ring: layers {', '.join(map(str, behind))} keep no keys "
                 "and values of their own in transformers' cache"
             )
+        self._is_passing = False
 
     def add(self, count: int, *, is_split: bool) -> CustomLayout:
         """Say that ``count`` new tokens come, and who keeps which."""
+        self._is_passing = bool(self.stateful)
         return self.shares.split(count) if is_split else self.shares.deal(count)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Of each layer, whether it has a state and no keys, as transformers' masks ask."""
+        return [isinstance(layer, StateLayer) and not isinstance(layer, RingLayer) for layer in self.layers]
 
     def reserve(self, length: int) -> None:
         """Expect ``length`` tokens in all: layers that keep all of them take the place for this rank's share at once,
@@ -115,8 +137,13 @@ class RingCache(Cache):
 
         Raises:
             UnsupportedError: more tokens than there are, or a layer has dropped keys of its window that would be seen
-                again.
+                again, or has a state, out of which no token is taken.
         """
+        if self.stateful:
+            raise UnsupportedError(
+                "cannot crop a cache of layers with a state, out of which no token is taken; read the text again into "
+                "model.new_cache()"
+            )
         length = self.get_seq_length()
         new = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         first = max((layer.first for layer in self.keepers), default=0)
@@ -136,9 +163,16 @@ class RingCache(Cache):
             layer.length = min(layer.length, new)
             layer.forget()
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that layers have seen so far; those of a pass count from the layer that has read them on."""
+        layer = self.layers[layer_idx]
+        if layer not in self.keepers:
+            layer = next(iter(self.keepers), None)
+        return self.shares.length if layer is None else layer.length
+
     def reset(self) -> None:
         """Forget everything."""
-        self.shares, self._ids = Shares(self.shares.ranks), Rows()
+        self.shares, self._ids, self._is_passing = Shares(self.shares.ranks), Rows(), False
         for layer in self.layers:
             layer.reset()
 
@@ -153,6 +187,12 @@ class RingCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
         self._ids.change(lambda x: x[indices.cpu()])
+
+
+def _layer(cache: RingCache, kind: LayerKind | None, states: int) -> Any:
+    if not states:
+        return RingLayer(cache, kind)
+    return StateLayer(states) if kind is None else RingStateLayer(cache, kind, states)
 
 
 class RingLayer(CacheLayerMixin):
@@ -280,3 +320,33 @@ class RingLayer(CacheLayerMixin):
         for rows in self.rows:
             rows.change(function)
         self._cut(0, 0)
+
+
+class RingStateLayer(StateLayer, RingLayer):
+    """Of a layer that has a state beside its attention (Falcon-H1)."""
+
+    def __init__(self, cache: RingCache, kind: LayerKind, states: int) -> None:
+        self.number_of_states = states  # which its reset asks for
+        RingLayer.__init__(self, cache, kind)
+
+    def reset(self) -> None:
+        RingLayer.reset(self)
+        StateLayer.reset(self)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        (RingLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        RingLayer.reorder_cache(self, beam_idx)
+        StateLayer.reorder_cache(self, beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        RingLayer.batch_repeat_interleave(self, repeats)
+        StateLayer.batch_repeat_interleave(self, repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        RingLayer.batch_select_indices(self, indices)
+        StateLayer.batch_select_indices(self, indices)
+
+    def get_max_length(self) -> int:
+        return RingLayer.get_max_length(self)

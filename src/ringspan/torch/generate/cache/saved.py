@@ -156,6 +156,8 @@ def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
         )
     if not cache.shares.length or cache.num_sequences is None:
         raise UnsupportedError("the cache is empty; generate with past_key_values=cache first")
+    if cache.stateful:
+        raise UnsupportedError(f"a cache with states of {class_name(model)} is not saved; read the text again")
     if target.exists():
         raise CheckpointError(f"{target}: exists; remove it, or choose another name")
     if reason := why_no_folder(target):

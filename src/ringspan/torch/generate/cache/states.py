@@ -1,0 +1,91 @@
+"""States and convolutions of layers in a cache: whole on every rank, since they do not grow.
+
+B batch, C channels, T local tokens, K taps of a convolution.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.attention.cached import Turn, current_turn
+from ringspan.torch.recurrence.current import current_pass
+
+
+class StateLayer(LinearAttentionLayer):
+    """The last inputs of a layer's convolutions and its states, the same on every rank of a ring.
+
+    A new token's are transformers' own affair, on every rank alike. Of several, each rank computes its own, and what
+    comes before and after them is exchanged.
+    """
+
+    is_croppable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    is_compileable = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the states take."""
+        return sum(x.nbytes for x in self._held)
+
+    @property
+    def _held(self) -> list[Tensor]:
+        return [x for x in (*self.conv_states.values(), *self.recurrent_states.values()) if x is not None]
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Keep the last inputs of all new tokens, of which this rank has (B, C, T); these, for the convolution.
+
+        Raises:
+            UnsupportedError: outside of a forward pass of the model that the cache is for.
+        """
+        turn, sequences = current_turn(), current_pass()
+        if turn is None or sequences is None or sequences.before is None:
+            raise UnsupportedError("a RingCache is for the model on the ring that made it; give others their own cache")
+        assert conv_kernel_size is not None, "every module that calls this says so"
+        held = self.conv_states[state_idx] if self.has_previous_state[state_idx] else None
+        state = self.recurrent_states.get(state_idx) if held is not None else None
+        sequences.before.inputs, sequences.before.state = held, state
+        last = _last_inputs(conv_states, conv_kernel_size, turn)
+        if held is None:
+            held = last.new_zeros((*last.shape[:-1], conv_kernel_size))
+        self.dtype, self.device = conv_states.dtype, conv_states.device
+        self.conv_states[state_idx] = torch.cat((held, last), -1)[..., -conv_kernel_size:].contiguous()
+        self.conv_kernel_size[state_idx] = conv_kernel_size
+        self.is_conv_states_initialized[state_idx] = self.has_previous_state[state_idx] = True
+        return conv_states
+
+    def reset(self) -> None:
+        """Forget everything."""
+        LinearAttentionLayer.__init__(self, self.number_of_states)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change_states(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change_states(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change_states(lambda x: x[indices.to(x.device)])
+
+    def _change_states(self, function: Callable[[Tensor], Tensor]) -> None:
+        for held in (self.conv_states, self.recurrent_states):
+            held.update({index: function(x) for index, x in held.items() if x is not None})
+
+
+def _last_inputs(x: Tensor, count: int, turn: Turn) -> Tensor:
+    """The last ``count`` inputs of all new tokens, fewer where there are fewer, on every rank."""
+    if not turn.is_split:
+        return x[..., -count:]
+    tokens = turn.new.length - turn.start
+    first = max(0, tokens - count)
+    last = x.new_zeros((*x.shape[:-1], tokens - first))
+    kept = turn.kept.to(x.device)
+    here = kept >= first
+    last[..., kept[here] - first] = x[..., here]
+    dist.all_reduce(last, group=turn.group)  # each input is of one rank
+    return last
