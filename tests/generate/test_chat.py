@@ -40,6 +40,16 @@ def test_a_template_that_drops_what_was_said_begins_anew(tmp_path):
     assert not goes_on and text == "[two]"
 
 
+def test_what_a_cache_holds_stays_before_a_conversation_that_begins_anew(tmp_path):
+    save_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = FORGETFUL
+    conversation = Conversation(tokenizer, tokenizer("book ").input_ids)
+    assert conversation.ask("one") and tokenizer.decode(conversation.ids) == "book [one]"
+    conversation.answered(tokenizer("yes").input_ids)
+    assert not conversation.ask("two") and tokenizer.decode(conversation.ids) == "book [two]"
+
+
 def test_lines_come_when_they_are_whole():
     reader, writer = os.pipe()
     lines = Lines(reader)

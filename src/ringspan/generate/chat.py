@@ -17,12 +17,16 @@ WAIT_SECONDS: Final = 2.0
 
 @dataclass
 class Conversation:
-    """All tokens so far, and the same as the messages of a chat template, where the tokenizer has one."""
+    """All tokens so far, those of a ``book`` first, and the same as messages of a chat template, where there is one."""
 
     tokenizer: Tokenizer
-    ids: list[int] = field(default_factory=list)
+    book: list[int] = field(default_factory=list)
+    ids: list[int] = field(init=False)
     messages: list[dict[str, str]] = field(default_factory=list)
     _text: str = ""
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.book)
 
     def ask(self, line: str) -> bool:
         """Add a line of the user's. False where the tokens changed from the beginning, so that a cache is of no use:
@@ -36,7 +40,7 @@ class Conversation:
         text = str(self.tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True))
         goes_on = text.startswith(self._text)
         new = self._encode(text[len(self._text) :] if goes_on else text, add_special_tokens=False)
-        self.ids = [*self.ids, *new] if goes_on else new
+        self.ids = [*(self.ids if goes_on else self.book), *new]
         self._text = text
         return goes_on
 
@@ -79,12 +83,15 @@ class Lines:
 def converse(model: Session, first: str | None, descriptor: int | None) -> None:
     """Answer lines until they end, the cache kept over all turns; ``first`` is a line that is known already.
 
-    Rank 0 reads them from ``descriptor``; each rank calls this.
+    Rank 0 reads them from ``descriptor``; each rank calls this. It begins after what a cache holds that the settings
+    name, and the cache is saved at the end where they say so.
 
     Raises:
-        ConfigError: more tokens than the model has positions.
+        ConfigError: more tokens than the model has positions, or a cache of several sequences.
+        CheckpointError: a cache cannot be loaded or saved; on every rank.
     """
-    conversation, cache = Conversation(model.tokenizer), model.model.new_cache()
+    book, cache = model.opened()
+    conversation = Conversation(model.tokenizer, book)
     lines = Lines(descriptor) if descriptor is not None else None
     line = first
     if line is None:
@@ -96,9 +103,11 @@ def converse(model: Session, first: str | None, descriptor: int | None) -> None:
             dist.broadcast_object_list(found)
             line, is_over = found
             if is_over:
+                if conversation.ids:
+                    model.keep(cache)
                 return
         if not conversation.ask(line):
-            cache = model.model.new_cache()
+            cache = model.new_cache()
         check_ids(conversation.ids, model.settings, model.model.config)
         conversation.answered(model.answer(conversation.ids, cache).token_ids)
         model.observer.wrote("\n")

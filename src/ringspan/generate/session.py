@@ -88,18 +88,38 @@ class Session:
             ConfigError: a cache of several sequences, or more tokens in all than the model has positions.
             CheckpointError: the cache cannot be loaded, or saved; on every rank.
         """
-        cache = self.new_cache()
-        if self.settings.load_cache is not None:
-            if len(cache.ids) > 1:
-                raise ConfigError(f"--load-cache {self.settings.load_cache}: holds {len(cache.ids)} texts, not one")
-            ids = [*cache.ids[0].tolist(), *ids]
+        book, cache = self.opened()
+        if book:
+            ids = [*book, *ids]
             check_ids(ids, self.settings, self.model.config)
         answer = self.answer(ids, cache)
+        self.keep(cache)
+        return answer
+
+    def opened(self) -> tuple[list[int], Any]:
+        """The tokens that the cache which the settings name holds, and the cache; none, and a new one, if they do not.
+
+        Raises:
+            ConfigError: it is of several sequences.
+            CheckpointError: it cannot be loaded; on every rank.
+        """
+        cache = self.new_cache()
+        if self.settings.load_cache is None:
+            return [], cache
+        if len(cache.ids) > 1:
+            raise ConfigError(f"--load-cache {self.settings.load_cache}: holds {len(cache.ids)} texts, not one")
+        return cache.ids[0].tolist(), cache
+
+    def keep(self, cache: Any) -> None:
+        """Save a cache where the settings say so.
+
+        Raises:
+            CheckpointError: it cannot be saved; on every rank.
+        """
         if self.settings.save_cache is not None:
             self.observer.doing("saving the cache")
             self.watchdog.be(0, "saving the cache", PATIENCE_SECONDS)
             self.model.save_cache(cache, self.settings.save_cache)
-        return answer
 
     def answer(self, ids: Sequence[int], cache: Any = None) -> Answer:
         """Tokens after ``ids``, whose beginning the cache may hold already."""

@@ -146,6 +146,21 @@ def test_a_book_is_read_once(folder, book, ranks):
     assert "read " not in err, "nothing of the book"
 
 
+def test_a_chat_goes_on_after_a_saved_cache(folder, book, tmp_path):
+    options = ("--chat", "--nproc", 2, "--max-new-tokens", 12)
+    kept = tmp_path / "kept"
+    out, _ = printed(folder, *options, "--load-cache", book, "--save-cache", kept, input=f"{QUESTION}\n")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    first = expected(folder, f"{BOOK}\n{QUESTION}\n")
+    assert out.rstrip("\n") == tokenizer.decode(first).rstrip("\n")
+    out, _ = printed(folder, *options, "--load-cache", kept, input="Why?\n")
+    before = [*tokenizer(f"{BOOK}\n{QUESTION}\n").input_ids, *first[:-1]]  # of the last token nothing is kept
+    ids = torch.tensor([[*before, *tokenizer("\nWhy?\n").input_ids]])
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    second = model.generate(ids, max_new_tokens=12)[0, ids.shape[1] :]
+    assert out.rstrip("\n") == tokenizer.decode(second).rstrip("\n")
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -202,7 +217,6 @@ def test_a_cache_that_is_damaged_or_of_another_model_is_refused_in_a_line(folder
         ),
         (["--prompt", "a", "--save-cache", "."], "--save-cache .: should be a new folder; this one exists"),
         (["--prompt", "a", "--save-cache", "no/where"], "--save-cache no/where: should be in a folder that exists"),
-        (["--chat", "--save-cache", "new"], "--chat keeps a cache of its own"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0: should be at least 1"),
         (["--prompt", "a", "--prefill-tokens", "0"], "--prefill-tokens 0: should be at least 1"),
         (["--prompt", "a", "--seed", "-1"], "--seed -1: should be from 0"),

@@ -67,7 +67,6 @@ def command(
 
     The most likely tokens, or tokens drawn at random where --temperature, --top-p or --top-k are given.
     """
-    from ringspan.core.errors import ConfigError
     from ringspan.generate.settings import GenerateSettings
 
     settings = GenerateSettings(
@@ -85,8 +84,6 @@ def command(
         load_cache=None if load_cache is None else str(load_cache),
         save_cache=None if save_cache is None else str(save_cache),
     )
-    if chat and (load_cache or save_cache):
-        raise ConfigError("--chat keeps a cache of its own; leave out --load-cache and --save-cache")
     check_folder(model)
     _check_prompt(prompt, prompt_file, chat, as_json)
     has_prompt = prompt is not None or prompt_file is not None
