@@ -26,7 +26,7 @@ from tests.train.test_loop import losses, text, train_on  # noqa: F401  text is 
 @pytest.fixture(scope="module")
 def base(text):  # noqa: F811
     """The folder of a model that somebody trained, with its tokenizer."""
-    from ringspan.train.config.tables import DataConfig
+    from ringspan.train.config.data_table import DataConfig
     from ringspan.train.data.documents import load_documents
     from ringspan.train.data.tokens import train_tokenizer
 

@@ -24,8 +24,9 @@ from tokenizers.processors import TemplateProcessing
 
 from ringspan.core.errors import ConfigError
 from ringspan.torch.data.batch import IGNORED
+from ringspan.train.config.data_table import DataConfig
 from ringspan.train.config.load import parse_config
-from ringspan.train.config.tables import DataConfig, TrainConfig
+from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data import documents as reading
 from ringspan.train.data.documents import load_documents, scan_documents
 from ringspan.train.data.sequences import TokenSequences, build_data

@@ -18,8 +18,8 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import why_no_folder
 from ringspan.core.messages.lines import one_line
 from ringspan.plan.model.hub import from_hub
+from ringspan.train.config.data_table import DataConfig
 from ringspan.train.config.paths import FoundFiles, find_files, listed
-from ringspan.train.config.tables import DataConfig
 
 logger = logging.getLogger(__name__)
 # Part of each cache key: raise it when the same files would give other documents.

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.disk import write_synced
-from ringspan.train.config.tables import DataConfig
+from ringspan.train.config.data_table import DataConfig
 from ringspan.train.data.sequences import Data
 
 TOKENIZER: Final = "tokenizer"

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ringspan.core.errors import ConfigError
 from ringspan.torch.data.batch import IGNORED
-from ringspan.train.config.tables import DataConfig, DocumentsName, TrainConfig
+from ringspan.train.config.data_table import DataConfig, DocumentsName
+from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.documents import DocumentScan, scan_documents
 from ringspan.train.data.tokens import TokenStream, refuse_unknown_tokens, starts, tokenize
 
