@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
     from ringspan.torch.data.loader import loader, sampler
     from ringspan.torch.from_pretrained import from_pretrained
+    from ringspan.torch.model.hidden_states import global_sum, shard_features
     from ringspan.torch.model.logprobs import token_logprobs
     from ringspan.torch.parallelize import parallelize
     from ringspan.torch.runtime.foreign_mesh import map_mesh
@@ -48,6 +49,7 @@ _MODULES = {
     "documents": "ringspan.core.geometry.mask",
     "from_pretrained": "ringspan.torch.from_pretrained",
     "full": "ringspan.core.geometry.mask",
+    "global_sum": "ringspan.torch.model.hidden_states",
     "init_mesh": "ringspan.torch.runtime.mesh",
     "loader": "ringspan.torch.data.loader",
     "map_mesh": "ringspan.torch.runtime.foreign_mesh",
@@ -57,6 +59,7 @@ _MODULES = {
     "sampler": "ringspan.torch.data.loader",
     "shard": "ringspan.torch.data.batch",
     "shard_batch": "ringspan.torch.data.batch",
+    "shard_features": "ringspan.torch.model.hidden_states",
     "sliding_window": "ringspan.core.geometry.mask",
     "token_logprobs": "ringspan.torch.model.logprobs",
     "unshard": "ringspan.torch.data.batch",
@@ -91,6 +94,7 @@ __all__ = [
     "documents",
     "from_pretrained",
     "full",
+    "global_sum",
     "init_mesh",
     "loader",
     "map_mesh",
@@ -100,6 +104,7 @@ __all__ = [
     "sampler",
     "shard",
     "shard_batch",
+    "shard_features",
     "sliding_window",
     "token_logprobs",
     "unshard",

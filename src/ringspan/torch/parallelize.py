@@ -53,6 +53,7 @@ from ringspan.torch.model.adapters import base_of, is_peft, put_on_ring
 from ringspan.torch.model.attention_function import register_attention
 from ringspan.torch.model.causal_lm import RingCausalLM
 from ringspan.torch.model.config_changes import copy_configs
+from ringspan.torch.model.hidden_states import RingDecoder, check_inner_call, is_headless, refuse_headless
 from ringspan.torch.model.recurrent import hook_stateful, refuse_spans, stateful_modules
 from ringspan.torch.model.support import refuse_route, refuse_unsupported
 from ringspan.torch.recurrence.current import carry_passes
@@ -95,6 +96,10 @@ def parallelize(
     ``model(**batch).loss`` is the loss of the whole batch on every rank: the sum over all valid targets over their
     count (pass ``num_items_in_batch`` to count over several batches, for gradient accumulation). Without labels
     ``model(**batch)`` gives the local logits (B, T, V).
+
+    A decoder without a head (``AutoModel``), by itself or inside of a ``PreTrainedModel`` of yours, takes what
+    ``shard_features`` returns as ``inputs_embeds`` and gives local hidden states; the loss is yours, see
+    ``global_sum``. All that your model does outside of the decoder must treat each token by itself.
 
     A model that PEFT wraps (``get_peft_model``) comes back wrapped, and saves its adapter, see
     ``ringspan.torch.model.adapters``. What no model can do afterwards raises, see ``ringspan.torch.consistency.fixed``.
@@ -190,27 +195,37 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
             attention.attn_temperature_tuning, attention.ring_temperature = False, not attention.use_rope
     if parts.router is not None:
         record_routers(model, parts.router)
-    checkpoint_layers(model, config.checkpoint, config.offload, config.layers_per_checkpoint)
+    # A model of the user's around a decoder need not say that its layers can be checkpointed.
+    layered = decoder if parts.head is None else model
+    checkpoint_layers(layered, config.checkpoint, config.offload, config.layers_per_checkpoint)
     is_stateful = hook_stateful(decoder)
     if is_stateful:
         carry_passes(layers, keeps=config.checkpoint == "attention")
     chunk_rotary_tables(decoder)
     sum_embedding_gradients(decoder)
     where = next(name for name, module in model.named_modules() if module is decoder)
-    mix_in(
-        model,
-        RingGenerator,
-        ring_mesh=mesh,
-        ring_layout=config.layout,
-        ring_loss=parts.loss,
-        ring_decoder=where,
-        ring_vocabularies=parts.vocabularies,
-        ring_head=kind_of_head(parts.head),
-        ring_configs=copy_configs((model.config, decoder.config)),
-        ring_stateful=is_stateful,
-        ring_compiled=config.compile is not False,
-        ring_router=parts.router,
-    )
+    about: dict[str, Any] = {
+        "ring_mesh": mesh,
+        "ring_layout": config.layout,
+        "ring_decoder": where,
+        "ring_configs": copy_configs((model.config, decoder.config)),
+    }
+    if parts.head is None:
+        mix_in(model, RingDecoder, **about)
+        if decoder is not model:
+            check_inner_call(model, decoder)
+    else:
+        mix_in(
+            model,
+            RingGenerator,
+            **about,
+            ring_loss=parts.loss,
+            ring_vocabularies=parts.vocabularies,
+            ring_head=kind_of_head(parts.head),
+            ring_stateful=is_stateful,
+            ring_compiled=config.compile is not False,
+            ring_router=parts.router,
+        )
     if (tp := tensor_axis(mesh)) is not None:
         split_model(model, tp)
     recorder = None if parts.router is None else parts.router.recorder
@@ -244,7 +259,8 @@ class _Parts(NamedTuple):
     """What ``parallelize`` has found in a model that it may change."""
 
     decoder: PreTrainedModel
-    head: nn.Module
+    head: nn.Module | None
+    """None of a model that ends in hidden states."""
     vocabularies: tuple[int, int]
     loss: LossOptions
     in_blocks: list[tuple[list[nn.Module], int, str, int]]
@@ -255,11 +271,21 @@ class _Parts(NamedTuple):
 def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Parts:
     """Raise what ``parallelize`` cannot do with a model, and leave it as it is."""
     tp = tensor_axis(mesh)
-    if isinstance(model, RingCausalLM):
+    if isinstance(model, (RingCausalLM, RingDecoder)):
         raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already")
-    refuse_unsupported(model)
+    headless = is_headless(model)
+    (refuse_headless if headless else refuse_unsupported)(model)
     decoder: Any = decoder_of(model)
+    if headless and config.compile is not False:
+        raise UnsupportedError(f"compile={config.compile!r}: {type(model).__name__} has no head; leave it out")
+    if headless and config.layout == "balanced":
+        raise UnsupportedError(
+            f"layout 'balanced' is made for documents, of which {type(model).__name__}, without a head, is not told; "
+            "use zigzag"
+        )
     if tp is not None:
+        if headless:
+            raise UnsupportedError(f"{type(model).__name__} has no head, whose weights tp does not split yet; use tp=1")
         refuse_split(model, tp.size())
     batch_layout(config.layout, mesh["ring"].size(), mesh["ring"].size())
     if config.layout == "balanced" and "ulysses" in config.route:
@@ -270,7 +296,8 @@ def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Par
     compute_dtype = _compute_dtype(config)
     refuse_route(decoder.config, mesh["ring"].size(), config.route, config.comm_dtype, 1 if tp is None else tp.size())
     _refuse_kernel(decoder, config.kernel, compute_dtype, mesh["ring"])
-    check_checkpointing(model, config.checkpoint, config.offload, config.layers_per_checkpoint)
+    layered = decoder if headless else model
+    check_checkpointing(layered, config.checkpoint, config.offload, config.layers_per_checkpoint)
     check_compile(decoder, config, is_stateful=bool(stateful_modules(decoder)))
     is_compiled = config.compile is not False  # blocks would break its programs
     in_blocks: list[tuple[list[nn.Module], int, str, int]] = []
@@ -294,6 +321,8 @@ def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Par
     elif config.norm_chunk_tokens != 0:
         check_whole(option, config.norm_chunk_tokens, 0)
         in_blocks.append((find_norms(decoder), config.norm_chunk_tokens, option, 0))
+    if headless:
+        return _Parts(decoder, None, (0, 0), LossOptions(), in_blocks, None)
     head: Any = model.get_output_embeddings()
     refuse_blocks_of_vocabulary(head, config.loss_chunk_vocabulary)
     loss = LossOptions(

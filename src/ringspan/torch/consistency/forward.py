@@ -66,16 +66,23 @@ def check_forward(
 
 def _facts(model: Any, structure: Structure, arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """What all ranks must have alike."""
-    number, kind = arguments.get("num_items_in_batch"), model.ring_mesh.device_type
+    number = arguments.get("num_items_in_batch")
+    return pass_facts(model, structure) | {
+        "labels": arguments.get("shift_labels") is not None,
+        "output_router_logits": wanted_router(model, arguments.get("output_router_logits")) is not None,
+        "num_items_in_batch": None if number is None else _whole_number(number),
+        "arguments": tuple(sorted((name, str(value)) for name, value in others.items() if value is not None)),
+    }
+
+
+def pass_facts(model: Any, structure: Structure) -> dict[str, Any]:
+    """What all ranks must have alike of a model, whatever it is called with."""
+    kind = model.ring_mesh.device_type
     facts: dict[str, Any] = {
         "model": model.ring_number,
         "mode": "training" if model.training else "evaluation",
         "gradients": torch.is_grad_enabled(),
         "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-        "labels": arguments.get("shift_labels") is not None,
-        "output_router_logits": wanted_router(model, arguments.get("output_router_logits")) is not None,
-        "num_items_in_batch": None if number is None else _whole_number(number),
-        "arguments": tuple(sorted((name, str(value)) for name, value in others.items() if value is not None)),
     }
     if torch.is_grad_enabled():
         parameters = (module._parameters[name] for module, names in structure for name in names)

@@ -1,0 +1,242 @@
+"""Decoders that are not language models: embeddings of the user's in, hidden states out, a loss of the user's.
+
+B batch, S global tokens, T local tokens, C hidden size.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ringspan.core.errors import LayoutError, UnsupportedError
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.names import LayoutName
+from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.fixed import Fixed, check_fixed
+from ringspan.torch.consistency.forward import pass_facts
+from ringspan.torch.consistency.loop_watch import in_call, watch_backward
+from ringspan.torch.data.batch import shard
+from ringspan.torch.layers.decoder import decoder_of
+from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.positions import beyond_table
+from ringspan.torch.memory.sharding import note_copies, recover, renew_types, settle
+from ringspan.torch.model.attention_support import refuse_attention
+from ringspan.torch.model.config_changes import ConfigCopy, check_configs
+from ringspan.torch.model.recurrent import stateful_modules
+from ringspan.torch.model.splittable import refuse_weights
+from ringspan.torch.runtime.foreign_mesh import ring_mesh
+from ringspan.torch.transport.sums import Sum
+
+# What else a decoder may be called with; anything else would need a cache, or a mask of the whole sequence.
+_TAKEN: Final = {"inputs_embeds", "position_ids", "use_cache", "return_dict"}
+_LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
+
+
+def is_headless(model: PreTrainedModel) -> bool:
+    """Whether a model ends in hidden states: a decoder by itself, or one inside of a user's own model."""
+    return isinstance(model, PreTrainedModel) and model.get_output_embeddings() is None
+
+
+def refuse_headless(model: PreTrainedModel) -> None:
+    """Raise an UnsupportedError that names why the ring cannot run a model without a head exactly."""
+    name, decoder = type(model).__name__, decoder_of(model)
+    if decoder is not model and type(model).__module__.startswith("transformers."):
+        raise UnsupportedError(
+            f"{name} does more with its decoder's hidden states than one token at a time; use an AutoModelForCausalLM, "
+            "or its decoder by itself with a loss of your own"
+        )
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model]
+    if len(inner) > (decoder is not model):
+        raise UnsupportedError(f"{name} has several models of transformers inside; give it one decoder")
+    if "forward" in vars(model):
+        raise UnsupportedError(f"{name} has a forward that was set on it, which would not be called; del model.forward")
+    refuse_weights(model)
+    refuse_attention(name, decoder, set())
+    if held := stateful_modules(decoder):
+        raise UnsupportedError(
+            f"{name} has layers with a state or a convolution ({next(iter(held))}), which a decoder without a head "
+            "does not compute over a ring yet; use an AutoModelForCausalLM"
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Conv1d, nn.BatchNorm1d)):
+            raise UnsupportedError(f"{name} mixes tokens outside of attention ({path} is a {type(module).__name__})")
+    rope = getattr(decoder.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+        raise UnsupportedError(
+            f"{name}: rope_type={rope['rope_type']!r} chooses frequencies by the length of the sequence, which a "
+            "decoder without a head is not told; use default, linear, llama3 or yarn"
+        )
+    if getattr(decoder.config, "output_router_logits", False):
+        raise UnsupportedError(f"{name}: output_router_logits=True has no loss to be added to; set it to False")
+    _refuse_not_causal(name, decoder)
+
+
+@torch.no_grad()
+def _refuse_not_causal(name: str, decoder: Any) -> None:
+    """Try out on four made-up tokens that the last one changes nothing of those before it."""
+    like = next(decoder.parameters())
+    if like.is_meta:
+        return
+    generator = torch.Generator().manual_seed(0)
+    hidden, other = torch.randn(2, 1, 4, _hidden_size(decoder.config), generator=generator).to(like)
+    modes = {module: module.training for module in decoder.modules()}
+    decoder.eval()
+    try:
+        first = decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        hidden[:, -1] = other[:, -1]
+        second = decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
+    except Exception as error:  # whatever it raises that takes no embeddings
+        raise UnsupportedError(f"{name} cannot be called with inputs_embeds alone, which a ring needs") from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    rounding = 16 * torch.finfo(like.dtype).eps * float(first.abs().max())
+    if not torch.allclose(first[:, :-1], second[:, :-1], rtol=0, atol=rounding):
+        raise UnsupportedError(f"{name} is not causal: an earlier token sees a later one, which is not supported yet")
+
+
+def _hidden_size(config: PreTrainedConfig) -> int:
+    return config.get_text_config(decoder=True).hidden_size
+
+
+class RingDecoder(Fixed):
+    """What ``parallelize`` adds to the class of a model without a head."""
+
+    ring_mesh: DeviceMesh
+    ring_layout: LayoutName
+    ring_decoder: str
+    ring_configs: tuple[ConfigCopy, ...]
+    ring_number: str
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward pass over local tokens, the same on every rank."""
+        with in_call("a forward pass", is_pass=True):
+            try:
+                try:
+                    structure = check_fixed(self)
+                finally:
+                    settle(self)
+                check_configs(self.ring_configs)
+                if self.ring_decoder == "":
+                    _check_arguments(self, args, kwargs)
+                call = Call("a forward pass", pass_facts(self, structure), _facts_of_ring(args, kwargs))
+            except Exception as error:  # whatever it is, the other ranks must not wait for this one
+                call = Call("a forward pass", error=error)
+            check_call(self.ring_mesh, call)
+            try:
+                result = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            except BaseException:
+                recover(self)
+                raise
+        if not torch.is_grad_enabled():  # no backward pass will do it
+            settle(self)
+        else:
+            note_copies(self)
+        return result
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, once FSDP has what it needs."""
+        renew_types(self)
+        return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_inner_call(model: Any, decoder: nn.Module) -> None:
+    """Let a decoder inside of a user's model look at what it is called with, before any rank computes."""
+
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        error = None
+        try:
+            _check_arguments(model, args, kwargs)
+        except Exception as failure:  # which the other ranks are to hear of
+            error = failure
+        check_call(model.ring_mesh, Call("the decoder's forward pass", error=error))
+
+    decoder.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def _check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what a decoder on a ring cannot be called with."""
+    name, given = class_name(model), {key: value for key, value in kwargs.items() if value is not None}
+    if args or "inputs_embeds" not in given or "position_ids" not in given:
+        raise UnsupportedError(
+            f"the decoder of {name} is called as decoder(inputs_embeds=..., position_ids=...) on a ring; make both "
+            "with rs.shard_features"
+        )
+    if unknown := sorted(set(given) - _TAKEN):
+        raise UnsupportedError(
+            f"{', '.join(unknown)} cannot be honoured by the decoder of {name} on a ring; leave it out"
+        )
+    if given.get("use_cache"):
+        raise UnsupportedError(f"use_cache=True: the decoder of {name} keeps no cache on a ring; leave it out")
+    if given.get("return_dict") is False:
+        raise UnsupportedError("return_dict=False is not supported on a ring; it must be True")
+    ring, embeddings = model.ring_mesh["ring"], given["inputs_embeds"]
+    layout = Layout(model.ring_layout, ring.size() * embeddings.shape[1], ring.size())
+    positions = given["position_ids"]
+    expected = torch.from_numpy(layout.positions(ring.get_local_rank())).to(positions.device)
+    if positions.shape[-1] != len(expected) or not bool((positions == expected).all()):
+        raise LayoutError(
+            f"position_ids are not those of the layout {layout.name}; use rs.shard_features(features, mesh, "
+            f"layout={layout.name!r})"
+        )
+    if error := beyond_table(model, model.get_submodule(model.ring_decoder), layout.length):
+        raise error
+
+
+def _facts_of_ring(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What the ranks of one ring must have alike: the shapes of all that they were given."""
+    given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+    return {
+        f"shape of {name}": tuple(value.shape) for name, value in sorted(given.items()) if isinstance(value, Tensor)
+    }
+
+
+def shard_features(
+    features: Mapping[str, Tensor], mesh: DeviceMesh, *, layout: LayoutName = "zigzag"
+) -> dict[str, Tensor]:
+    """This rank's part of sequences of anything, and its positions, for a decoder without a head.
+
+    Every rank of one ring passes the same whole features; replicas pass different ones.
+
+    Args:
+        features: tensors (B, S, ...) of one B and S: observations, actions, targets. Give a mask of ones among them:
+            padding is 0 everywhere, and is to be left out of the loss.
+        mesh: from ``init_mesh``.
+        layout: the one that ``parallelize`` was given.
+
+    Returns:
+        The same names with (B, T, ...), and ``position_ids`` (1, T).
+
+    Raises:
+        UnsupportedError: no features, other shapes, or a feature named ``position_ids``.
+    """
+    mesh = ring_mesh(mesh)
+    shapes = {name: tuple(tensor.shape[:2]) for name, tensor in features.items()}
+    if not features or len(set(shapes.values())) > 1 or len(next(iter(shapes.values()))) < 2:
+        raise UnsupportedError(f"features must be tensors (batch, tokens, ...) of one batch and length, got {shapes}")
+    if "position_ids" in features:
+        raise UnsupportedError("position_ids are those of the layout; leave them out")
+    ring, length = mesh["ring"], next(iter(shapes.values()))[1]
+    split = Layout(layout, length, ring.size())
+    rank = ring.get_local_rank()
+    found = {name: shard(tensor, split, rank, 1) for name, tensor in features.items()}
+    device = next(iter(features.values())).device
+    return found | {"position_ids": torch.from_numpy(split.positions(rank))[None].to(device)}
+
+
+def global_sum(value: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of a value over all ranks of a ring and all replicas, on each of them; differentiable.
+
+    Each rank differentiates its own part, so that gradients of the weights, which are summed over all ranks, are those
+    of the whole sum on one process.
+
+    Args:
+        value: this rank's part of a loss, such as the sum of its tokens' errors over the count of all tokens.
+        mesh: from ``init_mesh``.
+    """
+    mesh = ring_mesh(mesh)
+    return watch_backward(Sum.apply(value, [mesh[axis].get_group() for axis in ("replicate", "ring")]))
