@@ -339,6 +339,8 @@ class Replica:
     """Stands in for the mesh of a rank of one of two replicas."""
 
     mesh_dim_names = ("replicate", "ring")
+    mesh = torch.arange(4).view(2, 2)
+    ndim = 2
 
     def __init__(self, number: int) -> None:
         self.number = number
