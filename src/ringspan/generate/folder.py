@@ -19,7 +19,7 @@ from ringspan.core.messages.lines import one_line
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions
-from ringspan.torch.model.support import refuse_config
+from ringspan.torch.model.support import refuse_config, refuse_quantised
 from ringspan.torch.tensor_parallel.split import refuse_heads
 from ringspan.torch.weights.files import WeightFiles
 from ringspan.torch.weights.loading import read_whole, unread_model
@@ -41,6 +41,7 @@ def load_config(settings: GenerateSettings) -> PreTrainedConfig:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{settings.folder}: {config.model_type} is no causal language model of transformers")
     refuse_config(config)
+    refuse_quantised(config)
     refuse_heads(config, settings.tp)
     dtype_of(settings, config)
     return config

@@ -13,7 +13,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.loop_watch import in_call, watch_loop
-from ringspan.torch.model.support import refuse_config
+from ringspan.torch.model.support import refuse_config, refuse_quantised
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.weights.files import WeightFiles, folder_of
@@ -70,6 +70,7 @@ def from_pretrained(
             raise ConfigError(f"{folder_or_id}: is no folder, nor to be had from the Hub: {one_line(error)}") from error
         config = _config(folder, trust_remote_code=trust_remote_code) if config is None else config
         refuse_config(config)
+        refuse_quantised(config)
         files = WeightFiles(folder)
         model, extra = unread_model(
             str(folder_or_id), folder, files, config, dtype, trust_remote_code=trust_remote_code

@@ -16,7 +16,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
 from ringspan.plan.model.hub import from_hub
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, text_config
-from ringspan.torch.model.support import refuse_config
+from ringspan.torch.model.support import refuse_config, refuse_quantised
 from ringspan.torch.tensor_parallel.split import refuse_heads
 from ringspan.torch.weights.files import WeightFiles, folder_of
 from ringspan.torch.weights.loaded import first_of
@@ -63,6 +63,8 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
             "AutoModelForCausalLM makes"
         )
     refuse_config(model_config)
+    if settings.init == "pretrained":
+        refuse_quantised(model_config)
     refuse_heads(model_config, config.mesh.tp)
     text = text_config(model_config)
     if settings.rope is not None:

@@ -151,6 +151,12 @@ def quantised() -> Any:
     return quantize_dynamic(build("llama"), {nn.Linear}, dtype=torch.qint8)
 
 
+def packed() -> Any:
+    model = build("llama")
+    model.is_quantized, model.quantization_method = True, "bitsandbytes"
+    return model
+
+
 def of_integers() -> Any:
     model = build("llama")
     weight = torch.zeros(64, 64, dtype=torch.int8)
@@ -177,6 +183,7 @@ def over_the_same_memory() -> Any:
         (lambda: with_embedding(sparse=True), "sparse=True"),
         (lambda: with_embedding(scale_grad_by_freq=True), "scale_grad_by_freq=True"),
         (quantised, "quantised"),
+        (packed, r"LlamaForCausalLM is quantised \(bitsandbytes\), .*model.dequantize\(\), then save_pretrained"),
         (of_integers, r"q_proj.weight is torch\.int8"),
         (with_own_forward, "del model.forward"),
         (over_the_same_memory, "two parameters over the same memory"),

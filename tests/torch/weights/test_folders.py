@@ -79,6 +79,10 @@ def spoil(folder: Path, how: str) -> None:
         case "another shape":
             config = json.loads((folder / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 101}))
+        case "quantised":
+            config = json.loads((folder / "config.json").read_text())
+            packed = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+            (folder / "config.json").write_text(json.dumps(config | {"quantization_config": packed}))
         case "no json":
             index.write_text("{")
         case "outside":
@@ -107,6 +111,7 @@ def spoil(folder: Path, how: str) -> None:
         ("a tensor is missing", r"model-00002\S+: has no \S+, which model.safetensors.index.json says is there"),
         ("not in the index either", r"has no lm_head\.weight; use the config.json that belongs to the weights"),
         ("another shape", r"is \[97, 64\] there, and \[101, 64\] in the model"),
+        ("quantised", r"llama is quantised \(fp8\), .*dequantise it in one process: from_pretrained\("),
         ("no json", r"index\.json: cannot be read"),
         ("outside", r"is in '\.\./model\.safetensors', which is no file of this folder"),
         ("an adapter", r"is an adapter of PEFT"),
@@ -118,7 +123,8 @@ def test_what_is_wrong_with_a_folder_is_named_on_every_rank(pool: Any, tmp_path:
     written("llama", tmp_path / "given")
     spoil(tmp_path / "given", how)
     outcomes = pool.run(refused, 2, str(tmp_path / "given"))
-    assert re.search(message, outcomes[0]) and outcomes[0].startswith("ConfigError"), outcomes[0]
+    assert re.search(message, outcomes[0]), outcomes[0]
+    assert outcomes[0].startswith("UnsupportedError" if how == "quantised" else "ConfigError"), outcomes[0]
     assert outcomes[1] == outcomes[0]
 
 

@@ -18,6 +18,12 @@ from ringspan.torch.layers.embedding import own_gradient
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _QUANTISED: Final = ("torch.ao.nn", "bitsandbytes", "torchao")  # where modules with packed weights come from
 
+DEQUANTISE: Final = (
+    "load it without quantization_config or, where its files are quantised, dequantise it in one process: "
+    "from_pretrained(..., quantization_config=<its config class>(dequantize=True)) or model.dequantize(), then "
+    "save_pretrained"
+)
+
 
 def refuse_weights(model: PreTrainedModel) -> None:
     """Raise an UnsupportedError that names weights which FSDP2 cannot shard, or which a step changes by what one rank
@@ -25,7 +31,9 @@ def refuse_weights(model: PreTrainedModel) -> None:
     """
     name = type(model).__name__
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        raise UnsupportedError(f"{name} is quantised, which is not supported yet; load it without quantization_config")
+        method = getattr(model, "quantization_method", None)
+        how = f" ({getattr(method, 'value', method)})" if method else ""
+        raise UnsupportedError(f"{name} is quantised{how}, and packed weights cannot be split over ranks; {DEQUANTISE}")
     for path, module in model.named_modules():
         _refuse_module(name, path, module)
     for path, parameter in model.named_parameters():
@@ -69,7 +77,10 @@ def _refuse_module(name: str, path: str, module: nn.Module) -> None:
     if isinstance(module, FSDPModule):
         raise UnsupportedError(f"{name} was sharded before (fully_shard of {path or 'it'}); give the model as it was")
     if type(module).__module__.startswith(_QUANTISED):
-        raise UnsupportedError(f"{name} is quantised ({path} is a {type(module).__name__}), which is not supported yet")
+        raise UnsupportedError(
+            f"{name} is quantised ({path} is a {type(module).__name__}), and packed weights cannot be split over "
+            f"ranks; {DEQUANTISE}"
+        )
     if getattr(module, "merged_adapters", None):
         raise UnsupportedError(
             f"{name} has merged adapters ({path}), which could not be unmerged again; use merge_and_unload() or "

@@ -23,7 +23,7 @@ from ringspan.torch.layers.head import input_size, refuse_mixing
 from ringspan.torch.layers.rope import is_rotary
 from ringspan.torch.model.attention_support import refuse_attention
 from ringspan.torch.model.recurrent import refuse_stateful, stateful_modules
-from ringspan.torch.model.splittable import refuse_weights
+from ringspan.torch.model.splittable import DEQUANTISE, refuse_weights
 from ringspan.torch.weights.loading import filled
 
 # Config fields that change attention or logits in a way that the ring does not compute yet.
@@ -62,6 +62,18 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
                 "embedding cannot be told; use default, linear, llama3 or yarn"
             )
     _check_head(model)
+
+
+def refuse_quantised(config: PreTrainedConfig) -> None:
+    """Raise an UnsupportedError that names how the files of a config are quantised. A model that is made of the config
+    alone has plain weights.
+    """
+    if (packed := getattr(config, "quantization_config", None)) is not None:
+        values = packed if isinstance(packed, dict) else packed.to_dict()
+        raise UnsupportedError(
+            f"{config.model_type} is quantised ({values.get('quant_method')}), and packed weights cannot be split over "
+            f"ranks; {DEQUANTISE}"
+        )
 
 
 def refuse_config(config: PreTrainedConfig) -> None:
