@@ -61,9 +61,9 @@ trainers: $(STAMP) ## train on rings and on one process, and write the table of 
 compat: ## run the trainers' tests with the oldest transformers and PyTorch that they support, in .venv-oldest
 	@[ -x .venv-oldest/bin/python ] || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install -q torch==2.11.0
-	.venv-oldest/bin/python -m pip install -q -e '.[hf]' transformers==5.17.0 trl==1.16.0 peft \
+	.venv-oldest/bin/python -m pip install -q -e '.[hf,lightning]' transformers==5.17.0 trl==1.16.0 peft \
 		pytest pytest-timeout pytest-xdist hypothesis
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest tests/hf $(ARGS)
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest tests/hf tests/lightning $(ARGS)
 
 bench: $(STAMP) ## measure what docs/performance.md quotes (ARGS="attention"); leave the machine alone meanwhile
 	$(BIN)/python benchmarks/run.py $(ARGS)

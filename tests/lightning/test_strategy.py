@@ -124,12 +124,14 @@ def fit(
     trainer = Trainer(**QUIET, **options)
     train: Any = None if kind is WithLoader else DataLoader(ROWS, batch_size, shuffle=shuffle)  # type: ignore[arg-type]
     trainer.fit(module, train, DataLoader(EVALUATION, batch_size), ckpt_path=resume)  # type: ignore[arg-type]
+    logged = float(trainer.callback_metrics["loss"])
+    trainer.validate(module, DataLoader(EVALUATION, batch_size), verbose=False)  # type: ignore[arg-type]
     weights = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in module.model.named_parameters()}  # type: ignore[operator]
     return {
         "losses": module.losses,
         "evaluated": module.evaluated,
         "weights": {name: weight.detach() for name, weight in weights.items()},
-        "logged": float(trainer.callback_metrics["loss"]),
+        "logged": logged,
     }
 
 

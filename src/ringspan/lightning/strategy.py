@@ -84,7 +84,8 @@ class RingStrategy(ModelParallelStrategy):
         ring, replicate, tp = self._sizes
         found = split_world(self.num_nodes * self.num_processes, ring, replicate, tp)
         super().setup_environment()  # with a mesh of two axes, which nobody uses
-        self._ring_mesh = make_mesh(self.root_device.type, *found, tp)
+        if self._ring_mesh is None:  # a trainer that fits and then validates has one model, on one mesh
+            self._ring_mesh = make_mesh(self.root_device.type, *found, tp)
         module = self.lightning_module
         assert module is not None, "connected before"
         give_mesh(module, self._ring_mesh)
