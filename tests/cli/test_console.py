@@ -204,3 +204,16 @@ def test_a_rank_that_is_profiled_says_in_a_pipe_what_it_does(monkeypatch, capsys
     said = capsys.readouterr().err
     lines = "running three steps of qwen3-0.6b on 2 ranks\nstep 1 of 3\nringspan: interrupted\n"
     assert (said == lines) == (not is_terminal) and ("step 1" in said) == (not is_terminal)
+
+
+def test_an_interrupt_while_libraries_are_imported_ends_the_process_at_once():
+    """Whatever catches the exception that it would be."""
+    code = (
+        "import os, signal\nfrom ringspan.cli.console import importing\nwith importing(): pass\n"
+        "try: os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt: print('as before', flush=True)\n"
+        "with importing():\n"
+        "    try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    except BaseException: print('goes on')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "as before\n", "ringspan: interrupted\n")

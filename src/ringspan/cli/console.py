@@ -2,8 +2,10 @@
 
 import os
 import re
+import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -12,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+INTERRUPTED: Final = 130
+"""The exit code of a command that was told to stop."""
 _UNLIMITED: Final = 100_000
 _UNIT: Final = re.compile(r"(?<=\d) (?=([kMGTPEZY]?(B|FLOP)(/s)?|tokens|days|h|min|s|ms|µs|ns)\b)")
 
@@ -54,6 +58,28 @@ def working() -> Iterator[Callable[[str], None]]:
         return
     with out.status("starting") as status:
         yield lambda line: status.update(Text(line))
+
+
+@contextmanager
+def importing(*, quiet: bool = False) -> Iterator[None]:
+    """While PyTorch and transformers are imported, which takes seconds: a status, and an interrupt ends the process at
+    once. As an exception it would leave modules half imported, and libraries that catch it go on.
+    """
+
+    out = console(stderr=True, quiet=quiet)
+
+    def interrupted(*_: object) -> None:
+        os.write(2, b"\r\x1b[2K\x1b[?25h" * out.is_terminal + b"ringspan: interrupted\n")  # the cursor shows again
+        os._exit(INTERRUPTED)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, interrupted) if is_main else None
+    try:
+        with out.status("importing PyTorch and transformers"):
+            yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, before)
 
 
 def heading(out: Console, text: str) -> None:

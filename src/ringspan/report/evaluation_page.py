@@ -40,7 +40,10 @@ def write_page(results: Sequence[dict[str, Any]], path: Path, command: str, abou
 def _drawn(results: Sequence[dict[str, Any]]) -> str:
     if not installed("matplotlib"):
         return element("p", escape(f"The picture needs {remedy('matplotlib')}."), class_="soft")
-    said = "Bands and brackets are 95% intervals. Point at the picture for values."
+    is_map = any("depth" in row for result in results for row in result["rows"])
+    said = (
+        "Point at a cell for its 95% interval." if is_map else "Bands are 95% intervals. Point at a curve for values."
+    )
     return element("figure", svg(picture(results)), element("figcaption", said), class_="map")
 
 

@@ -26,12 +26,12 @@ def command(
 ) -> None:
     """The loss of a text's last tokens over caches in fewer bits, against a cache in the model's own precision."""
     from ringspan.cli.commands.generate import check_folder, prompt_text
-    from ringspan.cli.console import console, table
+    from ringspan.cli.console import console, importing, table
     from ringspan.generate.settings import GenerateSettings
 
     check_folder(model)
     text = prompt_text(None, text_file, "--text-file")
-    with console(stderr=True, quiet=as_json).status("importing PyTorch and transformers"):
+    with importing(quiet=as_json):
         from ringspan.cli.commands.generate import prompt_ids
         from ringspan.measure.bench.cache import CacheCase, run
     case = CacheCase(

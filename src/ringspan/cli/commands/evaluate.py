@@ -267,7 +267,7 @@ def in_ranks(
 
     ``check`` refuses what can be refused before a rank starts.
     """
-    from ringspan.cli.console import console
+    from ringspan.cli.console import importing
     from ringspan.torch.runtime.environment import is_rank
 
     if is_rank():
@@ -286,15 +286,16 @@ def in_ranks(
             dist.destroy_process_group()
     from ringspan.torch.runtime.forks import serve_forks
 
-    with console(stderr=True).status("importing PyTorch and transformers"):
+    with importing():
         serve_forks("ringspan.evaluate.runner")
         import torch
+
+        from ringspan.torch.runtime.launch import launch
 
         if nproc is None:
             nproc = max(1, torch.cuda.device_count())
             settings.check_ranks(nproc)
         check()
-    from ringspan.torch.runtime.launch import launch
 
     print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
     return launch(function, nproc, *arguments)[0], True

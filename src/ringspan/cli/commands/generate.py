@@ -155,7 +155,7 @@ def run(
     Raises:
         RingspanError: the options do not go together, or a rank raised it.
     """
-    from ringspan.cli.console import console
+    from ringspan.cli.console import importing
     from ringspan.torch.runtime.environment import is_rank
 
     if is_rank():
@@ -166,15 +166,16 @@ def run(
     prompt = text()
     from ringspan.torch.runtime.forks import serve_forks
 
-    with console(stderr=True).status("importing PyTorch and transformers"):
+    with importing():
         serve_forks("ringspan.generate.session")  # it gets ready while this process checks the prompt
         import torch
+
+        from ringspan.torch.runtime.launch import launch
 
         if nproc is None:
             nproc = max(1, torch.cuda.device_count())
             settings.check_ranks(nproc)
         ids = prompt_ids(settings, prompt)
-    from ringspan.torch.runtime.launch import launch
 
     print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
     if not chat:

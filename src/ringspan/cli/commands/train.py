@@ -75,7 +75,7 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
     Raises:
         RingspanError: the options do not go together, or a rank raised it.
     """
-    from ringspan.cli.console import console
+    from ringspan.cli.console import importing
     from ringspan.core.errors import ConfigError
     from ringspan.torch.runtime.environment import is_rank
 
@@ -86,9 +86,9 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc}: at least one process is needed")
     thrift = settings.memory.offload != "none"  # who offloads would rather wait for memory than run out of it
-    with console(stderr=True).status("importing PyTorch and transformers"):
+    with importing():
         nproc = _ready(settings, nproc, is_thrifty=thrift)
-    from ringspan.torch.runtime.launch import launch
+        from ringspan.torch.runtime.launch import launch
 
     print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
     results = launch(train_rank, nproc, settings, max_restarts=max_restarts, forward_signals=True, is_thrifty=thrift)

@@ -40,7 +40,7 @@ def start_resource_tracker() -> None:
     """Start the process that removes what multiprocessing leaves behind, unless it runs already, deaf to all stop
     signals: of those for the whole process group it hears SIGUSR1 by itself, and ends.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # it inherits that
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})  # it inherits that
     try:
         resource_tracker.ensure_running()
     finally:

@@ -33,7 +33,11 @@ _STOP: Final = "stop"
 MOST_RANKS: Final = 1024  # more processes than this on one machine is a slip of the keyboard
 _POLL_SECONDS: Final = 0.1  # how often elastic looks at the ranks
 _WAIT_SECONDS: Final = 10.0  # without a word for the other ranks of a job
-_LOGGERS: Final = "torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"  # of how ranks ended
+_LOGGERS: Final = (  # of how ranks ended
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.multiprocessing.spawn",
+)
 
 # Freed tensors go back to the system at once, in huge pages, which are nearly as quick to get as old memory. By itself
 # glibc keeps all of up to 32 MB, between small things that stay, for tensors that will not fit. It reads this at start.
@@ -213,8 +217,12 @@ def _without_refusals(folder: Path) -> Iterator[None]:
     told to stop: that is for the caller to say.
     """
 
+    is_told_to_stop = False
+
     def is_failure(record: logging.LogRecord) -> bool:
-        return _refusal(folder) is None and not (folder / _STOP).exists()
+        nonlocal is_told_to_stop
+        is_told_to_stop |= "death signal" in record.getMessage()  # the first that elastic says of it
+        return not is_told_to_stop and _refusal(folder) is None and not (folder / _STOP).exists()
 
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(is_failure)
