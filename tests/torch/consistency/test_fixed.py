@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -44,6 +46,31 @@ def changed_afterwards(mesh: DeviceMesh, how: str) -> None:
             model.resize_token_embeddings(120)
         case "copy":
             copy.deepcopy(model)
+        case "shallow copy":
+            copy.copy(model)
+        case "pickle":
+            pickle.dumps(model)
+        case "saved whole":
+            torch.save(model, io.BytesIO())
+        case "shared memory":
+            model.share_memory()
+        case "other data":
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 0.5
+            step(model, mesh)
+        case "from a vector":
+            numbers = torch.zeros(model.num_parameters())
+            nn.utils.vector_to_parameters(numbers, model.parameters())
+            step(model, mesh)
+        case "replaced":
+            step(model, mesh)
+            norm = model.model.layers[1].input_layernorm
+            norm.weight = nn.Parameter(norm.weight.detach() * 0.5)
+            step(model, mesh)
+        case "part in half":
+            step(model, mesh)
+            model.model.layers[1].mlp.half()
+            step(model, mesh)
         case "checkpointing":
             model.gradient_checkpointing_enable()
         case "no checkpointing":
@@ -66,6 +93,14 @@ def changed_afterwards(mesh: DeviceMesh, how: str) -> None:
         ("to a device", "ring of cpu"),
         ("resize", "resize_token_embeddings comes before parallelize"),
         ("copy", "cannot be copied"),
+        ("shallow copy", "cannot be pickled; save_pretrained writes the model"),
+        ("pickle", "cannot be pickled; save_pretrained writes the model"),
+        ("saved whole", "torch.save of model.state_dict() its shards"),
+        ("shared memory", "call share_memory before parallelize"),
+        ("other data", "model.embed_tokens.weight.data was set after parallelize"),
+        ("from a vector", "model.embed_tokens.weight.data was set after parallelize"),
+        ("replaced", "model.layers.1.input_layernorm.weight was replaced after parallelize, and would not be used"),
+        ("part in half", "was replaced after parallelize, and would not be used"),
         ("checkpointing", "parallelize(checkpoint='attention')"),
         ("no checkpointing", "parallelize(checkpoint='attention')"),
         ("new head", "changed after parallelize (lm_head)"),
@@ -75,6 +110,34 @@ def changed_afterwards(mesh: DeviceMesh, how: str) -> None:
 def test_what_changes_weights_afterwards_is_refused(pool, how, message):
     for outcome in pool.outcomes(changed_afterwards, 2, how):
         assert isinstance(outcome, rs.UnsupportedError) and message in str(outcome)
+
+
+def written(mesh: DeviceMesh | None) -> Any:
+    """What changes weights where they are, between two steps, and calls that change nothing."""
+    model: Any = build("llama")
+    if mesh:
+        rs.parallelize(model, mesh)
+    step(model, mesh)
+    model.zero_grad()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter * 0.5)
+            parameter.data.mul_(1.5)
+    model.load_state_dict(model.state_dict())
+    model.load_state_dict({name: x * 0.9 for name, x in model.state_dict().items()}, assign=True)
+    model.init_weights()
+    model.tie_weights()
+    model.apply(lambda module: None)
+    model.requires_grad_(False).requires_grad_(True)
+    model.eval().train()
+    return step(model, mesh)
+
+
+def test_weights_that_are_written_where_they_are_count(pool):
+    loss, _, gradients = written(None)
+    plain = one_step("llama", "as it is")
+    assert relative(loss, plain[0]) > 1e-4
+    check(pool.run(written, 2), (loss, gradients))
 
 
 def left_as_it_is(mesh: DeviceMesh) -> Any:

@@ -5,7 +5,7 @@ and one whose type changes no longer is what it was split for.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Never
+from typing import Any, Final, Never
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import class_name, local_part
-from ringspan.torch.memory.sharding import gathered_parameters
+from ringspan.torch.memory.sharding import gathered_parameters, unseen_parameters
 
 HOOKED = (
     "has a gradient hook, which FSDP never calls; change parameter.grad between backward and the optimizer's step, or "
     "use register_post_accumulate_grad_hook after parallelize"
 )
+_COPY: Final = "copy into it instead (under torch.no_grad, parameter.copy_), or load_state_dict"
+_REPLACED: Final = f"was replaced after parallelize, and would not be used; {_COPY}"
 Structure = list[tuple[nn.Module, tuple[str, ...]]]
 
 
@@ -51,6 +53,7 @@ def check_fixed(model: Any) -> Structure:
             f"the parameters of {class_name(model)} changed after parallelize ({_first_change(model, found)}), which "
             "ranks would not share; change the model before"
         )
+    problems += [f"{name} {_REPLACED}" for name in unseen_parameters(model)]
     if problems:
         raise UnsupportedError(problems[0])
     return found
@@ -67,12 +70,25 @@ def _problems(path: str, parameters: dict[str, Any], copies: set[int]) -> Iterat
         if parameter is None:
             continue
         if not isinstance(parameter, DTensor) and id(parameter) not in copies:
-            yield (
-                f"{path}.{name} was replaced after parallelize, and would not be used; copy into it instead (under "
-                "torch.no_grad, parameter.copy_), or load_state_dict"
-            )
+            yield f"{path}.{name} {_REPLACED}"
+        elif isinstance(parameter, DTensor) and _is_of_other_data(parameter):
+            yield f"{path}.{name}.data was set after parallelize, which does not reach its shard; {_COPY}"
         elif parameter._backward_hooks:
             yield f"{path}.{name} {HOOKED}"
+
+
+def note_data(model: nn.Module) -> None:
+    """Remember which data each parameter of a model has."""
+    for parameter in model.parameters():
+        _is_of_other_data(parameter)
+
+
+def _is_of_other_data(parameter: Any) -> bool:
+    """Whether somebody has set ``parameter.data`` since this was first asked. A DTensor takes that without a word, and
+    keeps its shard. What swaps whole tensors (``to_empty``) takes along what was remembered.
+    """
+    storage = parameter.untyped_storage()._cdata
+    return vars(parameter).setdefault("ring_storage", storage) != storage
 
 
 class Fixed:
@@ -108,6 +124,20 @@ class Fixed:
                     f"{class_name(self)} is on a ring of {probe.device}; a mesh says where its shards are"
                 )
         return super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def share_memory(self: Any) -> Never:
+        """Raise ``UnsupportedError``: a shard's memory is where FSDP put it, and moving it would end the process."""
+        raise UnsupportedError(
+            f"{class_name(self)} is on a ring, and its shards stay in the memory of their process; call share_memory "
+            "before parallelize, or give other processes what save_pretrained writes"
+        )
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Never:
+        """Raise ``UnsupportedError`` in place of ``pickle.dumps`` and ``torch.save`` of a model on a ring."""
+        raise UnsupportedError(
+            f"{class_name(self)} is on a ring and cannot be pickled; save_pretrained writes the model, torch.save of "
+            "model.state_dict() its shards"
+        )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Never:
         """Raise ``UnsupportedError``: it comes before ``parallelize``."""

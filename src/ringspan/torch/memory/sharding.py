@@ -17,7 +17,8 @@ from ringspan.core.errors import UnsupportedError
 def shard_weights(
     model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype | None
 ) -> None:
-    """Shard each layer's parameters, and those of the model around them, over the ring, in place; replicas copy.
+    """Shard each layer's parameters, and those of the model around them, over the ring, in place; replicas copy. What
+    is inside of a layer comes before it.
 
     Gradients are summed over all ranks in float32, or in float64 where parameters are.
     """
@@ -170,6 +171,23 @@ def gathered_parameters(model: Any) -> list[nn.Parameter]:
     """What stands in the place of parameters while they are whole: copies, which no optimizer may be given."""
     parameters = [parameter for group in _groups_of(model) for parameter in group.fsdp_params]
     return [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
+
+
+def unseen_parameters(model: Any) -> list[str]:
+    """The names of weights in whose place a module has others than those that FSDP gathers."""
+    names: list[str] = []
+    for group in _groups_of(model):
+        if not group._reset_sharded_params:  # before the first pass, in which it looks at all of them again
+            continue
+        for parameter in group.fsdp_params:
+            held = parameter._module_info.module._parameters.get(parameter._module_info.param_name)
+            if held is parameter.sharded_param:
+                shard, gathered = held._local_tensor, parameter._sharded_param_data
+                if shard.numel() and shard.untyped_storage()._cdata != gathered.untyped_storage()._cdata:
+                    names.append(parameter._param_fqn or parameter._module_info.param_name)
+            elif held is not getattr(parameter, "_unsharded_param", None):
+                names.append(parameter._param_fqn or parameter._module_info.param_name)
+    return names
 
 
 @torch.compiler.disable()
