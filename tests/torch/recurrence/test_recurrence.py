@@ -96,6 +96,30 @@ def test_spans_compute_what_the_oracle_computes_of_each_document(name, data):
         assert relative(gradient, truth) < 1e-9, key
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_error_does_not_grow_with_the_number_of_ranks(name):
+    """In float32, with decays from near 0 to near 1, over all spans of zigzag rings of 1 to 16 ranks."""
+    layer, tokens = LAYERS[name], 320
+
+    def results(dtype: torch.dtype, ranks: int) -> list[Tensor]:
+        leaves = {
+            key: x.to(dtype).requires_grad_() if isinstance(x, Tensor) else x
+            for key, x in inputs(name, 1, tokens, size=8).items()
+        }
+        places = plan_of(rs.Layout("zigzag", tokens, ranks), ((0,),)).places
+        sequences = SequencePass(spans_of([place.tokens for place in places]), None)
+        out = recurrence(layer.rule, layer.of(dtype), leaves, sequences)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        tensors = [x for x in leaves.values() if isinstance(x, Tensor)]
+        return [out.detach(), *torch.autograd.grad((out * weights.to(dtype)).sum(), tensors)]
+
+    truth = results(torch.float64, 1)
+    errors = {ranks: [*map(relative, results(torch.float32, ranks), truth)] for ranks in (1, 2, 5, 16)}
+    for ranks, found in errors.items():
+        for error, alone in zip(found, errors[1], strict=True):
+            assert error < 2 * alone + 1e-7, (ranks, errors)
+
+
 @settings(max_examples=40)
 @given(cut=cut_sequences(), taps=st.integers(1, 6))
 def test_a_convolution_reaches_back_over_spans_and_no_further_than_its_document(cut, taps):
@@ -189,6 +213,29 @@ def test_ranks_send_halos_and_their_gradients(ranks, length, layout):
         float((back * x[..., torch.from_numpy(plan.layout.positions(rank))]).sum()) for rank, back in enumerate(backs)
     )
     assert left == pytest.approx(right, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("gated delta rule", "initial_state"),
+        ("kimi delta attention", "output_final_state"),
+        ("mamba-2", "initial_states"),
+        ("mamba-2", "return_final_states"),
+        ("mamba", "return_last_state"),
+    ],
+)
+def test_a_kernel_that_has_no_argument_for_states_is_refused(name, missing):
+    """As transformers calls one: what it has no argument for is left out."""
+    layer = LAYERS[name]
+    plain = layer.of(torch.float64)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **{key: x for key, x in kwargs.items() if key != missing})
+
+    with pytest.raises(rs.UnsupportedError, match=rf"^kernel neither begins with a given state .*{missing}") as caught:
+        recurrence(layer.rule, kernel, inputs(name, 2, 9), SequencePass(spans_of([4, 5]), None))
+    assert "\n" not in str(caught.value)
 
 
 def sent_by_a_layer(mesh: Any, name: str, tokens: int, split: Any = "zigzag") -> int:

@@ -7,18 +7,56 @@ gradients are scanned from the last span on, and then each span has all that its
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import autocast_now
 from ringspan.torch.recurrence.current import Record, SequencePass
 from ringspan.torch.recurrence.exchange import halo_backward, halo_of, scan_states
 from ringspan.torch.recurrence.plan import LocalPiece, Plan, as_text, plan_of
 from ringspan.torch.recurrence.rules import Arguments, Function, Rule, state_dtype
+
+# Functions that were seen to take states and to give them.
+_STATEFUL: Final[set[Function]] = set()
+
+
+def refuse_stateless(rule: Rule, function: Function, arguments: Arguments) -> None:
+    """Refuse a function that does not begin with the state that it is given, or does not say which one it ends with.
+
+    transformers leaves out what a kernel library has no argument for, without a word. So each function is tried out
+    once, on the first token of the first sequence.
+
+    Raises:
+        UnsupportedError: naming the function; on every rank, before anything is sent.
+    """
+    part = dict(arguments)
+    if function in _STATEFUL or any(isinstance(x, FakeTensor) for x in part.values()):
+        return
+    for name, dim in rule.dims.items():
+        if isinstance(part.get(name), Tensor):
+            part[name] = part[name][:1].narrow(dim, 0, 1)
+    first = part[next(iter(rule.dims))]
+    # So large that the strongest decay leaves something of it.
+    large = torch.full(rule.shapes(part)[1], 1e20, dtype=state_dtype(first.dtype), device=first.device)
+    try:
+        with torch.no_grad():
+            ends = [rule.run(function, part, state)[1] for state in (None, large)]
+        takes_states = all(isinstance(end, Tensor) for end in ends) and not torch.equal(*ends)
+    except (IndexError, TypeError, ValueError):
+        takes_states = False
+    if not takes_states:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise UnsupportedError(
+            f"{name} neither begins with a given state nor returns its last one ({', '.join(rule.states)}), without "
+            "which a sequence cannot be split; update the kernel library that it is from, or uninstall it"
+        )
+    _STATEFUL.add(function)
 
 
 @torch.compiler.disable()
@@ -30,6 +68,7 @@ def recurrence(rule: Rule, function: Function, arguments: Mapping[str, Any], seq
     job = _Job.of(rule, function, arguments, sequences)
     if not job.plan.rounds:
         return job.outputs(job.arguments)
+    refuse_stateless(rule, function, job.arguments)
     names = [name for name, x in arguments.items() if isinstance(x, Tensor)]
     return _Recurrence.apply(job, names, sequences.record, *(arguments[name] for name in names))
 
@@ -42,6 +81,7 @@ def resumed(
     differentiated.
     """
     job = _Job.of(rule, function, arguments, sequences)
+    refuse_stateless(rule, function, job.arguments)
     with torch.no_grad():
         outs, _, _, ends = job.spans(job.arguments, state)
         last = len(job.plan.places) - 1
