@@ -32,6 +32,11 @@ _GATED = {
 _EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 _MAMBA2 = {"mamba_d_state": 6, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_SHARING = {
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+    "num_hidden_layers": 5,
+    "head_dim": None,
+}
 _SELECTIVE = {"state_size": 5, "time_step_rank": 4, "expand": 2}
 
 # What a kind has beside these sizes: at least two layers of each sort.
@@ -72,6 +77,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "falcon_mamba": _SELECTIVE | {"num_hidden_layers": 2, "intermediate_size": 64},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "zamba": _SHARING | {"mamba_d_state": 5, "mamba_dt_rank": 4, "n_mamba_heads": 2},
+    "zamba2": _SHARING | {  # the third block is the first again, with adapters of its own
+        "num_key_value_heads": 4, "mamba_d_state": 6, "n_mamba_heads": 8, "mamba_ngroups": 2, "chunk_size": 8,
+        "num_mem_blocks": 2, "use_shared_attention_adapter": True, "adapter_rank": 4, "use_mem_rope": True,
+    },
     "minimax": _MIXED | {"block_size": 8, "num_local_experts": 2, "num_experts_per_tok": 2},
 }  # fmt: skip
 

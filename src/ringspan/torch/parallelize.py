@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.errors import ConfigError, UnsupportedError
@@ -39,7 +38,14 @@ from ringspan.torch.generate.model import RingGenerator
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.blockwise import run_in_blocks
 from ringspan.torch.layers.compiled import check_compile, compile_layers
-from ringspan.torch.layers.decoder import decoder_of, head_sizes, layer_kinds, logit_scale, logit_softcap
+from ringspan.torch.layers.decoder import (
+    decoder_of,
+    head_sizes,
+    layer_kinds,
+    layers_of,
+    logit_scale,
+    logit_softcap,
+)
 from ringspan.torch.layers.embedding import sum_embedding_gradients
 from ringspan.torch.layers.feedforward import find_feedforwards, free_feedforwards
 from ringspan.torch.layers.head import kind_of_head, refuse_blocks_of_vocabulary, vocabularies
@@ -49,6 +55,7 @@ from ringspan.torch.layers.rope import chunk_rotary_tables
 from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_router_loss, record_routers
 from ringspan.torch.memory.checkpointing import check_checkpointing, checkpoint_layers
 from ringspan.torch.memory.sharding import shard_weights
+from ringspan.torch.memory.shared_blocks import join_shared_blocks
 from ringspan.torch.model.adapters import base_of, is_peft, put_on_ring
 from ringspan.torch.model.attention_function import register_attention
 from ringspan.torch.model.causal_lm import RingCausalLM
@@ -186,7 +193,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     sources = sources_in(model)
     decoder: Any = parts.decoder
     ring, kinds = mesh["ring"].get_group(), layer_kinds(decoder.config)
-    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    shared, layers = join_shared_blocks(model), [*layers_of(decoder).values()]
     decoder.set_attn_implementation(register_attention(type(decoder).__name__, ring, kinds, config))
     attention: Any
     for attention in decoder.modules():
@@ -231,7 +238,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     recorder = None if parts.router is None else parts.router.recorder
     for modules, chunk_tokens, option, from_tokens in parts.in_blocks:
         run_in_blocks(modules, chunk_tokens, option, from_tokens=from_tokens, recorder=recorder)
-    shard_weights(model, layers, mesh, _compute_dtype(config))
+    shard_weights(model, [*shared, *layers], mesh, _compute_dtype(config))
     if config.compile is not False:
         compile_layers(decoder, layers, kinds, config.compile)
     watch_optimizers(model)

@@ -31,7 +31,7 @@ def build(kind: str, dtype: torch.dtype, **changes: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if name.endswith(("A_log", "dt_bias", "dt_proj.bias")):  # decays from near 0 to near 1
+            if name.endswith(("A_log", "dt_bias", "dt_proj.bias", "dt_proj_bias")):  # decays from near 0 to near 1
                 parameter.copy_(noise * 1.5 - 0.5)
             elif parameter.ndim == 1 and "norm" in name:
                 parameter.copy_(1 + noise * 0.1)

@@ -15,7 +15,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.units import shown_bytes
@@ -26,6 +25,7 @@ from ringspan.plan.cost.memory import training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.planner import Plan
+from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport.clock import Moment, now, seconds, synchronize
 from ringspan.torch.transport.exchange import PendingReceive, TransferRecord, recorded
@@ -251,8 +251,7 @@ def _layer_moments(model: Any, device: torch.device) -> Iterator[_Layers]:
             layers.forward[number].append(now(device))
             out.register_hook(lambda _: layers.backward.update({number: [now(device)]}))
 
-    modules = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for number, module in enumerate(modules):
+    for number, module in enumerate(layers_of(model).values()):
         handles.append(module.register_forward_pre_hook(partial(begin, number)))
         handles.append(module.register_forward_hook(partial(end, number)))
     try:

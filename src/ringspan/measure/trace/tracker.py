@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.names import CATEGORIES, Category
 from ringspan.measure.trace.torch_seams import watched_predictions, watched_resizes
 from ringspan.torch.attention import op as attention
+from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.layers.modules import local_part
 
 COMMUNICATION: Final = frozenset({"c10d", "_c10d_functional", "fsdp"})
@@ -105,11 +105,10 @@ class MemoryTracker(TorchDispatchMode):
         self._sharded = list(model.parameters())
         self.watch("parameters", self._sharded)
         self.watch("parameters", model.buffers())
-        for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                births: list[int] = []
-                module.register_forward_pre_hook(lambda *_, births=births: births.append(self._operators))
-                module.register_forward_hook(lambda *_, births=births: self._keep_since(births.pop()))
+        for layer in layers_of(model).values():
+            births: list[int] = []
+            layer.register_forward_pre_hook(lambda *_, births=births: births.append(self._operators))
+            layer.register_forward_hook(lambda *_, births=births: self._keep_since(births.pop()))
 
     def claim_gradients(self) -> None:
         """What has become a parameter's gradient counts as one."""

@@ -3,8 +3,9 @@
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import UnsupportedError
 
@@ -121,6 +122,19 @@ def finished_logits(products: Tensor, config: PreTrainedConfig) -> Tensor:
     scale, softcap = logit_scale(config), logit_softcap(config)
     logits = products if scale == 1 else products * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The decoder layers of a model, by path: each is checkpointed, and its weights are gathered, by itself.
+
+    A layer inside of another one (Zamba's Mamba layer below its attention) is a part of that.
+    """
+    found: dict[str, nn.Module] = {}
+    inside = "."
+    for path, module in model.named_modules():  # a module comes before what it holds
+        if isinstance(module, GradientCheckpointingLayer) and not path.startswith(inside):
+            found[path], inside = module, f"{path}."
+    return found
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:

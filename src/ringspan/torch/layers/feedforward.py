@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.blockwise import kind_of, mixes_tokens, run_in_blocks
-from ringspan.torch.layers.decoder import decoder_of
+from ringspan.torch.layers.decoder import decoder_of, layers_of
 from ringspan.torch.weights.loading import filled
 
 _log: Final = logging.getLogger(__name__)
@@ -72,9 +71,7 @@ def find_feedforwards(model: PreTrainedModel) -> list[nn.Module]:
     decoder = decoder_of(model)
     verdicts: dict[Any, str] = {}  # layers of one kind share their code: one of each is tried
     found: list[nn.Module] = []
-    for path, layer in decoder.named_modules():
-        if not isinstance(layer, GradientCheckpointingLayer):
-            continue
+    for path, layer in layers_of(decoder).items():
         reasons: list[str] = []
         here: list[nn.Module] = []
         for name, child in layer.named_children():
@@ -127,7 +124,8 @@ def _why_not_free(model: PreTrainedModel, feedforwards: list[nn.Module]) -> str:
     one's result is not needed again.
     """
     decoder = decoder_of(model)
-    layer = next(module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer))
+    layers = [*layers_of(decoder).values()]
+    layer = layers[0]
     name, feedforward = next((name, child) for name, child in layer.named_children() if child in feedforwards)
     is_behind = False
     reasons: list[str] = []
@@ -152,7 +150,6 @@ def _why_not_free(model: PreTrainedModel, feedforwards: list[nn.Module]) -> str:
         feedforward.register_forward_hook(leave),
         layer.register_forward_hook(end),
     ]
-    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     around = set(decoder.modules()).difference(*(each.modules() for each in layers))
     try:
         with filled(layer), filled(*around, recurse=False, first_rows=True):

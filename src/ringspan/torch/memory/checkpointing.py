@@ -20,7 +20,7 @@ from ringspan.core.names import (
 )
 from ringspan.core.schedule.choice import check_segments, segment_sizes
 from ringspan.torch.attention import traced  # noqa: F401 - it registers the operator named below
-from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes
+from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, layers_of
 from ringspan.torch.layers.modules import mix_in
 from ringspan.torch.memory.offload import Store
 from ringspan.torch.memory.segments import RING, Segments
@@ -125,15 +125,22 @@ def checkpoint_layers(
         decoder.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # its name before transformers 5.2x
         decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    layers: list[Any] = [*layers_of(decoder).values()]
+    for module in decoder.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module not in layers:  # it is computed again with its own
+            module.gradient_checkpointing = False
     # It lets embeddings require gradients, for checkpointing that is reentrant: a model that is frozen would train
     # nothing without a word, and a frozen embedding would be differentiated.
     decoder.disable_input_require_grads()
-    if offload == "none" and layers_per_checkpoint == 1:
+    # FSDP gathers a block that layers share by itself, and not as often when a layer is computed again: torch's own
+    # selective checkpointing, which sees every operator, takes that for another computation. Ours sees the ring's.
+    parts = [id(part) for layer in layers for part in layer.modules()]
+    has_shared_blocks = policy == "attention" and len(set(parts)) < len(parts)
+    if offload == "none" and layers_per_checkpoint == 1 and not has_shared_blocks:
         return
     store = Store() if offload == "activations" else Store(min_bytes=sys.maxsize)
     segments = Segments(layers_per_checkpoint, store, keeps_attention=policy == "attention")
     # transformers gives each layer a function that checkpoints it; ours puts several layers behind one input.
-    layers: list[Any] = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
         layer._gradient_checkpointing_func = partial(segments.checkpoint, layer)
     mix_in(decoder, _InSegments, activation_segments=segments)

@@ -8,10 +8,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.decoder import without_attention
+from ringspan.torch.layers.decoder import layers_of, without_attention
 from ringspan.torch.weights.loading import filled
 
 _TRIAL: Final = "ringspan_trial"
@@ -42,7 +41,7 @@ def refuse_attention(name: str, decoder: PreTrainedModel, stateful: set[nn.Modul
 @torch.no_grad()
 def _why_not_consulted(decoder: PreTrainedModel, stateful: set[nn.Module]) -> str:
     """Why some layer of a decoder would not call the ring's attention; empty when all do."""
-    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = layers_of(decoder).values()
     with filled(decoder, zeros=True):
         ids = torch.zeros(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)
         with _recorded(decoder) as asking, suppress(Exception):  # whatever it raises whose own code misses its mask

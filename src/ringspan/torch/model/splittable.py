@@ -9,11 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.fixed import HOOKED
+from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.layers.embedding import own_gradient
+from ringspan.torch.memory.shared_blocks import find_shared_blocks
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _QUANTISED: Final = ("torch.ao.nn", "bitsandbytes", "torchao")  # where modules with packed weights come from
@@ -45,31 +46,17 @@ def refuse_weights(model: PreTrainedModel) -> None:
         if parameter._backward_hooks:
             raise UnsupportedError(f"{name}: {path} {HOOKED}")
     _refuse_shared_memory(name, model)
-    _refuse_shared_by_layers(name, model)
+    find_shared_blocks(model)
     for part in shards_of(model):
         _refuse_mixed_types(name, part)
-
-
-def _refuse_shared_by_layers(name: str, model: nn.Module) -> None:
-    """FSDP gathers each layer by itself, so that no weight may be in two of them; a whole layer may be used twice."""
-    first: dict[int, str] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            for parameter_name, parameter in module.named_parameters():
-                other = first.setdefault(id(parameter), path)
-                if other != path:
-                    raise UnsupportedError(
-                        f"{name}: {path}.{parameter_name} is a weight of {other} too, not supported yet"
-                    )
 
 
 def shards_of(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     """The parameters that are gathered together: those of each decoder layer, and the rest."""
     rest = dict(model.named_parameters())
-    for path, module in model.named_modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            found = (f"{path}.{name}" for name, _ in module.named_parameters())
-            yield {name: rest.pop(name) for name in found if name in rest}
+    for path, layer in layers_of(model).items():
+        found = (f"{path}.{name}" for name, _ in layer.named_parameters())
+        yield {name: rest.pop(name) for name in found if name in rest}
     yield rest
 
 

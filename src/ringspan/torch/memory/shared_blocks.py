@@ -1,0 +1,76 @@
+"""Blocks that several layers share (Zamba): one module in all of them, whose weights are gathered by themselves.
+
+FSDP gathers each layer's weights with that layer, so that none may be in two. transformers ties such blocks weight by
+weight: each layer has a module of its own, over the same parameters.
+"""
+
+from typing import NamedTuple
+
+from torch import nn
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.layers.decoder import layers_of
+
+
+class SharedBlock(NamedTuple):
+    """A module inside of a layer, by the path of each in the model, and the one of an earlier layer that it equals."""
+
+    layer: str
+    place: str
+    first: nn.Module
+
+
+def find_shared_blocks(model: nn.Module) -> list[SharedBlock]:
+    """The blocks of layers that an earlier layer has too; the model is only looked at.
+
+    Raises:
+        UnsupportedError: a weight that two layers share alone, not with all of a block.
+    """
+    owners: dict[int, str] = {}
+    found: list[SharedBlock] = []
+    layers = layers_of(model)
+    for path, layer in layers.items():
+        places: dict[str, nn.Module] = {}
+        for name, parameter in layer.named_parameters():
+            other = owners.setdefault(id(parameter), path)
+            if other == path or any(name.startswith(f"{place}.") for place in places):
+                continue
+            place = _block_around(name, layer, layers[other])
+            if place is None:
+                raise UnsupportedError(
+                    f"{type(model).__name__}: {path}.{name} is a weight of {other} too, and what is around it is not "
+                    "the same in both, which is not supported yet"
+                )
+            places[place] = layers[other].get_submodule(place)
+        found += [SharedBlock(path, place, first) for place, first in places.items()]
+    return found
+
+
+def join_shared_blocks(model: nn.Module) -> list[nn.Module]:
+    """Put the first of equal blocks into all layers that have one, in place; these blocks, each once."""
+    blocks: dict[int, nn.Module] = {}
+    for block in find_shared_blocks(model):
+        model.get_submodule(block.layer).set_submodule(block.place, block.first)
+        blocks[id(block.first)] = block.first
+    return list(blocks.values())
+
+
+def _block_around(name: str, layer: nn.Module, other: nn.Module) -> str | None:
+    """The largest module around a parameter that is the same in two layers; None where there is none."""
+    place = ""
+    for part in name.split(".")[:-1]:
+        place = f"{place}.{part}" if place else part
+        if _are_alike(layer, other, place):
+            return place
+    return None
+
+
+def _are_alike(layer: nn.Module, other: nn.Module, place: str) -> bool:
+    mine = layer.get_submodule(place)
+    try:
+        theirs = other.get_submodule(place)
+    except AttributeError:
+        return False
+    ours, others = ({name: id(p) for name, p in block.named_parameters()} for block in (mine, theirs))
+    kinds = [[(path, type(module)) for path, module in block.named_modules()] for block in (mine, theirs)]
+    return ours == others and kinds[0] == kinds[1] and not any(True for _ in mine.buffers())
