@@ -1,10 +1,13 @@
-"""Layers with a state on a ring: errors against the number of ranks, and a step of a small hybrid against one process.
+"""Layers with a state on a ring: errors against the number of ranks, bytes against the length, and a step of a small
+hybrid against one process.
 
-    python -m benchmarks.recurrence [error] [step]
+    python -m benchmarks.recurrence [error] [bytes] [step]
 
 Errors: outputs and gradients of 65,536 tokens in float32 against the same code in float64 over the whole sequence, cut
 into the spans that a zigzag ring of so many ranks has. One process computes all spans, which changes no number, so that
 no machine of 16 devices is needed. Decays are from near 0 to near 1.
+
+Bytes: what two ranks send for a layer and a convolution of four taps, forward and backward.
 """
 
 import argparse
@@ -27,13 +30,16 @@ from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.timing import timed
 from ringspan.torch.memory.checkpointing import checkpoint_layers
 from ringspan.torch.recurrence.current import SequencePass
-from ringspan.torch.recurrence.recurrence import recurrence
+from ringspan.torch.recurrence.recurrence import convolution, recurrence
 from ringspan.torch.runtime.launch import launch
+from ringspan.torch.transport.exchange import COUNTERS
 from tests.torch.recurrence.layers import LAYERS, inputs
+from tests.torch.recurrence.models import module_of
 
 RESULTS: Final = Path(__file__).parent / "results"
 RANKS: Final = (1, 2, 4, 8, 16)
 TOKENS: Final = 65_536
+LENGTHS: Final = (4096, 16_384, 65_536)
 KINDS: Final = ("gated delta rule", "mamba-2", "lightning attention")
 
 
@@ -65,6 +71,23 @@ def errors(kind: str) -> dict[str, Any]:
         rows.append({"ranks": ranks, "out": found[0], "worst_gradient": max(found[1:])})
         print(kind, rows[-1], flush=True)
     return {"layer": kind, "tokens": TOKENS, "rows": rows}
+
+
+def measure_bytes(length: int) -> dict[str, int]:
+    """What this rank of two sends for one layer, by its kind, and for a convolution over 32 channels."""
+    ring = rs.init_mesh(ring=2)["ring"]
+    sequences = SequencePass(rs.Layout("zigzag", length, 2), ring.get_group())
+    sent: dict[str, int] = {}
+    for kind in KINDS:
+        arguments = inputs(kind, 1, length // 2, size=16)
+        leaves = {key: x.float().requires_grad_() if isinstance(x, Tensor) else x for key, x in arguments.items()}
+        before = COUNTERS.sent_bytes
+        recurrence(LAYERS[kind].rule, LAYERS[kind].of(torch.float32), leaves, sequences).sum().backward()
+        sent[kind] = COUNTERS.sent_bytes - before
+    x, weight = torch.randn(1, 32, length // 2, requires_grad=True), torch.randn(32, 4)
+    before = COUNTERS.sent_bytes
+    convolution(module_of("lfm2", torch.float32)["causal_conv1d_fn"], x, weight, None, sequences).sum().backward()
+    return sent | {"convolution": COUNTERS.sent_bytes - before}
 
 
 def small_hybrid(length: int) -> Any:
@@ -120,7 +143,7 @@ def measure_step(length: int, layout: Any, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["error", "step"])
+    parser.add_argument("what", nargs="*", default=["error", "bytes", "step"])
     parser.add_argument("--length", type=int, default=4096)
     chosen = parser.parse_args()
     machine = describe_machine()
@@ -132,6 +155,11 @@ def main() -> None:
             "layers": [*map(errors, KINDS)],
         }
         (RESULTS / "recurrence-error-cpu.json").write_text(json.dumps(facts, indent=1) + "\n")
+    if "bytes" in chosen.what:
+        rows = [{"length": length, "sent_bytes": launch(measure_bytes, 2, length, threads=1)} for length in LENGTHS]
+        facts = {"command": "python -m benchmarks.recurrence bytes", "machine": machine, "rows": rows}
+        (RESULTS / "recurrence-bytes-cpu.json").write_text(json.dumps(facts, indent=1) + "\n")
+        print(json.dumps(rows))
     if "step" in chosen.what:
         rows = [launch(measure_step, 2, chosen.length, layout, 3, threads=1)[0] for layout in ("zigzag", "contiguous")]
         facts = {"command": "python -m benchmarks.recurrence step", "machine": machine, "rows": rows}

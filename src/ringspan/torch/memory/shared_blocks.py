@@ -4,12 +4,13 @@ FSDP gathers each layer's weights with that layer, so that none may be in two. t
 weight: each layer has a module of its own, over the same parameters.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.decoder import layers_of
+from ringspan.torch.layers.modules import hooks_of
 
 
 class SharedBlock(NamedTuple):
@@ -71,6 +72,12 @@ def _are_alike(layer: nn.Module, other: nn.Module, place: str) -> bool:
         theirs = other.get_submodule(place)
     except AttributeError:
         return False
-    ours, others = ({name: id(p) for name, p in block.named_parameters()} for block in (mine, theirs))
-    kinds = [[(path, type(module)) for path, module in block.named_modules()] for block in (mine, theirs)]
-    return ours == others and kinds[0] == kinds[1] and not any(True for _ in mine.buffers())
+    weights = [{name: id(p) for name, p in block.named_parameters()} for block in (mine, theirs)]
+    kinds = [[_kind_of(path, module) for path, module in block.named_modules()] for block in (mine, theirs)]
+    return weights[0] == weights[1] and kinds[0] == kinds[1] and not any(True for _ in mine.buffers())
+
+
+def _kind_of(path: str, module: nn.Module) -> tuple[Any, ...]:
+    """What a module computes, beside its weights: another one for two that have hooks of their own, say."""
+    values = {name: x for name, x in vars(module).items() if isinstance(x, (bool, int, float, str))}
+    return path, type(module), hooks_of(module), vars(module).get("forward"), values
