@@ -4,6 +4,7 @@ import pytest
 
 import ringspan as rs
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.schedule.choice import choose_route
 from ringspan.core.schedule.timing import Speeds, forward_pass
 from ringspan.core.schedule.workspace import Shape
@@ -38,6 +39,12 @@ def test_heads_that_do_not_split_are_no_candidates():
     assert {route for route, _ in choice.seconds} == {"ring", "all-gather"}
     with pytest.raises(UnsupportedError):
         forward_pass(rs.Layout("zigzag", 4096, 8), rs.full(), "ulysses:8", Shape(1, 7, 7, 128, 128, 2), NODE)
+
+
+def test_a_layout_of_any_runs_has_no_groups():
+    layout = CustomLayout.of([(rank * 512, 512)] for rank in range(8))
+    choice = choose_route(layout, rs.full(), Shape(1, 32, 32, 128, 128, 2), NODE)
+    assert {route for route, _ in choice.seconds} == {"ring", "all-gather"}
 
 
 @pytest.mark.parametrize("route", ["ring", "double-ring:4", "all-gather", "bidirectional", "pass-q", "ulysses:4"])

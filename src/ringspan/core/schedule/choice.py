@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Final
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.messages.numbers import check_whole
 from ringspan.core.schedule.route import member_heads
@@ -56,7 +56,10 @@ def choose_route(
     if comm_dtype == "exact":
         ends = sorted({0, layout.ranks - 1})
         plain = min(("ring", "pass-q"), key=lambda route: sent_bytes(layout, keys, mask, route, shape, ends))
-    candidates = dict.fromkeys(("ring", plain, *other_routes(layout.ranks, shape, speeds.ranks_per_node)))
+    others = other_routes(layout.ranks, shape, speeds.ranks_per_node)
+    if isinstance(layout, CustomLayout) or isinstance(keys, CustomLayout):  # they have no Ulysses groups
+        others = (route for route in others if not route.startswith("ulysses"))
+    candidates = dict.fromkeys(("ring", plain, *others))
     seconds = {
         route: forward_pass(layout, mask, route, shape, speeds, keys, comm_dtype=comm_dtype).seconds
         for route in candidates
