@@ -91,7 +91,7 @@ class RingGenerator(RingCausalLM):
 
         Raises:
             ConfigError: for any other dtype.
-            UnsupportedError: the model keeps states in a cache of its own (MiniMax).
+            UnsupportedError: the model keeps states that a cache on a ring does not (MiniMax, Zamba).
         """
         refuse_states(self)
         ring = self.ring_mesh["ring"]

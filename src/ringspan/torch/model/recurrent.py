@@ -31,11 +31,12 @@ from ringspan.torch.recurrence.rules import (
     lightning_attention,
 )
 
+_SELECTIVE: Final = "mamba_selective_scan"
 _RULES: Final[dict[str, Rule]] = {
     "torch_chunk_gated_delta_rule": DeltaRule(),
     "chunk_kimi_delta_attention": DeltaRule(),
     "mamba2_chunk_scan": StateSpaceDual(),
-    "mamba_selective_scan": SelectiveScan(),
+    _SELECTIVE: SelectiveScan(),
 }
 _CONVOLUTION: Final = "causal_conv1d_fn"
 # Whole layers in one kernel, which has no states to give or take: None sends the layer to the functions above.
@@ -74,6 +75,8 @@ def why_no_cache(decoder: nn.Module) -> str | None:
     for path, module in stateful_modules(decoder).items():
         if _is_lightning(module):
             return f"{path} keeps its state in a cache of its own, which a ring does not split"
+        if hasattr(module, "n_mamba_heads") and _SELECTIVE in _hooks_of(module):
+            return f"{path} scans its heads one after the other, and a cache on a ring keeps one state for all of them"
     return None
 
 
