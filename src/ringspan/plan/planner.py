@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, product
 from typing import Any, Final
 
@@ -101,7 +102,7 @@ def make_plan(question: Question) -> Plan:
     """
     setting = _fastest(question)
     if setting is None:
-        setting = min(_settings(question), key=lambda one: training_memory(question.shape, one).peak_bytes)
+        setting = min(_settings(question), key=partial(_shortage, question))
     memory, cost = training_memory(question.shape, setting), question.step_cost(setting)
     longest = longest_setting(question)
     return Plan(
@@ -112,6 +113,13 @@ def make_plan(question: Question) -> Plan:
         longest=longest,
         reasons=tuple(why(question, setting, memory, cost, longest)),
     )
+
+
+def _shortage(question: Question, setting: Setting) -> tuple[int, int]:
+    """How far a setting is from fitting: bytes on the device, then on the host."""
+    on_device = training_memory(question.shape, setting).peak_bytes
+    on_host = question.host_shortage(setting)
+    return max(on_device, question.device.memory_bytes), on_host[1] if on_host else 0
 
 
 def weighed_seconds(setting: Setting, cost: StepCost) -> float:

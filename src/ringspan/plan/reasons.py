@@ -53,8 +53,11 @@ def _what_would_fit(question: Question, setting: Setting, memory: Memory, longes
     shape, device = question.shape, question.device
     short = f"{shown_bytes(memory.peak_bytes)} a device do not fit {shown_bytes(device.memory_bytes)}"
     if memory.peak_bytes <= device.memory_bytes:
-        host = host_bytes(shape, setting)
-        short = f"{shown_bytes(host)} a device do not fit its {shown_bytes(device.host_memory_bytes)} of the host"
+        what, host = question.host_shortage(setting) or ("train", 0)
+        short = (
+            f"to {what} it, {shown_bytes(host)} a device do not fit its {shown_bytes(device.host_memory_bytes)} of "
+            f"the host{' (one weight or layer)' if what == 'load' else ''}"
+        )
     if longest:
         yield (
             f"{short}: on {question.devices} x {device.title} the longest sequence is {longest.length:,} tokens "
@@ -183,13 +186,8 @@ def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
 
 
 def _about_host(question: Question, setting: Setting) -> Iterator[str]:
-    """What a host cannot hold of what it is asked to, where its memory is known."""
+    """What a host cannot do for a run that it can start, where its memory is known."""
     has, use = question.device.host_memory_bytes, host_use(question.shape, setting)
-    if has and use["load"] > has:
-        yield (
-            f"the host cannot load it: one weight or layer is {shown_bytes(use['load'])}, a device's share of its "
-            f"memory {shown_bytes(has)}"
-        )
     if has and use["save"] > has >= use["train"]:
         yield (
             f"the host cannot hold a checkpoint while it is written: {shown_bytes(use['save'])} a device with the copy "

@@ -15,7 +15,7 @@ from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.workspace import Shape
 from ringspan.plan.cluster.hardware import Device
 from ringspan.plan.cost.cost import StepCost, step_cost
-from ringspan.plan.cost.memory import ATTENTION_MOMENT, host_bytes, training_memory
+from ringspan.plan.cost.memory import ATTENTION_MOMENT, host_use, training_memory
 from ringspan.plan.cost.passes import Passes, attention_passes
 from ringspan.plan.cost.setting import Setting, check_setting
 from ringspan.plan.model.shapes import ModelShape
@@ -51,8 +51,19 @@ class Question:
 
     def fits(self, setting: Setting) -> bool:
         """Whether the devices, and their hosts, have the memory."""
-        has = self.device.memory_bytes, self.device.host_memory_bytes
-        return training_memory(self.shape, setting).peak_bytes <= has[0] and host_bytes(self.shape, setting) <= has[1]
+        if training_memory(self.shape, setting).peak_bytes > self.device.memory_bytes:
+            return False
+        return self.host_shortage(setting) is None
+
+    def host_shortage(self, setting: Setting) -> tuple[str, int] | None:
+        """What a host has no memory for, to load or to train, and the bytes of a device's share that it needs; None
+        where it has. Of a host that is not known nothing is asked while a step trains.
+        """
+        has, use = self.device.host_memory_bytes, host_use(self.shape, setting)
+        for what in ("load", "train"):
+            if use[what] > has and (has or what == "train"):
+                return what, use[what]
+        return None
 
     def step_cost(self, setting: Setting, attention: Passes = attention_passes) -> StepCost:
         """What an optimizer step in this setting takes."""
@@ -61,7 +72,7 @@ class Question:
     def exceeds_on_any_route(self, setting: Setting) -> bool:
         """Whether the setting does not fit and no other route, which changes attention alone, could help."""
         on_device = training_memory(self.shape, setting)
-        if host_bytes(self.shape, setting) > self.device.host_memory_bytes:
+        if self.host_shortage(setting) is not None:
             return True
         return on_device.peak_bytes > self.device.memory_bytes and on_device.moment != ATTENTION_MOMENT
 

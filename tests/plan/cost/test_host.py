@@ -6,7 +6,7 @@ from ringspan.plan.cluster.devices import DEVICES
 from ringspan.plan.cost.memory import host_bytes, host_use, local_parameter_bytes
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.shapes import MODELS
-from ringspan.plan.planner import make_plan
+from ringspan.plan.planner import Plan, make_plan
 from ringspan.plan.search import Question
 
 LLAMA, H100 = MODELS["llama-3.1-8b"], DEVICES["h100-80gb"]
@@ -20,15 +20,35 @@ def test_a_host_holds_one_weight_then_what_waits_there_then_a_copy_of_the_shards
     assert use["save"] == use["train"] + 3 * local_parameter_bytes(LLAMA, setting)
     small = replace(LLAMA, vocab=1000)
     assert host_use(small, setting)["load"] == 4 * small.layer_parameters
-    assert set(host_use(LLAMA, replace(setting, on_gpu=False)).values()) == {0}
+    on_cpu = host_use(LLAMA, replace(setting, on_gpu=False))
+    assert on_cpu["load"] == 0 and on_cpu["save"] == on_cpu["train"], "where the host is the device"
 
 
-def plan(host_gigabytes: int) -> tuple[str, ...]:
-    device = replace(H100, host_memory_bytes=host_gigabytes * 10**9)
-    return make_plan(Question(shape=LLAMA, device=device, devices=8, length=65_536)).reasons
+def plan(host_gigabytes: float, devices: int = 8) -> Plan:
+    device = replace(H100, host_memory_bytes=int(host_gigabytes * 10**9))
+    return make_plan(Question(shape=LLAMA, device=device, devices=devices, length=65_536))
 
 
-def test_a_plan_says_what_the_host_cannot_hold():
-    assert not any("the host cannot" in reason for reason in plan(250))
-    assert any("cannot hold a checkpoint while it is written" in reason for reason in plan(8))
-    assert any("the host cannot load it" in reason for reason in plan(1))
+def test_a_plan_is_refused_where_the_host_cannot_load_the_model():
+    fine = plan(250)
+    assert fine.fits and not any("the host" in reason for reason in fine.reasons)
+    use = host_use(LLAMA, fine.setting)
+    assert 0 < use["load"] < use["save"] < 250e9 and use["train"] == 0
+    refused = plan(use["load"] / 1e9 - 0.1)
+    assert not refused.fits and not refused.as_json()["fits"]
+    assert any(reason.startswith("to load it, ") and "one weight or layer" in reason for reason in refused.reasons)
+    # More devices have smaller shards, but no smaller layers.
+    assert any("no number of" in reason for reason in refused.reasons)
+
+
+def test_a_plan_says_that_the_host_cannot_hold_a_checkpoint():
+    """The run can start, and save its model in pieces."""
+    use = host_use(LLAMA, plan(250).setting)
+    tight = plan(use["save"] / 1e9 - 0.1)
+    assert tight.fits
+    assert any("cannot hold a checkpoint while it is written" in reason for reason in tight.reasons)
+    assert not any("cannot hold a checkpoint" in reason for reason in plan(use["save"] / 1e9, 16).reasons)
+
+
+def test_of_a_host_that_is_not_known_only_what_waits_there_is_asked():
+    assert plan(0).fits and not plan(0).setting.uses_host

@@ -27,9 +27,12 @@ def show(answer: Plan, result: dict[str, Any], mesh: str, layouts: Sequence[Layo
     rows = [(name, shown_bytes(num_bytes)) for name, num_bytes in result["bytes"].items() if num_bytes]
     rows += [("peak", f"{shown_bytes(result['peak_bytes'])} of {has}")]
     facts(out, "memory per device at the peak", rows)
-    facts(
-        out, "memory of the host per device", [(f"to {name}", shown_bytes(use)) for name, use in result["host"].items()]
-    )
+    here = min(answer.question.devices, answer.question.device.devices_per_node)
+    per_device = [
+        (f"to {name}", shown_bytes(use) + (f", {shown_bytes(here * use)} a node" if use and here > 1 else ""))
+        for name, use in result["host"].items()
+    ]
+    facts(out, "memory of the host per device", per_device)
     facts(out, "one step", list(_step(answer)))
     if any(result["link_bytes_per_step"].values()):
         facts(out, "received by each device in one step", list(_received(result)))
@@ -67,7 +70,8 @@ def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
     question, device = answer.question, answer.question.device
     needs, has, where = result["peak_bytes"], device.memory_bytes, "at the peak"
     if not result["fits"] and needs <= has:
-        needs, has, where = result["host_bytes"], device.host_memory_bytes, "in the host's memory"
+        what, needs = question.host_shortage(answer.setting) or ("train", result["host_bytes"])
+        has, where = device.host_memory_bytes, f"in the host's memory to {what}"
     verb = "of" if result["fits"] else "needed, more than the"
     need = f"{shown_bytes(needs)} {verb} {shown_bytes(has)} per device {where}"
     verdict = Text("fits: yes" if result["fits"] else "fits: no", style="bold green" if result["fits"] else "bold red")

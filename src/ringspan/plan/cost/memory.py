@@ -336,12 +336,12 @@ def host_use(shape: ModelShape, setting: Setting) -> dict[str, int]:
     while a checkpoint is saved.
 
     Loading holds one weight, or one layer while its feed-forward is tried out; a checkpoint is written from a copy of
-    this rank's parameters and moments. On a CPU the host is the device, and this is zero.
+    this rank's parameters and moments. On a CPU the host is the device, which counts the first and the last.
     """
-    if not setting.on_gpu:
-        return {"load": 0, "train": 0, "save": 0}
-    largest = max(shape.vocab * shape.hidden, shape.layer_parameters)
     train = host_bytes(shape, setting)
+    if not setting.on_gpu:
+        return {"load": 0, "train": train, "save": train}
+    largest = max(shape.vocab * shape.hidden, shape.layer_parameters)
     return {
         "load": setting.parameter_bytes * largest,
         "train": train,
