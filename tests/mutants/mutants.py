@@ -868,4 +868,18 @@ MUTANTS = [
         "key=lambda name: name != last):",
         f"{FOLDERS}test_the_last_file_makes_a_model",
     ),
+    Mutant(
+        "examples that Lightning shuffles unasked",
+        "lightning/seams.py",
+        "shuffle=isinstance(sampler, RandomSampler)",
+        "shuffle=True",
+        "lightning/test_strategy.py::test_a_fit_equals_one_process[sizes1-4]",
+    ),
+    Mutant(
+        "a program with the first sequence's documents for all",
+        "torch/attention/traced.py",
+        "found = found[:1] if len(set(found)) == 1 else found",
+        "found = found[:1]",
+        "torch/layers/test_compiled.py::test_layers_compute_the_same_in_few_programs[llama-batches5-options5-changes5-2]",
+    ),
 ]
