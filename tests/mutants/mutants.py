@@ -117,16 +117,16 @@ MUTANTS = [
     Mutant(
         "local lse in backward",
         "torch/attention/ring.py",
-        "ours = dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows]",
-        "ours = (dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], "
+        "ours = BackwardInputs(dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows])",
+        "ours = BackwardInputs(dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], "
         "kernel.forward(q[:, :, rows], *keys, launch, ring.scores)[1])",
         RING_FULL,
     ),
     Mutant(
         "local out in backward (delta of the block)",
         "torch/attention/ring.py",
-        "ours = dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows]",
-        "ours = (dout[:, :, rows], q[:, :, rows], *keys, "
+        "ours = BackwardInputs(dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows])",
+        "ours = BackwardInputs(dout[:, :, rows], q[:, :, rows], *keys, "
         "kernel.forward(q[:, :, rows], *keys, launch, ring.scores)[0], lse[:, :, rows])",
         RING_FULL,
     ),
