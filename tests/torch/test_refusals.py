@@ -127,7 +127,7 @@ def change(model: Any, how: str) -> Any:
             model.lm_head.weight.register_hook(lambda gradient: 0 * gradient)
         case "a weight of two layers":
             first, second = model.model.layers
-            second.self_attn.q_proj.weight = first.self_attn.q_proj.weight
+            second.self_attn.q_proj.weight = first.self_attn.o_proj.weight  # in another place: no block that both have
         case "another weight":
             model.lm_head.weight = torch.nn.Parameter(torch.zeros(97, 64))
     return model

@@ -126,21 +126,21 @@ def test_a_constant_loss_is_no_reason_for_an_alarm():
 def train_with_a_spike(mesh, config, spike_step):
     """One rank alone sees a spike at a step, the first time it comes there."""
     lines, seen, places = [], [], []
-    original, indices = Spikes.describe, BatchOrder.indices
+    original, indices = Spikes.describe, BatchOrder.step_indices
 
     def describe(self, loss, norm):
         seen.append(loss)
         return "a spike" if len(seen) == spike_step and dist.get_rank() == 1 else None
 
-    def noted(order, step, micro, replica):
+    def noted(order, step):
         places.append(order.place(step))
-        return indices(order, step, micro, replica)
+        return indices(order, step)
 
-    Spikes.describe, BatchOrder.indices = describe, noted
+    Spikes.describe, BatchOrder.step_indices = describe, noted
     try:
         train(config, Observer(noticed=lines.append))
     finally:
-        Spikes.describe, BatchOrder.indices = original, indices
+        Spikes.describe, BatchOrder.step_indices = original, indices
     return lines, places
 
 
