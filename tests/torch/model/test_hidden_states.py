@@ -135,7 +135,7 @@ def test_loss_and_gradients_are_those_of_one_process(pool, kind, own, ranks, rep
             assert relative(found[name], gradient) < 1e-5, name
 
 
-def steps(mesh: DeviceMesh | None) -> Tensor:
+def steps(mesh: DeviceMesh | None, evaluates: bool = False) -> Tensor:
     model = build("llama", own=True)
     if mesh is not None:
         model = rs.parallelize(model, mesh)
@@ -144,6 +144,9 @@ def steps(mesh: DeviceMesh | None) -> Tensor:
     for length in (20, 33, 20):
         whole = features(2, length, own=True)
         part = whole if mesh is None else rs.shard_features(whole, mesh)
+        if evaluates:
+            with torch.inference_mode():
+                loss_of(model, part, True, whole["mask"].sum())
         local, _ = loss_of(model, part, True, whole["mask"].sum())
         loss = local if mesh is None else rs.global_sum(local, mesh)
         loss.backward()
@@ -153,9 +156,11 @@ def steps(mesh: DeviceMesh | None) -> Tensor:
     return torch.stack(losses)
 
 
-def test_training_goes_as_on_one_process(pool):
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_training_goes_as_on_one_process(pool, evaluates):
+    """Whatever is evaluated in inference mode in between."""
     wanted = steps(None)
-    for losses in pool.run(steps, 2):
+    for losses in pool.run(steps, 2, evaluates):
         assert relative(losses, wanted) < 1e-5
 
 

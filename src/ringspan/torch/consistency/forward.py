@@ -5,7 +5,8 @@ B batch, T local tokens.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from inspect import BoundArguments
 from typing import Any, Final
 
@@ -17,13 +18,41 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.messages.numbers import integer
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import Structure, check_fixed
+from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
 from ringspan.torch.data.batch import IGNORED, document_positions, layout_of_batch
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
-from ringspan.torch.memory.sharding import settle
+from ringspan.torch.memory.sharding import note_copies, recover, settle
 
 _DIGESTS: Final = ("input_ids", "labels", "position_ids", "attention_mask")  # in the order of a batch's digest
+
+
+@contextmanager
+def in_pass(model: Any, name: str) -> Iterator[None]:
+    """While a model on a ring is called, whatever an earlier call left behind; without gradients in inference mode, in
+    which FSDP would gather weights that the steps to come could not differentiate.
+    """
+    with ExitStack() as modes:
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.no_grad())
+        with in_call(name, is_pass=True):
+            yield
+        if not torch.is_grad_enabled():  # no backward pass will do it
+            settle(model)
+        else:
+            note_copies(model)
+
+
+@contextmanager
+def recovering(model: Any) -> Iterator[None]:
+    """While it computes: after an exception its shards are what they were."""
+    try:
+        yield
+    except BaseException:
+        recover(model)
+        raise
 
 
 @torch.compiler.disable()

@@ -26,7 +26,7 @@ from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import BatchLayoutName, ReductionName
 from ringspan.torch.consistency.fixed import Fixed
-from ringspan.torch.consistency.forward import check_forward
+from ringspan.torch.consistency.forward import check_forward, in_pass, recovering
 from ringspan.torch.consistency.loop_watch import in_call, watch_backward
 from ringspan.torch.data.batch import SHARDED, Unsharded, layout_of_batch
 from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
@@ -37,7 +37,7 @@ from ringspan.torch.layers.modules import class_name, local_part
 from ringspan.torch.layers.positions import as_trained, note_length
 from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.layers.router_loss import RouterLoss, real_tokens_of, wanted_router
-from ringspan.torch.memory.sharding import note_copies, recover, renew_types, settle
+from ringspan.torch.memory.sharding import renew_types, settle
 from ringspan.torch.model.config_changes import ConfigCopy, check_configs
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.model.recurrent import starts_of
@@ -95,27 +95,14 @@ class RingCausalLM(Fixed):
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """``forward`` with its hooks, whatever an earlier call left behind; without gradients in inference mode, in
-        which FSDP would gather weights that the steps to come could not differentiate.
-        """
+        """``forward`` with its hooks."""
         call: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self(*args, **kwargs)
         asked = _asked(kwargs)
-        with in_call(asked.value, is_pass=True):
+        with in_pass(self, asked.value):
             bind = partial(_bind, self, args, kwargs)
             kwargs = check_forward(self, bind, partial(_check_asked, self), asked.value)
-            try:
-                result = call(**kwargs)
-            except BaseException:
-                recover(self)
-                raise
-        if not torch.is_grad_enabled():  # no backward pass will do it
-            settle(self)
-        else:
-            note_copies(self)
-        return result
+            with recovering(self):
+                return call(**kwargs)
 
     def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The shards, which an optimizer is to be given."""

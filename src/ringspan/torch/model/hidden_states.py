@@ -16,13 +16,13 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import LayoutName
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import Fixed, check_fixed
-from ringspan.torch.consistency.forward import pass_facts
-from ringspan.torch.consistency.loop_watch import in_call, watch_backward
+from ringspan.torch.consistency.forward import in_pass, pass_facts, recovering
+from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.batch import shard
 from ringspan.torch.layers.decoder import decoder_of
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.positions import beyond_table
-from ringspan.torch.memory.sharding import note_copies, recover, renew_types, settle
+from ringspan.torch.memory.sharding import renew_types, settle
 from ringspan.torch.model.attention_support import refuse_attention
 from ringspan.torch.model.config_changes import ConfigCopy, check_configs
 from ringspan.torch.model.recurrent import stateful_modules
@@ -114,7 +114,7 @@ class RingDecoder(Fixed):
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward pass over local tokens, the same on every rank."""
-        with in_call("a forward pass", is_pass=True):
+        with in_pass(self, "a forward pass"):
             try:
                 try:
                     structure = check_fixed(self)
@@ -127,16 +127,8 @@ class RingDecoder(Fixed):
             except Exception as error:  # whatever it is, the other ranks must not wait for this one
                 call = Call("a forward pass", error=error)
             check_call(self.ring_mesh, call)
-            try:
-                result = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-            except BaseException:
-                recover(self)
-                raise
-        if not torch.is_grad_enabled():  # no backward pass will do it
-            settle(self)
-        else:
-            note_copies(self)
-        return result
+            with recovering(self):
+                return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The model's own, once FSDP has what it needs."""
