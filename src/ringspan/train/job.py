@@ -197,17 +197,19 @@ class Batches:
     def indices(self, step: int) -> NDArray[np.int64]:
         """The sequences of a step (from 1). Shape (accumulation_steps, replicate, batch_size)."""
         indices = self._order.step_indices(step - 1)
-        return even_out(indices, self._sequences.pairs(indices)) if self._is_balanced else indices
+        return np.take(indices, even_out(self._sequences.pairs(indices))) if self._is_balanced else indices
 
     def describe_balance(self, steps: range) -> str | None:
         """What sharing the sequences of some steps (from 1) by their attention brings; None where they are not."""
         if not self._is_balanced or not steps:
             return None
-        came = np.stack([self._order.step_indices(step - 1) for step in steps])
-        shared = np.stack([self.indices(step) for step in steps])
-        before, after = (busiest_over_mean(self._sequences.pairs(indices)) for indices in (came, shared))
+        came = np.stack([self._sequences.pairs(self._order.step_indices(step - 1)) for step in steps])
+        places = np.stack([even_out(work) for work in came])
+        shared = np.stack([np.take(work, place) for work, place in zip(came, places, strict=True)])
+        before, after = busiest_over_mean(came), busiest_over_mean(shared)
+        moved = np.mean(places.reshape(len(places), -1) != np.arange(came[0].size))
         return (
-            f"data.balance moves {np.mean(came != shared):.0%} of the sequences within their steps: the busiest "
+            f"data.balance moves {moved:.0%} of the sequences within their steps: the busiest "
             f"replica computes {after:.3f} of the mean's attention, {before:.3f} without in {len(steps)} steps"
         )
 

@@ -71,7 +71,7 @@ def test_shared_sequences_are_the_same_ones_with_evener_work(micro_steps, replic
     count = micro_steps * replicas * batch
     indices = np.array(data.draw(st.lists(st.integers(0, 99), min_size=count, max_size=count)), np.int64).reshape(shape)
     pairs = np.random.default_rng(0).lognormal(8, 2, 100).astype(np.int64)
-    shared = even_out(indices, pairs[indices])
+    shared = np.take(indices, even_out(pairs[indices]))
     assert shared.shape == shape
     assert sorted(shared.ravel()) == sorted(indices.ravel())
     heaviest = np.sort(pairs[indices].ravel())[::-1].reshape(micro_steps, -1)
@@ -83,7 +83,7 @@ def test_shared_sequences_are_the_same_ones_with_evener_work(micro_steps, replic
 def test_the_heavy_ones_of_a_step_work_at_the_same_time():
     indices = np.arange(8).reshape(2, 2, 2)
     work = np.array([100, 1, 90, 2, 50, 60, 3, 4]).reshape(2, 2, 2)
-    shared = even_out(indices, work)
+    shared = np.take(indices, even_out(work))
     assert [sorted(replica) for replica in shared[0].tolist()] == [[0, 4], [2, 5]]  # 100 + 50 beside 90 + 60
     assert [sorted(replica) for replica in shared[1].tolist()] == [[1, 7], [3, 6]]
     assert busiest_over_mean(work) == pytest.approx((101 + 92 * 0 + 110) / ((101 + 92) / 2 + (110 + 7) / 2))

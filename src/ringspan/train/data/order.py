@@ -61,20 +61,21 @@ class BatchOrder:
         return indices.reshape(self.accumulation_steps, self.replicate, self.batch_size)
 
 
-def even_out(indices: NDArray[np.int64], work: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same sequences, shared so that replicas have like work in each micro-step, which they end together.
+def even_out(work: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Which of a step's sequences, counted as they come, goes where, so that replicas have like work in each
+    micro-step, which they end together.
 
     Those with like work come into one micro-step; there each goes, the heaviest first, to the replica with the least
     work so far that has room. Both have shape (accumulation_steps, replicate, batch_size).
     """
-    _, replicas, most = indices.shape
-    heaviest_first = np.lexsort((indices.ravel(), -work.ravel()))
-    shared = np.empty_like(indices)
-    for micro, places in enumerate(heaviest_first.reshape(len(indices), -1)):
+    micro_steps, replicas, most = work.shape
+    heaviest_first = np.argsort(-work, axis=None, kind="stable")
+    shared = np.empty_like(work)
+    for micro, places in enumerate(heaviest_first.reshape(micro_steps, -1)):
         loads, counts = np.zeros(replicas, np.int64), np.zeros(replicas, np.int64)
         for place in places:
             replica = int(np.argmin(np.where(counts < most, loads, np.iinfo(np.int64).max)))
-            shared[micro, replica, counts[replica]] = indices.flat[place]
+            shared[micro, replica, counts[replica]] = place
             loads[replica] += work.flat[place]
             counts[replica] += 1
     return shared
