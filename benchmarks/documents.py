@@ -101,12 +101,12 @@ def on_two_ranks(repeats: int) -> dict[str, Any]:
 def _answer(question: dict[str, Any], alone: Any) -> list[dict[str, Any]]:
     """Runs on each of four ranks with a link of its own."""
     rows = []
+    cases: dict[str, Callable[[], None]] = {
+        f"{name} {route}": Packed(name, RANKS, route) for name in LAYOUTS for route in ("ring", "all-gather")
+    }
     for gigabits in question["gigabits"]:
         rate = f"rate {round(gigabits * 1e9)}bit burst 32kb latency 50ms"
         run(*[path("tc"), *f"qdisc replace dev {LINK} root tbf {rate}".split()])
-        cases: dict[str, Callable[[], None]] = {
-            f"{name} {route}": Packed(name, RANKS, route) for name in LAYOUTS for route in ("ring", "all-gather")
-        }
         found = timed_in_turns(cases, question["repeats"], threads=1)
         seconds = {name: median(each) for name, each in found.items()}
         fastest = {name: min(seconds[f"{name} ring"], seconds[f"{name} all-gather"]) for name in LAYOUTS}

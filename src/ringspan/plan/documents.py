@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,12 +16,12 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import documents as documents_mask
 from ringspan.core.messages.lines import one_line
 from ringspan.core.names import BATCH_LAYOUT_NAMES, BatchLayoutName
-from ringspan.core.schedule import timing
 from ringspan.core.schedule.choice import WORTH_IT
+from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.core.schedule.timing import Pass, Speeds, slowest
+from ringspan.core.schedule.timing import Pass, Speeds
 from ringspan.core.schedule.workspace import Shape
-from ringspan.plan.cost.passes import Passes
+from ringspan.plan.cost.passes import Passes, of_sequences, slowest_passes
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.search import Question
 
@@ -115,8 +116,8 @@ def _work(question: Question, split: Layout, lengths: tuple[int, ...]) -> list[i
 
 def _passes_of(split: Layout, lengths: tuple[int, ...]) -> Passes:
     """Forward and backward of attention on these documents, in the place of one causal sequence."""
-    known: dict[tuple[Any, ...], tuple[Pass, Pass]] = {}
 
+    @lru_cache
     def passes(
         layout: str,
         length: int,
@@ -127,16 +128,9 @@ def _passes_of(split: Layout, lengths: tuple[int, ...]) -> Passes:
         speeds: Speeds,
         comm_dtype: str = "exact",
     ) -> tuple[Pass, Pass]:
-        key = window, route, shape, speeds, comm_dtype
-        if key not in known:
-            mask, one = documents_mask(lengths, window=window), replace(shape, batch=1)
-            forward, backward = (
-                slowest(timing.passes(split, mask, route, one, speeds, is_backward=back, comm_dtype=comm_dtype))
-                for back in (False, True)
-            )
-            # Of twice the sequences everything is twice as much.
-            known[key] = Pass(*(shape.batch * x for x in forward)), Pass(*(shape.batch * x for x in backward))
-        return known[key]
+        mask, way = documents_mask(lengths, window=window), Route.parse(route, ranks)
+        one = slowest_passes(split, mask, way, replace(shape, batch=1), speeds, comm_dtype)
+        return of_sequences(shape.batch, one)
 
     return passes
 

@@ -72,8 +72,7 @@ def attention_passes(
     """
     if shape.batch > 1:
         one = attention_passes(layout, length, ranks, window, route, replace(shape, batch=1), speeds, comm_dtype)
-        forward, backward = (Pass(*(shape.batch * cost for cost in each)) for each in one)
-        return forward, backward
+        return of_sequences(shape.batch, one)
     way = Route.parse(route, ranks)
     split, usual = Layout(layout, length, ranks), Layout(layout, _TOKENS // way.ulysses * ranks, ranks)
     if window is None and split.tokens_per_rank * way.ulysses >= _FEW_TOKENS and split != usual:
@@ -87,10 +86,23 @@ def attention_passes(
         forward, backward = attention_passes(layout, usual.length, ranks, None, route, shape, slower, comm_dtype)
         return _with_bytes(forward, times), _with_bytes(backward, times)
     mask = causal() if window is None else sliding_window(window)
+    return slowest_passes(split, mask, way, shape, speeds, comm_dtype)
+
+
+def slowest_passes(
+    layout: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, comm_dtype: str
+) -> tuple[Pass, Pass]:
+    """Forward and backward on the rank that takes longest."""
     forward, backward = (
-        slowest(_passes(split, mask, way, shape, speeds, comm_dtype, is_backward=is_backward))
+        slowest(_passes(layout, mask, route, shape, speeds, comm_dtype, is_backward=is_backward))
         for is_backward in (False, True)
     )
+    return forward, backward
+
+
+def of_sequences(batch: int, one: tuple[Pass, Pass]) -> tuple[Pass, Pass]:
+    """Forward and backward of so many sequences, of which everything is so many times as much."""
+    forward, backward = (Pass(*(batch * cost for cost in each)) for each in one)
     return forward, backward
 
 
