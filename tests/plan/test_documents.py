@@ -97,6 +97,14 @@ def test_a_ring_too_long_to_time_is_refused():
         compare_layouts(asked, setting, (1 << 20,))
 
 
+def test_documents_of_a_step_that_does_not_fit_are_refused():
+    """And not left out without a word."""
+    options = ["plan", "--model", "llama-3.1-405b", "--devices", "1", "--documents", "lognormal:2048"]
+    done = CliRunner().invoke(app, options)
+    assert isinstance(done.exception, ConfigError)
+    assert "the step does not fit, so no layout is timed" in str(done.exception)
+
+
 def test_the_command_prints_layouts_and_draws_and_pastes_the_fastest(tmp_path):
     options = ["plan", "--devices", "8", "--length", "65536", "--documents", "lognormal:2048"]
     printed = CliRunner().invoke(app, [*options, "--picture", str(tmp_path / "documents.svg")])

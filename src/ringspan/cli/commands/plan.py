@@ -145,6 +145,8 @@ def command(
     result = answer.as_json()
     if trace:
         result |= _traced(answer, rank or 0, quiet=as_json)
+    if lengths and not answer.fits:
+        raise ConfigError(f"--documents {documents}: the step does not fit, so no layout is timed; see it without them")
     layouts = _layouts(answer, lengths, quiet=as_json) if lengths else []
     if layouts:
         result["documents"] = {
@@ -172,12 +174,10 @@ def _lengths(documents: str, length: int) -> tuple[int, ...]:
 
 
 def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[LayoutCost]":
-    """What the plan's step takes on each layout; nothing where it does not fit."""
+    """What the plan's step takes on each layout."""
     from ringspan.cli.console import console
     from ringspan.plan.documents import compare_layouts
 
-    if not answer.fits:
-        return []
     with console(stderr=True, quiet=quiet).status(f"timing {len(lengths):,} documents on each layout"):
         return compare_layouts(answer.question, answer.setting, lengths)
 
