@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from ringspan.core.geometry.layout import Layout, Span
     from ringspan.core.geometry.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
     from ringspan.torch.attention.op import ring_attention
-    from ringspan.torch.data.batch import shard, shard_batch, unshard
+    from ringspan.torch.data.batch import shard_batch
     from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
     from ringspan.torch.data.loader import loader, sampler
+    from ringspan.torch.data.sharding import shard, unshard
     from ringspan.torch.from_pretrained import from_pretrained
     from ringspan.torch.model.hidden_states import global_sum, shard_features
     from ringspan.torch.model.logprobs import token_logprobs
@@ -57,12 +58,12 @@ _MODULES = {
     "prefix_lm": "ringspan.core.geometry.mask",
     "ring_attention": "ringspan.torch.attention.op",
     "sampler": "ringspan.torch.data.loader",
-    "shard": "ringspan.torch.data.batch",
+    "shard": "ringspan.torch.data.sharding",
     "shard_batch": "ringspan.torch.data.batch",
     "shard_features": "ringspan.torch.model.hidden_states",
     "sliding_window": "ringspan.core.geometry.mask",
     "token_logprobs": "ringspan.torch.model.logprobs",
-    "unshard": "ringspan.torch.data.batch",
+    "unshard": "ringspan.torch.data.sharding",
 }
 
 

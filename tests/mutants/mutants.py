@@ -371,8 +371,8 @@ MUTANTS = [
     Mutant(
         "padding has targets",
         "torch/data/batch.py",
-        "shard(targets, split, rank, 1, value=IGNORED)",
-        "shard(targets, split, rank, 1, value=0)",
+        "split.shard(targets, rank, value=IGNORED)",
+        "split.shard(targets, rank, value=0)",
         SHIFT,
     ),
     Mutant(

@@ -27,7 +27,8 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.step_config import StepConfig
 from ringspan.hf.fused import fused_output, take_fused_forward
 from ringspan.torch.consistency.calls import Call, check_call
-from ringspan.torch.data.batch import IGNORED, TAKEN, Unsharded, layout_of_batch, shard_batch
+from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
+from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.layers.modules import mix_in
 from ringspan.torch.model.adapters import base_of, is_peft
@@ -160,10 +161,10 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
         raise
     ring = model.ring_mesh["ring"]
     length = whole["input_ids"].shape[1]
-    layout = layout_of_batch(model.ring_layout, length, ring.size(), local.get("document_lengths"))
+    layout = BatchLayout.of(model.ring_layout, length, ring.size(), local.get("document_lengths"))
 
     def gathered(local: Tensor) -> Tensor:
-        return Unsharded.apply(local, layout, ring.get_group(), 1)
+        return Unsharded.apply(local, layout, ring.get_group())
 
     if is_fused:
         output = fused_output(model, lambda **asked: call(**local, **asked, **kwargs), gathered, count)

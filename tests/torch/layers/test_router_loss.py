@@ -136,6 +136,7 @@ def test_packed_documents_are_balanced_together(pool):
     documents = [[17, 20]]
     expected = one_process("mixtral", 1, 1, False, documents)
     compare(pool.run(on_the_ring, 3, "mixtral", "striped", 1, False, documents, {}), expected)
+    compare(pool.run(on_the_ring, 2, "mixtral", "balanced", 1, False, documents, {}), expected)
 
 
 def without_labels(mesh: DeviceMesh) -> Any:

@@ -118,7 +118,7 @@ def on_ring(mesh: DeviceMesh, loss: str, kind: str, batch: dict[str, Tensor], la
 
 CASES: list[tuple[Any, ...]] = [
     # kind, ranks, replicate, tp, layout, length, rows of all replicas, labels, options
-    ("llama", 3, 1, 1, "balanced", 37, 1, "all", {"documents": [[5, 20, 1, 11]]}),
+    ("llama", 3, 1, 1, "balanced", 37, 2, "all", {"documents": [[5, 20, 1, 11], [30, 7]]}),
     ("llama", 1, 1, 1, "zigzag", 37, 3, "completions", {}),
     ("llama", 2, 1, 1, "zigzag", 37, 3, "completions", {}),
     ("llama", 3, 1, 1, "striped", 50, 2, "completions", {"checkpoint": "none", "loss_chunk_tokens": 5}),

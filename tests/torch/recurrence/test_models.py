@@ -112,6 +112,13 @@ def test_float32_is_no_further_from_float64_than_twice_one_process(pool, number,
     ("kind", "ranks", "replicate", "options"),
     [
         ("qwen3_5_text", 4, 2, {"documents": [[5, 26], [31], [2, 2, 27], [30, 1]]}),
+        (
+            "falcon_h1",
+            3,
+            1,
+            {"layout": "balanced", "checkpoint": "full", "documents": [[5, 26], [31], [2, 2, 27], [30, 1]]},
+        ),
+        ("qwen3_5_text", 3, 1, {"layout": "balanced", "documents": [[5, 26], [31], [2, 2, 27], [30, 1]]}),
         ("bamba", 4, 2, {"accumulate": 2}),
         ("jamba", 2, 1, {"accumulate": 2, "documents": [[5, 26], [31], [2, 2, 27], [30, 1]]}),
         ("kimi_linear", 2, 1, {"checkpoint": "none"}),
@@ -124,8 +131,8 @@ def test_float32_is_no_further_from_float64_than_twice_one_process(pool, number,
 )
 def test_replicas_accumulation_and_checkpoints(pool, kind, ranks, replicate, options):
     ids = batch_of(4, 31)
-    expected = one_process(kind, torch.float64, ids, options.get("documents"))
-    for found in pool.run(on_a_ring, ranks, kind, torch.float64, "zigzag", ids, options, replicate=replicate):
+    expected, layout = one_process(kind, torch.float64, ids, options.get("documents")), options.pop("layout", "zigzag")
+    for found in pool.run(on_a_ring, ranks, kind, torch.float64, layout, ids, options, replicate=replicate):
         assert worst(found, expected) < 1e-9
 
 

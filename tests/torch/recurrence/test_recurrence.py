@@ -78,7 +78,7 @@ def test_spans_compute_what_the_oracle_computes_of_each_document(name, data):
     arguments = inputs(name, rows, tokens)
     function = layer.of(torch.float64)
     leaves = {key: x.requires_grad_() for key, x in arguments.items() if isinstance(x, Tensor)}
-    out = recurrence(layer.rule, function, arguments, SequencePass(spans_of(lengths), None, starts))
+    out = recurrence(layer.rule, function, arguments, SequencePass((spans_of(lengths),), None, starts))
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
     found = torch.autograd.grad((out * weights).sum(), list(leaves.values()))
 
@@ -107,7 +107,7 @@ def test_the_error_does_not_grow_with_the_number_of_ranks(name):
             for key, x in inputs(name, 1, tokens, size=8).items()
         }
         places = plan_of(rs.Layout("zigzag", tokens, ranks), ((0,),)).places
-        sequences = SequencePass(spans_of([place.tokens for place in places]), None)
+        sequences = SequencePass((spans_of([place.tokens for place in places]),), None)
         out = recurrence(layer.rule, layer.of(dtype), leaves, sequences)
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         tensors = [x for x in leaves.values() if isinstance(x, Tensor)]
@@ -130,7 +130,7 @@ def test_a_convolution_reaches_back_over_spans_and_no_further_than_its_document(
     weight = torch.randn(3, taps, generator=generator, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True)
     function = module_of("lfm2", torch.float64)["causal_conv1d_fn"]
-    out = convolution(function, x, weight, bias, SequencePass(spans_of(lengths), None, starts))
+    out = convolution(function, x, weight, bias, SequencePass((spans_of(lengths),), None, starts))
     weights = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     found = torch.autograd.grad((out * weights).sum(), (x, weight, bias))
     dims, arguments = {"x": 2}, {"x": x}
@@ -234,7 +234,7 @@ def test_a_kernel_that_has_no_argument_for_states_is_refused(name, missing):
         return plain(*args, **{key: x for key, x in kwargs.items() if key != missing})
 
     with pytest.raises(rs.UnsupportedError, match=rf"^kernel neither begins with a given state .*{missing}") as caught:
-        recurrence(layer.rule, kernel, inputs(name, 2, 9), SequencePass(spans_of([4, 5]), None))
+        recurrence(layer.rule, kernel, inputs(name, 2, 9), SequencePass((spans_of([4, 5]),), None))
     assert "\n" not in str(caught.value)
 
 
@@ -248,7 +248,7 @@ def sent_by_a_layer(mesh: Any, name: str, tokens: int, split: Any = "zigzag") ->
     for x in arguments.values():
         if isinstance(x, Tensor):
             x.requires_grad_()
-    sequences = SequencePass(layout, ring.get_group())
+    sequences = SequencePass((layout,), ring.get_group())
     recurrence(layer.rule, layer.of(torch.float32), arguments, sequences).sum().backward()
     x = torch.randn(1, 3, tokens, requires_grad=True)
     function = module_of("lfm2", torch.float64)["causal_conv1d_fn"]
@@ -289,7 +289,7 @@ def test_what_is_kept_is_not_computed_again_and_is_of_its_own_pass():
 
     again = []
     for starts in ((0,), (0, 3)):
-        with passing(SequencePass(spans_of([4]), None, (starts,))):
+        with passing(SequencePass((spans_of([4]),), None, (starts,))):
             first, later = carried(checkpoint, keeps=True)(layer, torch.ones(2))
         again.append((first, later))
     for first, later in again:

@@ -63,7 +63,7 @@ def batch_layout(name: BatchLayoutName, length: int, ranks: int, documents_of: S
     return balanced(documents(documents_of or (length,)), length=sum(documents_of or (length,)), ranks=ranks)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)  # of all sequences of a batch
 def _balanced(mask: Mask, length: int, ranks: int, chunk_tokens: int) -> CustomLayout:
     placing = _Placing(stretches(mask, length), length, ranks, chunk_tokens)
     placing.place_all()

@@ -151,7 +151,7 @@ def _attentions(
     for row, of_row in enumerate(found):
         layout = asked.layout
         if layout == "balanced":
-            assert of_row is not None and len(found) == 1, "checked when the batch was made"
+            assert of_row is not None, "checked when the batch was made"
             layout = batch_layout("balanced", length, dist.get_world_size(group), of_row)
         rows = slice(None) if len(found) == 1 else slice(row, row + 1)
         *_, full = op.checked(

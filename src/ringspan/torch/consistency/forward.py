@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ringspan.core.errors import LayoutError, UnsupportedError
-from ringspan.core.geometry.layout import Layout
 from ringspan.core.messages.numbers import integer
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import Structure, check_fixed
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
-from ringspan.torch.data.batch import IGNORED, document_positions, layout_of_batch
+from ringspan.torch.data.batch import IGNORED, positions_of
+from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
 from ringspan.torch.memory.sharding import note_copies, recover, settle
@@ -163,23 +163,23 @@ def _check_batch(
             "with rs.shard_batch"
         )
     ring = model.ring_mesh["ring"]
-    layout = layout_of_batch(model.ring_layout, ring.size() * input_ids.shape[1], ring.size(), document_lengths)
+    split = BatchLayout.of(model.ring_layout, ring.size() * input_ids.shape[1], ring.size(), document_lengths)
     inputs, labels = model.ring_vocabularies
-    _check_positions(position_ids, layout, ring.get_local_rank(), document_lengths)
+    _check_positions(position_ids, split, ring.get_local_rank(), document_lengths)
     check_entries("input_ids", input_ids, inputs)
-    longest = layout.length if sequence_length is None else int(sequence_length)
+    longest = split.shared.length if sequence_length is None else int(sequence_length)
     if error := beyond_table(model, model.get_submodule(model.ring_decoder), longest):
         raise error
     if shift_labels is not None:
         check_entries("labels", shift_labels.masked_fill(shift_labels == IGNORED, 0), labels)
 
 
-def _check_positions(positions: Tensor, layout: Layout, rank: int, document_lengths: Tensor | None) -> None:
+def _check_positions(positions: Tensor, split: BatchLayout, rank: int, document_lengths: Tensor | None) -> None:
     """The batch must have been split by the layout of the model: another one would be silently wrong."""
-    expected = torch.from_numpy(layout.positions(rank))
-    if document_lengths is not None:
-        expected = document_positions(document_lengths, layout.padded_length)[:, expected]
+    layout = split.shared
     name = "balanced" if layout.name == "custom" else layout.name
+    rows = 1 if document_lengths is None else len(document_lengths)
+    expected = positions_of(split, rank, document_lengths, rows)
     if positions.shape[-1] != layout.tokens_per_rank or not bool((positions == expected.to(positions.device)).all()):
         raise LayoutError(
             f"position_ids are not those of the layout {name}; use rs.shard_batch(batch, mesh, layout={name!r})"

@@ -8,19 +8,13 @@ from itertools import pairwise
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.core.arguments import check_sharding
-from ringspan.core.errors import LayoutError, UnsupportedError
-from ringspan.core.geometry.balanced import batch_layout
-from ringspan.core.geometry.layout import Layout
+from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import BatchLayoutName
-from ringspan.torch.attention.arguments import check_plain, find_group
+from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
-from ringspan.torch.transport.agreement import agree
 from ringspan.torch.transport.digest import digest_integers
 
 IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
@@ -45,74 +39,6 @@ _FLATTENED: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_leng
 TAKEN: Final = frozenset({"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *_FLATTENED})
 
 
-def shard(x: Tensor, layout: Layout, rank: int, dim: int, *, value: float = 0) -> Tensor:
-    """This rank's part of a whole tensor: ``pad(x, value)[positions(rank)]`` along ``dim``; differentiable.
-
-    Raises:
-        UnsupportedError: ``x`` is no plain tensor.
-        LayoutError: no layout, or no rank of it; or ``x`` does not have ``layout.length`` entries along ``dim``.
-    """
-    check_plain("x", x)
-    check_sharding(x.shape, layout, dim)
-    if x.shape[dim] != layout.length:
-        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, the layout is for {layout.length} tokens")
-    missing = layout.padded_length - layout.length
-    if missing:
-        shape = list(x.shape)
-        shape[dim] = missing
-        x = torch.cat((x, x.new_full(shape, value)), dim)
-    return x.index_select(dim, torch.from_numpy(layout.positions(rank)).to(x.device))
-
-
-def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | None, dim: int) -> Tensor:
-    """The whole tensor, in order and without padding, from every rank's part. Gathers; not differentiable.
-
-    Raises:
-        UnsupportedError: ``x`` is no plain tensor, or ``group`` no group of this rank.
-        LayoutError: no layout, or one for another number of ranks than the group has; or ``x`` does not have
-            ``layout.tokens_per_rank`` entries along ``dim``.
-        PeerMismatch: the ranks have other shapes, dtypes or layouts; on every rank.
-    """
-    check_plain("x", x)
-    check_sharding(x.shape, layout, dim)
-    group = find_group(group)
-    if x.shape[dim] != layout.tokens_per_rank:
-        raise LayoutError(
-            f"dimension {dim} has {x.shape[dim]} entries, the layout has {layout.tokens_per_rank} per rank"
-        )
-    ranks = dist.get_world_size(group) if group is not None else 1
-    if layout.ranks not in (1, ranks):
-        raise LayoutError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
-    if layout.ranks > 1:
-        what = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}, dimension {dim}"
-        agree(group, {"unshard": what, "layout": f"{layout.name} of {layout.length} tokens"})
-    x = x.detach().movedim(dim, 0).contiguous()
-    parts = [torch.empty_like(x) for _ in range(layout.ranks)]
-    if layout.ranks == 1:
-        parts = [x]
-    else:
-        dist.all_gather(parts, x, group=group)
-    order = torch.from_numpy(layout.inverse[: layout.length]).to(x.device)
-    return torch.cat(parts).index_select(0, order).movedim(0, dim)
-
-
-class Unsharded(torch.autograd.Function):
-    """``unshard``, after which every rank computes the same of the whole; its gradient is each rank's own part.
-
-    As with ``Sum``: the parts of all ranks are the gradient, counted once.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.layout, ctx.rank, ctx.dim = layout, dist.get_rank(group), dim
-        return unshard(x, layout, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return shard(gradients[0], ctx.layout, ctx.rank, ctx.dim), None, None, None
-
-
 def shard_batch(
     batch: Mapping[str, Tensor],
     mesh: DeviceMesh,
@@ -133,8 +59,8 @@ def shard_batch(
             beside them, what collators of flattened batches (transformers', TRL's) give for one row: ``cu_seq_lens_q``
             and ``cu_seq_lens_k`` (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx`` (1, S).
         mesh: the mesh of the model.
-        layout: the layout that the model was parallelized with. ``balanced`` is made for the documents of the
-            batch, which must be those of every sequence.
+        layout: the layout that the model was parallelized with. ``balanced`` makes one for the documents of
+            each sequence.
         device: where the result goes; where ``input_ids`` are when None.
 
     Returns:
@@ -171,20 +97,19 @@ def shard_batch(
     ring = mesh["ring"]
     if layout == "balanced" and lengths is None:  # said, since the layout depends on where the sequence ends
         lengths = torch.full((len(tokens), 1), tokens.shape[1])
-    split = layout_of_batch(layout, tokens.shape[1], ring.size(), lengths)
-    rank = ring.get_local_rank()
-    positions = torch.from_numpy(split.positions(rank)).expand(len(tokens), -1)
-    if lengths is not None:
-        positions = document_positions(lengths, split.padded_length)[:, split.positions(rank)]
-    local = {"input_ids": shard(tokens, split, rank, 1), "position_ids": positions.int()}
+    split, rank = BatchLayout.of(layout, tokens.shape[1], ring.size(), lengths), ring.get_local_rank()
+    local = {
+        "input_ids": split.shard(tokens, rank),
+        "position_ids": positions_of(split, rank, lengths, len(tokens)).int(),
+    }
     if lengths is not None:
         local["document_lengths"] = lengths
     if mask is not None and not bool(mask.all()):
-        local["real_tokens"] = shard(mask != 0, split, rank, 1)
+        local["real_tokens"] = split.shard(mask != 0, rank)
     if targets is not None:
-        local["shift_labels"] = shard(targets, split, rank, 1, value=IGNORED)
+        local["shift_labels"] = split.shard(targets, rank, value=IGNORED)
     parts = {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
-    longest = split.length if lengths is None else int(lengths.max())
+    longest = tokens.shape[1] if lengths is None else int(lengths.max())
     padding = None if mask is None else (mask == 0).long()
     digest = torch.stack([digest_integers(x).to(tokens.device) for x in (tokens, targets, lengths, padding)])
     return parts | {"sequence_length": torch.tensor(longest), "batch_digest": digest}
@@ -223,25 +148,6 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
         if batch.get(name) is not None and int(batch[name]) != max(documents):
             raise UnsupportedError(f"{name}={int(batch[name])}, the longest document has {max(documents)} tokens")
     return torch.tensor([documents]) if len(documents) > 1 else None
-
-
-def layout_of_batch(name: BatchLayoutName, length: int, ranks: int, lengths: Tensor | None) -> Layout:
-    """The layout of a batch whose sequences of ``length`` tokens are documents of these lengths (B, documents).
-
-    Raises:
-        UnsupportedError: no documents for ``balanced``, or others in each sequence.
-    """
-    if name != "balanced":
-        return batch_layout(name, length, ranks)
-    if lengths is None:
-        raise UnsupportedError("layout 'balanced' needs document_lengths; make the batch with rs.shard_batch")
-    rows = {tuple(length for length in row if length) for row in lengths.tolist()}
-    if len(rows) > 1:
-        raise UnsupportedError(
-            f"layout 'balanced' is made for the documents of a sequence, and the {len(lengths)} sequences of this "
-            "batch have different ones; pack them into one sequence, or give one at a time"
-        )
-    return batch_layout(name, length, ranks, rows.pop())
 
 
 def _targets(batch: Mapping[str, Tensor]) -> Tensor | None:
@@ -287,6 +193,17 @@ def _behind_padding(real: Tensor, lengths: Tensor | None, *, may_restart: bool) 
 
 def _shift(x: Tensor, last: int) -> Tensor:
     return torch.cat((x[:, 1:], x.new_full((len(x), 1), last)), 1)
+
+
+def positions_of(split: BatchLayout, rank: int, lengths: Tensor | None, rows: int) -> Tensor:
+    """The position of each of a rank's tokens within its document, or its sequence where ``lengths`` are None. Shape
+    (rows, T).
+    """
+    everywhere = split.positions(rank).expand(rows, -1)
+    if lengths is None:
+        return everywhere
+    inside = document_positions(lengths, split.shared.padded_length)
+    return inside.expand(rows, -1).gather(1, everywhere.to(lengths.device))
 
 
 def document_positions(lengths: Tensor, length: int) -> Tensor:

@@ -192,7 +192,7 @@ def _turn(
 def _sequences(turn: Turn) -> SequencePass:
     """What layers with a state are told of new tokens, counted from the first one."""
     runs = [[(span.start - turn.start, span.count) for span in held] for held in turn.queries.parts]
-    return SequencePass(CustomLayout.of(runs), turn.group if turn.is_split else None, before=Before())
+    return SequencePass((CustomLayout.of(runs),), turn.group if turn.is_split else None, before=Before())
 
 
 def cache_name(module: nn.Module) -> str:

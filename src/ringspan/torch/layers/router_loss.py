@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.data.batch import layout_of_batch
+from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.layers.decoder import decoder_of, text_config
 from ringspan.torch.layers.head import input_size, output_size
 from ringspan.torch.layers.modules import class_name
@@ -121,10 +121,10 @@ def real_tokens_of(model: Any, positions: Tensor, sequence_length: int, document
     sequence, which the documents in it add up to.
     """
     ring = model.ring_mesh["ring"]
-    layout = layout_of_batch(model.ring_layout, ring.size() * positions.shape[1], ring.size(), document_lengths)
-    everywhere = torch.from_numpy(layout.positions(ring.get_local_rank())).to(positions.device)
+    split = BatchLayout.of(model.ring_layout, ring.size() * positions.shape[1], ring.size(), document_lengths)
+    everywhere = split.positions(ring.get_local_rank()).to(positions.device)
     ends: Any = sequence_length if document_lengths is None else document_lengths.sum(1, keepdim=True)
-    return (everywhere[None] < ends).expand(positions.shape)
+    return (everywhere < ends).expand(positions.shape)
 
 
 @torch.no_grad()

@@ -91,16 +91,16 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
             factors = _temperature(module, positions)
             query = (query * factors.to(query.device)).to(query.dtype)
         documents_of: Sequence[tuple[int, ...] | None] = (None,)
-        where: Any = config.layout
+        split = None
         if ring_packed:
-            where = ring_packed.layout or where
+            split = ring_packed.split
             ring_packed.is_seen, documents_of = True, ring_packed.rows
         rows = [slice(None)] if len(documents_of) == 1 else [slice(row, row + 1) for row in range(len(documents_of))]
         parts = [
             ring_attention(
                 *(x[part] for x in (query, key, value)),
                 mask=mask_of(length, lengths, kind.window, kind.chunk),
-                layout=where,
+                layout=config.layout if split is None else split.of_row(row),  # pyright: ignore[reportArgumentType]
                 group=ring,
                 scale=scaling,
                 softcap=softcap,
@@ -109,7 +109,7 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
                 comm_dtype=config.comm_dtype,
                 kernel=config.kernel,
             )
-            for part, lengths in zip(rows, documents_of, strict=True)
+            for row, (part, lengths) in enumerate(zip(rows, documents_of, strict=True))
         ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.transpose(1, 2), None

@@ -22,13 +22,12 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.geometry.balanced import batch_layout
-from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import BatchLayoutName, ReductionName
 from ringspan.torch.consistency.fixed import Fixed
 from ringspan.torch.consistency.forward import check_forward, in_pass, recovering
 from ringspan.torch.consistency.loop_watch import in_call, watch_backward
-from ringspan.torch.data.batch import SHARDED, Unsharded, layout_of_batch
+from ringspan.torch.data.batch import SHARDED
+from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
 from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.layers.decoder import finished_logits
@@ -223,11 +222,11 @@ class Packed:
 
     def __init__(self, model: Any, lengths: Tensor, positions: Tensor) -> None:
         self.lengths, self.positions = lengths, positions
-        self.layout: Layout | None = None
+        self.split: BatchLayout | None = None
         """Where that is not the model's named one on as many tokens."""
         if model.ring_layout == "balanced":
             whole, ranks = int(lengths.sum(1).max()), model.ring_mesh["ring"].size()
-            self.layout = layout_of_batch(model.ring_layout, whole, ranks, lengths)
+            self.split = BatchLayout.of(model.ring_layout, whole, ranks, lengths)
         rows = [tuple(length for length in row if length) for row in lengths.tolist()]
         self.rows = rows[:1] if len(set(rows)) == 1 else rows  # alike for all sequences: one attention does
         self.is_seen = False
@@ -237,10 +236,10 @@ class Packed:
 def _sequences(model: Any, tokens: int, packed: Packed | None) -> SequencePass:
     """What layers with a state are told of a batch with so many local tokens."""
     ring = model.ring_mesh["ring"]
-    layout = None if packed is None else packed.layout
-    layout = layout or batch_layout(model.ring_layout, tokens * ring.size(), ring.size())
+    split = None if packed is None else packed.split
+    split = split or BatchLayout.of(model.ring_layout, tokens * ring.size(), ring.size(), None)
     starts = ((0,),) if packed is None else tuple(starts_of(packed.rows))
-    return SequencePass(layout, ring.get_group(), starts, packed)
+    return SequencePass(split.rows, ring.get_group(), starts, packed)
 
 
 @torch.compiler.disable()  # a part of a mesh is made here, which it cannot trace
@@ -261,8 +260,8 @@ def _logprobs(model: Any, hidden: Tensor, targets: Tensor, length: int, document
     """Of each target of the whole sequences (B, S), on every rank of the ring; 0 where there is none."""
     losses = _cross_entropy(model, hidden, targets, _plain(model), "none").view(targets.shape)
     ring = model.ring_mesh["ring"]
-    layout = layout_of_batch(model.ring_layout, length, ring.size(), document_lengths)
-    return Unsharded.apply(0.0 - losses, layout, ring.get_group(), 1)
+    split = BatchLayout.of(model.ring_layout, length, ring.size(), document_lengths)
+    return Unsharded.apply(0.0 - losses, split, ring.get_group())
 
 
 def _plain(model: Any) -> LossOptions:

@@ -51,17 +51,26 @@ class Before:
 class SequencePass:
     """The sequences that a forward pass works on: how they are split, and where their documents begin.
 
-    ``starts`` has positions in increasing order, 0 the first, for each sequence of the batch, or once where they are
-    alike. ``packed`` is what attention is told of the documents. ``before`` is there in a pass over a cache, whose
-    layout counts from its first token on.
+    ``layouts`` has one for each sequence of the batch, or one where they are split alike; ``starts`` has positions in
+    increasing order, 0 the first, for each sequence, or once where they are alike. ``packed`` is what attention is told
+    of the documents. ``before`` is there in a pass over a cache, whose layout counts from its first token on.
     """
 
-    layout: Layout
+    layouts: tuple[Layout, ...]
     group: dist.ProcessGroup | None
     starts: tuple[tuple[int, ...], ...] = ((0,),)
     packed: Any = None
     record: Record | None = field(default=None, compare=False)
     before: Before | None = field(default=None, compare=False)
+
+    def of_rows(self) -> "list[tuple[slice, SequencePass]]":
+        """The sequences that are split alike, each of the others by itself."""
+        if len(self.layouts) == 1:
+            return [(slice(None), self)]
+        return [
+            (slice(row, row + 1), replace(self, layouts=(layout,), starts=(starts,)))
+            for row, (layout, starts) in enumerate(zip(self.layouts, self.starts, strict=True))
+        ]
 
 
 _current: ContextVar[SequencePass | None] = ContextVar("sequence_pass", default=None)

@@ -65,6 +65,9 @@ def recurrence(rule: Rule, function: Function, arguments: Mapping[str, Any], seq
 
     On the whole sequence it equals ``function(**arguments)``, each document by itself.
     """
+    parts = sequences.of_rows()
+    if len(parts) > 1:
+        return _joined([recurrence(rule, function, _only(rows, rule, arguments), part) for rows, part in parts], 0)
     job = _Job.of(rule, function, arguments, sequences)
     if not job.plan.rounds:
         return job.outputs(job.arguments)
@@ -108,7 +111,7 @@ class _Job:
 
     @classmethod
     def of(cls, rule: Rule, function: Function, arguments: Arguments, sequences: SequencePass) -> "_Job":
-        plan = plan_of(sequences.layout, sequences.starts)
+        plan = plan_of(sequences.layouts[0], sequences.starts)
         rank = dist.get_rank(sequences.group) if sequences.group is not None else 0
         text = as_text(plan.layout, plan.starts, sequences.group)
         return cls(rule, function, dict(arguments), plan, plan.mine(rank), text)
@@ -257,7 +260,10 @@ def convolution(
     ``function(x, weight, bias, **options)`` computes it of consecutive tokens, with zeros before the first one. x (B,
     C, T), weight (C, K). In a pass over a cache, what it holds comes before the first token.
     """
-    plan, width = plan_of(sequences.layout, sequences.starts), weight.shape[-1] - 1
+    parts = sequences.of_rows()
+    if len(parts) > 1:
+        return _joined([convolution(function, x[rows], weight, bias, part, **options) for rows, part in parts], 0)
+    plan, width = plan_of(sequences.layouts[0], sequences.starts), weight.shape[-1] - 1
     mine = plan.mine(dist.get_rank(sequences.group) if sequences.group is not None else 0)
     before = None if sequences.before is None else sequences.before.inputs
     halos = None
@@ -301,6 +307,11 @@ class _Halo(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dx, dhalo = gradients
         return dx + halo_backward(dhalo.contiguous(), ctx.width, ctx.tokens, ctx.text), None, None, None
+
+
+def _only(rows: slice, rule: Rule, arguments: Arguments) -> dict[str, Any]:
+    """The arguments of some sequences of a batch."""
+    return {name: x[rows] if name in rule.dims and isinstance(x, Tensor) else x for name, x in arguments.items()}
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -268,12 +268,6 @@ class TrainConfig(Table):
                 f'data.balance = "flops": sequences of data.documents = "{self.data.documents}" all take the same '
                 'attention; set documents = "separate", or leave balance out'
             )
-        batch, micro_steps = self.optimizer.batch_size, self.optimizer.accumulation_steps
-        if self.attention.layout == "balanced" and self.data.documents == "separate" and batch > 1:
-            raise ConfigError(
-                f'optimizer.batch_size = {batch}: attention.layout = "balanced" is made for the documents of one '
-                f"sequence; set batch_size = 1 and optimizer.accumulation_steps = {batch * micro_steps}"
-            )
         if self.optimizer.rounding != "nearest" and self.model.parameter_dtype != "bfloat16":
             raise ConfigError(
                 f'optimizer.rounding = "{self.optimizer.rounding}": is for model.parameter_dtype = "bfloat16", and it '

@@ -1,0 +1,84 @@
+"""How the sequences of a batch are split: all alike, or each by the layout that its documents ask for.
+
+B batch, S global tokens, N ranks, T tokens per rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.balanced import batch_layout
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.names import BatchLayoutName
+from ringspan.torch.data.sharding import shard, unshard
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The layout of each sequence of a batch, or one where they are alike. All have the same S, N and T."""
+
+    rows: tuple[Layout, ...]
+
+    @classmethod
+    def of(cls, name: BatchLayoutName, length: int, ranks: int, lengths: Tensor | None) -> "BatchLayout":
+        """Of sequences of ``length`` tokens that are documents of these lengths (B, documents), which add up to it.
+
+        Raises:
+            UnsupportedError: no documents for ``balanced``.
+        """
+        if name != "balanced":
+            return cls((batch_layout(name, length, ranks),))
+        if lengths is None:
+            raise UnsupportedError("layout 'balanced' needs document_lengths; make the batch with rs.shard_batch")
+        rows = [tuple(each for each in row if each) for row in lengths.tolist()]
+        rows = rows[:1] if len(set(rows)) == 1 else rows
+        return cls(tuple(batch_layout(name, length, ranks, row) for row in rows))
+
+    @property
+    def shared(self) -> Layout:
+        """One of them, for what all have in common."""
+        return self.rows[0]
+
+    def of_row(self, row: int) -> Layout:
+        return self.rows[row if len(self.rows) > 1 else 0]
+
+    def positions(self, rank: int) -> Tensor:
+        """The global position of each token of a rank. Shape (B, T), or (1, T) where sequences are split alike."""
+        return torch.stack([torch.from_numpy(layout.positions(rank)) for layout in self.rows])
+
+    def shard(self, x: Tensor, rank: int, *, value: float = 0) -> Tensor:
+        """This rank's part (B, T, ...) of a whole tensor (B, S, ...); differentiable."""
+        if len(self.rows) == 1:
+            return shard(x, self.shared, rank, 1, value=value)
+        parts = zip(x.split(1), self.rows, strict=True)
+        return torch.cat([shard(part, layout, rank, 1, value=value) for part, layout in parts])
+
+    def unshard(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """The whole tensor (B, S, ...) from every rank's part (B, T, ...); not differentiable."""
+        if len(self.rows) == 1:
+            return unshard(x, self.shared, group, 1)
+        stored = unshard(x, Layout("contiguous", self.shared.padded_length, self.shared.ranks), group, 1)
+        orders = [torch.from_numpy(layout.inverse[: layout.length]).to(x.device) for layout in self.rows]
+        return torch.stack([part.index_select(0, order) for part, order in zip(stored, orders, strict=True)])
+
+
+class Unsharded(torch.autograd.Function):
+    """``BatchLayout.unshard``, after which every rank computes the same of the whole; its gradient is each rank's part.
+
+    As with ``Sum``: the parts of all ranks are the gradient, counted once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: BatchLayout, group: dist.ProcessGroup) -> Tensor:
+        ctx.layout, ctx.rank = layout, dist.get_rank(group)
+        return layout.unshard(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.layout.shard(gradients[0], ctx.rank), None, None
