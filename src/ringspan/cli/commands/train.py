@@ -78,6 +78,7 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
     from ringspan.cli.console import importing
     from ringspan.core.errors import ConfigError
     from ringspan.torch.runtime.environment import is_rank
+    from ringspan.train.run_folder.lock import RunLock
 
     _check(settings)
     if is_rank():
@@ -85,6 +86,8 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
         return _run_here(settings)
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc}: at least one process is needed")
+    with RunLock(Path(settings.run)) as lock:  # for its refusal: rank 0 takes it for itself
+        lock.take()
     thrift = settings.memory.offload != "none"  # who offloads would rather wait for memory than run out of it
     with importing():
         nproc = _ready(settings, nproc, is_thrifty=thrift)
@@ -124,10 +127,7 @@ def _ready(settings: "TrainConfig", nproc: int | None, *, is_thrifty: bool) -> i
         settings.resolve_mesh(nproc)
 
     from ringspan.train.model import load_model_config
-    from ringspan.train.run_folder.lock import RunLock
 
-    with RunLock(Path(settings.run)) as lock:  # for its refusal: rank 0 takes it for itself
-        lock.take()
     load_model_config(settings)
     return nproc
 
