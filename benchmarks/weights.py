@@ -1,6 +1,6 @@
 """A model from its files onto four ranks and back into files: memory of all processes, bytes read, seconds.
 
-    python benchmarks/weights.py FOLDER [--size 4b] [--ranks 4] [--replicate 1]
+    python benchmarks/weights.py FOLDER [--size 4b] [--ranks 4] [--replicate 1] [--without-step]
 
 FOLDER gets a model of random bfloat16 weights, unless it has one; twice its bytes must be free beside it. Each stage
 runs in processes of its own, whose anonymous memory (``RssAnon``: no pages of files) and reads from the disk are those
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ RESULT = Path(__file__).parent / "results" / "weights-cpu.json"
 LENGTH = 64
 SHARD_BYTES = 500_000_000  # of a saved file, at most
 SHAPES = {
+    "6b": {"vocab_size": 32_000, "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 64},
     "4b": {"vocab_size": 32_000, "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 40},
     "2b": {"vocab_size": 32_000, "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 20},
     "tiny": {"vocab_size": 500, "hidden_size": 160, "intermediate_size": 640, "num_hidden_layers": 3},
@@ -133,7 +135,7 @@ def read_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
-def rank(folder: str, board: str, out: str, replicate: str) -> None:
+def rank(folder: str, board: str, out: str, replicate: str, steps: str) -> None:
     """What each of the ranks does."""
     import torch
     import torch.distributed as dist
@@ -165,16 +167,25 @@ def rank(folder: str, board: str, out: str, replicate: str) -> None:
     started = time.perf_counter()
     model.save_pretrained(out, max_shard_size=SHARD_BYTES)
     facts["save_seconds"] = time.perf_counter() - started
+    if steps == "1":
+        facts |= a_step(model, mesh, stage)
+    stage("end")
+    Path(board).with_name(f"rank-{dist.get_rank()}.json").write_text(json.dumps(facts))
+    dist.destroy_process_group()
+
+
+def a_step(model: Any, mesh: Any, stage: Callable[[str], None]) -> dict[str, Any]:
+    import torch
+
+    import ringspan as rs
+
     stage("step")
     ids = torch.randint(0, model.config.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     started = time.perf_counter()
     loss = model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
-    facts |= {"step_seconds": time.perf_counter() - started, "loss": float(loss.detach())}
-    stage("end")
-    Path(board).with_name(f"rank-{dist.get_rank()}.json").write_text(json.dumps(facts))
-    dist.destroy_process_group()
+    return {"step_seconds": time.perf_counter() - started, "step_tokens": LENGTH, "loss": float(loss.detach())}
 
 
 def alone(folder: str, board: str) -> None:
@@ -200,6 +211,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SHAPES, default="4b")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--replicate", type=int, default=1)
+    parser.add_argument("--without-step", action="store_true", help="a step takes about 4.3 times the files' bytes")
     parser.add_argument("--result", type=Path, default=RESULT)
     asked = parser.parse_args()
     folder: Path = asked.folder
@@ -216,7 +228,10 @@ def main() -> None:
         one = plain.result()
         forget(folder)
         run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={asked.ranks}", script]
-        ring = Watched([*run, "rank", str(folder), str(board), str(out), str(asked.replicate)], board)
+        ring = Watched(
+            [*run, "rank", str(folder), str(board), str(out), str(asked.replicate), str(int(not asked.without_step))],
+            board,
+        )
         ranks = ring.result()
         same = same_files(folder, out)
     from ringspan.measure.bench.machine import describe_machine
@@ -233,7 +248,11 @@ def main() -> None:
         "shard_bytes": shards,
         "anonymous_bytes": {
             "before, all ranks": before,
-            **{f"{name}, beyond that": ring.peaks[name] - before for name in ("load", "save", "step")},
+            **{
+                f"{name}, beyond that": ring.peaks[name] - before
+                for name in ("load", "save", "step")
+                if name in ring.peaks
+            },
             "load, transformers on one process, beyond its own": plain.peaks["load"] - plain.peaks["before"],
         },
         "load_bound_bytes": 1.15 * shards + layer,
@@ -245,9 +264,7 @@ def main() -> None:
         "load_seconds": max(each["load_seconds"] for each in ranks),
         "load_seconds_transformers": one[0]["load_seconds"],
         "save_seconds": max(each["save_seconds"] for each in ranks),
-        "step_seconds": max(each["step_seconds"] for each in ranks),
-        "step_tokens": LENGTH,
-        "loss": ranks[0]["loss"],
+        **{name: ranks[0].get(name) for name in ("step_seconds", "step_tokens", "loss")},
         "saved_bit_for_bit": same,
         "machine": describe_machine(),
     }
