@@ -224,8 +224,9 @@ def page(facts: dict[str, Any]) -> str:
         lines.append(f"| {row['kind']} | {' | '.join(cells)} |")
     lines += [
         "",
-        "A model that takes images or sound too (gemma3, gemma4) is trained on its text: its decoder goes on the ring,",
-        "what sees images is kept as it is, and images in a batch are refused.",
+        "Models that see images (gemma3, llava, qwen2_5_vl and more) take them on the ring too, see",
+        "[multimodal.md](multimodal.md). Of others that take images or sound (gemma4) the decoder goes on the ring and",
+        "trains on text; images in a batch raise.",
         "",
         'Types without activation checkpointing in transformers (ctrl, jetmoe) need `checkpoint="none"`.',
         "",

@@ -12,7 +12,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from typing import Any, Final
 
 import torch
@@ -30,7 +29,7 @@ from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.generate.cache.cache import RingCache
-from ringspan.torch.layers.modules import mix_in
+from ringspan.torch.layers.modules import mix_in, seen_as
 from ringspan.torch.model.adapters import base_of, is_peft
 from ringspan.torch.model.causal_lm import RingCausalLM
 from ringspan.torch.parallelize import put_on_mesh
@@ -112,7 +111,7 @@ def takes_whole_batches(
         with torch.random.fork_rng(devices):  # what is drawn next is what one process would draw
             put_on_mesh(model, mesh, config)  # pyright: ignore[reportArgumentType]
     if not _is(base, WholeBatches):
-        mix_in(base, WholeBatches, ring_checkpoint=config.checkpoint, forward=_seen_as(plain, type(base).forward))
+        mix_in(base, WholeBatches, ring_checkpoint=config.checkpoint, forward=seen_as(plain, type(base).forward))
         for module in base.modules():
             if isinstance(module, FSDPModule):  # the mean over replicas, as of data parallelism
                 module.set_gradient_divide_factor(float(base.ring_mesh["replicate"].size()))
@@ -120,16 +119,6 @@ def takes_whole_batches(
         base.ring_fused_forward = fused
     if autocast is not None:
         type(base).ring_autocast = staticmethod(autocast)
-
-
-def _seen_as(plain: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward in which those who look (Trainer, for labels and columns) find what transformers' model takes."""
-
-    @wraps(plain)
-    def seen(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    return seen
 
 
 def _is(model: Any, kind: type) -> bool:

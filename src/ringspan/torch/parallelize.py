@@ -49,7 +49,7 @@ from ringspan.torch.layers.decoder import (
 from ringspan.torch.layers.embedding import sum_embedding_gradients
 from ringspan.torch.layers.feedforward import find_feedforwards, free_feedforwards
 from ringspan.torch.layers.head import kind_of_head, refuse_blocks_of_vocabulary, vocabularies
-from ringspan.torch.layers.modules import mix_in, own_config
+from ringspan.torch.layers.modules import mix_in, own_config, seen_as
 from ringspan.torch.layers.norm import find_norms
 from ringspan.torch.layers.rope import chunk_rotary_tables
 from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_router_loss, record_routers
@@ -63,6 +63,8 @@ from ringspan.torch.model.config_changes import copy_configs
 from ringspan.torch.model.hidden_states import RingDecoder, check_inner_call, is_headless, refuse_headless
 from ringspan.torch.model.recurrent import hook_stateful, refuse_spans, stateful_modules
 from ringspan.torch.model.support import refuse_route, refuse_unsupported
+from ringspan.torch.multimodal.kinds import kind_of
+from ringspan.torch.multimodal.towers import put_towers_on_ring
 from ringspan.torch.recurrence.current import carry_passes
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.runtime.mesh import tensor_axis
@@ -210,6 +212,8 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         carry_passes(layers, keeps=config.checkpoint == "attention")
     chunk_rotary_tables(decoder)
     sum_embedding_gradients(decoder)
+    media = None if parts.head is None else kind_of(model)
+    towers = [] if media is None else put_towers_on_ring(model, media, checkpointed=config.checkpoint != "none")
     where = next(name for name, module in model.named_modules() if module is decoder)
     about: dict[str, Any] = {
         "ring_mesh": mesh,
@@ -222,6 +226,10 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         if decoder is not model:
             check_inner_call(model, decoder)
     else:
+        if media is not None:
+            # ``generate`` asks the signature which images a model takes, and if it takes embeddings, which it then
+            # makes itself.
+            about["forward"] = seen_as(type(model).forward, RingGenerator.forward, without="mm_encoder_outputs")
         mix_in(
             model,
             RingGenerator,
@@ -232,13 +240,14 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
             ring_stateful=is_stateful,
             ring_compiled=config.compile is not False,
             ring_router=parts.router,
+            ring_media=media,
         )
     if (tp := tensor_axis(mesh)) is not None:
         split_model(model, tp)
     recorder = None if parts.router is None else parts.router.recorder
     for modules, chunk_tokens, option, from_tokens in parts.in_blocks:
         run_in_blocks(modules, chunk_tokens, option, from_tokens=from_tokens, recorder=recorder)
-    shard_weights(model, [*shared, *layers], mesh, _compute_dtype(config))
+    shard_weights(model, [*shared, *layers, *towers], mesh, _compute_dtype(config))
     if config.compile is not False:
         compile_layers(decoder, layers, kinds, config.compile)
     watch_optimizers(model)

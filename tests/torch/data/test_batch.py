@@ -176,7 +176,7 @@ def test_shifted_labels_are_taken_as_they_are(both):
         ({"position_ids": torch.tensor([[0, 1, 3, 4]])}, "count up by one"),
         ({"position_ids": torch.tensor([[1, 2, 3, 4]])}, "from 0 at the start"),
         ({"position_ids": torch.tensor([[0, 1]])}, "position_ids has shape"),
-        ({"token_type_ids": torch.zeros(1, 4)}, "token_type_ids"),
+        ({"task_type_ids": torch.zeros(1, 4)}, "task_type_ids"),
         ({"labels": torch.zeros(1, 3)}, "labels has shape"),
         ({"input_ids": torch.zeros(4)}, "input_ids must be"),
         ({"labels": torch.zeros(1, 4)}, r"labels must be integers, got torch\.float32"),

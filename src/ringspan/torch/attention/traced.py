@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core.geometry.balanced import batch_layout
-from ringspan.core.geometry.mask import Mask, causal, documents, sliding_window
+from ringspan.core.geometry.mask import Mask, Region, causal, documents, sliding_window
 from ringspan.core.names import CommDtypeName, KernelName
 from ringspan.torch.attention import op
 from ringspan.torch.attention.spec import AttentionSpec
@@ -70,7 +70,13 @@ def layer_attention(
 
 
 @lru_cache(maxsize=64)
-def mask_of(length: int, lengths: tuple[int, ...] | None, window: int | None, chunk: int | None) -> Mask:
+def mask_of(
+    length: int,
+    lengths: tuple[int, ...] | None,
+    window: int | None,
+    chunk: int | None,
+    blocks: tuple[tuple[int, int], ...] = (),
+) -> Mask:
     """Whom the queries of a sequence see.
 
     Args:
@@ -78,7 +84,13 @@ def mask_of(length: int, lengths: tuple[int, ...] | None, window: int | None, ch
         lengths: of its documents, of which none sees another one.
         window: keys that a query sees, its own the last; all before it when None.
         chunk: tokens of a piece of a document that no query looks out of; the whole document when None.
+        blocks: runs [start, stop) of tokens, each in one document, that see the later ones of their run too.
     """
+    if blocks:
+        assert chunk is None, "no model has both"
+        before = mask_of(length, lengths, window, chunk)
+        later = (Region(start, stop, start, stop, hi=-1) for start, stop in blocks)
+        return Mask((*before.regions, *later), f"({before} | {len(blocks)} blocks)")
     if chunk is not None:
         pieces = ((*[chunk] * (each // chunk), each % chunk) for each in lengths or (length,))
         return documents(piece for some in pieces for piece in some if piece)

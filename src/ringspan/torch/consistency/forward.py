@@ -24,8 +24,10 @@ from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
 from ringspan.torch.memory.sharding import note_copies, recover, settle
+from ringspan.torch.multimodal.checks import check_media
 
-_DIGESTS: Final = ("input_ids", "labels", "position_ids", "attention_mask")  # in the order of a batch's digest
+# In the order of a batch's digest.
+_DIGESTS: Final = ("input_ids", "labels", "position_ids", "attention_mask", "images and token types")
 
 
 @contextmanager
@@ -152,6 +154,7 @@ def _check_batch(
     document_lengths: Tensor | None = None,
     real_tokens: Tensor | None = None,
     sequence_length: int | Tensor | None = None,
+    media: Any = None,
     **_: Any,
 ) -> None:
     """Raise what is wrong with the part of a batch that this rank has."""
@@ -167,6 +170,7 @@ def _check_batch(
     inputs, labels = model.ring_vocabularies
     _check_positions(position_ids, split, ring.get_local_rank(), document_lengths)
     check_entries("input_ids", input_ids, inputs)
+    check_media(model, media, input_ids, document_lengths)
     longest = split.shared.length if sequence_length is None else int(sequence_length)
     if error := beyond_table(model, model.get_submodule(model.ring_decoder), longest):
         raise error

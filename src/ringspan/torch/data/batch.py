@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import BatchLayoutName
 from ringspan.torch.data.batch_layout import BatchLayout
+from ringspan.torch.data.media import MEDIA, media_of
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.transport.digest import digest_integers
 
@@ -25,6 +26,7 @@ SHARDED: Final = frozenset(
         "batch_digest",
         "document_lengths",
         "input_ids",
+        "media",
         "position_ids",
         "real_tokens",
         "sequence_length",
@@ -36,7 +38,7 @@ _INTEGERS: Final = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int
 # What collators that flatten a batch into one row say of its documents.
 _FLATTENED: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # What ``shard_batch`` takes.
-TAKEN: Final = frozenset({"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *_FLATTENED})
+TAKEN: Final = MEDIA | {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *_FLATTENED}
 
 
 def shard_batch(
@@ -45,7 +47,7 @@ def shard_batch(
     *,
     layout: BatchLayoutName = "zigzag",
     device: torch.device | None = None,
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """This rank's part of a Hugging Face batch, ready for a model that ``parallelize`` prepared.
 
     Every rank of one ring passes the same whole batch; replicas pass different ones. Labels are shifted here, before
@@ -57,7 +59,9 @@ def shard_batch(
             i is the target of token i; an ``attention_mask`` that marks padding on the right or left of each sequence;
             ``position_ids`` (B, S) or (S,) that count up, from 0 anew for each packed document. In place of these, or
             beside them, what collators of flattened batches (transformers', TRL's) give for one row: ``cu_seq_lens_q``
-            and ``cu_seq_lens_k`` (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx`` (1, S).
+            and ``cu_seq_lens_k`` (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx`` (1, S). And
+            images and videos, whole and best left on the CPU, by the names that transformers' processors give them
+            (``pixel_values``, ``image_grid_thw``, ...), for the models in docs/multimodal.md.
         mesh: the mesh of the model.
         layout: the layout that the model was parallelized with. ``balanced`` makes one for the documents of
             each sequence.
@@ -69,7 +73,8 @@ def shard_batch(
         one. Padding on the left is a document, so that positions count from the first token behind it. ``real_tokens``
         (B, T) where an ``attention_mask`` marks padding, which routers of experts do not count. ``sequence_length``,
         that of the longest document, stays on the CPU. ``batch_digest`` (4,) is by what the ranks of a ring see that
-        they were given the same batch: digests of its tokens, targets, documents and padding.
+        they were given the same batch: digests of its tokens, targets, documents and padding. With images there are
+        also ``media``, and their digest is a fifth number.
 
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
@@ -81,7 +86,7 @@ def shard_batch(
     if "input_ids" not in batch:
         raise UnsupportedError("shard_batch needs input_ids")
     for name, value in batch.items():
-        if not isinstance(value, Tensor) and not name.startswith("max_length"):
+        if not isinstance(value, Tensor) and not name.startswith("max_length") and name != "second_per_grid_ts":
             raise UnsupportedError(f"{name} must be a tensor, got a {type(value).__name__}; collate the batch first")
     tokens = batch["input_ids"]
     if tokens.ndim != 2 or not tokens.numel() or tokens.dtype not in (torch.int64, torch.int32):
@@ -111,8 +116,12 @@ def shard_batch(
     parts = {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
     longest = tokens.shape[1] if lengths is None else int(lengths.max())
     padding = None if mask is None else (mask == 0).long()
-    digest = torch.stack([digest_integers(x).to(tokens.device) for x in (tokens, targets, lengths, padding)])
-    return parts | {"sequence_length": torch.tensor(longest), "batch_digest": digest}
+    digests = [digest_integers(x).to(tokens.device) for x in (tokens, targets, lengths, padding)]
+    media = media_of(batch)
+    if media is not None:
+        digests.append(torch.tensor(media.digest, device=tokens.device))
+    facts = {"sequence_length": torch.tensor(longest), "batch_digest": torch.stack(digests)}
+    return parts | facts | ({} if media is None else {"media": media})
 
 
 def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_positions: bool) -> Tensor | None:

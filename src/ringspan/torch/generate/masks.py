@@ -3,6 +3,7 @@
 Positions count padding, as transformers' caches do: causality, windows and chunks go by them.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from ringspan.core.geometry.mask import UNBOUNDED, Mask, Region, causal, sliding_window
 from ringspan.core.geometry.shares import Runs
 from ringspan.torch.layers.decoder import LayerKind
+from ringspan.torch.multimodal.token_types import Blocks
 
 
 def real_runs(attention_mask: Tensor) -> tuple[Runs, ...]:
@@ -21,6 +23,18 @@ def real_runs(attention_mask: Tensor) -> tuple[Runs, ...]:
         starts, ends = ((row == sign).nonzero().flatten().tolist() for sign in (1, -1))
         found.append(tuple((start, end - start) for start, end in zip(starts, ends, strict=True)))
     return tuple(found)
+
+
+def layer_masks(
+    kind: LayerKind, start: int, length: int, real: Sequence[Runs] | None, blocks: Sequence[Blocks] | None
+) -> tuple[Mask, ...]:
+    """``layer_mask`` of each sequence; a single one where nothing differs. Tokens of a block see its later ones too."""
+    rows = len(real or blocks or (None,))
+    masks: list[Mask] = []
+    for runs, of_row in zip(real or [None] * rows, blocks or [()] * rows, strict=True):
+        before = layer_mask(kind, start, length, runs)
+        masks.append(Mask((*before.regions, *(Region(one, end, one, end, hi=-1) for one, end in of_row))))
+    return tuple(masks)
 
 
 def layer_mask(kind: LayerKind, start: int, length: int, real: Runs | None) -> Mask:

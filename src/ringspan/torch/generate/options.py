@@ -14,6 +14,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import check_fixed
 from ringspan.torch.consistency.forward import check_entries
+from ringspan.torch.data.media import MEDIA, media_of
 from ringspan.torch.generate.agreed import AgreedCriteria, Clock
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.passes import OTHER_NAME
@@ -22,6 +23,7 @@ from ringspan.torch.layers.decoder import head_counts, head_sizes
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.positions import check_text
 from ringspan.torch.model.config_changes import check_configs
+from ringspan.torch.multimodal.checks import check_media
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.transport.digest import described
 
@@ -116,12 +118,24 @@ def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, A
     if not inputs.numel():
         raise UnsupportedError(f"generate needs a prompt of at least one token, got the shape {tuple(inputs.shape)}")
     check_entries("input_ids", inputs, model.ring_vocabularies[0])
+    _check_images(model, arguments, inputs)
     mask = arguments.get("attention_mask")
     if cache is not None and not model.ring_is_generating:
         _check_continues(cache, inputs, mask)
     prompt = inputs.shape[1] if mask is None else int(mask.sum(-1).max())
     new = _num_new_tokens(config, arguments, inputs.shape[1])
     check_text(model, prompt, new, says=model.ring_mesh.get_rank() == 0)
+
+
+def _check_images(model: Any, arguments: dict[str, Any], inputs: Tensor) -> None:
+    """Raise an UnsupportedError for images that do not fit the tokens which a cache does not hold yet."""
+    if model.ring_media is None or model.ring_is_generating:
+        return
+    cache = arguments.get("past_key_values")
+    new = inputs[:, 0 if cache is None else cache.shares.length :]
+    given = {name: arguments[name] for name in MEDIA if arguments.get(name) is not None}
+    given |= {name: given[name][:, -new.shape[1] :] for name in given if name.endswith("type_ids")}
+    check_media(model, media_of({"input_ids": new, **given}), new, None)
 
 
 def _num_new_tokens(config: GenerationConfig, arguments: dict[str, Any], prompt: int) -> int:

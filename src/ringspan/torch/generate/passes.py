@@ -4,7 +4,7 @@ B batch, n new tokens, V vocabulary.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -20,13 +20,17 @@ from ringspan.core.geometry.shares import Runs
 from ringspan.torch.attention.cached import Reach, Turn
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.forward import check_entries
+from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.generate.cache.cache import RingCache
-from ringspan.torch.generate.masks import layer_mask, real_runs
+from ringspan.torch.generate.masks import layer_masks, real_runs
 from ringspan.torch.layers.decoder import finished_logits
 from ringspan.torch.layers.modules import class_name, forward_of
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.model.forward_arguments import check_arguments
+from ringspan.torch.multimodal.checks import check_media
+from ringspan.torch.multimodal.prompts import PromptImages
+from ringspan.torch.multimodal.token_types import Blocks
 from ringspan.torch.recurrence.current import Before, SequencePass, passing
 from ringspan.torch.transport.digest import described
 
@@ -54,14 +58,18 @@ def agreed_pass(
         if (cache := given.pop(OTHER_NAME, None)) is not None:
             given.setdefault("past_key_values", cache)
         asked = {name: given.pop(name) for name in _OURS if name in given}
+        asked["media"] = _media(model, asked, given)
         apart = ("return_dict", *_OF_GENERATE) if model.ring_is_generating else ("return_dict",)
         check_arguments(class_name(model), {name: value for name, value in given.items() if name not in apart})
         if given.get("return_dict") is False:
             raise UnsupportedError("return_dict=False is not supported on a ring; it must be True")
         _check_pass(model, asked)
         facts: dict[str, Any] = {
-            name: described(value) if isinstance(value, Tensor) else str(value) for name, value in asked.items()
+            name: described(value) if isinstance(value, Tensor) else str(value)
+            for name, value in asked.items()
+            if name != "media"
         }
+        facts["images"] = None if (media := asked["media"]) is None else media.digest
         cache = asked.get("past_key_values")
         facts["past_key_values"] = (
             None if cache is None else f"{cache.shares.length} tokens in {cache.dtype or 'its own dtype'}"
@@ -72,6 +80,22 @@ def agreed_pass(
         call = Call("a forward pass over a cache", error=error)
     check_call(model.ring_mesh, call, between_replicas=False)
     return asked
+
+
+def _media(model: Any, asked: dict[str, Any], given: dict[str, Any]) -> Media | None:
+    """The images of new tokens, taken from what is given; None without any, whatever the types of the tokens are."""
+    if model.ring_media is None:
+        return None
+    inputs = {name: value for name in MEDIA if (value := given.pop(name, None)) is not None}
+    ids, mask = asked.get("input_ids"), asked.get("attention_mask")
+    if not isinstance(ids, Tensor) or not any(each.cut.pixels in inputs for each in model.ring_media.modalities):
+        return None
+    for name in {"token_type_ids", "mm_token_type_ids"} & set(inputs):  # of the whole text
+        inputs[name] = inputs[name][:, -ids.shape[1] :]
+    real = {} if mask is None else {"attention_mask": mask[:, -ids.shape[1] :]}
+    media = media_of({"input_ids": ids, **real, **inputs})
+    check_media(model, media, ids, None)
+    return media
 
 
 def _check_pass(model: Any, asked: dict[str, Any]) -> None:
@@ -119,9 +143,10 @@ def over_cache(
     past_key_values: RingCache | None = None,
     use_cache: bool | None = None,
     logits_to_keep: int | None = 0,
+    media: Media | None = None,
 ) -> CausalLMOutputWithPast:
-    """New tokens (B, n), the same on every rank, over a cache: logits of the last ``logits_to_keep`` of them, all when
-    0, and the cache with these tokens in it.
+    """New tokens (B, n) and their images, the same on every rank, over a cache: logits of the last ``logits_to_keep``
+    of them, all when 0, and the cache with these tokens in it.
     """
     cache = model.new_cache() if past_key_values is None else past_key_values
     device = next(iter(model.get_input_embeddings().parameters())).device
@@ -133,17 +158,16 @@ def over_cache(
         position_ids = torch.arange(before, before + count)[None]
         if attention_mask is not None:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -count:]
-    position_ids = position_ids.to(device).expand(len(ids), -1)
+    position_ids = position_ids.to(device).expand(*position_ids.shape[:-2], len(ids), -1)  # with a time, row and column
     set_global_length(model.get_submodule(model.ring_decoder), int(position_ids.max()) + 1)
     keep = min(logits_to_keep or count, count)
     chunk = model.ring_prefill_tokens * cache.shares.ranks
     cache.reserve(before + count)
     last: list[Tensor] = []
-    for first in range(0, count, chunk):
-        part = slice(first, min(first + chunk, count))
-        hidden = _turn(
-            model, cache, ids[:, part], position_ids[:, part], real, max(0, part.stop - max(first, count - keep))
-        )
+    images = None if media is None else PromptImages(model, media)
+    for part in _parts(count, chunk, None if images is None else images.blocks):
+        wanted = max(0, part.stop - max(part.start, count - keep))
+        hidden = _turn(model, cache, ids, position_ids, part, real, wanted, images)
         last.append(hidden)
         if model.ring_on_read is not None:
             model.ring_on_read(cache.shares.length)
@@ -154,39 +178,72 @@ def over_cache(
     return CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)  # pyright: ignore[reportArgumentType]
 
 
+def _parts(count: int, chunk: int, blocks: Sequence[Blocks] | None) -> Iterator[slice]:
+    """So many new tokens in pieces of at least a chunk, of which none ends inside of a block."""
+    first = 0
+    while first < count:
+        stop = min(first + chunk, count)
+        while ends := [end for row in blocks or () for start, end in row if start < stop < end]:
+            stop = max(ends)
+        yield slice(first, stop)
+        first = stop
+
+
 def _turn(
-    model: Any, cache: RingCache, ids: Tensor, positions: Tensor, real: tuple[Runs, ...] | None, wanted: int
+    model: Any,
+    cache: RingCache,
+    ids: Tensor,
+    positions: Tensor,
+    part: slice,
+    real: tuple[Runs, ...] | None,
+    wanted: int,
+    images: PromptImages | None,
 ) -> Tensor:
-    """One pass of the decoder over new tokens (B, n): hidden states of the last ``wanted`` of them, on every rank."""
+    """One pass of the decoder over a part of new tokens (B, n): hidden states of the last ``wanted`` of it, on every
+    rank.
+    """
     ring, decoder = model.ring_mesh["ring"], model.get_submodule(model.ring_decoder)
-    start, count = cache.shares.length, ids.shape[1]
+    start, count, columns = cache.shares.length, part.stop - part.start, torch.arange(part.start, part.stop)
     splits = is_split(count, cache.shares.ranks)
     firsts = cache.firsts
     new = cache.add(count, is_split=splits)
     reaches = {
         kind: Reach(
             cache.shares.held(first),
-            tuple(layer_mask(kind, start, start + count, each) for each in (real or (None,))),
+            layer_masks(kind, start, start + count, real, _blocks_in(part, start, images)),
         )
         for kind, first in firsts.items()
     }
     turn = Turn(ring.get_group(), ring.get_local_rank(), new, splits, reaches)
-    mine = turn.kept.to(ids.device) if splits else slice(None)
+    mine = columns[turn.kept] if splits else columns
     others: dict[str, Any] = {cache_name(decoder): cache}
     if model.ring_router is not None:
         others["output_router_logits"] = False
     with turn.active(), passing(_sequences(turn) if cache.stateful else None):
-        out = decoder(input_ids=ids[:, mine], position_ids=positions[:, mine], use_cache=True, **others)
+        here = mine.to(ids.device)
+        given = {"input_ids": ids[:, here], "position_ids": positions[..., here], "use_cache": True, **others}
+        out = decoder(**given) if images is None else images.read(mine, given)
     cache.check_updated(class_name(model))
     hidden = out.last_hidden_state
     if not splits:
         return hidden[:, count - wanted :]
     whole = hidden.new_zeros((len(ids), wanted, hidden.shape[-1]))
-    here = turn.kept >= count - wanted
+    last = turn.kept >= count - wanted
     if wanted:
-        whole[:, (turn.kept[here] - (count - wanted)).to(ids.device)] = hidden[:, here.to(ids.device)]
+        whole[:, (turn.kept[last] - (count - wanted)).to(ids.device)] = hidden[:, last.to(ids.device)]
         dist.all_reduce(whole, group=ring.get_group())
     return whole
+
+
+def _blocks_in(part: slice, start: int, images: PromptImages | None) -> list[Blocks] | None:
+    """Of each sequence the runs of tokens in a part, whose first token is at ``start``, that see each other."""
+    if images is None or images.blocks is None:
+        return None
+    shift = start - part.start
+    return [
+        tuple((first + shift, stop + shift) for first, stop in row if part.start <= first < part.stop)
+        for row in images.blocks
+    ]
 
 
 def _sequences(turn: Turn) -> SequencePass:

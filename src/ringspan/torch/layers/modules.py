@@ -1,7 +1,9 @@
 """What is done to a module of somebody else's model."""
 
 import copy
+import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, Final
 
 import torch
@@ -67,6 +69,23 @@ def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that takes no module, as a method."""
     return lambda _, *args, **kwargs: function(*args, **kwargs)
+
+
+def seen_as(plain: Callable[..., Any], forward: Callable[..., Any], without: str = "") -> Callable[..., Any]:
+    """A forward in whose signature those who look (Trainer for columns, ``generate`` for images) find that of another
+    one, without one of its parameters.
+    """
+
+    @wraps(plain)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    signature = inspect.signature(plain)
+    shown: Any = seen
+    shown.__signature__ = signature.replace(
+        parameters=[each for name, each in signature.parameters.items() if name != without]
+    )
+    return seen
 
 
 def hooks_of(module: nn.Module) -> tuple[int, ...]:

@@ -121,17 +121,11 @@ def checkpoint_layers(
     if policy == "attention":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
     decoder: Any = decoder_of(model)
-    if hasattr(decoder, "activation_checkpointing_enable"):
-        decoder.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:  # its name before transformers 5.2x
-        decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    checkpoint_all(decoder, options)
     layers: list[Any] = [*layers_of(decoder).values()]
     for module in decoder.modules():
         if isinstance(module, GradientCheckpointingLayer) and module not in layers:  # it is computed again with its own
             module.gradient_checkpointing = False
-    # It lets embeddings require gradients, for checkpointing that is reentrant: a model that is frozen would train
-    # nothing without a word, and a frozen embedding would be differentiated.
-    decoder.disable_input_require_grads()
     # FSDP gathers a block that layers share by itself, and not as often when a layer is computed again: torch's own
     # selective checkpointing, which sees every operator, takes that for another computation. Ours sees the ring's.
     parts = [id(part) for layer in layers for part in layer.modules()]
@@ -144,6 +138,17 @@ def checkpoint_layers(
     for layer in layers:
         layer._gradient_checkpointing_func = partial(segments.checkpoint, layer)
     mix_in(decoder, _InSegments, activation_segments=segments)
+
+
+def checkpoint_all(model: Any, options: dict[str, Any]) -> None:
+    """Checkpoint all layers of a model of transformers, with these options of ``torch.utils.checkpoint``."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # its name before transformers 5.2x
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    # It lets embeddings require gradients, for checkpointing that is reentrant: a model that is frozen would train
+    # nothing without a word, and a frozen embedding would be differentiated.
+    model.disable_input_require_grads()
 
 
 class _InSegments:

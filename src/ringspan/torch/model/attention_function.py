@@ -22,6 +22,7 @@ from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.model.causal_lm import Packed
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
+from ringspan.torch.multimodal.token_types import Blocks
 from ringspan.torch.recurrence.current import current_pass
 
 _OVER_CACHE: Final = ("use_cache", "past_key_values", "logits_to_keep")  # which a pass over a cache honours elsewhere
@@ -91,15 +92,16 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
             factors = _temperature(module, positions)
             query = (query * factors.to(query.device)).to(query.dtype)
         documents_of: Sequence[tuple[int, ...] | None] = (None,)
+        blocks_of: Sequence[Blocks] = ((),)
         split = None
         if ring_packed:
             split = ring_packed.split
-            ring_packed.is_seen, documents_of = True, ring_packed.rows
+            ring_packed.is_seen, documents_of, blocks_of = True, ring_packed.rows, ring_packed.blocks
         rows = [slice(None)] if len(documents_of) == 1 else [slice(row, row + 1) for row in range(len(documents_of))]
         parts = [
             ring_attention(
                 *(x[part] for x in (query, key, value)),
-                mask=mask_of(length, lengths, kind.window, kind.chunk),
+                mask=mask_of(length, lengths, kind.window, kind.chunk, blocks),
                 layout=config.layout if split is None else split.of_row(row),  # pyright: ignore[reportArgumentType]
                 group=ring,
                 scale=scaling,
@@ -109,7 +111,7 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
                 comm_dtype=config.comm_dtype,
                 kernel=config.kernel,
             )
-            for row, (part, lengths) in enumerate(zip(rows, documents_of, strict=True))
+            for row, (part, lengths, blocks) in enumerate(zip(rows, documents_of, blocks_of, strict=True))
         ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.transpose(1, 2), None

@@ -30,6 +30,7 @@ from ringspan.torch.data.batch import SHARDED
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
 from ringspan.torch.data.loss_blocks import LossOptions
+from ringspan.torch.data.media import Media
 from ringspan.torch.layers.decoder import finished_logits
 from ringspan.torch.layers.head import called_cross_entropy, is_its_weight, kind_of_head, refuse_mixing
 from ringspan.torch.layers.modules import class_name, local_part
@@ -41,6 +42,9 @@ from ringspan.torch.model.config_changes import ConfigCopy, check_configs
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.model.recurrent import starts_of
 from ringspan.torch.model.saving import refuse_saving, stream, voted, whole_weights
+from ringspan.torch.multimodal.kinds import Kind
+from ringspan.torch.multimodal.token_types import Blocks, blocks_of
+from ringspan.torch.multimodal.towers import find_pass
 from ringspan.torch.recurrence.current import SequencePass, passing
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import splits_vocabulary
@@ -89,6 +93,8 @@ class RingCausalLM(Fixed):
     """Whether there are layers with a state, or convolutions."""
     ring_compiled: bool
     """Whether its layers are programs."""
+    ring_media: Kind | None = None
+    """How it takes images; None for a model that takes none."""
     ring_router: RouterLoss | None
     """The auxiliary loss of a mixture of experts; None for a model without one."""
 
@@ -120,6 +126,7 @@ class RingCausalLM(Fixed):
         sequence_length: int | Tensor | None = None,
         batch_digest: Tensor | None = None,
         real_tokens: Tensor | None = None,
+        media: Media | None = None,
         output_router_logits: bool | None = None,
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -131,7 +138,8 @@ class RingCausalLM(Fixed):
         count within it. ``sequence_length`` is that of the longest document without padding, with it when None.
         ``output_router_logits``, of the config when None: the auxiliary loss of a mixture of experts is computed over
         the tokens of all ranks that are no padding, and is a part of the loss. ``real_tokens`` (B, T) says which those
-        are; all but the padding of the layout when None.
+        are; all but the padding of the layout when None. ``media`` are the images of the whole batch: this rank
+        makes the embeddings of its share.
         ``kwargs`` has at most ``ring_asked``, by which ``token_logprobs`` asks for log-probabilities (B, S) in place of
         the loss, or somebody else for a ``PerToken``.
         ``labels`` and ``attention_mask`` raise in ``__call__``. They are named for those who look (transformers'
@@ -152,16 +160,23 @@ class RingCausalLM(Fixed):
         set_global_length(decoder, longest)
         if self.training:
             _note_length(self, longest)
-        packed = None if document_lengths is None else Packed(self, document_lengths, position_ids)
+        blocks = None
+        if media is not None and self.ring_media is not None:
+            blocks = blocks_of(self.ring_media, media, document_lengths)
+        packed = None
+        if document_lengths is not None or blocks is not None:
+            packed = Packed(self, document_lengths, position_ids, blocks)
         others: dict[str, Any] = {"ring_packed": packed} if packed else {}
         if self.ring_router is not None:
             others["output_router_logits"] = False  # by transformers; they are recorded here
         sequences = _sequences(self, position_ids.shape[1], packed) if self.ring_stateful else None
+        seen = find_pass(self, media, position_ids.shape[1], document_lengths)
         recording = nullcontext() if router is None else router.recorder.recording()
         with recording as scores, passing(sequences):
             # Padding counts on behind the end, where a learned table has no position any more.
             positions = position_ids.clamp_max(longest - 1)
-            out = decoder(input_ids=input_ids, position_ids=positions, use_cache=False, **others)
+            given = {"input_ids": input_ids, "position_ids": positions, "use_cache": False, **others}
+            out = decoder(**given) if seen is None else seen.decode(given)
         hidden = out.last_hidden_state
         if packed and not packed.is_seen:
             raise UnsupportedError(
@@ -216,19 +231,25 @@ _SIGNATURE: Final = inspect.signature(RingCausalLM.forward)
 
 
 class Packed:
-    """The documents of each sequence of a batch, and the local tokens' positions in them, on their way to the
-    layers.
+    """The documents of each sequence of a batch, the local tokens' positions in them, and the runs of tokens that see
+    each other both ways, on their way to the layers.
     """
 
-    def __init__(self, model: Any, lengths: Tensor, positions: Tensor) -> None:
+    def __init__(
+        self, model: Any, lengths: Tensor | None, positions: Tensor, blocks: Sequence[Blocks] | None = None
+    ) -> None:
         self.lengths, self.positions = lengths, positions
         self.split: BatchLayout | None = None
         """Where that is not the model's named one on as many tokens."""
-        if model.ring_layout == "balanced":
+        if model.ring_layout == "balanced" and lengths is not None:
             whole, ranks = int(lengths.sum(1).max()), model.ring_mesh["ring"].size()
             self.split = BatchLayout.of(model.ring_layout, whole, ranks, lengths)
-        rows = [tuple(length for length in row if length) for row in lengths.tolist()]
-        self.rows = rows[:1] if len(set(rows)) == 1 else rows  # alike for all sequences: one attention does
+        rows: list[tuple[int, ...] | None] = [None] * len(blocks or ())
+        if lengths is not None:
+            rows = [tuple(length for length in row if length) for row in lengths.tolist()]
+        pairs = [*zip(rows, blocks or [()] * len(rows), strict=True)]
+        pairs = pairs[:1] if len(set(pairs)) == 1 else pairs  # alike for all sequences: one attention does
+        self.rows, self.blocks = [row for row, _ in pairs], [block for _, block in pairs]
         self.is_seen = False
 
 
@@ -238,7 +259,9 @@ def _sequences(model: Any, tokens: int, packed: Packed | None) -> SequencePass:
     ring = model.ring_mesh["ring"]
     split = None if packed is None else packed.split
     split = split or BatchLayout.of(model.ring_layout, tokens * ring.size(), ring.size(), None)
-    starts = ((0,),) if packed is None else tuple(starts_of(packed.rows))
+    starts = ((0,),)
+    if packed is not None and packed.lengths is not None:
+        starts = tuple(starts_of([row for row in packed.rows if row is not None]))
     return SequencePass(split.rows, ring.get_group(), starts, packed)
 
 

@@ -20,6 +20,7 @@ HONOURED: Final = frozenset(
         "batch_digest",
         "document_lengths",
         "input_ids",
+        "media",
         "num_items_in_batch",
         "output_router_logits",
         "position_ids",
@@ -44,7 +45,7 @@ FIXED: Final[Mapping[str, Any]] = {
 _SHARD: Final = "make the batch with rs.shard_batch"
 _ENCODER: Final = "a model on a ring has no encoder: leave it out"
 _CACHE: Final = "a model on a ring keeps no cache: leave it out"
-_TEXT: Final = "a model on a ring trains on text: leave it out"
+_TEXT: Final = "give it to rs.shard_batch, which takes the images of some models, or leave it out"
 _PACK: Final = "pack documents with position_ids that start from 0 for each, and make the batch with rs.shard_batch"
 _HEAD: Final = "it belongs to a model with another head: leave it out"
 _EXTRA: Final = "this input is not split over the ring: leave it out"

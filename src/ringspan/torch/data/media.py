@@ -1,0 +1,72 @@
+"""What a batch holds beside its text: images and videos, as the processors of transformers make them.
+
+B batch, S global tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.transport.digest import digest_values
+
+# Of which kind each token is, as processors say it.
+_TOKEN_TYPES: Final = ("token_type_ids", "mm_token_type_ids")
+# What ``shard_batch`` takes beside the text.
+MEDIA: Final = frozenset(
+    {
+        "batch_num_images",
+        "image_grid_thw",
+        "image_sizes",
+        "pixel_attention_mask",
+        "pixel_values",
+        "pixel_values_videos",
+        "second_per_grid_ts",
+        "video_grid_thw",
+        *_TOKEN_TYPES,
+    }
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Media:
+    """The images and videos of a whole batch and the text that they belong to, the same on every rank of a ring.
+
+    A forward pass takes this rank's share of the images to its device. They stay where they are until then, so that no
+    device holds all of them.
+    """
+
+    tokens: Tensor
+    """The whole sequences (B, S), on the CPU."""
+    real: Tensor | None
+    """Which tokens are no padding (B, S), on the CPU; None for all of them."""
+    inputs: Mapping[str, Tensor]
+    """What the processor returned, by its names."""
+
+    def to(self, *_: Any, **__: Any) -> "Media":
+        """Itself: what moves a batch to a device leaves images where they are."""
+        return self
+
+    @property
+    def digest(self) -> int:
+        """A number that depends on every entry of the inputs."""
+        return sum(digest_values(self.inputs[name]) for name in sorted(self.inputs)) % (1 << 62)
+
+
+def media_of(batch: Mapping[str, Any]) -> Media | None:
+    """What a batch holds beside its text; None for text alone.
+
+    Raises:
+        UnsupportedError: token types of another shape than the tokens.
+    """
+    inputs = {name: torch.as_tensor(batch[name]) for name in sorted(MEDIA) if batch.get(name) is not None}
+    tokens, mask = batch["input_ids"], batch.get("attention_mask")
+    for name in _TOKEN_TYPES:
+        if name in inputs and inputs[name].shape != tokens.shape:
+            raise UnsupportedError(f"{name} has shape {tuple(inputs[name].shape)}, input_ids {tuple(tokens.shape)}")
+    if not inputs:
+        return None
+    return Media(tokens.cpu(), None if mask is None else (mask != 0).cpu(), inputs)

@@ -1,0 +1,117 @@
+"""What is wrong with the images of a batch, found before any rank computes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.data.media import Media
+from ringspan.torch.layers.modules import class_name
+from ringspan.torch.multimodal.kinds import KINDS, Kind, Modality, placeholder
+from ringspan.torch.multimodal.token_types import blocks_of, is_of
+from ringspan.torch.runtime.mesh import tensor_axis
+
+
+def check_media(model: Any, media: Media | None, tokens: Tensor, lengths: Tensor | None) -> None:
+    """Raise what a model on a ring cannot do with the images of a batch, or with tokens that stand for some.
+
+    Args:
+        model: the one that is called.
+        media: of the whole batch.
+        tokens: the local ones (B, T).
+        lengths: of the documents of each sequence.
+
+    Raises:
+        UnsupportedError: images that the model does not take, without tokens that stand for them or with other ones
+            than these; by name, with the example.
+    """
+    kind: Kind | None = model.ring_media
+    if kind is None:
+        if media is not None:
+            raise UnsupportedError(
+                f"{class_name(model)} takes no {', '.join(media.inputs)} on a ring, where it trains on its text; leave "
+                f"it out, or take a model of the types {', '.join(KINDS)}"
+            )
+        return
+    if media is None:
+        for modality in kind.modalities:
+            counts = is_of(model, modality, tokens).sum(1)
+            if placeholder(model, modality) != 0 and bool(counts.any()):  # 0 pads sequences
+                raise _lonely_tokens(model, modality, counts)
+        return
+    if unknown := sorted(set(media.inputs) - kind.names):
+        raise UnsupportedError(
+            f"{class_name(model)} takes no {', '.join(unknown)} on a ring; it takes {', '.join(sorted(kind.names))}"
+        )
+    if tensor_axis(model.ring_mesh) is not None:
+        raise UnsupportedError("images are not supported with tp, whose ranks would each make all embeddings; use tp=1")
+    if model.ring_compiled and blocks_of(kind, media, lengths) is not None:
+        raise UnsupportedError(
+            f"{kind.blocks} marks tokens that see each other both ways, which compiled layers do not compute; use "
+            "compile=False"
+        )
+    for modality in kind.modalities:
+        _check_modality(model, modality, media)
+
+
+def _lonely_tokens(model: Any, modality: Modality, counts: Tensor) -> UnsupportedError:
+    """The error of tokens that stand for embeddings which nothing makes; ``counts`` of each example."""
+    return UnsupportedError(
+        f"example {int(counts.nonzero()[0, 0])} of the batch has tokens for {modality.name}s (id "
+        f"{placeholder(model, modality)}), and no {modality.cut.pixels} came with it; give rs.shard_batch what the "
+        "processor returned"
+    )
+
+
+def _check_modality(model: Any, modality: Modality, media: Media) -> None:
+    cut, name = modality.cut, modality.name
+    counts = is_of(model, modality, media.tokens).sum(1)
+    if cut.pixels not in media.inputs:
+        if lost := [other for other in cut.names if other in media.inputs]:
+            raise UnsupportedError(f"{lost[0]} came without {cut.pixels}; give both, or neither")
+        if bool(counts.any()) and placeholder(model, modality) != 0:
+            raise _lonely_tokens(model, modality, counts)
+        return
+    if placeholder(model, modality) == 0:
+        raise UnsupportedError(f"{modality.token_field}=0 of the config is the token that pads sequences on a ring")
+    cut.check(media.inputs)
+    units = len(cut.costs(media.inputs))
+    if not units:
+        raise UnsupportedError(f"{cut.pixels} holds no {name}; leave it out")
+    if not bool(counts.any()):
+        raise UnsupportedError(
+            f"{cut.pixels} holds {name}s, and no example of the batch has a token for them (id "
+            f"{placeholder(model, modality)}); let the processor make the text too"
+        )
+    tokens = cut.tokens(media.inputs, model.config)
+    if tokens is not None:
+        check_counts(modality, tokens, counts.tolist())
+
+
+def check_counts(modality: Modality, made: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raise an UnsupportedError where the embeddings of some units are others than the tokens of the examples.
+
+    Args:
+        modality: whose they are.
+        made: the embeddings of each unit, in order.
+        wanted: the tokens of each example.
+    """
+    if sum(made) == sum(wanted):
+        return
+    rest, unit = list(made), 0
+    for example, number in enumerate(wanted):
+        found = 0
+        while unit < len(rest) and found < number:
+            found += rest[unit]
+            unit += 1
+        if found != number:
+            raise UnsupportedError(
+                f"example {example} of the batch has {number} tokens for {modality.name}s, and its {modality.name}s "
+                f"make {found}; the processor must be that of the model, and nothing may cut its text"
+            )
+    left = sum(rest[unit:])
+    raise UnsupportedError(
+        f"{modality.cut.pixels} makes {left} more embeddings than the {len(wanted)} examples of the batch have tokens "
+        f"for {modality.name}s ({sum(wanted)})"
+    )

@@ -1,0 +1,181 @@
+"""How the inputs of a tower are cut into units, each of which it treats by itself: a frame, an image, or the images of
+one example.
+
+The units of a batch are in the order of their tokens in the text. I images, V videos, F frames, P patches, C channels.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringspan.core.errors import UnsupportedError
+
+Inputs = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Inputs of a tower, of which each row is an image: all of ``names`` that are given, the first of them pixels."""
+
+    names: tuple[str, ...]
+
+    @property
+    def pixels(self) -> str:
+        return self.names[0]
+
+    def check(self, inputs: Inputs) -> None:
+        """Raise an UnsupportedError for inputs that do not fit together."""
+        counts = {name: len(inputs[name]) for name in self.names if name in inputs}
+        if len(set(counts.values())) > 1:
+            raise UnsupportedError(
+                f"{' and '.join(counts)} are for different numbers of images: {', '.join(map(str, counts.values()))}"
+            )
+
+    def costs(self, inputs: Inputs) -> list[int]:
+        """What each unit costs beside the others."""
+        if "image_sizes" in inputs:  # pixels (I, C, H, W) are padded to the largest
+            return inputs["image_sizes"].prod(-1).tolist()
+        return [1] * len(inputs[self.pixels])
+
+    def tokens(self, inputs: Inputs, config: Any) -> list[int] | None:
+        """The tokens of each unit in the text; None where only the tower knows."""
+        return None
+
+    def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
+        """The tower's inputs for some consecutive units, at least one."""
+        return {name: inputs[name][units.start : units.stop] for name in self.names if name in inputs}
+
+    def rows(self, made: Any, inputs: Inputs, units: range) -> list[Tensor]:
+        """The embeddings (tokens, hidden size) that the tower made of these units, in pieces."""
+        return pieces_of(made)
+
+
+def pieces_of(made: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """What a tower gives, (images, tokens, hidden size) or a tensor for each image, as tensors of rows."""
+    return [piece.flatten(0, -2) for piece in ([made] if isinstance(made, Tensor) else made)]
+
+
+@dataclass(frozen=True)
+class FramesOfGrid(Cut):
+    """Qwen's: patches of all images (P, values), and grids (I, 3) of frames x rows x columns.
+
+    Attention looks at one frame (of ``temporal_patch_size`` images) at a time, so a video is cut between frames.
+    """
+
+    @property
+    def grid(self) -> str:
+        return self.names[1]
+
+    def check(self, inputs: Inputs) -> None:
+        if self.grid not in inputs:
+            raise UnsupportedError(f"{self.pixels} needs {self.grid} beside it, which the processor returns")
+        patches, grids = len(inputs[self.pixels]), inputs[self.grid].prod(-1).tolist()
+        if patches != sum(grids):
+            raise UnsupportedError(f"{self.pixels} holds {patches} patches, {self.grid} says {sum(grids)} ({grids})")
+
+    def costs(self, inputs: Inputs) -> list[int]:
+        return [rows * columns for frames, rows, columns in inputs[self.grid].tolist() for _ in range(frames)]
+
+    def tokens(self, inputs: Inputs, config: Any) -> list[int] | None:
+        side = config.vision_config.spatial_merge_size
+        for image, (_, rows, columns) in enumerate(inputs[self.grid].tolist()):
+            if rows % side or columns % side:
+                raise UnsupportedError(
+                    f"{self.grid} of image {image} has {rows} x {columns} patches, which blocks of {side} x {side} do "
+                    "not divide; the processor must be that of the model"
+                )
+        return [patches // side**2 for patches in self.costs(inputs)]
+
+    def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
+        costs, kept = self.costs(inputs), list[list[int]]()
+        first = 0  # of the frames of a grid
+        for frames, rows, columns in inputs[self.grid].tolist():
+            inside = min(units.stop, first + frames) - max(units.start, first)
+            if inside > 0:
+                kept.append([inside, rows, columns])
+            first += frames
+        start, stop = sum(costs[: units.start]), sum(costs[: units.stop])
+        return {self.pixels: inputs[self.pixels][start:stop], self.grid: inputs[self.grid].new_tensor(kept)}
+
+
+@dataclass(frozen=True)
+class ImagesOfExamples(Cut):
+    """Idefics': pixels (B, I, C, H, W), of which images of zeros pad the examples with fewer, and their mask
+    (B, I, H, W).
+    """
+
+    def check(self, inputs: Inputs) -> None:
+        shapes = {name: tuple(inputs[name].shape[:2]) for name in self.names if name in inputs}
+        if inputs[self.pixels].ndim != 5 or len(set(shapes.values())) > 1:
+            raise UnsupportedError(f"{self.pixels} must be (examples, images, channels, height, width), got {shapes}")
+
+    def costs(self, inputs: Inputs) -> list[int]:
+        return [1] * len(self._real(inputs))
+
+    def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
+        real = self._real(inputs)[units.start : units.stop]
+        return {name: inputs[name].flatten(0, 1)[real][None] for name in self.names if name in inputs}
+
+    def _real(self, inputs: Inputs) -> Tensor:
+        return inputs[self.pixels].flatten(0, 1).flatten(1).any(-1).nonzero()[:, 0]
+
+
+@dataclass(frozen=True)
+class ImagesOfTiles(Cut):
+    """LLaVA-OneVision's: tiles (I, most tiles, C, H, W), sizes (I, 2), and of each example its number of images, which
+    says if they are tiled: an only one is.
+    """
+
+    def check(self, inputs: Inputs) -> None:
+        pixels = inputs[self.pixels]
+        sizes = inputs.get("image_sizes")
+        if pixels.ndim != 5 or sizes is None or len(sizes) != len(pixels):
+            raise UnsupportedError(
+                f"{self.pixels} must be (images, tiles, channels, height, width) with image_sizes (images, 2) beside "
+                f"it, got {tuple(pixels.shape)} and {None if sizes is None else tuple(sizes.shape)}"
+            )
+        if sum(self._groups(inputs)) != len(pixels):
+            raise UnsupportedError(
+                f"batch_num_images says {sum(self._groups(inputs))} images, {self.pixels} holds {len(pixels)}"
+            )
+
+    def _groups(self, inputs: Inputs) -> list[int]:
+        """The images of each unit."""
+        if "batch_num_images" not in inputs:
+            return [1] * len(inputs[self.pixels])
+        return [count for count in inputs["batch_num_images"].tolist() if count]
+
+    def costs(self, inputs: Inputs) -> list[int]:
+        return [inputs[self.pixels].shape[1] if count == 1 else count for count in self._groups(inputs)]
+
+    def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
+        groups = self._groups(inputs)
+        images = slice(sum(groups[: units.start]), sum(groups[: units.stop]))
+        kept = torch.tensor(groups[units.start : units.stop])
+        return {name: inputs[name][images] for name in (self.pixels, "image_sizes")} | {"batch_num_images": kept}
+
+
+@dataclass(frozen=True)
+class FramesOfVideos(Cut):
+    """LLaVA-OneVision's videos (V, F, C, H, W), each followed by a learned line break."""
+
+    def check(self, inputs: Inputs) -> None:
+        if inputs[self.pixels].ndim != 5:
+            raise UnsupportedError(
+                f"{self.pixels} must be (videos, frames, channels, height, width), got "
+                f"{tuple(inputs[self.pixels].shape)}"
+            )
+
+    def costs(self, inputs: Inputs) -> list[int]:
+        return [1] * (inputs[self.pixels].shape[0] * inputs[self.pixels].shape[1])
+
+    def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
+        return {self.pixels: inputs[self.pixels].flatten(0, 1)[units.start : units.stop, None]}
+
+    def rows(self, made: Any, inputs: Inputs, units: range) -> list[Tensor]:
+        frames = inputs[self.pixels].shape[1]
+        # Each frame went through as a video of its own; the break stays behind the last one.
+        return [row if (unit + 1) % frames == 0 else row[:-1] for unit, row in zip(units, made, strict=True)]

@@ -1,0 +1,281 @@
+"""A forward pass with images: each rank runs the towers on its share, and the model places what comes back in its text.
+
+transformers' models call ``get_image_features`` and scatter what it returns over the tokens that stand for images. On a
+ring that method computes this rank's share, trades embeddings, and returns those of the local tokens; all else (what is
+scattered where, and what is added in deeper layers) is the model's own.
+
+B batch, S global tokens, T local tokens, N ranks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.torch.data.batch_layout import BatchLayout
+from ringspan.torch.data.media import Media
+from ringspan.torch.layers.decoder import layers_of
+from ringspan.torch.layers.modules import mix_in
+from ringspan.torch.layers.rope import set_global_length
+from ringspan.torch.memory.checkpointing import checkpoint_all
+from ringspan.torch.multimodal.checks import check_counts
+from ringspan.torch.multimodal.cuts import Inputs, pieces_of
+from ringspan.torch.multimodal.kinds import Kind, Modality, inner_of, towers_of
+from ringspan.torch.multimodal.shares import exchange, make_plan, share_out
+from ringspan.torch.multimodal.token_types import grid_positions, is_of
+from ringspan.torch.transport.collectives import gather, gather_over
+
+
+def put_towers_on_ring(model: Any, kind: Kind, *, checkpointed: bool) -> list[nn.Module]:
+    """Let a model's towers compute their rank's share, in place; the layers of towers, whose weights are gathered one
+    by one. ``checkpointed`` layers keep their input alone.
+    """
+    inner = inner_of(model)
+    for modality in kind.modalities:
+        mix_in(inner, _MIXINS[modality.name])
+    layers: list[nn.Module] = []
+    for tower in towers_of(model):
+        layers += layers_of(tower).values()
+        if checkpointed and tower.supports_gradient_checkpointing:
+            checkpoint_all(tower, {"use_reentrant": False})
+    return layers
+
+
+class Work(NamedTuple):
+    """What one rank does for one modality of a batch."""
+
+    modality: Modality
+    inputs: Inputs
+    """Of the whole batch."""
+    units: range
+    is_counted: bool
+    """Whether these are of this rank's share; one that has none runs some all the same, since the weights of towers are
+    gathered by all ranks together, and throws what it makes away.
+    """
+
+
+class Made(NamedTuple):
+    """What a tower has made of some units."""
+
+    output: Any
+    rows: Tensor
+    """Embeddings, and beside each what is added to it in deeper layers (R, C + ...)."""
+    widths: list[int]
+    counts: list[int]
+    """Of each unit, or each piece of what the tower returned."""
+
+    def placed(self, rows: Tensor) -> Any:
+        """The tower's output, with other rows in place of these."""
+        first, *deeper = rows.split(self.widths, -1)
+        self.output.pooler_output = _as(self.output.pooler_output, first)
+        if deeper:
+            before = self.output.deepstack_features
+            self.output.deepstack_features = [_as(old, new) for old, new in zip(before, deeper, strict=True)]
+        return self.output
+
+
+def _as(before: Any, rows: Tensor) -> Any:
+    """Rows in the form in which a tower gave others."""
+    if not isinstance(before, Tensor):
+        return [rows]
+    return rows[None] if before.ndim == 3 else rows
+
+
+def cheapest_of(modality: Modality, inputs: Inputs) -> range:
+    """The unit that costs least."""
+    costs = modality.cut.costs(inputs)
+    unit = min(range(len(costs)), key=costs.__getitem__)
+    return range(unit, unit + 1)
+
+
+class SharedTowers:
+    """What the towers of a model make of a batch, shared out over the ranks of its ring."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.kind = model, model.ring_media
+        ring: DeviceMesh = model.ring_mesh["ring"]
+        self.group, self.rank, self.ranks = ring.get_group(), ring.get_local_rank(), ring.size()
+        self.works: dict[str, Work] = {}
+
+    def add(self, modality: Modality, inputs: Inputs, *, is_counted: bool) -> None:
+        """Share out inputs of the whole batch, or run the cheapest of them for nothing."""
+        share = share_out(modality.cut.costs(inputs), self.ranks)[self.rank] if is_counted else range(0)
+        self.works[modality.name] = Work(modality, inputs, share or cheapest_of(modality, inputs), bool(share))
+
+    def make(self, work: Work, compute: Callable[..., Any]) -> Made:
+        """This rank's embeddings."""
+        device = next(iter(self.model.get_input_embeddings().parameters())).device
+        taken = {name: part.to(device) for name, part in work.modality.cut.take(work.inputs, work.units).items()}
+        output = compute(**taken, return_dict=True)
+        pieces = work.modality.cut.rows(output.pooler_output, work.inputs, work.units)
+        deeper = [torch.cat(pieces_of(each)) for each in getattr(output, "deepstack_features", None) or ()]
+        parts = [torch.cat(pieces), *deeper]
+        rows = torch.cat(parts, -1)
+        if not work.is_counted:
+            rows, pieces = rows[:0], []
+        return Made(output, rows, [part.shape[-1] for part in parts], [len(piece) for piece in pieces])
+
+    def counted(self, work: Work, made: Made, wanted: list[int]) -> list[int]:
+        """How many embeddings each rank has made.
+
+        Raises:
+            UnsupportedError: they are others than the tokens of each example that stand for some; on every rank.
+        """
+        by_rank = torch.zeros(self.ranks, dtype=torch.int64, device=made.rows.device)
+        by_rank[self.rank] = len(made.rows)
+        dist.all_reduce(by_rank, group=self.group)
+        if int(by_rank.sum()) != sum(wanted):
+            told: list[list[int]] = gather(made.counts, self.group)
+            check_counts(work.modality, [number for each in told for number in each], wanted)
+        return by_rank.tolist()
+
+    def features(self, name: str, compute: Callable[..., Any]) -> Any:
+        """What the model is given in place of a tower's output."""
+        raise NotImplementedError
+
+    @contextmanager
+    def active(self) -> Iterator[Any]:
+        """While the model below the head asks this for embeddings."""
+        inner = inner_of(self.model)
+        vars(inner)["ring_pass"] = self
+        try:
+            yield inner
+        finally:
+            vars(inner).pop("ring_pass", None)
+
+    def pixels(self, device: torch.device) -> dict[str, Tensor]:
+        """Arguments that make the model ask for embeddings, whatever they hold."""
+        return {work.modality.cut.pixels: torch.empty(0, device=device) for work in self.works.values()}
+
+
+class MediaPass(SharedTowers):
+    """The images of one batch on their way through a model.
+
+    Args:
+        model: on a ring.
+        media: of the whole batch; None where replicas alone have any.
+        inputs: what towers are called with, by modality: the batch's own, or another replica's.
+        split: of the batch.
+        lengths: of the documents of each sequence.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        media: Media | None,
+        inputs: Mapping[str, Inputs],
+        split: BatchLayout,
+        lengths: Tensor | None,
+    ) -> None:
+        super().__init__(model)
+        self.media, self.split, self.lengths = media, split, lengths
+        for modality in self.kind.modalities:
+            if modality.name in inputs:
+                is_own = media is not None and modality.cut.pixels in media.inputs
+                self.add(modality, inputs[modality.name], is_counted=is_own)
+
+    def decode(self, given: dict[str, Any]) -> Any:
+        """What the model below the head gives for local tokens and positions (B, T), with images in their places."""
+        device = given["input_ids"].device
+        positions = given["position_ids"] + self.kind.first_position
+        if self.kind.has_grid_positions and self.media is not None:
+            grid = grid_positions(self.model, self.kind, self.media, self.lengths)
+            set_global_length(self.model.get_submodule(self.model.ring_decoder), int(grid.max()) + 1)
+            split = BatchLayout.of(self.model.ring_layout, grid.shape[-1], self.ranks, self.lengths)
+            local = split.shard(grid.permute(1, 2, 0), self.rank).permute(2, 0, 1).to(device)
+            positions = torch.cat((positions[None].to(local).expand(1, *local.shape[1:]), local))
+        with self.active() as inner:
+            return inner(**given | {"position_ids": positions} | self.pixels(device))
+
+    def features(self, name: str, compute: Callable[..., Any]) -> Any:
+        """What a tower returns, with the embeddings of the local tokens in place of those of its share.
+
+        Raises:
+            UnsupportedError: they are others than the tokens of the batch; on every rank alike.
+        """
+        work = self.works[name]
+        places, wanted = torch.empty(0, 2, dtype=torch.int64), [0]
+        if self.media is not None and work.modality.cut.pixels in self.media.inputs:
+            there = is_of(self.model, work.modality, self.media.tokens)
+            places, wanted = there.nonzero(), there.sum(1).tolist()
+        made = self.make(work, compute)
+        plan = make_plan(places.numpy(), self.split, self.rank, self.counted(work, made, wanted))
+        return made.placed(exchange(made.rows, plan, self.group))
+
+
+def find_pass(model: Any, media: Media | None, tokens: int, lengths: Tensor | None) -> MediaPass | None:
+    """What a forward pass over so many local tokens does with the images of its batch; None where no replica has any.
+
+    All replicas run the towers alike, since their gradients are added up: one without images runs the smallest of
+    another one's.
+    """
+    kind: Kind | None = model.ring_media
+    if kind is None:
+        return None
+    own = {} if media is None else media.inputs
+    inputs = {each.name: _of(each, own) for each in kind.modalities if each.cut.pixels in own}
+    if model.ring_mesh["replicate"].size() > 1:
+        inputs = _with_replicas(model.ring_mesh, kind, inputs)
+    if not inputs and (media is None or not kind.has_grid_positions):
+        return None
+    ring = model.ring_mesh["ring"]
+    split = BatchLayout.of(model.ring_layout, ring.size() * tokens, ring.size(), lengths)
+    return MediaPass(model, media, inputs, split, lengths)
+
+
+def _of(modality: Modality, inputs: Inputs) -> Inputs:
+    return {name: inputs[name] for name in modality.cut.names if name in inputs}
+
+
+def _with_replicas(mesh: DeviceMesh, kind: Kind, inputs: dict[str, Inputs]) -> dict[str, Inputs]:
+    """The inputs of each modality that some replica has: its own, or the cheapest unit of another one's."""
+    total = torch.tensor([each.name in inputs for each in kind.modalities], dtype=torch.int64, device=mesh.device_type)
+    dist.all_reduce(total, group=mesh["replicate"].get_group())
+    for modality, replicas in zip(kind.modalities, total.tolist(), strict=True):
+        if replicas in (0, mesh["replicate"].size()):
+            continue
+        mine = None
+        if modality.name in inputs:
+            mine = modality.cut.take(inputs[modality.name], cheapest_of(modality, inputs[modality.name]))
+        offered = gather_over(mesh, mine, ["replicate"])
+        if mine is None:
+            inputs = inputs | {modality.name: next(each for each in offered if each is not None)}
+    return inputs
+
+
+class RingTowers(nn.Module):
+    """What ``put_towers_on_ring`` adds to the class of a model below its head."""
+
+    ring_pass: SharedTowers | None = None
+
+    def inputs_merger(self: Any, input_ids: Tensor, inputs_embeds: Tensor, image_hidden_states: Tensor) -> Tensor:
+        """Idefics' own one before transformers 5.2x, which counts whole images in each sequence."""
+        places = (input_ids == self.config.image_token_id)[..., None]
+        return inputs_embeds.masked_scatter(places, image_hidden_states.to(inputs_embeds))
+
+
+def _features(inner: Any, name: str, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    current: SharedTowers | None = vars(inner).pop("ring_pass", None)
+    if current is None:  # somebody's own call, or a tower's method that calls another one
+        return compute(*args, **kwargs)
+    try:
+        return current.features(name, compute)
+    finally:
+        vars(inner)["ring_pass"] = current
+
+
+class _Images(RingTowers):
+    def get_image_features(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _features(self, "image", super().get_image_features, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Videos(RingTowers):
+    def get_video_features(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _features(self, "video", super().get_video_features, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_MIXINS: dict[str, type] = {"image": _Images, "video": _Videos}

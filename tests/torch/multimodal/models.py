@@ -1,0 +1,218 @@
+"""Tiny random models that take images, batches for them, and what one process makes of both."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+IMAGE, VIDEO = 95, 96
+_IDS: Final = {"image_token_id": IMAGE}
+_TEXT: Final[dict[str, Any]] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+_TOWER: Final = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+_GRID: Final = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+
+# The text model, the tower, and what the config has beside them.
+_MODELS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]] = {
+    "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4}, _IDS),
+    "llava-pixtral": (
+        {"model_type": "mistral"},
+        {"model_type": "pixtral", "image_size": 16, "patch_size": 4, "head_dim": 8},
+        _IDS | {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    ),
+    "internvl": (
+        {"model_type": "qwen2"},
+        {"model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [4, 4]},
+        _IDS,
+    ),
+    "mistral3": (
+        {"model_type": "mistral"},
+        {"model_type": "pixtral", "image_size": 16, "patch_size": 4, "head_dim": 8},
+        _IDS,
+    ),
+    "smolvlm": (
+        {"model_type": "llama"},
+        {"model_type": "smolvlm_vision", "image_size": 16, "patch_size": 4},
+        _IDS | {"scale_factor": 2},
+    ),
+    "idefics3": (
+        {"model_type": "llama"},
+        {"model_type": "idefics3_vision", "image_size": 16, "patch_size": 4},
+        _IDS | {"scale_factor": 2},
+    ),
+    "llava_onevision": (
+        {"model_type": "qwen2"},
+        {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4},
+        {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_grid_pinpoints": [[8, 16], [16, 8], [16, 16]]},
+    ),
+    "qwen2_vl": (
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 100.0}},
+        {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
+        {"image_token_id": IMAGE, "video_token_id": VIDEO},
+    ),
+    "qwen2_5_vl": (
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 100.0}},
+        _GRID | {"out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]},
+        {"image_token_id": IMAGE, "video_token_id": VIDEO},
+    ),
+    "qwen3_vl": (
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 100.0}},
+        _GRID | {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        {"image_token_id": IMAGE, "video_token_id": VIDEO},
+    ),
+    "gemma3": (
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
+        {"image_size": 16, "patch_size": 4},
+        _IDS | {"mm_tokens_per_image": 4},
+    ),
+}
+
+KINDS: Final = tuple(_MODELS)
+WITH_VIDEO: Final = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+# The images of a batch, one after the other: grids of Qwen, sizes of Pixtral and LLaVA-OneVision.
+_GRIDS: Final = ((1, 4, 4), (1, 2, 6), (1, 6, 4))
+_VIDEO_GRIDS: Final = ((3, 4, 2), (2, 2, 2))
+_SIZES: Final = ((16, 8), (8, 16), (16, 16))
+_ORIGINALS: Final = ((8, 16), (15, 8), (16, 12))
+
+
+def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(seed)
+    text, tower, others = _MODELS[kind]
+    tower = tower if kind.startswith("qwen") else _TOWER | tower
+    others = others | {"text_config": _TEXT | text, "vision_config": tower, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(kind.partition("-")[0], **others)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():  # some of them start as zeros, behind which nothing has a gradient
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape)
+    return model.to(dtype)
+
+
+Example = Sequence[int | str]
+
+
+def batch_of(kind: str, examples: Sequence[Example], seed: int = 1, dtype: torch.dtype = torch.float64) -> Any:
+    """What a processor would return for examples of so many tokens of text, images (``i``) and videos (``v``).
+
+    Shorter examples are padded on the right.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    images = [sum(part == "i" for part in example) for example in examples]
+    videos = sum(part == "v" for example in examples for part in example)
+    inputs: dict[str, Tensor] = {}
+    sizes: list[int] = []
+    if sum(images):
+        inputs, sizes = _images(kind, images, generator, dtype)
+    video_sizes: list[list[int]] = []
+    if videos:
+        more, video_sizes = _videos(kind, videos, generator, dtype)
+        inputs |= more
+    rows: list[list[int]] = []
+    image, video = iter(sizes), iter(video_sizes)
+    for example in examples:
+        row: list[int] = []
+        for part in example:
+            if part == "i":
+                row += [IMAGE] * next(image)
+            elif part == "v":
+                for frame in next(video):  # Qwen 3 writes the time before each
+                    row += [3, *[VIDEO] * frame]
+            else:
+                row += torch.randint(3, 90, (int(part),), generator=generator).tolist()
+        rows.append(row)
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [2] * (longest - len(row)) for row in rows])
+    real = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    if kind.startswith("qwen"):
+        inputs["mm_token_type_ids"] = (ids == IMAGE).long() + 2 * (ids == VIDEO)
+    if kind == "gemma3":
+        inputs["token_type_ids"] = (ids == IMAGE).long()
+    if not bool(real.all()):
+        inputs["attention_mask"] = real
+    labels = ids.masked_fill((ids == IMAGE) | (ids == VIDEO) | (real == 0), -100)
+    return {"input_ids": ids, "labels": labels, **inputs}
+
+
+def _images(
+    kind: str, per_example: list[int], generator: torch.Generator, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], list[int]]:
+    count = sum(per_example)
+    random = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
+    cycle = lambda values: [values[number % len(values)] for number in range(count)]  # noqa: E731
+    match kind:
+        case "llava":
+            return {"pixel_values": random(count, 3, 8, 8)}, [4] * count
+        case "internvl" | "gemma3":
+            return {"pixel_values": random(count, 3, 16, 16)}, [4] * count
+        case "mistral3" | "llava-pixtral":
+            sizes = cycle(_SIZES)
+            side = 8 if kind == "mistral3" else 4
+            pixels = random(count, 3, 16, 16)
+            for image, (height, width) in enumerate(sizes):
+                pixels[image, :, height:], pixels[image, :, :, width:] = 0, 0
+            return {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}, [h * w // side**2 for h, w in sizes]
+        case "smolvlm" | "idefics3":
+            most = max(per_example)
+            pixels = random(len(per_example), most, 3, 16, 16)
+            mask = torch.ones(len(per_example), most, 16, 16, dtype=torch.bool)
+            for example, number in enumerate(per_example):
+                pixels[example, number:] = 0
+                mask[example, 1:2, :, 12:] = False  # the second image of each is narrower
+            return {"pixel_values": pixels, "pixel_attention_mask": mask}, [4] * count
+        case "llava_onevision":
+            sizes = cycle(_ORIGINALS)
+            tiles = random(count, 5, 3, 8, 8)
+            numbers = torch.tensor(per_example)
+            inputs = {"pixel_values": tiles, "image_sizes": torch.tensor(sizes), "batch_num_images": numbers}
+            made = build(kind, dtype=dtype).get_image_features(**inputs, return_dict=True).pooler_output
+            return inputs, [len(each) for each in made]
+        case _:
+            grids = cycle(_GRIDS)
+            patches = sum(t * h * w for t, h, w in grids)
+            inputs = {"pixel_values": random(patches, 96), "image_grid_thw": torch.tensor(grids)}
+            return inputs, [t * h * w // 4 for t, h, w in grids]
+
+
+def _videos(
+    kind: str, count: int, generator: torch.Generator, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], list[list[int]]]:
+    """The inputs, and the tokens of each run of a video's."""
+    if kind == "llava_onevision":
+        pixels = torch.randn(count, 5, 3, 8, 8, generator=generator, dtype=dtype)
+        return {"pixel_values_videos": pixels}, [[5 + 1]] * count  # a token for a frame, and the break
+    grids = [_VIDEO_GRIDS[number % 2] for number in range(count)]
+    patches = sum(t * h * w for t, h, w in grids)
+    inputs = {
+        "pixel_values_videos": torch.randn(patches, 96, generator=generator, dtype=dtype),
+        "video_grid_thw": torch.tensor(grids),
+    }
+    if kind == "qwen2_5_vl":
+        inputs["second_per_grid_ts"] = torch.tensor([2.0, 1.0])[:count]
+    one_run = kind != "qwen3_vl"
+    return inputs, [[t * h * w // 4] if one_run else [h * w // 4] * t for t, h, w in grids]
+
+
+def one_process(kind: str, batch: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """Loss, logits and gradients."""
+    model = build(kind, dtype=dtype)
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())  # theirs is of float32
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), "logits": logits.detach(), "gradients": gradients}

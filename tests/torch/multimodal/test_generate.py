@@ -1,0 +1,57 @@
+"""Images in a prompt: the tokens of one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringspan as rs
+from tests.torch.multimodal.models import batch_of, build
+from tests.torch.multimodal.test_training import IN_A_ROW, MANY, NONE, VIDEO
+
+SETTINGS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
+SETTINGS |= {"return_dict_in_generate": True, "eos_token_id": None, "pad_token_id": 2}
+
+
+def prompt(kind: str, examples: Any) -> Any:
+    return {name: value for name, value in batch_of(kind, examples).items() if name != "labels"}
+
+
+def asked(mesh: DeviceMesh, kind: str, examples: Any, chunk: int) -> Any:
+    model: Any = rs.parallelize(build(kind), mesh).eval()
+    type(model).ring_prefill_tokens = chunk
+    out = model.generate(**prompt(kind, examples), **SETTINGS)
+    return out.sequences, torch.stack(out.logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "examples", "chunk"),
+    [
+        ("llava", 1, MANY[:1], 64),
+        ("llava", 3, IN_A_ROW[:1], 3),
+        ("internvl", 2, NONE[:1], 64),
+        ("smolvlm", 2, [[3, "i", 2, "i", 5]] * 2, 3),
+        ("llava_onevision", 2, VIDEO, 5),
+        ("qwen2_5_vl", 3, VIDEO, 4),
+        ("qwen3_vl", 2, [[3, "i", 2, "v", 5]] * 2, 4),
+        ("gemma3", 1, MANY[:1], 64),
+        ("gemma3", 3, MANY[:1], 2),
+    ],
+)
+def test_a_prompt_with_images_gives_the_tokens_of_one_process(pool, kind, ranks, examples, chunk):
+    expected = build(kind).eval().generate(**prompt(kind, examples), **SETTINGS)
+    for sequences, logits in pool.run(asked, ranks, kind, examples, chunk):
+        assert torch.equal(sequences, expected.sequences)
+        assert torch.allclose(logits, torch.stack(expected.logits), rtol=0, atol=1e-9 * float(logits.abs().max()))
+
+
+def without_pixels(mesh: DeviceMesh) -> None:
+    model: Any = rs.parallelize(build("llava"), mesh).eval()
+    model.generate(input_ids=prompt("llava", MANY[:1])["input_ids"], **SETTINGS)
+
+
+def test_tokens_for_images_without_images_are_refused(pool):
+    for outcome in pool.outcomes(without_pixels, 2):
+        assert isinstance(outcome, rs.UnsupportedError)
+        assert "example 0 of the batch has tokens for images (id 95), and no pixel_values" in str(outcome)
