@@ -15,6 +15,7 @@ from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.disk import write_synced
 from ringspan.torch.consistency.watchdog import Watchdog
 from ringspan.torch.model.adapters import is_peft
+from ringspan.torch.weights.writing import HEADROOM_BYTES
 from ringspan.train.checkpoints.checkpoint import Checkpoints
 from ringspan.train.checkpoints.manifest import Manifest
 from ringspan.train.config.tables import TrainConfig
@@ -230,10 +231,9 @@ class _Run:
             try:
                 self._save(wait=True)
             except CheckpointError as error:
-                raise CheckpointError(
-                    f"{problem}, and no checkpoint of step {self._step} either: {error}; make room, then the same "
-                    "command resumes from the newest one"
-                ) from error
+                newest = self._checkpoints.newest_step
+                rest = "starts from the beginning" if newest is None else f"goes on from step {newest}"
+                raise CheckpointError(f"{problem}; {error}; then the same command {rest}") from error
         raise CheckpointError(
             f"{problem}; the weights of step {self._step} are in {self._checkpoints.folder}: make room, then the same "
             "command writes the model"
@@ -251,7 +251,8 @@ class _Run:
         weights = [weight for weight in job.model.parameters() if weight.requires_grad]
         checkpoint = sum(3 * weight.numel() * weight.element_size() for weight in weights)  # AdamW has two moments
         dtype = getattr(torch, self._config.model.dtype)
-        model = model_bytes(job.model, dtype, is_adapter=is_peft(job.model) and not self._config.adapter.merge)
+        is_adapter = is_peft(job.model) and not self._config.adapter.merge
+        model = model_bytes(job.model, dtype, is_adapter=is_adapter) + HEADROOM_BYTES
         free = shutil.disk_usage(self._folder).free
         if free < checkpoint + model:
             self._notice(

@@ -263,7 +263,7 @@ def save_without_space(mesh, folder):
 
 def test_space_is_checked_before_anything_is_written(pool, tmp_path):
     for failure in pool.run(save_without_space, 4, tmp_path):
-        assert f"{4 * 2**50 + 2**20} bytes are needed" in failure and "are free; make room" in failure
+        assert f"{4 * 2**50 + 2**20:,} bytes are needed" in failure and "are free; make room" in failure
     assert list(tmp_path.iterdir()) == []
 
 

@@ -48,17 +48,25 @@ def run_settings(folder, steps=STEPS, every=2, **data):
     )
 
 
-def train_and_listen(mesh, config, free_bytes=None):
+def train_and_listen(mesh, config, free_bytes=None, of=(writing,)):
     """Train, on a disk with so much room for the model; what was said on this rank."""
-    lines, real = [], writing.shutil
+    lines, real = [], shutil
     if free_bytes is not None:
         disk = types.SimpleNamespace(free=free_bytes)
-        writing.shutil = types.SimpleNamespace(**vars(shutil) | {"disk_usage": lambda path: disk})
+        for module in of:
+            module.shutil = types.SimpleNamespace(**vars(shutil) | {"disk_usage": lambda path: disk})
     try:
         train(config, Observer(noticed=lines.append))
     finally:
-        writing.shutil = real
+        for module in of:
+            module.shutil = real
     return lines
+
+
+def train_on_a_full_disk(mesh, config):
+    from ringspan.train.checkpoints import checkpoint
+
+    return train_and_listen(mesh, config, 1000, of=(writing, checkpoint))
 
 
 def refused(pool, *args, error=ConfigError):
@@ -199,6 +207,16 @@ def test_a_model_that_cannot_be_written_leaves_its_weights_in_a_checkpoint(pool,
     assert (folder / "run" / "model" / "config.json").exists()
     assert [step for step, name in curve(folder / "run") if name == "loss"] == list(range(1, STEPS + 1))
     assert "is finished" in refused(pool, config)
+
+
+@pytest.mark.parametrize(("done", "then"), [(0, "starts from the beginning"), (STEPS, f"goes on from step {STEPS}")])
+def test_where_no_checkpoint_fits_either_it_says_what_the_same_command_does(pool, folder, done, then):
+    if done:
+        pool.run(train_and_listen, 4, run_settings(folder, done))
+    for outcome in pool.outcomes(train_on_a_full_disk, 4, run_settings(folder, done + STEPS)):
+        message = str(outcome)
+        assert isinstance(outcome, CheckpointError) and message.endswith(f"; then the same command {then}"), message
+        assert message.count("1,000 are free; make room") == 2
 
 
 def test_an_older_model_does_not_pass_for_the_last_one(pool, folder):

@@ -21,7 +21,7 @@ from ringspan.torch.weights.files import DTYPES, INDEX, WEIGHTS
 
 MAX_SHARD_SIZE: Final = "5GB"
 _PIECE_BYTES: Final = 1 << 26
-_HEADROOM_BYTES: Final = 1 << 25  # a tokenizer with all its files, the config, and folders
+HEADROOM_BYTES: Final = 1 << 25  # a tokenizer with all its files, the config, and folders
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SCRATCH: Final = ".tmp-weights-"
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
@@ -157,7 +157,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 def missing_room(folder: Path, num_bytes: int) -> str | None:
     """Why so many bytes of weights cannot go into a folder; None where they can."""
     folder.mkdir(parents=True, exist_ok=True)
-    free, needed = shutil.disk_usage(folder).free, num_bytes + _HEADROOM_BYTES
+    free, needed = shutil.disk_usage(folder).free, num_bytes + HEADROOM_BYTES
     return None if free >= needed else f"{folder}: {needed:,} bytes are needed, {free:,} are free; make room"
 
 

@@ -227,7 +227,7 @@ class Checkpoints:
         needed = num_bytes + _HEADROOM_BYTES
         # A disk that fills up halfway fails on some ranks and not on others, and has cost the time of the save.
         if free < needed:
-            raise CheckpointError(f"{self.folder}: {needed} bytes are needed, {free} are free; make room")
+            raise CheckpointError(f"{self.folder}: {needed:,} bytes are needed, {free:,} are free; make room")
         if scratch.exists():
             shutil.rmtree(scratch)
         scratch.mkdir()
