@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ringspan as rs
 from ringspan.core.schedule.choice import frugal_segment, num_inputs
 from ringspan.torch.memory.offload import Store
-from ringspan.torch.memory.segments import Segments
+from ringspan.torch.memory.segments import Segments, checkpointed
 from tests.torch.models import build, relative, tokens
 
 LAYERS, SIZE = 7, 8
@@ -87,6 +87,17 @@ def test_layers_between_which_something_happens_are_refused():
         run(layers, lambda layer, x: segments.checkpoint(layer, partial(layer, x=x)))
     with segments.forward_pass():  # and a new pass begins anew
         run(layers, lambda layer, x: segments.checkpoint(layer, layer, x))
+
+
+def test_a_layer_that_raised_takes_no_part_in_what_is_computed_while_the_exception_is_held():
+    def broken(x: Tensor) -> Tensor:
+        raise ValueError(f"no {tuple(x.shape)}")
+
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(ValueError, match="no ") as held:
+        checkpointed(broken, x, use_reentrant=False)
+    (x * x).sum().backward()
+    assert held.value and torch.equal(x.grad, 2 * x)
 
 
 def deep_step(mesh: Any, kind: str, layers: int, options: dict[str, Any]) -> Any:

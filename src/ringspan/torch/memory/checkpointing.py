@@ -23,7 +23,7 @@ from ringspan.torch.attention import traced  # noqa: F401 - it registers the ope
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, layers_of
 from ringspan.torch.layers.modules import mix_in
 from ringspan.torch.memory.offload import Store
-from ringspan.torch.memory.segments import RING, Segments
+from ringspan.torch.memory.segments import RING, Segments, checkpointed
 
 LAYER: Final = torch.ops.ringspan.layer_attention.default
 
@@ -131,6 +131,8 @@ def checkpoint_layers(
     parts = [id(part) for layer in layers for part in layer.modules()]
     has_shared_blocks = policy == "attention" and len(set(parts)) < len(parts)
     if offload == "none" and layers_per_checkpoint == 1 and not has_shared_blocks:
+        for layer in layers:
+            layer._gradient_checkpointing_func = partial(checkpointed, **options)
         return
     store = Store() if offload == "activations" else Store(min_bytes=sys.maxsize)
     segments = Segments(layers_per_checkpoint, store, keeps_attention=policy == "attention")

@@ -7,10 +7,11 @@ and each is let go when its layer is done. ``L`` layers thus hold ``L / k + k - 
 one more forward pass of all but every k-th layer. Where the ring's results are kept, the ring does not run in it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from traceback import walk_tb
 from typing import Any, Final
 
 import torch
@@ -60,7 +61,7 @@ class Segments:
         if self._keeps_attention:
             options["context_fn"] = lambda: (_Keep(self._store, kept), _Replay(self._store, kept))
         if self._size == 1:
-            return checkpoint(function, *args, **options)
+            return checkpointed(function, *args, **options)
         segment = self._segment
         begins = segment is None or len(segment.calls) == self._size
         if not args or not (begins or StorageWeakRef(args[0].untyped_storage()) == self._last):
@@ -75,10 +76,28 @@ class Segments:
         # Random numbers and autocast are noted here, since making an input again has to draw the same.
         segment.calls.append(_Call(layer, function, args[1:], _surroundings(args[0]), self._store, kept))
         with segment.hooks(place, args[0]):
-            result = checkpoint(function, *args, **options)
+            result = checkpointed(function, *args, **options)
         # Weak: a strong reference would keep the very tensor that segments are there to free.
         self._last = StorageWeakRef(hidden_of(result).untyped_storage())
         return result
+
+
+def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """``torch.utils.checkpoint``, of which nothing is left when ``function`` raises.
+
+    Until torch 2.12 it left its hooks for saved tensors to a generator, which lived as long as the exception: what
+    further forward passes saved was then made again from the layer that had raised.
+    """
+    if torch.compiler.is_compiling():  # a program has no exceptions
+        return checkpoint(function, *args, **options)
+    try:
+        return checkpoint(function, *args, **options)
+    except BaseException as error:
+        for frame, _ in walk_tb(error.__traceback__):
+            generator = frame.f_locals.get("gen")
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__ and isinstance(generator, Generator):
+                generator.close()
+        raise
 
 
 @dataclass(frozen=True)
