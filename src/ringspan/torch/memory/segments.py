@@ -95,7 +95,7 @@ def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> An
     except BaseException as error:
         for frame, _ in walk_tb(error.__traceback__):
             generator = frame.f_locals.get("gen")
-            if frame.f_code.co_filename == torch.utils.checkpoint.__file__ and isinstance(generator, Generator):
+            if frame.f_globals.get("__name__") == "torch.utils.checkpoint" and isinstance(generator, Generator):
                 generator.close()
         raise
 
