@@ -79,12 +79,13 @@ class _Placing:
         self.slack = _TOLERANCE * self.mean
         self.free = np.full(ranks, -(-length // ranks), np.int64)
         self.lacking = np.full(ranks, self.mean)
+        self.numbers = np.arange(1, ranks + 1)
         self.runs: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         tokens = cut.stops - cut.starts
         self.order = np.lexsort((cut.starts, -tokens, -cut.pairs / tokens))
         # The least work that so many tokens of the last documents can be.
-        self.least_tokens = np.concatenate(([0], tokens[self.order][::-1].cumsum()))
-        self.least_pairs = np.concatenate(([0], cut.pairs[self.order][::-1].cumsum()))
+        self.least_tokens = np.concatenate(([0.0], tokens[self.order][::-1].cumsum()))
+        self.least_pairs = np.concatenate(([0.0], cut.pairs[self.order][::-1].cumsum()))
 
     def place_all(self) -> None:
         tokens = (self.cut.stops - self.cut.starts)[self.order]
@@ -104,6 +105,14 @@ class _Placing:
         """
         start, stop, pairs = (int(of[stretch]) for of in (self.cut.starts, self.cut.stops, self.cut.pairs))
         tokens, excess = stop - start, self.lacking - density * self.free
+        fits = self.free >= tokens
+        best, above = -1, np.inf  # the rank that would have all of it, and how much work that would leave to no rank
+        if fits.any():
+            best = int(np.where(fits, excess, -np.inf).argmax())
+            above = self._missing(np.array([best]), np.array([tokens]), np.array([float(pairs)]))
+            if above <= self.slack:
+                self._take(best, start, tokens, pairs)
+                return
         wanted = pairs - density * tokens
         able = np.flatnonzero(self.free > 0)
         able = able[np.lexsort((able, -self.free[able], -excess[able]))]
@@ -111,12 +120,9 @@ class _Placing:
         able = able[: max(fewest, tokens // (2 * self.chunk_tokens))]  # two chunks each
         widest = self._shared(tokens, wanted, density, excess, able)
         bound = max(self.slack, self._missing(*widest) + self.slack / 4)
-        fits = self.free >= tokens
-        if fits.any():
-            best = int(np.where(fits, excess, -np.inf).argmax())
-            if self._missing(np.array([best]), np.array([tokens]), np.array([float(pairs)])) <= bound:
-                self._take(best, start, tokens, pairs)
-                return
+        if above <= bound:
+            self._take(best, start, tokens, pairs)
+            return
         # Double the ranks until they are enough, then halve the step.
         low, high = fewest - 1, min(fewest, len(able))
         found = widest
@@ -150,11 +156,10 @@ class _Placing:
         free, lacking = self.free.copy(), self.lacking.copy()
         free[ranks] -= tokens
         lacking[ranks] -= work
-        with np.errstate(divide="ignore", invalid="ignore"):
-            needed = np.where(free > 0, lacking / np.maximum(free, 1), np.where(lacking < 0, -np.inf, np.inf))
+        needed = np.where(free > 0, lacking / np.maximum(free, 1), np.where(lacking < 0, -np.inf, np.inf))
         order = np.argsort(needed, kind="stable")
         least = np.interp(free[order].cumsum(), self.least_tokens, self.least_pairs)
-        return float(((least - lacking[order].cumsum()) / np.arange(1, self.ranks + 1)).max())
+        return float(((least - lacking[order].cumsum()) / self.numbers).max())
 
     def _place_small(self, documents: IntArray, density: float) -> None:
         """Each document to the rank with the largest excess that has room for it."""
