@@ -6,10 +6,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fuzz long faults models trainers compat bench clean
+.PHONY: help setup demo test lint docs docs-serve fuzz long faults models trainers compat bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## build .venv and install ringspan into it
 
@@ -40,6 +40,13 @@ lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+docs: $(STAMP) ## build the site into build/docs; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
+	@echo "open build/docs/index.html"
+
+docs-serve: docs ## show the site on http://127.0.0.1:8000 (PORT=8001 for another port)
+	$(BIN)/python -m http.server $(or $(PORT),8000) --bind 127.0.0.1 --directory build/docs
 
 fuzz: $(STAMP) ## run the property tests with 25 times as many, and new, random examples
 	RINGSPAN_FUZZ=$${RINGSPAN_FUZZ:-25} $(BIN)/pytest -m hypothesis --timeout=7200 $(ARGS)
