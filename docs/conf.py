@@ -46,6 +46,7 @@ autodoc_default_options = {"exclude-members": "__init__, __new__"}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 add_module_names = False
+smartquotes = False  # would make dashes of options
 python_display_short_literal_types = True
 
 html_theme = "furo"
