@@ -29,7 +29,7 @@ from ringspan.core.names import (
 from ringspan.core.step_config import StepConfig
 from ringspan.torch import kernels
 from ringspan.torch.consistency.calls import Call, check_call
-from ringspan.torch.consistency.fixed import note_data, refuse_copy, structure_of
+from ringspan.torch.consistency.fixed import note_buffers, note_data, refuse_copy, structure_of
 from ringspan.torch.consistency.loop_watch import in_call, watch_loop
 from ringspan.torch.consistency.optimizers import watch_optimizers
 from ringspan.torch.consistency.weights import describe_weights, share_weights
@@ -258,6 +258,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
             error = fill_shards(model, sources)
             check_call(mesh, Call("the end of loading the weights", error=error))
     note_data(model)
+    note_buffers(model, layers)
     kind: Any = type(model)
     kind.__deepcopy__, kind.ring_structure = refuse_copy, structure_of(model)
     kind.ring_loss_function, kind.ring_number = staticmethod(model.loss_function), _next_number(mesh)

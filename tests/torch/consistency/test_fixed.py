@@ -375,3 +375,43 @@ def compiled_in_place(mesh: DeviceMesh, after: bool) -> Any:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_model_compiled_in_place_computes_the_same(pool, after):
     check(pool.run(compiled_in_place, 2, after), one_step("llama", "as it is"))
+
+
+class BatchNormed(nn.Module):
+    """A feed-forward behind a batch norm, which remembers the mean of the tokens that it saw."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.norm = inner, nn.BatchNorm1d(64)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(self.norm(hidden.mT).mT)
+
+
+def with_buffers(mesh: DeviceMesh | None, how: str, checkpoint: str, frozen: bool) -> Any:
+    torch.manual_seed(2)
+    model: Any = build("llama")
+    layer = model.model.layers[1]
+    if how == "batch norm":
+        layer.mlp = changing = BatchNormed(layer.mlp)
+    else:
+        changing = parametrizations.spectral_norm(layer.mlp.up_proj)
+    model.train()
+    changing.train(not frozen)
+    if mesh:
+        rs.parallelize(model, mesh, checkpoint=checkpoint)  # pyright: ignore[reportArgumentType]
+    return step(model, mesh)
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "attention"])
+@pytest.mark.parametrize(("how", "name"), [("batch norm", "mlp.norm.num_batches"), ("spectral norm", "weight.0._u")])
+def test_layers_that_change_their_buffers_raise(pool, how, name, checkpoint):
+    for outcome in pool.outcomes(with_buffers, 2, how, checkpoint, False):
+        assert isinstance(outcome, rs.UnsupportedError), outcome
+        assert name in str(outcome) and "changed in a forward pass" in str(outcome)
+
+
+@pytest.mark.parametrize("how", ["batch norm", "spectral norm"])
+def test_buffers_that_stay_are_those_of_one_process(pool, how):
+    loss, _, gradients = with_buffers(None, how, "none", True)
+    check(pool.run(with_buffers, 2, how, "attention", True), (loss, gradients))

@@ -4,7 +4,8 @@ FSDP2 holds the parameters that it found: one that comes later is neither split 
 and one whose type changes no longer is what it was split for.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, Never
 
 import torch
@@ -83,6 +84,40 @@ def note_data(model: nn.Module) -> None:
         _is_of_other_data(parameter)
 
 
+def note_buffers(model: Any, layers: Iterable[nn.Module]) -> None:
+    """Remember the buffers that a model's layers have, for ``keeping_buffers``. Most have none."""
+    paths = {module: path for path, module in model.named_modules()}
+    parts = (part for layer in layers for part in layer.modules())
+    model.ring_buffers = [(f"{paths[part]}.{name}", part, name) for part in parts for name in part._buffers]
+
+
+@contextmanager
+def keeping_buffers(model: Any) -> Iterator[None]:
+    """While layers compute in training: their buffers stay as they are.
+
+    Raises:
+        UnsupportedError: a layer changed one, such as the running mean of a batch norm or the vectors of a spectral
+            norm, in place; on every rank alike.
+    """
+    if not (model.training and torch.is_grad_enabled()):
+        yield
+        return
+    before = [(path, buffer, buffer._version) for path, buffer in _buffers(model)]
+    yield
+    for path, buffer, version in before:
+        if buffer._version != version:
+            raise UnsupportedError(
+                f"{path} changed in a forward pass: a ring changes it on each rank, from the tokens of that rank, and "
+                "once more where a layer is recomputed; call eval() on that module, or leave it out"
+            )
+
+
+def _buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
+    for path, part, name in model.ring_buffers:
+        if (buffer := part._buffers.get(name)) is not None:
+            yield path, buffer
+
+
 def _is_of_other_data(parameter: Any) -> bool:
     """Whether somebody has set ``parameter.data`` since this was first asked. A DTensor takes that without a word, and
     keeps its shard. What swaps whole tensors (``to_empty``) takes along what was remembered.
@@ -95,6 +130,8 @@ class Fixed:
     """What a model on a ring refuses to do, by name, with what to do instead."""
 
     ring_structure: Structure
+    ring_buffers: list[tuple[str, nn.Module, str]]
+    """What ``note_buffers`` found: path, module and name of each."""
 
     @property
     def _ddp_params_and_buffers_to_ignore(self: Any) -> Never:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.messages.numbers import integer
 from ringspan.torch.consistency.calls import Call, check_call
-from ringspan.torch.consistency.fixed import Structure, check_fixed
+from ringspan.torch.consistency.fixed import Structure, check_fixed, keeping_buffers
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
 from ringspan.torch.data.batch import IGNORED, positions_of
@@ -49,9 +49,10 @@ def in_pass(model: Any, name: str) -> Iterator[None]:
 
 @contextmanager
 def recovering(model: Any) -> Iterator[None]:
-    """While it computes: after an exception its shards are what they were."""
+    """While it computes: its buffers stay what they are, and after an exception its shards are what they were."""
     try:
-        yield
+        with keeping_buffers(model):
+            yield
     except BaseException:
         recover(model)
         raise

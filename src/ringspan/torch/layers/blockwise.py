@@ -95,7 +95,10 @@ def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool)
         if not isinstance(whole, Tensor) or whole.shape != wanted or (gives is None and whole.dtype != tokens.dtype):
             return "does not give hidden states" if gives is None else f"does not give {gives} numbers per token"
         again = run(tokens)
-        apart = torch.cat([run(tokens[:1, i : i + 1]) for i in range(num_tokens)], 1)
+        try:
+            apart = torch.cat([run(tokens[:1, i : i + 1]) for i in range(num_tokens)], 1)
+        except Exception as error:  # a batch norm, say
+            return f"does not take one token ({type(error).__name__})"
         in_order = run(tokens[:, order])
     bound = max(1e-5, 8 * torch.finfo(like.dtype).eps) * whole.abs().max()
     if not bool((whole - again).abs().max() <= bound):
@@ -108,10 +111,11 @@ def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool)
 
 @contextmanager
 def _mode(module: nn.Module, trains: bool) -> Iterator[None]:
-    """While this context is active the module trains, or not; its modes and the random numbers to come are as they
-    were.
+    """While this context is active the module trains, or not; its modes, its buffers (a spectral norm's vectors change
+    in training) and the random numbers to come are as they were.
     """
     modes = [(part, part.training) for part in module.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     device = next(module.parameters()).device
     try:
         module.train(trains)
@@ -120,6 +124,8 @@ def _mode(module: nn.Module, trains: bool) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
 
 class Blockwise:
