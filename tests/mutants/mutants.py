@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "a trainer's logits stay in the order of the layout",
         "hf/batches.py",
-        "layout = layout_of_batch(model.ring_layout, length",
-        'layout = layout_of_batch("contiguous", length',
+        "layout = BatchLayout.of(model.ring_layout, length",
+        'layout = BatchLayout.of("contiguous", length',
         f"{TRAINER}test_predictions_are_whole_and_in_order[2-1]",
     ),
     Mutant(
@@ -667,8 +667,8 @@ MUTANTS = [
     Mutant(
         "positions off by a share",
         "torch/generate/passes.py",
-        "position_ids=positions[:, mine],",
-        "position_ids=positions[:, mine] - (positions[:, mine].shape[1] if ring.get_local_rank() else 0),",
+        '"position_ids": positions[..., here],',
+        '"position_ids": positions[..., here] - (len(here) if ring.get_local_rank() else 0),',
         f"{WROTE}[llama-2]",
     ),
     Mutant(

@@ -159,6 +159,67 @@ def test_a_run_resumes_on_another_mesh_and_is_merged(pool, base):
         torch.testing.assert_close(weight, same, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "adapter", "changes"), KINDS)
+def test_a_merged_model_is_what_peft_merges_of_one_process(pool, base, name, adapter, changes):
+    config = settings(base, f"{name}, merged", adapter | {"merge": True}, **changes)
+    _, model = one_process(config)
+    pool.run(train_on, 4, config)
+    folder = base.parent / f"{name}, merged" / "model"
+    index = json.loads((base / "config.json").read_text())
+    found, expected = load_file(folder / "model.safetensors"), model.merge_and_unload(safe_merge=True).state_dict()
+    assert found.keys() == load_file(base / "model.safetensors").keys() and index["model_type"] == "llama"
+    for key, weight in found.items():
+        assert relative(weight, expected[key]) < 1e-4, key
+    assert (
+        relative(
+            found["model.layers.0.mlp.down_proj.weight"],
+            load_file(base / "model.safetensors")["model.layers.0.mlp.down_proj.weight"],
+        )
+        > 1e-3
+    ), "it learns"
+
+
+def test_the_writer_of_a_merged_model_holds_one_weight(pool, base):
+    config = settings(base, "narrow", {"rank": 2, "merge": True}, mesh={"replicate": 2}, steps=1)
+    [largest, *others] = pool.run(widest_reads, 4, config)
+    assert largest == 1 and not any(others), "ranks that do not write hold none"
+
+
+def widest_reads(mesh: Any, config: TrainConfig) -> int:
+    """How many merged weights rank 0 has at once, and others at all."""
+    from ringspan.train import merging
+
+    alive, most = 0, 0
+
+    class Counted(merging._Merged):
+        def _merge(self, weight: Any) -> Any:
+            nonlocal alive, most
+            merged = super()._merge(weight)
+            alive += not merged.is_meta
+            most = max(most, alive)
+            return merged
+
+        def read(self, region: Any) -> Any:
+            nonlocal alive
+            result = super().read(region)
+            alive -= self._whole is None and self._layer is not None
+            return result
+
+    plain, merging._Merged = merging._Merged, Counted
+    try:
+        train_on(mesh, config)
+    finally:
+        merging._Merged = plain
+    return most
+
+
+def test_an_adapter_of_a_tied_weight_is_not_merged(base):
+    config = settings(base, "tied", {"rank": 2, "merge": True, "target_modules": ["lm_head"]})
+    model = build("llama", vocab_size=300, hidden_size=32, intermediate_size=64, tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match="merging would change both layers"):
+        add_adapter(model, config)
+
+
 def stop_after_two(mesh: Any, config: TrainConfig) -> None:
     """A run that ends after its checkpoint of step 2, as if it had been killed."""
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
@@ -18,7 +18,8 @@ def add_adapter(model: PreTrainedModel, config: TrainConfig) -> Any:
     where the run has none.
 
     Raises:
-        ConfigError: target_modules that the model does not have, or that PEFT cannot put matrices beside.
+        ConfigError: target_modules that the model does not have, that PEFT cannot put matrices beside, or whose weights
+            are another layer's too and could not be merged.
     """
     settings = config.adapter
     if settings.rank is None:
@@ -40,10 +41,26 @@ def add_adapter(model: PreTrainedModel, config: TrainConfig) -> Any:
         peft: Any = get_peft_model(model, lora)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"adapter.target_modules = {targets}: {one_line(error)}") from error
+    if settings.merge:
+        _refuse_tied(peft)
     path = config.model.path
     if path is not None and Path(path).is_dir():  # so that the adapter finds it from anywhere
         peft.peft_config["default"].base_model_name_or_path = str(Path(path).resolve())
     return peft
+
+
+def _refuse_tied(peft: Any) -> None:
+    """Refuse to merge into weights that two layers share: the other one would change as well."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in peft.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for each in names.values():
+        if len(each) > 1 and any(".base_layer." in name for name in each):
+            shown = " and ".join(name.removeprefix(BASE_PREFIX).replace(".base_layer.", ".") for name in each)
+            raise ConfigError(
+                f"adapter.merge = true: {shown} are one weight, so that merging would change both layers; leave merge "
+                "out, or name other target_modules"
+            )
 
 
 def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
@@ -52,16 +69,3 @@ def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
     from peft import PeftModel
 
     PeftModel.save_pretrained(model, str(folder), state_dict=weights)
-
-
-def merged(model: Any, config: PreTrainedConfig, weights: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """A model of one process whose weights have the adapter added, from the whole weights of both."""
-    from peft import get_peft_model
-
-    lora = model.peft_config["default"]
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(config)
-        peft: Any = get_peft_model(plain, lora)
-    peft.load_state_dict(weights, assign=True)
-    plain.tie_weights()
-    return peft.merge_and_unload(safe_merge=True).to(dtype)

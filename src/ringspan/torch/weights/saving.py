@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ringspan.torch.transport.collectives import gather_over
-from ringspan.torch.weights.deferred import Region, deferred, shape_of
+from ringspan.torch.weights.deferred import Deferred, Region, deferred, shape_of
 from ringspan.torch.weights.writing import WeightsPlan
 
 Vote = Callable[[str, Exception | None], None]
@@ -63,6 +63,11 @@ class _Shards:
 
 def plan_weights(model: PreTrainedModel, mesh: DeviceMesh, **options: Any) -> WeightsPlan:
     """``plan_files`` of a model that is split over the ranks of a mesh. All ranks call it."""
+    return plan_files(model, shards_of(model, mesh), **options)
+
+
+def shards_of(model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, Deferred]:
+    """The tensors that are saved, to be read by all ranks together. All ranks call it."""
     names = saved_names(model)
     everything = _tensors(model)
     writer = int(mesh.mesh.min())
@@ -70,7 +75,7 @@ def plan_weights(model: PreTrainedModel, mesh: DeviceMesh, **options: Any) -> We
     told = gather_over(mesh, [each.mine for each in shards])
     for index, each in enumerate(shards):
         each.everyone = [rank[index] for rank in told if rank[index] is not None]
-    return plan_files(model, {each.name: deferred(each) for each in shards}, **options)
+    return {each.name: deferred(each) for each in shards}
 
 
 def plan_files(

@@ -15,10 +15,11 @@ from ringspan.core.errors import CheckpointError
 from ringspan.core.messages.lines import one_line
 from ringspan.torch.layers.positions import as_trained
 from ringspan.torch.model.adapters import adapter_weights, base_of, is_peft
-from ringspan.torch.model.saving import voted, whole_weights
+from ringspan.torch.model.saving import voted
 from ringspan.torch.weights.saving import plan_weights, write_weights
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room
-from ringspan.train.adapter import merged, write_adapter
+from ringspan.train.adapter import write_adapter
+from ringspan.train.merging import plan_merged
 
 
 def save_model(
@@ -29,21 +30,27 @@ def save_model(
     added to them.
 
     Every rank calls it; rank 0 writes what they send, a piece of a tensor at a time, into a temporary folder beside it
-    that is then renamed. A folder of that name is replaced. To merge an adapter it gathers all weights first.
+    that is then renamed. A folder of that name is replaced. An adapter is added to one tensor after the other.
     """
     try:
-        if is_peft(model):
-            _save_with_adapter(model, tokenizer, folder, dtype, merge=merge)
+        if is_peft(model) and not merge:
+            _save_adapter(model, tokenizer, folder, dtype)
         else:
-            _save_plain(model, tokenizer, folder, dtype)
+            _save_whole(model, tokenizer, folder, dtype, merge=is_peft(model))
     except CheckpointError as error:
         return str(error)
     return None
 
 
-def _save_plain(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
-    is_writer = dist.get_rank() == 0
-    plan = plan_weights(model, model.ring_mesh, max_shard_size=MAX_SHARD_SIZE, dtype=dtype)
+def _save_whole(
+    model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype, *, merge: bool
+) -> None:
+    is_writer, base = dist.get_rank() == 0, base_of(model) if merge else model
+    config = _config_of(base)
+    if merge:
+        plan = plan_merged(model, config, dtype, is_writer=is_writer)
+    else:
+        plan = plan_weights(model, model.ring_mesh, max_shard_size=MAX_SHARD_SIZE, dtype=dtype)
     with ExitStack() as stack:
         scratch: list[Path] = []
 
@@ -51,10 +58,11 @@ def _save_plain(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, dt
             if problem := missing_room(folder.parent, plan.num_bytes):
                 raise CheckpointError(problem)
             scratch.append(stack.enter_context(scratch_beside(folder)))
-            write_configs(scratch[0], _config_of(model), dtype)
+            write_configs(scratch[0], config, dtype)
 
         def finish() -> None:
-            plan.write_index(scratch[0], model.num_parameters())
+            beside = sum(p.numel() for p in base.parameters() if p.requires_grad) if merge else 0
+            plan.write_index(scratch[0], base.num_parameters() - beside)
             tokenizer.save_pretrained(scratch[0])
             put_beside(scratch[0], folder)
 
@@ -63,28 +71,21 @@ def _save_plain(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, dt
         _together(model, finish if is_writer else None)
 
 
-def _save_with_adapter(
-    model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype, *, merge: bool
-) -> None:
+def _save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
     is_writer = dist.get_rank() == 0
 
     def begin() -> None:
-        if problem := missing_room(folder.parent, model_bytes(model, dtype, is_adapter=not merge)):
+        if problem := missing_room(folder.parent, model_bytes(model, dtype, is_adapter=True)):
             raise CheckpointError(problem)
 
     def write() -> None:
         with scratch_beside(folder) as scratch:
-            if merge:
-                config = _config_of(base_of(model))
-                config.dtype = dtype
-                merged(model, config, weights, dtype).save_pretrained(scratch)
-            else:
-                write_adapter(model, weights, scratch)
+            write_adapter(model, weights, scratch)
             tokenizer.save_pretrained(scratch)
             put_beside(scratch, folder)
 
     _together(model, begin if is_writer else None)
-    weights = whole_weights(model) if merge else adapter_weights(model, {})
+    weights = adapter_weights(model, {})
     _together(model, write if is_writer else None)
 
 

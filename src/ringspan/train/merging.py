@@ -1,0 +1,86 @@
+"""The weights of a run with its adapter added to them, one tensor at a time, as they are written."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ringspan.core.errors import CheckpointError
+from ringspan.torch.model.adapters import adapter_weights, base_of
+from ringspan.torch.weights.deferred import Deferred, Region, deferred, part, shape_of
+from ringspan.torch.weights.saving import plan_files, saved_names, shards_of
+from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan
+from ringspan.train.adapter import BASE_PREFIX
+
+_INNER = ".base_layer."  # between a layer's name and its weight's, inside of PEFT's layers
+
+
+def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_writer: bool) -> WeightsPlan:
+    """The files of a model with its adapter added. All ranks call it; the writer is sent the adapter, and, when a
+    tensor is written, the whole of that one, to which PEFT adds.
+
+    Raises:
+        CheckpointError: weights of the model are missing beside the adapter.
+    """
+    from peft import get_peft_model
+
+    matrices = adapter_weights(model, {})
+    with torch.device("meta"):
+        plain: Any = AutoModelForCausalLM.from_config(config)
+        names = saved_names(plain)
+        alone: Any = get_peft_model(plain, model.peft_config["default"]) if is_writer else None
+    tensors: dict[str, Deferred] = {}
+    base: Any = base_of(model)
+    for name, tensor in shards_of(base, base.ring_mesh).items():
+        plain_name = name.replace(_INNER, ".")
+        if plain_name not in names:
+            continue  # the adapter's own
+        if _INNER in name and name.endswith(".weight"):
+            path = name.removesuffix(f"{_INNER}weight")
+            layer = _layer(alone, path, matrices) if is_writer else None
+            tensor = deferred(_Merged(plain_name, tensor, layer, len(tensors)))
+        tensors[plain_name] = tensor
+    if missing := sorted(names.keys() - tensors.keys()):
+        raise CheckpointError(f"the model has no {missing[0]} to be merged")
+    with torch.device("meta"):  # as it is without PEFT's layers
+        plain = AutoModelForCausalLM.from_config(config)
+    return plan_files(plain, tensors, max_shard_size=MAX_SHARD_SIZE, dtype=dtype)
+
+
+def _layer(alone: Any, path: str, matrices: dict[str, Any]) -> nn.Module:
+    """PEFT's layer at a path, with the adapter's matrices and no weight yet."""
+    prefix = f"{BASE_PREFIX}{path}."
+    layer = alone.get_submodule(prefix.removesuffix("."))
+    own = {name.removeprefix(prefix): x for name, x in matrices.items() if name.startswith(prefix)}
+    layer.load_state_dict(own, strict=False, assign=True)
+    return layer
+
+
+class _Merged:
+    """A weight to which PEFT's layer adds its matrices. It is read from front to back, and whole meanwhile."""
+
+    def __init__(self, name: str, weight: Deferred, layer: nn.Module | None, place: int) -> None:
+        self.name, self.shape, self.dtype, self.place = name, tuple(weight.shape), weight.dtype, (place, 0)
+        self._weight, self._layer = weight, layer
+        self._whole: Tensor | None = None
+
+    def read(self, region: Region) -> Tensor:
+        """A part on the rank that writes, its shape alone on others; all ranks read the same parts."""
+        if self._whole is None:
+            self._whole = self._merge(part(self._weight, tuple(slice(0, size) for size in self.shape)))
+        result = self._whole[region]
+        if all(each.stop == size for each, size in zip(region, self.shape, strict=True)):
+            self._whole = None  # the last part
+        return result if self._layer is not None else torch.empty(shape_of(region), dtype=self.dtype, device="meta")
+
+    def _merge(self, weight: Tensor) -> Tensor:
+        if self._layer is None:
+            return weight
+        layer: Any = self._layer
+        layer.base_layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.merge(safe_merge=True)
+        merged = layer.base_layer.weight.detach()
+        layer.base_layer.weight = nn.Parameter(merged.to("meta"), requires_grad=False)
+        layer.merged_adapters.clear()
+        return merged
