@@ -101,7 +101,14 @@ def _examples(epilog: str) -> Iterator[str]:
     for sentence in re.split(r"(?<=[^.])\. (?=[A-Z])", " ".join(epilog.split())):
         label, _, example = sentence.partition(": ")
         if example.startswith(("ringspan", "torchrun")):
-            yield from (f"{label}:", "", "```", *re.split(r"(?:; |, | \| )(?=ringspan )", example.rstrip(".")), "```", "")
+            yield from (
+                f"{label}:",
+                "",
+                "```",
+                *re.split(r"(?:; |, | \| )(?=ringspan )", example.rstrip(".")),
+                "```",
+                "",
+            )
         else:
             yield from (_prose(sentence), "")
 
