@@ -145,7 +145,8 @@ class RingCache(Cache):
                 "model.new_cache()"
             )
         length = self.get_seq_length()
-        new = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
+        count = int(tokens_to_remove)  # transformers before 5.20 gives a tensor
+        new = count if count > 0 else length + count
         first = max((layer.first for layer in self.keepers), default=0)
         if not 0 <= new <= length:
             raise UnsupportedError(f"cannot crop a cache of {length} tokens to {new}")
