@@ -198,6 +198,20 @@ def test_new_weights_take_the_place_of_old_ones_and_leave_other_files(pool: Any,
     assert not differences(stored(target), stored(tmp_path / "given"))
 
 
+def save_after_a_forward_pass(mesh: Any, source: str, target: str) -> None:
+    model: Any = rs.from_pretrained(source, mesh)
+    ids = tiny_tokens(37)
+    loss = model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
+    model.save_pretrained(target)
+    loss.backward()  # the pass is still there
+
+
+def test_weights_are_saved_between_a_forward_pass_and_its_backward_pass(pool: Any, tmp_path: Path):
+    written("llama", tmp_path / "given")
+    pool.run(save_after_a_forward_pass, 2, str(tmp_path / "given"), str(tmp_path / "saved"))
+    assert not differences(stored(tmp_path / "saved"), stored(tmp_path / "given"))
+
+
 def cannot_save(mesh: Any, source: str, target: str, how: str) -> str:
     model: Any = rs.from_pretrained(source, mesh)
     options: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
+from ringspan.torch.memory.sharding import settle
 from ringspan.torch.transport.collectives import gather_over
 from ringspan.torch.weights.saving import plan_weights, write_weights
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room, put_in_place, scratch_in
@@ -36,6 +37,9 @@ def refuse_saving(model: Any, options: dict[str, Any]) -> None:
 
 def stream(model: Any, folder: Path, save: Any, options: dict[str, Any], *, is_writer: bool) -> None:
     """Write the weights as they come, and the rest by transformers."""
+    # After a forward pass without a backward pass the outermost weights are copies, which the first call that asks for
+    # parameters would free while they are read.
+    settle(model)
     size, variant = options.get("max_shard_size", MAX_SHARD_SIZE), options.get("variant")
     original = options.get("save_original_format", True)
     plan = plan_weights(model, model.ring_mesh, max_shard_size=size, variant=variant, save_original_format=original)

@@ -145,8 +145,7 @@ class RingCache(Cache):
                 "model.new_cache()"
             )
         length = self.get_seq_length()
-        count = int(tokens_to_remove)  # transformers before 5.20 gives a tensor
-        new = count if count > 0 else length + count
+        new = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         first = max((layer.first for layer in self.keepers), default=0)
         if not 0 <= new <= length:
             raise UnsupportedError(f"cannot crop a cache of {length} tokens to {new}")
