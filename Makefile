@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint docs docs-serve fuzz long faults models trainers compat bench clean
+.PHONY: help setup demo test lint docs docs-serve docs-check fuzz long faults models trainers compat bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,9 @@ docs: $(STAMP) ## build the site into build/docs; a warning is an error
 
 docs-serve: docs ## show the site on http://127.0.0.1:8000 (PORT=8001 for another port)
 	$(BIN)/python -m http.server $(or $(PORT),8000) --bind 127.0.0.1 --directory build/docs
+
+docs-check: $(STAMP) ## run the Python of every page, in short form, on two ranks (about two minutes)
+	RINGSPAN_DOCS=1 OMP_NUM_THREADS=1 $(BIN)/pytest --timeout=300 tests/docs $(ARGS)
 
 fuzz: $(STAMP) ## run the property tests with 25 times as many, and new, random examples
 	RINGSPAN_FUZZ=$${RINGSPAN_FUZZ:-25} $(BIN)/pytest -m hypothesis --timeout=7200 $(ARGS)
