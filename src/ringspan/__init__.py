@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from ringspan.core.geometry.balanced import balanced
     from ringspan.core.geometry.layout import Layout, Span
-    from ringspan.core.geometry.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
+    from ringspan.core.geometry.mask import Mask, causal, chunked, documents, frames, full, prefix_lm, sliding_window
     from ringspan.torch.attention.op import ring_attention
     from ringspan.torch.data.batch import shard_batch
     from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
@@ -48,6 +48,7 @@ _MODULES = {
     "causal": "ringspan.core.geometry.mask",
     "chunked": "ringspan.core.geometry.mask",
     "documents": "ringspan.core.geometry.mask",
+    "frames": "ringspan.core.geometry.mask",
     "from_pretrained": "ringspan.torch.from_pretrained",
     "full": "ringspan.core.geometry.mask",
     "global_sum": "ringspan.torch.model.hidden_states",
@@ -93,6 +94,7 @@ __all__ = [
     "causal",
     "chunked",
     "documents",
+    "frames",
     "from_pretrained",
     "full",
     "global_sum",

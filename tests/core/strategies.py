@@ -18,6 +18,7 @@ simple_masks = st.one_of(
     st.builds(rs.documents, st.lists(st.integers(1, 12), min_size=1, max_size=6)),
     st.builds(rs.documents, st.lists(st.integers(1, 12), min_size=1, max_size=6), is_causal=st.just(False)),
     st.builds(rs.documents, st.lists(st.integers(1, 12), min_size=1, max_size=6), window=st.integers(1, 9)),
+    st.builds(rs.frames, st.lists(st.integers(1, 12), min_size=1, max_size=6), window=st.none() | st.integers(1, 4)),
     st.builds(rs.chunked, st.integers(1, 15), length=st.integers(1, 50)),
 )
 masks = st.recursive(

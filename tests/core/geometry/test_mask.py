@@ -45,6 +45,16 @@ def test_documents_see_only_themselves(window):
     assert np.array_equal(dense(rs.documents([7, 1, 9], window=window)), expected)
 
 
+@pytest.mark.parametrize("window", [None, 1, 2])
+def test_frames_see_themselves_and_earlier_ones(window):
+    frame = np.repeat([0, 1, 2, 3], [5, 1, 4, 3])
+    frame = np.concatenate([frame, [9] * (LENGTH - len(frame))])
+    expected = (frame[:, None] >= frame[None, :]) & (frame[:, None] < 9)
+    if window:
+        expected &= frame[:, None] - frame[None, :] < window
+    assert np.array_equal(dense(rs.frames([5, 1, 4, 3], window=window)), expected)
+
+
 @given(masks, masks)
 @examples(150)
 def test_and_or_are_the_boolean_ones_and_regions_stay_disjoint(a, b):
@@ -58,7 +68,7 @@ def test_spec_reads_back(mask):
     assert rs.Mask.parse(mask.spec) == mask
 
 
-@given(st.sampled_from(["causal", "full", "window:4", "prefix:3", "documents:3,5"]))
+@given(st.sampled_from(["causal", "full", "window:4", "prefix:3", "documents:3,5", "frames:2,2"]))
 def test_short_forms_read_back_by_name(text):
     assert str(rs.Mask.parse(text)) == text
 
@@ -115,6 +125,9 @@ def test_exactly_masks_that_count_a_pair_twice_overlap(several):
         (lambda: rs.documents(5), "a list of lengths"),
         (lambda: rs.documents([3], is_causal="no"), "is_causal must be True or False, got 'no'"),
         (lambda: rs.documents([3], window=2.5), "window must be an integer"),
+        (lambda: rs.frames([]), "frames need at least one length"),
+        (lambda: rs.frames([4, 0]), "each at least one token"),
+        (lambda: rs.frames([4], window=0), "a window of frames must hold at least one, got window=0"),
         (lambda: rs.sliding_window(True), "window must be an integer, got True"),
         (lambda: rs.sliding_window(4, global_tokens="1"), "global_tokens must be an integer"),
         (lambda: rs.prefix_lm(None), "prefix must be an integer, got None"),

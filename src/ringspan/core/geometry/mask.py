@@ -19,8 +19,8 @@ UNBOUNDED: Final = LARGEST_INTEGER
 
 
 FORMS: Final = (
-    "make a mask with rs.causal(), rs.full(), rs.sliding_window(4096), rs.prefix_lm(512), rs.documents([700, 1300]) or "
-    "rs.chunked(8192, length=S), and combine them with & and |"
+    "make a mask with rs.causal(), rs.full(), rs.sliding_window(4096), rs.prefix_lm(512), rs.documents([700, 1300]), "
+    "rs.chunked(8192, length=S) or rs.frames([256] * 16), and combine them with & and |"
 )
 
 
@@ -137,7 +137,8 @@ class Mask:
 
     @staticmethod
     def parse(text: str) -> "Mask":
-        """Read ``causal``, ``full``, ``window:W``, ``prefix:P``, ``documents:L1,L2,...`` or a ``Mask.spec``.
+        """Read ``causal``, ``full``, ``window:W``, ``prefix:P``, ``documents:L1,L2,...``, ``frames:L1,L2,...`` or a
+        ``Mask.spec``.
 
         Raises:
             MaskError: anything else; the message lists the forms. Regions that overlap.
@@ -166,9 +167,12 @@ class Mask:
                 return prefix_lm(prefix)
             case "documents", [_, *_]:
                 return documents(numbers)
+            case "frames", [_, *_]:
+                return frames(numbers)
             case _:
                 raise MaskError(
-                    f"unknown mask {text!r}; write causal, full, window:4096, prefix:512 or documents:700,1300"
+                    f"unknown mask {text!r}; write causal, full, window:4096, prefix:512, documents:700,1300 or "
+                    "frames:256,256"
                 )
 
     def check_disjoint(self) -> None:
@@ -282,9 +286,31 @@ def documents(lengths: Sequence[int] | Iterable[int], *, window: int | None = No
     return Mask(tuple(regions), f"documents:{shown}" + (f" & window:{window}" if window else ""))
 
 
+def frames(lengths: Sequence[int] | Iterable[int], *, window: int | None = None) -> Mask:
+    """Block-causal attention of video models: a query sees all keys of its own frame, both ways, and of the frames
+    before it; of the last ``window`` frames, its own among them, when that is given.
+
+    With f(i) the frame of position i: ``f(k) <= f(q)`` and ``f(q) - f(k) < window``. Positions past the last frame see
+    nothing.
+
+    Raises:
+        MaskError: no frame, a frame without tokens, or a window below one.
+    """
+    lengths = _document_lengths(lengths)
+    window = len(lengths) if window is None else integer(window, "window", MaskError)
+    if not lengths or min(lengths) < 1:
+        raise MaskError(f"frames need at least one length and each at least one token, got {lengths[:8]}")
+    if window < 1:
+        raise MaskError(f"a window of frames must hold at least one, got window={window}")
+    ends = [0, *np.cumsum(lengths).tolist()]
+    regions = (Region(ends[i], ends[i + 1], ends[max(0, i + 1 - window)], ends[i + 1]) for i in range(len(lengths)))
+    shown = ",".join(map(str, lengths)) if len(lengths) <= 8 else f"{len(lengths)} frames"
+    return Mask(tuple(regions), f"frames:{shown}" + (f" & window:{window}" if window < len(lengths) else ""))
+
+
 def _document_lengths(lengths: Iterable[Any]) -> list[int]:
     if is_a(lengths, str) or not hasattr(lengths, "__iter__"):
-        raise MaskError(f"documents takes a list of lengths such as [700, 1300], got {described(lengths)}")
+        raise MaskError(f"a list of lengths such as [700, 1300] is needed, got {described(lengths)}")
     return [integer(length, "a document's length", MaskError) for length in lengths]
 
 
