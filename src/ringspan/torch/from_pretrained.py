@@ -32,6 +32,7 @@ def from_pretrained(
     revision: str | None = None,
     local_files_only: bool = False,
     trust_remote_code: bool = False,
+    model_class: Any = None,
     adapt: Callable[[PreTrainedModel], Any] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
@@ -49,6 +50,8 @@ def from_pretrained(
         revision: a branch, tag or commit of an id of the Hub.
         local_files_only: whether an id is looked up in the local cache alone.
         trust_remote_code: whether Python files of the folder may be run.
+        model_class: the auto class of transformers that makes the model, ``AutoModelForMultimodalLM`` say for a model
+            that sees where ``AutoModelForCausalLM``, the default where it makes one, gives its language model alone.
         adapt: what is done to the model before it is split, ``lambda model: get_peft_model(model, config)`` say. Its
             weights have shapes and dtypes then, and what is computed of them is computed when they are read.
         options: those of ``parallelize``.
@@ -73,7 +76,13 @@ def from_pretrained(
         refuse_quantised(config)
         files = WeightFiles(folder)
         model, extra = unread_model(
-            str(folder_or_id), folder, files, config, dtype, trust_remote_code=trust_remote_code
+            str(folder_or_id),
+            folder,
+            files,
+            config,
+            dtype,
+            trust_remote_code=trust_remote_code,
+            model_class=model_class,
         )
         if extra and mesh.get_rank() == int(mesh.mesh.min()):
             _log.warning("%s: the model has no place for %s, left out", folder_or_id, first_of(extra))

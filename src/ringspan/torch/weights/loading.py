@@ -10,7 +10,19 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
@@ -29,9 +41,10 @@ def unread_model(
     dtype: torch.dtype | str,
     *,
     trust_remote_code: bool = False,
+    model_class: Any = None,
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model that ``AutoModelForCausalLM.from_pretrained`` gives, with deferred parameters, and the names in the
-    files that it has no place for. Adapters may be added to it; ``put_on_mesh`` reads each rank's part.
+    """The model that ``from_pretrained`` of its auto class gives (``auto_class``), with deferred parameters, and the
+    names in the files that it has no place for. Adapters may be added to it; ``put_on_mesh`` reads each rank's part.
 
     Renamed, merged and split weights, tied ones, dtypes and what the files need not have are transformers' own doing,
     with deferred tensors. Buffers have their values.
@@ -42,7 +55,8 @@ def unread_model(
     """
     try:
         with torch.device("meta"):
-            kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+            auto = model_class or auto_class(config)
+            kind = type(auto.from_config(config, trust_remote_code=trust_remote_code))
         loaded: Any = _uninitialised(kind).from_pretrained(
             None,
             config=config,
@@ -62,6 +76,21 @@ def unread_model(
     model.initialize_weights()  # what the files need not have, and what is computed
     model.config.name_or_path = str(folder)
     return model, found["unexpected_keys"]
+
+
+def auto_class(config: PreTrainedConfig, *, sees: bool = False) -> Any:
+    """The auto class that makes the model of a config: AutoModelForCausalLM where it makes one, else that of models
+    that see and hear too; that first where the model is one that ``sees``.
+    """
+    mappings = {
+        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,  # Audio Flamingo's, which has no encoder
+    }
+    found = [auto for auto, mapping in mappings.items() if type(config) in mapping]
+    if sees and AutoModelForMultimodalLM in found:
+        return AutoModelForMultimodalLM
+    return found[0] if found else AutoModelForCausalLM
 
 
 def _uninitialised(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
