@@ -197,11 +197,14 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     ring, kinds = mesh["ring"].get_group(), layer_kinds(decoder.config)
     shared, layers = join_shared_blocks(model), [*layers_of(decoder).values()]
     decoder.set_attn_implementation(register_attention(type(decoder).__name__, ring, kinds, config))
+    media = None if parts.head is None else kind_of(model)
     attention: Any
     for attention in decoder.modules():
         if getattr(attention, "attn_temperature_tuning", False):
             # Llama 4 counts local tokens for it; ``attend`` does the same with their global positions.
             attention.attn_temperature_tuning, attention.ring_temperature = False, not attention.use_rope
+        if media is not None and media.is_prefix:
+            attention.is_causal = True  # all but the prompt, which the mask says
     if parts.router is not None:
         record_routers(model, parts.router)
     # A model of the user's around a decoder need not say that its layers can be checkpointed.
@@ -212,7 +215,6 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         carry_passes(layers, keeps=config.checkpoint == "attention")
     chunk_rotary_tables(decoder)
     sum_embedding_gradients(decoder)
-    media = None if parts.head is None else kind_of(model)
     towers = [] if media is None else put_towers_on_ring(model, media, checkpointed=config.checkpoint != "none")
     where = next(name for name, module in model.named_modules() if module is decoder)
     about: dict[str, Any] = {

@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
 IMAGE, VIDEO = 95, 96
 _IDS: Final = {"image_token_id": IMAGE}
@@ -25,6 +25,22 @@ _TEXT: Final[dict[str, Any]] = {
 }
 _TOWER: Final = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 _GRID: Final = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+
+_HYBRID: Final = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "mrope_section": [2, 1, 1],
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 1.0,
+    },
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+}
+_EARS: Final = {"num_mel_bins": 8, "max_source_positions": 12}
+_SOUND: Final = {"audio_token_id": IMAGE}
 
 # The text model, the tower, and what the config has beside them.
 _MODELS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]] = {
@@ -79,10 +95,53 @@ _MODELS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]]
         {"image_size": 16, "patch_size": 4},
         _IDS | {"mm_tokens_per_image": 4},
     ),
+    "paligemma": ({"model_type": "gemma"}, {"image_size": 8, "patch_size": 4}, _IDS | {"projection_dim": 32}),
+    "llama4": (
+        {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 11},
+        {
+            "intermediate_size": 64,
+            "image_size": 16,
+            "patch_size": 4,
+            "pixel_shuffle_ratio": 0.5,
+            "projector_input_dim": 24,
+            "projector_output_dim": 24,
+            "vision_output_dim": 24,
+        },
+        _IDS,
+    ),
+    "qwen3_vl_moe": (
+        {
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 100.0},
+            "moe_intermediate_size": 24,
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+        },
+        _GRID | {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        {"image_token_id": IMAGE, "video_token_id": VIDEO},
+    ),
+    "qwen3_5": (
+        _HYBRID,
+        _GRID | {"out_hidden_size": 32, "num_position_embeddings": 16},
+        {"image_token_id": IMAGE, "video_token_id": VIDEO},
+    ),
+    "qwen3_5_moe": (
+        _HYBRID
+        | {"moe_intermediate_size": 24, "num_experts": 3, "num_experts_per_tok": 2}
+        | {"shared_expert_intermediate_size": 24},
+        _GRID | {"out_hidden_size": 32, "num_position_embeddings": 16},
+        {"image_token_id": IMAGE, "video_token_id": VIDEO},
+    ),
+    "audioflamingo3": ({"model_type": "qwen2"}, _EARS, _SOUND),
+    "voxtral": ({"model_type": "llama"}, _EARS | {"intermediate_size": 64}, _SOUND),
+    "qwen2_audio": (
+        {"model_type": "qwen2"},
+        _EARS | {"d_model": 16, "encoder_layers": 2} | {"encoder_attention_heads": 2, "encoder_ffn_dim": 24},
+        {"audio_token_index": IMAGE},
+    ),
 }
 
 KINDS: Final = tuple(_MODELS)
-WITH_VIDEO: Final = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+SOUND: Final = ("audioflamingo3", "voxtral", "qwen2_audio")
 
 # The images of a batch, one after the other: grids of Qwen, sizes of Pixtral and LLaVA-OneVision.
 _GRIDS: Final = ((1, 4, 4), (1, 2, 6), (1, 6, 4))
@@ -95,13 +154,15 @@ def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
     torch.manual_seed(seed)
     text, tower, others = _MODELS[kind]
     tower = tower if kind.startswith("qwen") else _TOWER | tower
-    others = others | {"text_config": _TEXT | text, "vision_config": tower, "tie_word_embeddings": False}
+    seen = "audio_config" if kind in SOUND else "vision_config"
+    others = others | {"text_config": _TEXT | text, seen: tower, "tie_word_embeddings": False}
     config = AutoConfig.for_model(kind.partition("-")[0], **others)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+    auto = AutoModelForSeq2SeqLM if kind == "audioflamingo3" else AutoModelForMultimodalLM
+    model = auto.from_config(config, attn_implementation="sdpa")
     with torch.no_grad():  # some of them start as zeros, behind which nothing has a gradient
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape)
-    return model.to(dtype)
+    return model if dtype == torch.float32 else model.to(dtype)  # Llama 4's tables are complex
 
 
 Example = Sequence[int | str]
@@ -139,10 +200,13 @@ def batch_of(kind: str, examples: Sequence[Example], seed: int = 1, dtype: torch
     longest = max(map(len, rows))
     ids = torch.tensor([row + [2] * (longest - len(row)) for row in rows])
     real = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-    if kind.startswith("qwen"):
+    if kind.startswith("qwen") and kind not in SOUND:
         inputs["mm_token_type_ids"] = (ids == IMAGE).long() + 2 * (ids == VIDEO)
     if kind == "gemma3":
         inputs["token_type_ids"] = (ids == IMAGE).long()
+    if kind == "paligemma":  # its prompt, up to the token behind the last image
+        last = torch.tensor([max((at for at, token in enumerate(row) if token == IMAGE), default=-1) for row in rows])
+        inputs["token_type_ids"] = (torch.arange(longest) > last[:, None] + 1).long()
     if not bool(real.all()):
         inputs["attention_mask"] = real
     labels = ids.masked_fill((ids == IMAGE) | (ids == VIDEO) | (real == 0), -100)
@@ -158,8 +222,18 @@ def _images(
     match kind:
         case "llava":
             return {"pixel_values": random(count, 3, 8, 8)}, [4] * count
-        case "internvl" | "gemma3":
+        case "paligemma":
+            return {"pixel_values": random(count, 3, 8, 8)}, [4] * count
+        case "internvl" | "gemma3" | "llama4":
             return {"pixel_values": random(count, 3, 16, 16)}, [4] * count
+        case "voxtral":
+            return {"input_features": random(count, 8, 24)}, [3] * count
+        case "audioflamingo3" | "qwen2_audio":
+            steps = cycle([24, 17, 5])
+            name = "input_features_mask" if kind == "audioflamingo3" else "feature_attention_mask"
+            inputs = {"input_features": random(count, 8, 24)}
+            inputs[name] = (torch.arange(24) < torch.tensor(steps)[:, None]).long()
+            return inputs, [((each - 1) // 2 + 1) // 2 for each in steps]
         case "mistral3" | "llava-pixtral":
             sizes = cycle(_SIZES)
             side = 8 if kind == "mistral3" else 4
@@ -204,7 +278,7 @@ def _videos(
     }
     if kind == "qwen2_5_vl":
         inputs["second_per_grid_ts"] = torch.tensor([2.0, 1.0])[:count]
-    one_run = kind != "qwen3_vl"
+    one_run = not kind.startswith("qwen3")
     return inputs, [[t * h * w // 4] if one_run else [h * w // 4] * t for t, h, w in grids]
 
 

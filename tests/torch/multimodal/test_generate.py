@@ -37,6 +37,11 @@ def asked(mesh: DeviceMesh, kind: str, examples: Any, chunk: int) -> Any:
         ("qwen3_vl", 2, [[3, "i", 2, "v", 5]] * 2, 4),
         ("gemma3", 1, MANY[:1], 64),
         ("gemma3", 3, MANY[:1], 2),
+        ("paligemma", 3, MANY[:1], 2),
+        ("paligemma", 2, NONE[:1], 2),
+        ("voxtral", 2, MANY[:1], 3),
+        ("audioflamingo3", 3, IN_A_ROW[:1], 3),
+        ("qwen2_audio", 2, MANY[:1], 3),
     ],
 )
 def test_a_prompt_with_images_gives_the_tokens_of_one_process(pool, kind, ranks, examples, chunk):
@@ -44,6 +49,40 @@ def test_a_prompt_with_images_gives_the_tokens_of_one_process(pool, kind, ranks,
     for sequences, logits in pool.run(asked, ranks, kind, examples, chunk):
         assert torch.equal(sequences, expected.sequences)
         assert torch.allclose(logits, torch.stack(expected.logits), rtol=0, atol=1e-9 * float(logits.abs().max()))
+
+
+BEAMS: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 5}
+
+
+def asked_with(mesh: DeviceMesh, kind: str, batch: Any, options: Any) -> Any:
+    model: Any = rs.parallelize(build(kind), mesh).eval()
+    return model.generate(**batch, **SETTINGS | options).sequences
+
+
+def padded_left(kind: str, examples: Any) -> Any:
+    batch = prompt(kind, examples)
+    counts = batch["attention_mask"].sum(1).tolist()
+    for name in {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"} & set(batch):
+        rows = zip(batch[name], counts, strict=True)
+        batch[name] = torch.stack([row.roll(len(row) - count) for row, count in rows])
+    return batch
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma"])
+def test_every_beam_sees_the_images_of_its_own_prompt(pool, kind):
+    batch = padded_left(kind, [[3, "i", 2, "i", 5], [2, "i", 2]])
+    expected = build(kind).eval().generate(**batch, **SETTINGS | BEAMS).sequences
+    for found in pool.run(asked_with, 2, kind, batch, BEAMS):
+        assert torch.equal(found, expected)
+
+
+def test_guessed_tokens_come_behind_the_images(pool):
+    batch = prompt("llava", [[7, "i", 5]])
+    batch["input_ids"][0, -2:] = batch["input_ids"][0, :2]  # behind which the text goes on as it began
+    options = {"prompt_lookup_num_tokens": 2}
+    expected = build("llava").eval().generate(**batch, **SETTINGS | options).sequences
+    for found in pool.run(asked_with, 2, "llava", batch, options):
+        assert torch.equal(found, expected)
 
 
 def without_pixels(mesh: DeviceMesh) -> None:

@@ -38,6 +38,27 @@ def called(mesh: DeviceMesh, kind: str, how: str) -> None:
             whole["image_grid_thw"] = torch.tensor([[1, 7, 4]])
         case "sizes of other images":
             whole["image_sizes"] = whole["image_sizes"][:1]
+        case "another size":
+            whole["pixel_values"] = torch.zeros(2, 3, 12, 12, dtype=torch.float64)
+        case "grey images":
+            whole["pixel_values"] = whole["pixel_values"][:, :1]
+        case "a size beyond its pixels":
+            whole["image_sizes"][1] = 24
+        case "patches of another size":
+            whole["pixel_values"] = whole["pixel_values"][:, :50]
+        case "images that touch":
+            whole = batch_of(kind, [[4, "i", "i", 3]])
+        case "tiles of another image":
+            whole["image_sizes"][0] = torch.tensor([16, 16])
+            whole["pixel_values"] = whole["pixel_values"][:, :3]
+        case "short windows":
+            whole["input_features"] = whole["input_features"][..., :20]
+        case "no mask":
+            del whole["input_features_mask"]
+        case "no types":
+            whole = {"input_ids": ids.masked_fill(ids == IMAGE, 3)}
+        case "two prompts":
+            whole["token_type_ids"][0, -1] = 0
         case "other pixels on one rank":
             whole["pixel_values"] = whole["pixel_values"] + mesh["ring"].get_local_rank()
         case "images on one rank":
@@ -67,6 +88,22 @@ def called(mesh: DeviceMesh, kind: str, how: str) -> None:
         ("qwen3_vl", "no grid", "pixel_values needs image_grid_thw beside it"),
         ("qwen3_vl", "a grid of other patches", "pixel_values holds 28 patches, image_grid_thw says"),
         ("qwen2_5_vl", "odd rows", "7 x 4 patches, which blocks of 2 x 2 do not divide"),
+        ("llava", "another size", "pixel_values has images of 12 x 12, the model's have 8 x 8; the processor must be"),
+        ("gemma3", "another size", "pixel_values has images of 12 x 12, the model's have 16 x 16"),
+        ("internvl", "grey images", "pixel_values has 1 channels, the model's images have 3"),
+        (
+            "mistral3",
+            "a size beyond its pixels",
+            "image_sizes says 24 x 24 of image 1, pixel_values holds 16 x 16 of it",
+        ),
+        ("qwen2_5_vl", "patches of another size", "pixel_values has patches of 50 values, the model's have 96"),
+        ("qwen3_vl", "images that touch", "cannot tell the positions of this text from its grids"),
+        ("llava_onevision", "tiles of another image", "makes 5 tiles, pixel_values holds 3"),
+        ("voxtral", "short windows", "input_features has windows of 20 steps, the model's have 24"),
+        ("audioflamingo3", "no mask", "with input_features_mask (windows, steps) beside it, got (2, 8, 24) and None"),
+        ("audioflamingo3", "one token too few", "for audios, and its audios make"),
+        ("paligemma", "no types", "needs token_type_ids beside input_ids: 0 for a prompt"),
+        ("paligemma", "two prompts", "example 0 of the batch has 2 runs of tokens with token_type_ids=0"),
         ("mistral3", "sizes of other images", "pixel_values and image_sizes are for different numbers of images: 2, 1"),
     ],
 )

@@ -1,10 +1,10 @@
-"""What a batch holds beside its text: images and videos, as the processors of transformers make them.
+"""What a batch holds beside its text: images, videos and sound, as the processors of transformers make them.
 
 B batch, S global tokens.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -19,8 +19,11 @@ _TOKEN_TYPES: Final = ("token_type_ids", "mm_token_type_ids")
 MEDIA: Final = frozenset(
     {
         "batch_num_images",
+        "feature_attention_mask",
         "image_grid_thw",
         "image_sizes",
+        "input_features",
+        "input_features_mask",
         "pixel_attention_mask",
         "pixel_values",
         "pixel_values_videos",
@@ -33,7 +36,7 @@ MEDIA: Final = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """The images and videos of a whole batch and the text that they belong to, the same on every rank of a ring.
+    """The images, videos and sound of a whole batch and the text that they belong to, the same on every rank of a ring.
 
     A forward pass takes this rank's share of the images to its device. They stay where they are until then, so that no
     device holds all of them.
@@ -45,10 +48,16 @@ class Media:
     """Which tokens are no padding (B, S), on the CPU; None for all of them."""
     inputs: Mapping[str, Tensor]
     """What the processor returned, by its names."""
+    found: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What a model has found out of it, so that it is computed once."""
 
     def to(self, *_: Any, **__: Any) -> "Media":
         """Itself: what moves a batch to a device leaves images where they are."""
         return self
+
+    def __len__(self) -> int:
+        """Examples."""
+        return len(self.tokens)
 
     @property
     def digest(self) -> int:

@@ -14,7 +14,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import check_fixed
 from ringspan.torch.consistency.forward import check_entries
-from ringspan.torch.data.media import MEDIA, media_of
+from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.generate.agreed import AgreedCriteria, Clock
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.passes import OTHER_NAME
@@ -48,10 +48,10 @@ def agreed_options(
             check_fixed(model)
         check_configs(model.ring_configs)
         config = arguments.get("generation_config") or model.generation_config
-        _refuse_options(model, config, arguments)
         settings = {**config.to_dict(), **arguments}
         texts = {name: str(settings[name]) for name in sorted(settings) if _is_plain(settings[name])}
         tensors = {name: described(value) for name, value in arguments.items() if isinstance(value, Tensor)}
+        _refuse_options(model, config, arguments)
         call = Call("generate", {"model": model.ring_number, "weights": weights}, {**texts, **tensors})
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         call = Call("generate", error=error)
@@ -118,7 +118,7 @@ def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, A
     if not inputs.numel():
         raise UnsupportedError(f"generate needs a prompt of at least one token, got the shape {tuple(inputs.shape)}")
     check_entries("input_ids", inputs, model.ring_vocabularies[0])
-    _check_images(model, arguments, inputs)
+    _keep_images(model, arguments, inputs)
     mask = arguments.get("attention_mask")
     if cache is not None and not model.ring_is_generating:
         _check_continues(cache, inputs, mask)
@@ -127,15 +127,28 @@ def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, A
     check_text(model, prompt, new, says=model.ring_mesh.get_rank() == 0)
 
 
-def _check_images(model: Any, arguments: dict[str, Any], inputs: Tensor) -> None:
-    """Raise an UnsupportedError for images that do not fit the tokens which a cache does not hold yet."""
+def _keep_images(model: Any, arguments: dict[str, Any], inputs: Tensor) -> None:
+    """Put the images of the tokens which a cache does not hold yet in the place of their pixels: transformers would
+    repeat pixels row by row for beams.
+
+    Raises:
+        UnsupportedError: they do not fit the tokens.
+    """
     if model.ring_media is None or model.ring_is_generating:
+        return
+    if any(isinstance(arguments.get(name), Media) for name in MEDIA):  # by an earlier call, of this one's
         return
     cache = arguments.get("past_key_values")
     new = inputs[:, 0 if cache is None else cache.shares.length :]
     given = {name: arguments[name] for name in MEDIA if arguments.get(name) is not None}
     given |= {name: given[name][:, -new.shape[1] :] for name in given if name.endswith("type_ids")}
-    check_media(model, media_of({"input_ids": new, **given}), new, None)
+    if (mask := arguments.get("attention_mask")) is not None:
+        given["attention_mask"] = mask[:, -new.shape[1] :]
+    media = media_of({"input_ids": new, **given})
+    check_media(model, media, new, None)
+    for modality in model.ring_media.modalities:
+        if modality.cut.pixels in given:
+            arguments[modality.cut.pixels] = media
 
 
 def _num_new_tokens(config: GenerationConfig, arguments: dict[str, Any], prompt: int) -> int:

@@ -29,6 +29,7 @@ from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.multimodal.checks import check_media
+from ringspan.torch.multimodal.kinds import Kind
 from ringspan.torch.multimodal.prompts import PromptImages
 from ringspan.torch.multimodal.token_types import Blocks
 from ringspan.torch.recurrence.current import Before, SequencePass, passing
@@ -88,7 +89,11 @@ def _media(model: Any, asked: dict[str, Any], given: dict[str, Any]) -> Media | 
         return None
     inputs = {name: value for name in MEDIA if (value := given.pop(name, None)) is not None}
     ids, mask = asked.get("input_ids"), asked.get("attention_mask")
-    if not isinstance(ids, Tensor) or not any(each.cut.pixels in inputs for each in model.ring_media.modalities):
+    if (kept := next((value for value in inputs.values() if isinstance(value, Media)), None)) is not None:
+        return _of_prompt(kept, ids)
+    kind: Kind = model.ring_media
+    wanted = [each.cut.pixels for each in kind.modalities] + ([kind.blocks] if kind.is_prefix else [])
+    if not isinstance(ids, Tensor) or not any(name in inputs for name in wanted):
         return None
     for name in {"token_type_ids", "mm_token_type_ids"} & set(inputs):  # of the whole text
         inputs[name] = inputs[name][:, -ids.shape[1] :]
@@ -96,6 +101,20 @@ def _media(model: Any, asked: dict[str, Any], given: dict[str, Any]) -> Media | 
     media = media_of({"input_ids": ids, **real, **inputs})
     check_media(model, media, ids, None)
     return media
+
+
+def _of_prompt(media: Media, ids: Any) -> Media:
+    """The images of a prompt of which ``generate`` reads each row once for every beam.
+
+    Raises:
+        UnsupportedError: these are not its tokens.
+    """
+    rows, count = media.tokens.shape
+    if isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) % rows == 0:
+        expected = media.tokens.repeat_interleave(len(ids) // rows, 0)
+        if ids.shape[1] >= count and bool((ids[:, :count].cpu() == expected).all()):
+            return media
+    raise UnsupportedError("a prompt with images is read as a whole; leave prefill_chunk_size out, a ring has its own")
 
 
 def _check_pass(model: Any, asked: dict[str, Any]) -> None:
@@ -164,7 +183,7 @@ def over_cache(
     chunk = model.ring_prefill_tokens * cache.shares.ranks
     cache.reserve(before + count)
     last: list[Tensor] = []
-    images = None if media is None else PromptImages(model, media)
+    images = None if media is None else PromptImages(model, media, len(ids), count)
     for part in _parts(count, chunk, None if images is None else images.blocks):
         wanted = max(0, part.stop - max(part.start, count - keep))
         hidden = _turn(model, cache, ids, position_ids, part, real, wanted, images)

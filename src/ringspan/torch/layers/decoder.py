@@ -141,6 +141,9 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model of its own beside the head that maps tokens to hidden states, that of its text where it takes images
     or sound too; a model that has none beside a head is itself one.
     """
-    inner = next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
+    inner_models = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    inner = inner_models[0] if inner_models else model
     nested: Any = inner if inner is model else inner.get_decoder()
+    if len(inner_models) > 1 and isinstance(own := model.get_decoder(), PreTrainedModel) and own is not model:
+        return decoder_of(own)  # the towers are beside a whole language model (Llama 4)
     return nested if isinstance(nested, PreTrainedModel) else inner

@@ -95,7 +95,9 @@ def refuse_config(config: PreTrainedConfig) -> None:
         value = getattr(config, field, None)
         if value:
             raise UnsupportedError(f"{kind}: {field}={value} is not supported yet; set it to None or 0")
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+    # PaliGemma sets it, and says by the types of tokens which of them see later ones.
+    is_both_ways = getattr(config, "use_bidirectional_attention", False) and kind != "paligemma"
+    if not getattr(config, "is_causal", True) or is_both_ways:
         raise UnsupportedError(f"{kind}: bidirectional attention is not supported yet")
 
 

@@ -6,10 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.messages.lines import one_line
 from ringspan.torch.data.media import Media
+from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.multimodal.kinds import KINDS, Kind, Modality, placeholder
-from ringspan.torch.multimodal.token_types import blocks_of, is_of
+from ringspan.torch.multimodal.token_types import blocks_of, grid_positions, is_of
 from ringspan.torch.runtime.mesh import tensor_axis
 
 
@@ -34,6 +36,11 @@ def check_media(model: Any, media: Media | None, tokens: Tensor, lengths: Tensor
                 f"it out, or take a model of the types {', '.join(KINDS)}"
             )
         return
+    if kind.is_prefix and (media is None or kind.blocks not in media.inputs):
+        raise UnsupportedError(
+            f"{class_name(model)} needs {kind.blocks} beside input_ids: {kind.block_type} for a prompt, whose tokens "
+            "see each other both ways, and 1 for what follows; give rs.shard_batch what the processor returned"
+        )
     if media is None:
         for modality in kind.modalities:
             counts = is_of(model, modality, tokens).sum(1)
@@ -44,15 +51,53 @@ def check_media(model: Any, media: Media | None, tokens: Tensor, lengths: Tensor
         raise UnsupportedError(
             f"{class_name(model)} takes no {', '.join(unknown)} on a ring; it takes {', '.join(sorted(kind.names))}"
         )
-    if tensor_axis(model.ring_mesh) is not None:
+    has_any = any(modality.cut.pixels in media.inputs for modality in kind.modalities)
+    if has_any and tensor_axis(model.ring_mesh) is not None:
         raise UnsupportedError("images are not supported with tp, whose ranks would each make all embeddings; use tp=1")
     if model.ring_compiled and blocks_of(kind, media, lengths) is not None:
         raise UnsupportedError(
             f"{kind.blocks} marks tokens that see each other both ways, which compiled layers do not compute; use "
             "compile=False"
         )
+    if kind.is_prefix:
+        _check_prefix(model, kind, media, lengths)
     for modality in kind.modalities:
         _check_modality(model, modality, media)
+    if kind.has_grid_positions:
+        _find_positions(model, kind, media, lengths)
+
+
+def _find_positions(model: Any, kind: Kind, media: Media, lengths: Tensor | None) -> None:
+    """Keep the positions of tokens in space and time.
+
+    Raises:
+        UnsupportedError: the model finds none for these tokens and grids.
+    """
+    try:
+        media.found["positions"] = grid_positions(model, kind, media, lengths)
+    except (RuntimeError, ValueError, IndexError, StopIteration) as error:
+        raise UnsupportedError(
+            f"{class_name(model)} cannot tell the positions of this text from its grids ({one_line(error)}); the "
+            "processor of the model writes tokens between one image and the next, and those of each frame together"
+        ) from error
+
+
+def _check_prefix(model: Any, kind: Kind, media: Media, lengths: Tensor | None) -> None:
+    """Raise an UnsupportedError for blocks that are no regions of the mask as the model understands it."""
+    window = getattr(text_config(model.config), "sliding_window", None)
+    for example, blocks in enumerate(blocks_of(kind, media, lengths) or ()):
+        documents = 1 if lengths is None else int((lengths[example] > 0).sum())
+        if len(blocks) > documents:
+            raise UnsupportedError(
+                f"example {example} of the batch has {len(blocks)} runs of tokens with "
+                f"{kind.blocks}={kind.block_type}, which would all see each other; such tokens must begin a text"
+            )
+        longest = max((stop - start for start, stop in blocks), default=0)
+        if window is not None and longest > window:
+            raise UnsupportedError(
+                f"example {example} of the batch begins with {longest} tokens that see each other, more than the "
+                f"window of {window} of the model's layers, which a ring does not support"
+            )
 
 
 def _lonely_tokens(model: Any, modality: Modality, counts: Tensor) -> UnsupportedError:
@@ -84,6 +129,7 @@ def _check_modality(model: Any, modality: Modality, media: Media) -> None:
             f"{cut.pixels} holds {name}s, and no example of the batch has a token for them (id "
             f"{placeholder(model, modality)}); let the processor make the text too"
         )
+    cut.check_model(media.inputs, model.config)
     tokens = cut.tokens(media.inputs, model.config)
     if tokens is not None:
         check_counts(modality, tokens, counts.tolist())

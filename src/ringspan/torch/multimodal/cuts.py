@@ -1,19 +1,25 @@
-"""How the inputs of a tower are cut into units, each of which it treats by itself: a frame, an image, or the images of
-one example.
+"""How the inputs of a tower are cut into units, each of which it treats by itself: a frame, an image, the images of one
+example, or a window of sound.
 
 The units of a batch are in the order of their tokens in the text. I images, V videos, F frames, P patches, C channels.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
 from ringspan.core.errors import UnsupportedError
 
 Inputs = Mapping[str, Tensor]
+
+
+_OTHER: Final = "; the processor must be that of the model"
+# Towers with a table of positions for images of one size.
+_OF_ONE_SIZE: Final = ("clip_vision_model", "internvl_vision", "llama4_vision_model", "siglip_vision_model")
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,25 @@ class Cut:
         if "image_sizes" in inputs:  # pixels (I, C, H, W) are padded to the largest
             return inputs["image_sizes"].prod(-1).tolist()
         return [1] * len(inputs[self.pixels])
+
+    def check_model(self, inputs: Inputs, config: Any) -> None:
+        """Raise an UnsupportedError for inputs that the towers of a model, by its config, do not take."""
+        tower, (channels, *size) = config.vision_config, inputs[self.pixels].shape[-3:]
+        if channels != (wanted := getattr(tower, "num_channels", 3)):
+            raise UnsupportedError(f"{self.pixels} has {channels} channels, the model's images have {wanted}{_OTHER}")
+        whole = tower.image_size
+        whole = [whole, whole] if isinstance(whole, int) else [*whole]
+        if tower.model_type in _OF_ONE_SIZE and size != whole:
+            raise UnsupportedError(
+                f"{self.pixels} has images of {size[0]} x {size[1]}, the model's have {whole[0]} x {whole[1]}{_OTHER}"
+            )
+        if tower.model_type == "pixtral" and "image_sizes" in inputs:
+            for image, own in enumerate(inputs["image_sizes"].tolist()):
+                if own[0] > size[0] or own[1] > size[1] or min(own) < tower.patch_size:
+                    raise UnsupportedError(
+                        f"image_sizes says {own[0]} x {own[1]} of image {image}, {self.pixels} holds {size[0]} x "
+                        f"{size[1]} of it{_OTHER}"
+                    )
 
     def tokens(self, inputs: Inputs, config: Any) -> list[int] | None:
         """The tokens of each unit in the text; None where only the tower knows."""
@@ -79,14 +104,21 @@ class FramesOfGrid(Cut):
     def costs(self, inputs: Inputs) -> list[int]:
         return [rows * columns for frames, rows, columns in inputs[self.grid].tolist() for _ in range(frames)]
 
-    def tokens(self, inputs: Inputs, config: Any) -> list[int] | None:
-        side = config.vision_config.spatial_merge_size
+    def check_model(self, inputs: Inputs, config: Any) -> None:
+        tower, values = config.vision_config, inputs[self.pixels].shape[-1]
+        side = tower.spatial_merge_size
+        wanted = getattr(tower, "in_channels", 3) * tower.temporal_patch_size * tower.patch_size**2
+        if values != wanted:
+            raise UnsupportedError(f"{self.pixels} has patches of {values} values, the model's have {wanted}{_OTHER}")
         for image, (_, rows, columns) in enumerate(inputs[self.grid].tolist()):
             if rows % side or columns % side:
                 raise UnsupportedError(
                     f"{self.grid} of image {image} has {rows} x {columns} patches, which blocks of {side} x {side} do "
-                    "not divide; the processor must be that of the model"
+                    f"not divide{_OTHER}"
                 )
+
+    def tokens(self, inputs: Inputs, config: Any) -> list[int] | None:
+        side = config.vision_config.spatial_merge_size
         return [patches // side**2 for patches in self.costs(inputs)]
 
     def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
@@ -148,6 +180,17 @@ class ImagesOfTiles(Cut):
             return [1] * len(inputs[self.pixels])
         return [count for count in inputs["batch_num_images"].tolist() if count]
 
+    def check_model(self, inputs: Inputs, config: Any) -> None:
+        super().check_model(inputs, config)
+        tiles, counts = inputs[self.pixels].shape[1], self._groups(inputs)
+        for image, size in enumerate(inputs["image_sizes"].tolist() if max(counts, default=0) == 1 else ()):
+            wanted = image_size_to_num_patches(size, config.image_grid_pinpoints, config.vision_config.image_size)
+            if wanted > tiles:
+                raise UnsupportedError(
+                    f"image_sizes says {size[0]} x {size[1]} of image {image}, which makes {wanted} tiles, "
+                    f"{self.pixels} holds {tiles}{_OTHER}"
+                )
+
     def costs(self, inputs: Inputs) -> list[int]:
         return [inputs[self.pixels].shape[1] if count == 1 else count for count in self._groups(inputs)]
 
@@ -179,3 +222,38 @@ class FramesOfVideos(Cut):
         frames = inputs[self.pixels].shape[1]
         # Each frame went through as a video of its own; the break stays behind the last one.
         return [row if (unit + 1) % frames == 0 else row[:-1] for unit, row in zip(units, made, strict=True)]
+
+
+@dataclass(frozen=True)
+class WindowsOfSound(Cut):
+    """Whisper's: spectra of windows of one length (W, bins, steps), of which each is encoded by itself."""
+
+    def check(self, inputs: Inputs) -> None:
+        super().check(inputs)
+        if inputs[self.pixels].ndim != 3:
+            raise UnsupportedError(
+                f"{self.pixels} must be (windows, bins, steps), got {tuple(inputs[self.pixels].shape)}"
+            )
+
+    def check_model(self, inputs: Inputs, config: Any) -> None:
+        steps, whole = inputs[self.pixels].shape[-1], 2 * config.audio_config.max_source_positions
+        if steps != whole:
+            raise UnsupportedError(f"{self.pixels} has windows of {steps} steps, the model's have {whole}{_OTHER}")
+
+
+@dataclass(frozen=True)
+class PartsOfSound(WindowsOfSound):
+    """The same with a mask (W, steps) of the steps that are no padding; embeddings are of those alone."""
+
+    def check(self, inputs: Inputs) -> None:
+        pixels, name = inputs[self.pixels], self.names[1]
+        mask = inputs.get(name)
+        if mask is None or pixels.ndim != 3 or mask.shape != (len(pixels), pixels.shape[-1]):
+            raise UnsupportedError(
+                f"{self.pixels} must be (windows, bins, steps) with {name} (windows, steps) beside it, got "
+                f"{tuple(pixels.shape)} and {None if mask is None else tuple(mask.shape)}"
+            )
+
+    def tokens(self, inputs: Inputs, config: Any) -> list[int] | None:
+        halved = (inputs[self.names[1]].sum(-1) - 1) // 2 + 1  # by a convolution, then by a pooling
+        return ((halved - 2) // 2 + 1).tolist()

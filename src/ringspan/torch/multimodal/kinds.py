@@ -1,12 +1,22 @@
 """Which models see images on a ring, how each of them takes them, and whose tokens see each other."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from ringspan.torch.multimodal.cuts import Cut, FramesOfGrid, FramesOfVideos, ImagesOfExamples, ImagesOfTiles
+from ringspan.torch.layers.decoder import decoder_of
+from ringspan.torch.multimodal.cuts import (
+    Cut,
+    FramesOfGrid,
+    FramesOfVideos,
+    ImagesOfExamples,
+    ImagesOfTiles,
+    PartsOfSound,
+    WindowsOfSound,
+)
+from ringspan.torch.multimodal.features import llama4_images, qwen2_audio_sound
 
 
 class Modality(NamedTuple):
@@ -29,11 +39,16 @@ class Kind(NamedTuple):
     blocks: str | None = None
     """The input whose tokens of type ``block_type`` see each other both ways."""
     block_type: int = 1
+    is_prefix: bool = False
+    """Whether all such tokens of a document are one block, its beginning, whatever window a layer has."""
     has_grid_positions: bool = False
     """Whether tokens have a time, a row and a column, which the model's ``get_rope_index`` gives (M-RoPE)."""
-    first_position: int = 0
     others: tuple[str, ...] = ()
     """Further inputs."""
+    features: Callable[..., Any] | None = None
+    """Makes the embeddings of models that have no method for it, called with the model and the tower's inputs; the ring
+    then places them itself.
+    """
 
     @property
     def names(self) -> set[str]:
@@ -45,6 +60,7 @@ class Kind(NamedTuple):
 _IMAGES: Final = Modality("image", Cut(("pixel_values",)))
 _SIZED: Final = Modality("image", Cut(("pixel_values", "image_sizes")))
 _OF_EXAMPLES: Final = Modality("image", ImagesOfExamples(("pixel_values", "pixel_attention_mask")))
+_SOUND: Final = Modality("audio", WindowsOfSound(("input_features",)))
 _QWEN: Final = Kind(
     (
         Modality("image", FramesOfGrid(("pixel_values", "image_grid_thw"))),
@@ -53,12 +69,15 @@ _QWEN: Final = Kind(
     has_grid_positions=True,
     others=("mm_token_type_ids", "second_per_grid_ts"),
 )
+_NEWER_QWEN: Final = _QWEN._replace(others=("mm_token_type_ids",))
 
 # By model type; each is held to one process by tests/torch/multimodal.
 KINDS: Final[Mapping[str, Kind]] = {
+    "audioflamingo3": Kind((Modality("audio", PartsOfSound(("input_features", "input_features_mask"))),)),
     "gemma3": Kind((_IMAGES,), blocks="token_type_ids"),
     "idefics3": Kind((_OF_EXAMPLES,)),
     "internvl": Kind((_IMAGES,)),
+    "llama4": Kind((_IMAGES,), features=llama4_images),
     "llava": Kind((_SIZED,)),
     "llava_onevision": Kind(
         (
@@ -67,31 +86,44 @@ KINDS: Final[Mapping[str, Kind]] = {
         )
     ),
     "mistral3": Kind((_SIZED,)),
+    "paligemma": Kind((_IMAGES,), blocks="token_type_ids", block_type=0, is_prefix=True),
     "qwen2_5_vl": _QWEN,
+    "qwen2_audio": Kind(
+        (Modality("audio", PartsOfSound(("input_features", "feature_attention_mask"))),), features=qwen2_audio_sound
+    ),
     "qwen2_vl": _QWEN,
-    "qwen3_vl": _QWEN._replace(others=("mm_token_type_ids",)),
+    "qwen3_5": _NEWER_QWEN,
+    "qwen3_5_moe": _NEWER_QWEN,
+    "qwen3_vl": _NEWER_QWEN,
+    "qwen3_vl_moe": _NEWER_QWEN,
     "smolvlm": Kind((_OF_EXAMPLES,)),
+    "voxtral": Kind((_SOUND,)),
 }
 
 
 def kind_of(model: PreTrainedModel) -> Kind | None:
     """How a model takes images on a ring; None for one that takes none there."""
     kind = KINDS.get(model.config.model_type)
-    if kind is None or not all(hasattr(inner_of(model), f"get_{each.name}_features") for each in kind.modalities):
+    if kind is None or not towers_of(model):
+        return None
+    if kind.features is None and not all(
+        hasattr(inner_of(model), f"get_{each.name}_features") for each in kind.modalities
+    ):
         return None
     return kind
 
 
 def inner_of(model: PreTrainedModel) -> Any:
-    """The model below the head, which has the towers and the decoder."""
-    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
+    """The model below the head, which has the towers and the decoder; the model itself where they are its own parts."""
+    below = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return below[0] if len(below) == 1 else model
 
 
 def towers_of(model: PreTrainedModel) -> list[PreTrainedModel]:
     """The models beside the decoder."""
-    inner = inner_of(model)
-    decoder: nn.Module = inner.get_decoder()
-    return [child for child in inner.children() if isinstance(child, PreTrainedModel) and child is not decoder]
+    decoder: nn.Module = decoder_of(model)
+    below = [child for child in inner_of(model).children() if isinstance(child, PreTrainedModel)]
+    return [child for child in below if all(module is not decoder for module in child.modules())]
 
 
 def placeholder(model: Any, modality: Modality) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ringspan.torch.data.media import Media
 from ringspan.torch.multimodal.token_types import Blocks, blocks_of, is_of
@@ -16,17 +17,25 @@ from ringspan.torch.multimodal.towers import Made, SharedTowers
 
 
 class PromptImages(SharedTowers):
-    """The images of new tokens (B, n) that are read over a cache, the same on every rank.
+    """The images of a prompt that is read over a cache, the same on every rank.
+
+    Args:
+        model: on a ring.
+        media: of the prompt (B, at most n).
+        rows: sequences of the pass, each row of the prompt as often as there are beams, one after the other.
+        count: new tokens n, those that are guessed behind the prompt included.
 
     Raises:
         UnsupportedError: the embeddings are others than the tokens that stand for some; on every rank alike.
     """
 
-    def __init__(self, model: Any, media: Media) -> None:
+    def __init__(self, model: Any, media: Media, rows: int, count: int) -> None:
         super().__init__(model)
-        self.media = media
-        self.blocks: list[Blocks] | None = blocks_of(self.kind, media, None)
-        """The runs of tokens that see each other both ways."""
+        self.media, self._repeats = media, rows // len(media)
+        self._behind = count - media.tokens.shape[1]
+        blocks = blocks_of(self.kind, media, None)
+        self.blocks: list[Blocks] | None = blocks and [row for row in blocks for _ in range(self._repeats)]
+        """The runs of tokens of each sequence that see each other both ways."""
         self._made: dict[str, Made] = {}
         self._columns: Tensor | None = None
         """Of the new tokens, those that are read now."""
@@ -34,7 +43,7 @@ class PromptImages(SharedTowers):
             if modality.cut.pixels in media.inputs:
                 self.add(modality, media.inputs, is_counted=True)
                 with self.active() as inner:
-                    getattr(inner, f"get_{modality.name}_features")()
+                    self.asked(inner, modality.name)
 
     def features(self, name: str, compute: Callable[..., Any]) -> Any:
         """First all embeddings, which every rank keeps; then those of the tokens that are read."""
@@ -51,12 +60,12 @@ class PromptImages(SharedTowers):
             return made.output
         assert self._columns is not None, "a turn says which"
         made = self._made[name]
-        numbers = (places.flatten().cumsum(0) - 1).view(places.shape)[:, self._columns]
-        wanted = numbers[places[:, self._columns]]
+        numbers = (places.flatten().cumsum(0) - 1).view(places.shape).masked_fill(~places, -1)
+        numbers = pad(numbers, (0, self._behind), value=-1)[:, self._columns].repeat_interleave(self._repeats, 0)
+        wanted = numbers[numbers >= 0]
         return made.placed(made.rows[wanted.to(made.rows.device)])
 
     def read(self, columns: Tensor, given: dict[str, Any]) -> Any:
         """What the model below the head gives for these of the new tokens, with images in their places."""
         self._columns = columns
-        with self.active() as inner:
-            return inner(**given | self.pixels(given["input_ids"].device))
+        return self.decoded(given)

@@ -9,6 +9,7 @@ B batch, S global tokens, T local tokens, N ranks.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from ringspan.torch.multimodal.checks import check_counts
 from ringspan.torch.multimodal.cuts import Inputs, pieces_of
 from ringspan.torch.multimodal.kinds import Kind, Modality, inner_of, towers_of
 from ringspan.torch.multimodal.shares import exchange, make_plan, share_out
-from ringspan.torch.multimodal.token_types import grid_positions, is_of
+from ringspan.torch.multimodal.token_types import is_of
 from ringspan.torch.transport.collectives import gather, gather_over
 
 
@@ -35,7 +36,7 @@ def put_towers_on_ring(model: Any, kind: Kind, *, checkpointed: bool) -> list[nn
     by one. ``checkpointed`` layers keep their input alone.
     """
     inner = inner_of(model)
-    for modality in kind.modalities:
+    for modality in kind.modalities if kind.features is None else ():
         mix_in(inner, _MIXINS[modality.name])
     layers: list[nn.Module] = []
     for tower in towers_of(model):
@@ -103,6 +104,7 @@ class SharedTowers:
 
     def add(self, modality: Modality, inputs: Inputs, *, is_counted: bool) -> None:
         """Share out inputs of the whole batch, or run the cheapest of them for nothing."""
+        inputs = {name: inputs[name] for name in modality.cut.names if name in inputs}
         share = share_out(modality.cut.costs(inputs), self.ranks)[self.rank] if is_counted else range(0)
         self.works[modality.name] = Work(modality, inputs, share or cheapest_of(modality, inputs), bool(share))
 
@@ -147,9 +149,24 @@ class SharedTowers:
         finally:
             vars(inner).pop("ring_pass", None)
 
-    def pixels(self, device: torch.device) -> dict[str, Tensor]:
-        """Arguments that make the model ask for embeddings, whatever they hold."""
-        return {work.modality.cut.pixels: torch.empty(0, device=device) for work in self.works.values()}
+    def asked(self, inner: Any, name: str) -> Any:
+        """The embeddings of a modality, as the model below the head asks for them."""
+        if self.kind.features is None:
+            return getattr(inner, f"get_{name}_features")()
+        return self.features(name, partial(self.kind.features, inner))
+
+    def decoded(self, given: dict[str, Any]) -> Any:
+        """What the model below the head gives for tokens, with embeddings in their places."""
+        ids = given["input_ids"]
+        with self.active() as inner:
+            if self.kind.features is None:  # it asks for them where it is given pixels, whatever these hold
+                return inner(**given | {work.modality.cut.pixels: ids.new_empty(0) for work in self.works.values()})
+            embedded = self.model.get_input_embeddings()(ids)
+            for name, work in self.works.items():
+                rows = self.asked(inner, name).pooler_output.to(embedded)
+                embedded = embedded.masked_scatter(is_of(self.model, work.modality, ids)[..., None], rows)
+        others = {name: value for name, value in given.items() if name != "input_ids"}
+        return self.model.get_submodule(self.model.ring_decoder)(inputs_embeds=embedded, **others)
 
 
 class MediaPass(SharedTowers):
@@ -181,15 +198,14 @@ class MediaPass(SharedTowers):
     def decode(self, given: dict[str, Any]) -> Any:
         """What the model below the head gives for local tokens and positions (B, T), with images in their places."""
         device = given["input_ids"].device
-        positions = given["position_ids"] + self.kind.first_position
+        positions = given["position_ids"]
         if self.kind.has_grid_positions and self.media is not None:
-            grid = grid_positions(self.model, self.kind, self.media, self.lengths)
+            grid: Tensor = self.media.found["positions"]
             set_global_length(self.model.get_submodule(self.model.ring_decoder), int(grid.max()) + 1)
             split = BatchLayout.of(self.model.ring_layout, grid.shape[-1], self.ranks, self.lengths)
             local = split.shard(grid.permute(1, 2, 0), self.rank).permute(2, 0, 1).to(device)
             positions = torch.cat((positions[None].to(local).expand(1, *local.shape[1:]), local))
-        with self.active() as inner:
-            return inner(**given | {"position_ids": positions} | self.pixels(device))
+        return self.decoded(given | {"position_ids": positions})
 
     def features(self, name: str, compute: Callable[..., Any]) -> Any:
         """What a tower returns, with the embeddings of the local tokens in place of those of its share.
@@ -278,4 +294,9 @@ class _Videos(RingTowers):
         return _features(self, "video", super().get_video_features, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-_MIXINS: dict[str, type] = {"image": _Images, "video": _Videos}
+class _Sound(RingTowers):
+    def get_audio_features(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _features(self, "audio", super().get_audio_features, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_MIXINS: dict[str, type] = {"audio": _Sound, "image": _Images, "video": _Videos}

@@ -1,0 +1,69 @@
+"""What towers keep for backward falls with the number of ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringspan as rs
+from tests.torch.multimodal.models import VIDEO, build
+
+FRAMES, SIDE = 24, 4
+
+
+def video(kind: str) -> dict[str, Tensor]:
+    """A prompt with one video of many frames."""
+    tokens = FRAMES * SIDE**2 // 4
+    per_frame = tokens // FRAMES
+    runs = [[VIDEO] * per_frame + [3]] * FRAMES if kind == "qwen3_vl" else [[VIDEO] * tokens]
+    ids = torch.tensor([[4, 5, *(token for run in runs for token in run), 6, 7]])
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == VIDEO, -100),
+        "mm_token_type_ids": 2 * (ids == VIDEO),
+        "pixel_values_videos": torch.randn(FRAMES * SIDE**2, 96),
+        "video_grid_thw": torch.tensor([[FRAMES, SIDE, SIDE]]),
+    }
+
+
+def saved_bytes(mesh: DeviceMesh, kind: str) -> int:
+    """Of activations that the tower keeps on this rank."""
+    total, seen = 0, set[int]()
+    is_inside = False
+    model: Any = build(kind, dtype=torch.float32)
+
+    def enter(*_: Any) -> None:
+        nonlocal is_inside
+        is_inside = True
+
+    def leave(*_: Any) -> None:
+        nonlocal is_inside
+        is_inside = False
+
+    def note(x: Tensor) -> Tensor:
+        nonlocal total
+        whole = x if x._base is None else x._base
+        is_weight = whole.is_leaf and whole.requires_grad
+        if is_inside and not is_weight and whole.data_ptr() not in seen:
+            seen.add(whole.data_ptr())
+            total += whole.numel() * whole.element_size()
+        return x
+
+    model.model.visual.register_forward_pre_hook(enter)
+    model.model.visual.register_forward_hook(leave)
+    model = rs.parallelize(model, mesh, checkpoint="none")
+    with saved_tensors_hooks(note, lambda x: x):
+        loss = model(**rs.shard_batch(video(kind), mesh)).loss
+    loss.backward()
+    return total
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_rank_keeps_its_share_of_the_frames(pool, kind):
+    (whole,) = pool.run(saved_bytes, 1, kind)
+    for ranks in (2, 4):
+        for found in pool.run(saved_bytes, ranks, kind):
+            assert found == pytest.approx(whole / ranks, rel=0.02)
