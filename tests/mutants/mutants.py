@@ -56,6 +56,7 @@ STEPS = "test_ten_steps_equal_one_process"
 FOLDERS = "torch/weights/test_folders.py::"
 THERE_AND_BACK = f"{FOLDERS}test_weights_go_there_and_back"
 PARTS = "torch/weights/test_deferred.py::"
+SEEN = "torch/multimodal/"
 
 MUTANTS = [
     Mutant(
@@ -881,5 +882,48 @@ MUTANTS = [
         "found = found[:1] if len(set(found)) == 1 else found",
         "found = found[:1]",
         "torch/layers/test_compiled.py::test_layers_compute_the_same_in_few_programs[llama-batches5-options5-changes5-2]",
+    ),
+    Mutant(
+        "an embedding comes one token too late",
+        "torch/multimodal/shares.py",
+        "torch.from_numpy(np.argsort(local[here][arriving])),",
+        "torch.from_numpy(np.argsort(local[here][arriving])).roll(1),",
+        f"{SEEN}test_shares.py::test_every_embedding_comes_to_its_token",
+    ),
+    Mutant(
+        "a frame is computed on two ranks",
+        "torch/multimodal/shares.py",
+        "range(bounds[rank], bounds[rank + 1])",
+        "range(bounds[rank], min(bounds[rank + 1] + 1, len(costs)))",
+        f"{SEEN}test_shares.py::test_units_are_shared_out_in_order_and_evenly",
+    ),
+    Mutant(
+        "gradients of embeddings do not go back to the rank that made them",
+        "torch/multimodal/shares.py",
+        "return _traded(gradients[0], ctx.receive, ctx.send, ctx.group), None",
+        "return torch.zeros_like(_traded(gradients[0], ctx.receive, ctx.send, ctx.group)), None",
+        f"{SEEN}test_training.py::"
+        "test_the_ring_gives_the_loss_and_gradients_of_one_process[llava-2-examples1-zigzag-options1]",
+    ),
+    Mutant(
+        "tokens of an image see earlier ones alone",
+        "torch/attention/traced.py",
+        "Mask((*before.regions, *later),",
+        "Mask((*before.regions, *tuple(later)[:0]),",
+        f"{SEEN}test_token_types.py::test_blocks_see_their_later_tokens[None-None]",
+    ),
+    Mutant(
+        "a beam sees the images of another prompt",
+        "torch/multimodal/prompts.py",
+        "[:, self._columns].repeat_interleave(self._repeats, 0)",
+        "[:, self._columns].repeat(self._repeats, 1)",
+        f"{SEEN}test_generate.py::test_every_beam_sees_the_images_of_its_own_prompt[llava]",
+    ),
+    Mutant(
+        "a frame is causal in itself",
+        "core/geometry/mask.py",
+        "(Region(ends[i], ends[i + 1], ends[max(0, i + 1 - window)], ends[i + 1]) for",
+        "(Region(ends[i], ends[i + 1], ends[max(0, i + 1 - window)], ends[i + 1], 0) for",
+        "core/geometry/test_mask.py::test_frames_see_themselves_and_earlier_ones[None]",
     ),
 ]
