@@ -94,6 +94,11 @@ REFUSALS: Final = (
         "a ring for the encoder's tokens beside that of the decoder's, in ringspan",
     ),
     Refusal(
+        "tokens see later ones",
+        "Its tokens see later ones: it is an encoder.",
+        "nothing: it is no causal language model",
+    ),
+    Refusal(
         "bidirectional attention",
         "Its usual config lets tokens of an image see later ones.",
         "`use_bidirectional_attention=None` in the config, for text alone",

@@ -43,12 +43,22 @@ TRIALS: Final = {
 # Two chunks are long enough to be split over the ring (SPLIT_FROM_TOKENS); each rank computes all of the last one.
 PROMPT, READ_AT_ONCE, WRITTEN, RANKS = 75, 17, 12, 2
 GENERATION: Final = "generation"
+IN_DEFAULT_DTYPE: Final = ("xglm",)  # models that make a number of the default dtype of one of their own
 LOSS_BOUND, BOUND = 1e-6, 1e-5  # relative, as in tests/torch/test_parallelize.py
 
 
 def one_process(kind: str, dtype: torch.dtype, *, is_packed: bool) -> dict[str, Any]:
     """Loss, logits and gradients of the plain model; each document alone."""
     model, tokens = tiny_model(kind), tiny_tokens(LENGTH)
+    if kind in IN_DEFAULT_DTYPE:
+        torch.set_default_dtype(dtype)
+    try:
+        return _one_process(model, tokens, dtype, is_packed=is_packed)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _one_process(model: Any, tokens: torch.Tensor, dtype: torch.dtype, *, is_packed: bool) -> dict[str, Any]:
     if dtype == torch.float64:
         model = in_float64_of(model) if has_states(model.config) else model.to(dtype)
         model.set_experts_implementation("eager")  # the others know no float64
@@ -152,8 +162,8 @@ def judge(pool: Pool, kind: str) -> dict[str, Any]:
             return row | {"untried": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"}
         outcomes = pool.outcomes(on_the_ring, ranks, kind, layout, is_packed, tp=tp)
         row[trial] = _failure(pool, outcomes) or {
-            "error": max(_error(each, truth) for each in outcomes),
-            "alone": _error(plain, truth),
+            "error": max(error_of(each, truth) for each in outcomes),
+            "alone": error_of(plain, truth),
         }
         if "refused" in row[trial] and trial == "sequence":
             return row
@@ -177,7 +187,7 @@ def is_exact(outcome: dict[str, Any]) -> bool:
     return "error" not in outcome or outcome["error"] < max(BOUND, 2 * outcome["alone"])
 
 
-def _error(outcome: dict[str, Any], truth: dict[str, Any]) -> float:
+def error_of(outcome: dict[str, Any], truth: dict[str, Any]) -> float:
     """The worst relative error, the loss's as it compares with its own, narrower bound."""
     errors = [relative(outcome["loss"], truth["loss"]) * BOUND / LOSS_BOUND]
     errors.append(relative(outcome["logits"], truth["logits"]))
@@ -230,13 +240,19 @@ def page(facts: dict[str, Any]) -> str:
         "",
         'Types without activation checkpointing in transformers (ctrl, jetmoe) need `checkpoint="none"`.',
         "",
+        "BART, its relatives, TrOCR and Whisper compare labels with the logits of the same token in their own loss.",
+        "On a ring labels are shifted as those of all models, and `parallelize` says so. RoBERTa and its relatives",
+        "number tokens behind the rows of their table that are for padding; transformers' `generate` does not, and on",
+        "a ring it does not either.",
+        "",
         "Mixtures of experts that have a load-balancing loss (`output_router_logits=True`, in the call or the config)",
         "get it over the tokens of all ranks, as on one process.",
         "",
         "## What raises an error",
         "",
         "Of a type that can have layers which a ring does not compute, a model without such layers runs (lfm2 or",
-        "minimax_m3_vl_text with full attention alone).",
+        "minimax_m3_vl_text with full attention alone). Those with an encoder are no causal language models by",
+        "themselves, nor is gemma4_unified_assistant, which drafts for another model.",
         "",
         "| why | what it would take | model types |",
         "| --- | --- | --- |",

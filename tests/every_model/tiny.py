@@ -54,6 +54,11 @@ _LLAMA4: Final = {
     "num_hidden_layers": 4, "floor_scale": 8, "no_rope_layers": [1, 1, 0, 0], "interleave_moe_layer_step": 2,
 }  # fmt: skip
 _GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_UNIFIED: Final = {
+    "text_config": _TEXT | _WINDOW | _GEMMA4,
+    "vision_config": {"mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32, "patch_size": 4},
+    "audio_config": None,
+}
 
 # What a kind needs beside that, or what makes it show more of itself.
 _CHANGES: Final[dict[str, dict[str, Any]]] = {
@@ -77,6 +82,8 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
         "vision_config": _VISION | {"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16},
         "audio_config": None,
     },
+    "gemma4_unified": _UNIFIED,
+    "gemma4_unified_assistant": _UNIFIED,
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4 | {"use_bidirectional_attention": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
@@ -110,6 +117,7 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
     },
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ ROUTERS = "torch/layers/test_router_loss.py::"
 CARRIED = "core/schedule/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once"
 STATES = "torch/generate/test_states.py::test_tokens_and_logits_are_those_of_one_process"
 SPANS = "torch/recurrence/test_recurrence.py::"
+OWN_CODE = "torch/model/test_own_code.py::test_packed_documents_on_three_ranks_are_each_those_of_one_process"
 SHARES = "core/geometry/test_shares.py::"
 BALANCED = "core/geometry/test_balanced.py::"
 CACHED = "torch/attention/test_cached.py::"
@@ -805,6 +806,41 @@ MUTANTS = [
         "            with passing(sequences):\n                return function(*args)",
         "            return function(*args)",
         f"{SPANS}test_what_is_kept_is_not_computed_again_and_is_of_its_own_pass",
+    ),
+    Mutant(
+        "a table of positions whose first rows are taken for tokens'",
+        "torch/layers/numbering.py",
+        "behind = positions if current_turn() is not None else positions + self.offset",
+        "behind = positions",
+        f"{OWN_CODE}[roberta]",
+    ),
+    Mutant(
+        "a decoder that numbers each rank's tokens from 0",
+        "torch/layers/numbering.py",
+        "        positions = self.ring_positions\n",
+        "        positions = None\n",
+        f"{OWN_CODE}[bart]",
+    ),
+    Mutant(
+        "attention without its ALiBi",
+        "torch/model/attention_function.py",
+        "slopes=alibi_slopes,",
+        "slopes=None,",
+        f"{OWN_CODE}[bloom]",
+    ),
+    Mutant(
+        "a head without the layers before it",
+        "torch/layers/head.py",
+        "return joined(parts) if parts else model.get_output_embeddings()",
+        "return model.get_output_embeddings()",
+        f"{OWN_CODE}[roberta]",
+    ),
+    Mutant(
+        "a window of a model that names it in its own way, left out",
+        "torch/layers/decoder.py",
+        'LayerKind(window=window if kind == "local" else None) for kind in config.attention_layers',
+        "LayerKind() for kind in config.attention_layers",
+        f"{OWN_CODE}[gpt_neo]",
     ),
     Mutant(
         "a chunk of a prompt that does not begin from the cache's state",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.layers.modules import class_name
 from ringspan.torch.model.causal_lm import PerToken
 
 FIELDS: Final = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
@@ -44,6 +45,11 @@ def fused_output(model: Any, call: Callable[..., Any], gathered: Callable[[Tenso
     forward: Any = getattr(vars(model).get("forward"), "__func__", None) or vars(model).get("ring_fused_forward")
     if forward is None:
         raise UnsupportedError("fused_lm_head=True: this model has no fused head; trl's add_fused_lm_head gives it one")
+    if model.ring_head_parts:
+        raise UnsupportedError(
+            f"fused_lm_head=True: {class_name(model)} has layers between its decoder and its head, which TRL's "
+            "fused head leaves out; use fused_lm_head=False"
+        )
     found: list[Any] = []
     asked = PerToken("a forward pass", partial(_per_token, forward, found))
     output = call(ring_asked=asked)

@@ -24,10 +24,8 @@ from ringspan.core.names import (
     CommDtypeName,
     KernelName,
     OffloadName,
-    kernel_name,
 )
 from ringspan.core.step_config import StepConfig
-from ringspan.torch import kernels
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import note_buffers, note_data, refuse_copy, structure_of
 from ringspan.torch.consistency.loop_watch import in_call, watch_loop
@@ -35,12 +33,10 @@ from ringspan.torch.consistency.optimizers import watch_optimizers
 from ringspan.torch.consistency.weights import describe_weights, share_weights
 from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.generate.model import RingGenerator
-from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.blockwise import run_in_blocks
 from ringspan.torch.layers.compiled import check_compile, compile_layers
 from ringspan.torch.layers.decoder import (
     decoder_of,
-    head_sizes,
     layer_kinds,
     layers_of,
     logit_scale,
@@ -48,9 +44,10 @@ from ringspan.torch.layers.decoder import (
 )
 from ringspan.torch.layers.embedding import sum_embedding_gradients
 from ringspan.torch.layers.feedforward import find_feedforwards, free_feedforwards
-from ringspan.torch.layers.head import kind_of_head, refuse_blocks_of_vocabulary, vocabularies
+from ringspan.torch.layers.head import joined, kind_of_head, refuse_blocks_of_vocabulary, vocabularies
 from ringspan.torch.layers.modules import mix_in, own_config, seen_as
 from ringspan.torch.layers.norm import find_norms
+from ringspan.torch.layers.numbering import number_tokens
 from ringspan.torch.layers.rope import chunk_rotary_tables
 from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_router_loss, record_routers
 from ringspan.torch.memory.checkpointing import check_checkpointing, checkpoint_layers
@@ -61,8 +58,9 @@ from ringspan.torch.model.attention_function import register_attention
 from ringspan.torch.model.causal_lm import RingCausalLM
 from ringspan.torch.model.config_changes import copy_configs
 from ringspan.torch.model.hidden_states import RingDecoder, check_inner_call, is_headless, refuse_headless
+from ringspan.torch.model.own_attention import own_attention, refuse_compiled, take_over_attention
 from ringspan.torch.model.recurrent import hook_stateful, refuse_spans, stateful_modules
-from ringspan.torch.model.support import refuse_route, refuse_unsupported
+from ringspan.torch.model.support import FoundHead, refuse_kernel, refuse_route, refuse_unsupported, say_shifted
 from ringspan.torch.multimodal.kinds import kind_of
 from ringspan.torch.multimodal.towers import put_towers_on_ring
 from ringspan.torch.recurrence.current import carry_passes
@@ -196,7 +194,13 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     decoder: Any = parts.decoder
     ring, kinds = mesh["ring"].get_group(), layer_kinds(decoder.config)
     shared, layers = join_shared_blocks(model), [*layers_of(decoder).values()]
-    decoder.set_attn_implementation(register_attention(type(decoder).__name__, ring, kinds, config))
+    implementation = register_attention(type(decoder).__name__, ring, kinds, config)
+    if own_attention(decoder):  # transformers does not set one for these
+        decoder.config._attn_implementation = implementation
+        take_over_attention(decoder, implementation)
+    else:
+        decoder.set_attn_implementation(implementation)
+    number_tokens(decoder)
     media = None if parts.head is None else kind_of(model)
     attention: Any
     for attention in decoder.modules():
@@ -211,8 +215,8 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     layered = decoder if parts.head is None else model
     checkpoint_layers(layered, config.checkpoint, config.offload, config.layers_per_checkpoint)
     is_stateful = hook_stateful(decoder)
-    if is_stateful:
-        carry_passes(layers, keeps=config.checkpoint == "attention")
+    if config.compile is False:
+        carry_passes(layers, keeps=is_stateful and config.checkpoint == "attention")
     chunk_rotary_tables(decoder)
     sum_embedding_gradients(decoder)
     towers = [] if media is None else put_towers_on_ring(model, media, checkpointed=config.checkpoint != "none")
@@ -239,6 +243,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
             ring_loss=parts.loss,
             ring_vocabularies=parts.vocabularies,
             ring_head=kind_of_head(parts.head),
+            ring_head_parts=parts.head_parts,
             ring_stateful=is_stateful,
             ring_compiled=config.compile is not False,
             ring_router=parts.router,
@@ -281,6 +286,8 @@ class _Parts(NamedTuple):
     decoder: PreTrainedModel
     head: nn.Module | None
     """None of a model that ends in hidden states."""
+    head_parts: tuple[str, ...]
+    """The modules that it is made of, where it is more than the output embedding."""
     vocabularies: tuple[int, int]
     loss: LossOptions
     in_blocks: list[tuple[list[nn.Module], int, str, int]]
@@ -294,7 +301,11 @@ def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Par
     if isinstance(model, (RingCausalLM, RingDecoder)):
         raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already")
     headless = is_headless(model)
-    (refuse_headless if headless else refuse_unsupported)(model)
+    found = FoundHead()
+    if headless:
+        refuse_headless(model)
+    else:
+        found = refuse_unsupported(model)
     decoder: Any = decoder_of(model)
     if headless and config.compile is not False:
         raise UnsupportedError(f"compile={config.compile!r}: {type(model).__name__} has no head; leave it out")
@@ -315,9 +326,10 @@ def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Par
     refuse_spans(decoder, config.layout, mesh["ring"].size(), 1 if tp is None else tp.size())
     compute_dtype = _compute_dtype(config)
     refuse_route(decoder.config, mesh["ring"].size(), config.route, config.comm_dtype, 1 if tp is None else tp.size())
-    _refuse_kernel(decoder, config.kernel, compute_dtype, mesh["ring"])
+    refuse_kernel(decoder, config.kernel, compute_dtype, mesh["ring"])
     layered = decoder if headless else model
     check_checkpointing(layered, config.checkpoint, config.offload, config.layers_per_checkpoint)
+    refuse_compiled(decoder, config.compile)
     check_compile(decoder, config, is_stateful=bool(stateful_modules(decoder)))
     is_compiled = config.compile is not False  # blocks would break its programs
     in_blocks: list[tuple[list[nn.Module], int, str, int]] = []
@@ -342,8 +354,12 @@ def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Par
         check_whole(option, config.norm_chunk_tokens, 0)
         in_blocks.append((find_norms(decoder), config.norm_chunk_tokens, option, 0))
     if headless:
-        return _Parts(decoder, None, (0, 0), LossOptions(), in_blocks, None)
+        return _Parts(decoder, None, (), (0, 0), LossOptions(), in_blocks, None)
+    if not found.shifts and mesh.get_rank() == int(mesh.mesh.min()):
+        say_shifted(model)
     head: Any = model.get_output_embeddings()
+    if found.parts:
+        head = joined([model.get_submodule(name) for name in found.parts])
     refuse_blocks_of_vocabulary(head, config.loss_chunk_vocabulary)
     loss = LossOptions(
         chunk_tokens=config.loss_chunk_tokens,
@@ -356,7 +372,7 @@ def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Par
     router = find_router_loss(model)
     if router is None and getattr(decoder.config, "output_router_logits", False):
         raise no_router_loss(type(model).__name__)
-    return _Parts(decoder, head, vocabularies(model), loss, in_blocks, router)
+    return _Parts(decoder, head, found.parts, vocabularies(model), loss, in_blocks, router)
 
 
 def _compute_dtype(config: StepConfig) -> torch.dtype | None:
@@ -372,17 +388,3 @@ def _compute_dtype(config: StepConfig) -> torch.dtype | None:
         shown = f"torch.{config.compute_dtype}" if isinstance(dtype, torch.dtype) else config.compute_dtype
         raise ConfigError(f"compute_dtype must be a dtype such as torch.bfloat16, or None, got {shown}")
     return dtype
-
-
-def _refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.dtype | None, ring: DeviceMesh) -> None:
-    """Refuse a kernel that is none or cannot serve this model's attention on the ring's devices, wherever the model
-    still is.
-    """
-    kernel_name(kernel)
-    config, dtype = decoder.config, compute_dtype or next(decoder.parameters()).dtype
-    if not head_sizes(config):  # there is no attention
-        return
-    probe = torch.empty(1, 1, 1, max(head_sizes(config)), dtype=dtype, device=ring.device_type)
-    scores = Scores(1.0, softcap=getattr(config, "attn_logit_softcapping", None) or 0.0)
-    if refusal := kernels.why_not(kernel, probe, probe, scores):
-        raise kernels.refused(kernel, refusal)

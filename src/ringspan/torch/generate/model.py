@@ -22,12 +22,13 @@ from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.cache.quality import CacheCost, cache_cost
 from ringspan.torch.generate.cache.saved import load, save
 from ringspan.torch.generate.options import agreed_options, cache_bytes, text_groups
-from ringspan.torch.generate.passes import agreed_pass, over_cache, unchecked
+from ringspan.torch.generate.passes import OTHER_NAME, agreed_pass, over_cache, unchecked
 from ringspan.torch.generate.weights import weights_for_tokens
 from ringspan.torch.layers.decoder import cached_kinds, cached_states
-from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.modules import class_name, forward_of
 from ringspan.torch.memory.sharding import recover, settle
 from ringspan.torch.model.causal_lm import RingCausalLM
+from ringspan.torch.model.own_attention import uses_alibi
 from ringspan.torch.model.recurrent import why_no_cache
 
 
@@ -166,8 +167,21 @@ class RingGenerator(RingCausalLM):
 
 
 def refuse_states(model: Any) -> None:
-    """Raise an UnsupportedError for a model whose states are in no cache of transformers' own."""
-    if model.ring_stateful and (reason := why_no_cache(model.get_submodule(model.ring_decoder))):
+    """Raise an UnsupportedError for a model whose states are in no cache of transformers' own, or whose new tokens need
+    to know how far away those in a cache are.
+    """
+    decoder = model.get_submodule(model.ring_decoder)
+    if not {"past_key_values", OTHER_NAME} & set(inspect.signature(forward_of(decoder)).parameters):
+        raise UnsupportedError(
+            f"{class_name(model)} does not generate on a ring: it keeps no cache, so that each token would need all of "
+            "the text again; save the model with save_pretrained and generate on one process"
+        )
+    if uses_alibi(decoder):
+        raise UnsupportedError(
+            f"{class_name(model)} does not generate on a ring: its attention has ALiBi, which a pass over a cache does "
+            "not compute yet; save the model with save_pretrained and generate on one process"
+        )
+    if model.ring_stateful and (reason := why_no_cache(decoder)):
         raise UnsupportedError(
             f"{class_name(model)} does not generate on a ring: {reason}; save the model with save_pretrained and "
             "generate on one process"

@@ -24,7 +24,9 @@ from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.masks import layer_masks, real_runs
 from ringspan.torch.layers.decoder import finished_logits
+from ringspan.torch.layers.head import head_of
 from ringspan.torch.layers.modules import class_name, forward_of
+from ringspan.torch.layers.numbering import first_position, told
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.model.forward_arguments import check_arguments
@@ -177,6 +179,7 @@ def over_cache(
         position_ids = torch.arange(before, before + count)[None]
         if attention_mask is not None:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -count:]
+        position_ids = position_ids + first_position(model.get_submodule(model.ring_decoder))
     position_ids = position_ids.to(device).expand(*position_ids.shape[:-2], len(ids), -1)  # with a time, row and column
     set_global_length(model.get_submodule(model.ring_decoder), int(position_ids.max()) + 1)
     keep = min(logits_to_keep or count, count)
@@ -191,7 +194,7 @@ def over_cache(
         if model.ring_on_read is not None:
             model.ring_on_read(cache.shares.length)
     cache.keep_ids(input_ids)
-    logits = finished_logits(model.get_output_embeddings()(torch.cat(last, 1)), model.config).contiguous()
+    logits = finished_logits(head_of(model)(torch.cat(last, 1)), model.config).contiguous()
     if cache.shares.ranks > 1:  # the same bits on every rank, whatever its processor
         dist.broadcast(logits, group_src=0, group=model.ring_mesh["ring"].get_group())
     return CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)  # pyright: ignore[reportArgumentType]
@@ -241,7 +244,8 @@ def _turn(
     with turn.active(), passing(_sequences(turn) if cache.stateful else None):
         here = mine.to(ids.device)
         given = {"input_ids": ids[:, here], "position_ids": positions[..., here], "use_cache": True, **others}
-        out = decoder(**given) if images is None else images.read(mine, given)
+        with told(decoder, given) as told_all:
+            out = decoder(**told_all) if images is None else images.read(mine, told_all)
     cache.check_updated(class_name(model))
     hidden = out.last_hidden_state
     if not splits:

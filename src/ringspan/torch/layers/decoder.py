@@ -1,5 +1,6 @@
 """What a decoder's config says of it, layer by layer, and where it is in a model."""
 
+import math
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -55,7 +56,14 @@ def head_counts(config: PreTrainedConfig) -> list[tuple[int, int]]:
     counts = list(zip(*(of_layers(config, f"num_{kind}_heads") for kind in ("attention", "key_value")), strict=True))
     if not all(isinstance(heads, int) for heads, _ in counts):
         raise UnsupportedError(f"{config.model_type} has no attention heads; only models with attention are supported")
-    return [(heads, kv_heads or heads) for heads, kv_heads in counts]
+    return [(heads, kv_heads or _shared_by(config, heads)) for heads, kv_heads in counts]
+
+
+def _shared_by(config: PreTrainedConfig, heads: int) -> int:
+    """Key/value heads of a config that does not say them as others do (Falcon)."""
+    if getattr(config, "new_decoder_architecture", False):
+        return getattr(config, "num_kv_heads", heads)
+    return 1 if getattr(config, "multi_query", False) else heads
 
 
 def head_sizes(config: PreTrainedConfig) -> list[int]:
@@ -77,6 +85,9 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
     """What the config says of each layer's attention."""
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     slides = getattr(config, "use_sliding_window", True)
+    if getattr(config, "model_type", "") == "gpt_neo":
+        window = config.window_size
+        return tuple(LayerKind(window=window if kind == "local" else None) for kind in config.attention_layers)
     windows, chunks = of_layers(config, "sliding_window"), of_layers(config, "attention_chunk_size")
     return tuple(
         {
@@ -107,9 +118,10 @@ def cached_states(config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def logit_scale(config: PreTrainedConfig) -> float:
-    """The factor that a model's config puts on what its head computes (Cohere, Granite); 1 for none."""
+    """The factor that a model's config puts on what its head computes (Cohere, Granite, Inkling); 1 for none."""
     config = text_config(config)
-    return (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    divisors = (getattr(config, name, None) or 1.0 for name in ("logits_scaling", "logits_mup_width_multiplier"))
+    return (getattr(config, "logit_scale", None) or 1.0) / math.prod(divisors)
 
 
 def logit_softcap(config: PreTrainedConfig) -> float | None:
@@ -134,7 +146,19 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     for path, module in model.named_modules():  # a module comes before what it holds
         if isinstance(module, GradientCheckpointingLayer) and not path.startswith(inside):
             found[path], inside = module, f"{path}."
-    return found
+    return found or _listed_layers(model)
+
+
+def _listed_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of a model that cannot be checkpointed (the first GPT): the list of as many modules as its config has
+    layers.
+    """
+    config: Any = getattr(model, "config", None)
+    count = getattr(config, "num_hidden_layers", None)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return {f"{path}.{number}": layer for number, layer in enumerate(module)}
+    return {}
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -25,6 +25,19 @@ from ringspan.torch.layers.blockwise import accumulate, mixes_tokens
 from ringspan.torch.layers.modules import autocast_now, computes_as, forward_of, hooks_of
 
 
+def head_of(model: Any) -> nn.Module:
+    """What makes logits of hidden states in a model on a ring: its output embedding, or the modules behind its decoder
+    that end in it (BERT).
+    """
+    parts = [model.get_submodule(name) for name in model.ring_head_parts]
+    return joined(parts) if parts else model.get_output_embeddings()
+
+
+def joined(parts: Sequence[nn.Module]) -> nn.Module:
+    """Modules one after the other, as one."""
+    return parts[0] if len(parts) == 1 else nn.Sequential(*parts)
+
+
 def is_its_weight(head: nn.Module) -> bool:
     """Whether a head computes ``hidden @ weight.T + bias`` and nothing else."""
     return computes_as(head, nn.Linear)

@@ -21,7 +21,7 @@ from ringspan.core.names import (
 from ringspan.core.schedule.choice import check_segments, segment_sizes
 from ringspan.torch.attention import traced  # noqa: F401 - it registers the operator named below
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, layers_of
-from ringspan.torch.layers.modules import mix_in
+from ringspan.torch.layers.modules import Mixin, mix_in
 from ringspan.torch.memory.offload import Store
 from ringspan.torch.memory.segments import RING, Segments, checkpointed
 
@@ -153,7 +153,7 @@ def checkpoint_all(model: Any, options: dict[str, Any]) -> None:
     model.disable_input_require_grads()
 
 
-class _InSegments:
+class _InSegments(Mixin):
     """What segments and offloading add to a decoder's class."""
 
     activation_segments: Segments

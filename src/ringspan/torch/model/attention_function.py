@@ -25,6 +25,7 @@ from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attenti
 from ringspan.torch.multimodal.token_types import Blocks
 from ringspan.torch.recurrence.current import current_pass
 
+_TAKE_MASKS: Final = ("MptModel",)  # decoders that call a method of their mask, which nobody looks at then
 _OVER_CACHE: Final = ("use_cache", "past_key_values", "logits_to_keep")  # which a pass over a cache honours elsewhere
 
 
@@ -47,6 +48,7 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
         sliding_window: int | Unsaid | None = UNSAID,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         ring_packed: Packed | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
@@ -106,6 +108,7 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
                 group=ring,
                 scale=scaling,
                 softcap=softcap,
+                slopes=alibi_slopes,
                 sinks=s_aux,
                 route=config.route,
                 comm_dtype=config.comm_dtype,
@@ -116,13 +119,14 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.transpose(1, 2), None
 
-    def no_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> None:
+    def no_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
         """No S x S mask is ever built: the schedule knows who sees whom."""
         if attention_mask is not None and not bool(attention_mask.all()):  # some decoders make one of ones
             raise UnsupportedError(
                 "attention_mask of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
             )
         masked.add(local_size)
+        return torch.zeros(()) if decoder in _TAKE_MASKS else None
 
     settings = decoder, config.layout, ring.group_name, config.route, config.comm_dtype, config.kernel, kinds
     name = f"ringspan_{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"

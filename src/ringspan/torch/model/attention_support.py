@@ -1,6 +1,5 @@
 """Whether a decoder's attention can be the ring's: it must go through transformers' interface, and take positions."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -11,6 +10,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.decoder import layers_of, without_attention
+from ringspan.torch.layers.numbering import numbers_itself, takes_positions
+from ringspan.torch.model.own_attention import own_attention, uses_alibi
 from ringspan.torch.weights.loading import filled
 
 _TRIAL: Final = "ringspan_trial"
@@ -24,14 +25,28 @@ def refuse_attention(name: str, decoder: PreTrainedModel, stateful: set[nn.Modul
     Models that transformers marks are known to go through its AttentionInterface. Others are tried out, on two
     tokens, since many of them lack only the mark.
     """
+    own = own_attention(decoder)
+    for path, module in decoder.named_modules():
+        is_decoder = getattr(module, "is_decoder", None)
+        sees_later = is_decoder is False if module in own else getattr(module, "is_causal", True) is False
+        if (
+            sees_later
+            and not is_decoder
+            and "cross" not in path
+            and (module in own or isinstance(getattr(module, "query", None), nn.Linear))
+        ):
+            raise UnsupportedError(
+                f"{name}: tokens see later ones ({path}), which a ring does not support; set is_decoder=True in its "
+                "config to make it a causal language model"
+            )
     if not getattr(decoder, "_supports_attention_backend", False):
-        reason = _why_not_consulted(decoder, stateful)
+        reason = _why_not_consulted(decoder, stateful | own.keys())
         if reason:
             raise UnsupportedError(
                 f"{name} computes attention in its own code, not through transformers' AttentionInterface ({reason}); "
                 "use a model whose attention goes through it"
             )
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+    if not (takes_positions(decoder) or uses_alibi(decoder) or numbers_itself(decoder) is not None):
         raise UnsupportedError(
             f"{name} numbers its tokens itself (its decoder takes no position_ids), so that each rank would begin "
             "with 0; use a model whose decoder takes position_ids"
@@ -53,7 +68,7 @@ def _why_not_consulted(decoder: PreTrainedModel, stateful: set[nn.Module]) -> st
         if getattr(layer, "layer_idx", None) not in without
         and not any(module in asking or module in stateful for module in layer.modules())
     ]
-    if not asking or not layers:
+    if not layers or not (asking or any(module in stateful for module in decoder.modules())):
         return "no layer asks it"
     return f"{len(silent)} of {len(layers)} layers do not ask it" if silent else ""
 

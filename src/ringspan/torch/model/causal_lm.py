@@ -32,8 +32,9 @@ from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
 from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.data.media import Media
 from ringspan.torch.layers.decoder import finished_logits
-from ringspan.torch.layers.head import called_cross_entropy, is_its_weight, kind_of_head, refuse_mixing
+from ringspan.torch.layers.head import called_cross_entropy, head_of, is_its_weight, kind_of_head, refuse_mixing
 from ringspan.torch.layers.modules import class_name, local_part
+from ringspan.torch.layers.numbering import told
 from ringspan.torch.layers.positions import as_trained, note_length
 from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.layers.router_loss import RouterLoss, real_tokens_of, wanted_router
@@ -84,6 +85,8 @@ class RingCausalLM(Fixed):
     ring_decoder: str
     ring_vocabularies: tuple[int, int]
     """Entries of the vocabulary that the input has embeddings of, and that the head knows."""
+    ring_head_parts: tuple[str, ...] = ()
+    """The modules that make logits, where those are more than the output embedding."""
     ring_head: Any
     """The kind of head that was tried out last."""
     ring_configs: tuple[ConfigCopy, ...]
@@ -169,14 +172,16 @@ class RingCausalLM(Fixed):
         others: dict[str, Any] = {"ring_packed": packed} if packed else {}
         if self.ring_router is not None:
             others["output_router_logits"] = False  # by transformers; they are recorded here
-        sequences = _sequences(self, position_ids.shape[1], packed) if self.ring_stateful else None
+        # Programs cannot be told; layers with a state are never compiled.
+        sequences = None if self.ring_compiled else _sequences(self, position_ids.shape[1], packed)
         seen = find_pass(self, media, position_ids.shape[1], document_lengths)
         recording = nullcontext() if router is None else router.recorder.recording()
         with recording as scores, passing(sequences):
             # Padding counts on behind the end, where a learned table has no position any more.
             positions = position_ids.clamp_max(longest - 1)
             given = {"input_ids": input_ids, "position_ids": positions, "use_cache": False, **others}
-            out = decoder(**given) if seen is None else seen.decode(given)
+            with told(decoder, given) as told_all:
+                out = decoder(**told_all) if seen is None else seen.decode(told_all)
         hidden = out.last_hidden_state
         if packed and not packed.is_seen:
             raise UnsupportedError(
@@ -196,7 +201,7 @@ class RingCausalLM(Fixed):
             assert shift_labels is not None, "checked by __call__"
             return _output(auxiliary, logits=watch_backward(asked.compute(self, hidden, shift_labels)))
         if shift_labels is None:
-            logits = finished_logits(self.get_output_embeddings()(hidden), self.config)
+            logits = finished_logits(head_of(self)(hidden), self.config)
             return _output(auxiliary, logits=logits)
         loss = _loss(self, hidden, shift_labels, int(num_items_in_batch))
         if router is not None and auxiliary is not None:
@@ -295,7 +300,8 @@ def _cross_entropy(
     model: Any, hidden: Tensor, targets: Tensor, options: LossOptions, reduction: ReductionName
 ) -> Tensor:
     """Of the local tokens: their sum, or that of each (B T)."""
-    tp, head = tensor_axis(model.ring_mesh), model.get_output_embeddings()
+    tp = tensor_axis(model.ring_mesh)
+    head: Any = head_of(model)
     share = tp.get_group() if tp is not None and splits_vocabulary(head) else None
     if is_its_weight(head):
         return blockwise_cross_entropy(

@@ -115,7 +115,7 @@ class Unsaid(Enum):
 UNSAID: Final = Unsaid.UNSAID
 
 # Arguments of attention that ``attend`` in models.py computes with.
-COMPUTED: Final = frozenset({"ring_packed", "s_aux", "scaling", "sliding_window", "softcap"})
+COMPUTED: Final = frozenset({"alibi_slopes", "ring_packed", "s_aux", "scaling", "sliding_window", "softcap"})
 
 
 class _Fixed(NamedTuple):
@@ -168,7 +168,8 @@ def check_attention(module: nn.Module, arguments: Mapping[str, Any]) -> None:
         UnsupportedError: the first such argument, by name.
     """
     kind = type(module).__name__
-    if getattr(module, "is_causal", True) is False:
+    # A decoder's own (BigBird-Pegasus) has its causality from its mask, and says is_causal=False all the same.
+    if getattr(module, "is_causal", True) is False and not getattr(module, "is_decoder", False):
         raise UnsupportedError(f"{kind} has is_causal=False: its tokens see later ones, which a ring does not support")
     for name, value in arguments.items():
         known = ATTENTION.get(name)

@@ -1,34 +1,45 @@
 """Which Hugging Face models the ring can run exactly: what their configs say, and what is refused by name."""
 
 import inspect
-from typing import Any, Final
+import logging
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.names import kernel_name
 from ringspan.core.schedule.route import Route, member_heads
+from ringspan.torch import kernels
 from ringspan.torch.attention.comm_dtype import check_comm_dtype
+from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.decoder import (
     STATEFUL_LAYERS,
     decoder_of,
     finished_logits,
     has_attention,
     head_counts,
+    head_sizes,
+    logit_scale,
     text_config,
 )
-from ringspan.torch.layers.head import input_size, refuse_mixing
+from ringspan.torch.layers.head import input_size, joined, refuse_mixing
 from ringspan.torch.layers.rope import is_rotary
 from ringspan.torch.model.attention_support import refuse_attention
 from ringspan.torch.model.recurrent import refuse_stateful, stateful_modules
 from ringspan.torch.model.splittable import DEQUANTISE, refuse_weights
 from ringspan.torch.weights.loading import filled
 
+logger = logging.getLogger(__name__)
+
 # Config fields that change attention or logits in a way that the ring does not compute yet.
 _UNSUPPORTED_FIELDS: Final = (
     "attention_dropout",
+    "attention_probs_dropout_prob",
     "attn_pdrop",
     "output_attentions",
     "output_hidden_states",
@@ -37,8 +48,19 @@ _UNSUPPORTED_FIELDS: Final = (
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise an UnsupportedError that names what this model asks for and the ring does not compute exactly."""
+class FoundHead(NamedTuple):
+    """What makes a model's logits of its decoder's last hidden states."""
+
+    parts: tuple[str, ...] = ()
+    """The modules, one after the other; none where the output embedding does it alone."""
+    shifts: bool = True
+    """Whether the model's own loss shifts the labels."""
+
+
+def refuse_unsupported(model: PreTrainedModel) -> FoundHead:
+    """Raise an UnsupportedError that names what this model asks for and the ring does not compute exactly; else return
+    what makes its logits.
+    """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
@@ -61,7 +83,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
                 f"{name}: rope_type={rope!r} chooses frequencies by the length of the sequence, which its rotary "
                 "embedding cannot be told; use default, linear, llama3 or yarn"
             )
-    _check_head(model)
+    return _find_head(model)
 
 
 def refuse_quantised(config: PreTrainedConfig) -> None:
@@ -95,9 +117,11 @@ def refuse_config(config: PreTrainedConfig) -> None:
         value = getattr(config, field, None)
         if value:
             raise UnsupportedError(f"{kind}: {field}={value} is not supported yet; set it to None or 0")
-    # PaliGemma sets it, and says by the types of tokens which of them see later ones.
-    is_both_ways = getattr(config, "use_bidirectional_attention", False) and kind != "paligemma"
-    if not getattr(config, "is_causal", True) or is_both_ways:
+    # "vision" is for the tokens of images alone, which these models do not take on a ring; PaliGemma sets it, and says
+    # by the types of tokens which of them see later ones.
+    asked = getattr(config, "use_bidirectional_attention", None)
+    sees_later = asked not in (None, False, "vision") and kind != "paligemma"
+    if not getattr(config, "is_causal", True) or sees_later:
         raise UnsupportedError(f"{kind}: bidirectional attention is not supported yet")
 
 
@@ -114,26 +138,80 @@ def refuse_route(config: PreTrainedConfig, ranks: int, route: str, comm_dtype: s
     way.check_comm_dtype(comm_dtype)
 
 
+def refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.dtype | None, ring: DeviceMesh) -> None:
+    """Refuse a kernel that is none or cannot serve this model's attention on the ring's devices, wherever the model
+    still is.
+    """
+    kernel_name(kernel)
+    config, dtype = decoder.config, compute_dtype or next(decoder.parameters()).dtype
+    if not head_sizes(config):  # there is no attention
+        return
+    probe = torch.empty(1, 1, 1, max(head_sizes(config)), dtype=dtype, device=ring.device_type)
+    scores = Scores(1.0, softcap=getattr(config, "attn_logit_softcapping", None) or 0.0)
+    if refusal := kernels.why_not(kernel, probe, probe, scores):
+        raise kernels.refused(kernel, refusal)
+
+
+def say_shifted(model: PreTrainedModel) -> None:
+    """Warn that a model's own loss takes labels in another way than a ring."""
+    logger.warning(
+        "the loss of %s compares labels with the logits of the same token; on a ring labels are shifted, as those of "
+        "other models are: give rs.shard_batch the tokens as labels, or what it compares as shift_labels",
+        type(model).__name__,
+    )
+
+
 def _rope_types(config: PreTrainedConfig) -> list[str]:
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
     return [str(each.get("rope_type", "default")) for each in (rope, *nested)]
 
 
-def _check_head(model: PreTrainedModel) -> None:
-    """Refuse a model that does more with its hidden states than apply its head, scale and cap.
+def _find_head(model: PreTrainedModel) -> FoundHead:
+    """What makes a model's logits.
 
-    Runs the model's own forward with one made-up hidden state for what its decoder returns, and compares.
+    Runs the model's own forward with made-up hidden states for what its decoder returns, and compares.
+
+    Raises:
+        UnsupportedError: its logits are made in another way, or its loss is.
     """
-    head: Any = model.get_output_embeddings()
-    refuse_mixing(head)
-    embedding: Any = model.get_input_embeddings()
-    with filled(head), filled(embedding, first_rows=True):
-        if not next(head.parameters()).is_meta:
-            _try_head(model, head)
+    plain: Any = model.get_output_embeddings()
+    names = _behind_decoder(model, plain)
+    wrong = ""
+    for parts in ((), names) if names else ((),):
+        head = joined([model.get_submodule(name) for name in parts]) if parts else plain
+        refuse_mixing(head)
+        embedding: Any = model.get_input_embeddings()
+        with filled(head), filled(embedding, first_rows=True):
+            if next(head.parameters()).is_meta:  # nothing can be tried
+                if names:
+                    raise UnsupportedError(
+                        f"{type(model).__name__} has layers between its decoder and its head, which cannot be tried "
+                        "out without weights; use rs.from_pretrained, or make the model off the meta device"
+                    )
+                return FoundHead()
+            shifts = _try_head(model, head)
+        if not isinstance(shifts, str):
+            return FoundHead(parts, shifts)
+        wrong = wrong or shifts
+    raise UnsupportedError(wrong)
 
 
-def _try_head(model: PreTrainedModel, head: Any) -> None:
+def _behind_decoder(model: PreTrainedModel, head: nn.Module) -> tuple[str, ...]:
+    """The modules beside the decoder, where the last of them is or has the head and is more than that."""
+    decoder = decoder_of(model)
+    beside = [(name, part) for name, part in model.named_children() if decoder not in part.modules()]
+    if not beside or head not in beside[-1][1].modules() or (beside[-1][1] is head and len(beside) == 1):
+        return ()
+    return tuple(name for name, _ in beside)
+
+
+def _try_head(model: PreTrainedModel, head: Any) -> bool | str:
+    """Whether a model's own loss shifts the labels; why its logits are others than those of a head, where they are.
+
+    Raises:
+        UnsupportedError: they are the head's, and the loss is another one.
+    """
     like = next(head.parameters())
     hidden = torch.randn(1, 3, input_size(head), generator=torch.Generator().manual_seed(0)).to(like)
     kind, decoder = type(model).__name__, decoder_of(model)
@@ -146,28 +224,34 @@ def _try_head(model: PreTrainedModel, head: Any) -> None:
             takes_scores = "output_router_logits" in inspect.signature(model.forward).parameters
             made = model(input_ids=tokens, labels=tokens, **{"output_router_logits": False} if takes_scores else {})
             logits, expected = made.logits, finished_logits(head(hidden), model.config)
+            scaled = head(hidden * logit_scale(model.config))  # before the head rather than behind it (Inkling)
             loss = cross_entropy(expected[0, :-1].float(), tokens[0, 1:])
-    except Exception as error:  # whatever a model raises that has other plans for its hidden states
-        raise UnsupportedError(
+    except Exception:  # whatever a model raises that has other plans for its hidden states
+        return (
             f"{kind} makes its logits of more than its decoder's last hidden states, which a ring does not support yet"
-        ) from error
+        )
     finally:
         del decoder.forward
         if own is not None:
             decoder.forward = own
     # Once more or less rounded: a factor may come before the head, or as a division.
     rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
-    if logits.shape != expected.shape or not bool(((logits - expected).abs() <= rounding).all()):
-        raise UnsupportedError(
+    if not any(
+        logits.shape == each.shape and bool(((logits - each).abs() <= rounding).all()) for each in (expected, scaled)
+    ):
+        return (
             f"{kind} has more between its decoder and its logits than its head, its scale and a soft cap, which a ring "
             "does not support yet"
         )
-
-    if not bool((made.loss.float() - loss).abs() <= 0.01 * loss):
-        raise UnsupportedError(
-            f"{kind} has a loss of its own, where a ring computes the cross-entropy of the next token; use the plain "
-            "class of transformers, or compute the loss from the logits of model(**batch) without labels"
-        )
+    if bool((made.loss.float() - loss).abs() <= 0.01 * loss):
+        return True
+    unshifted = cross_entropy(expected[0].float(), tokens[0])
+    if bool((made.loss.float() - unshifted).abs() <= 1e-3 * unshifted):
+        return False
+    raise UnsupportedError(
+        f"{kind} has a loss of its own, where a ring computes the cross-entropy of the next token; use the plain "
+        "class of transformers, or compute the loss from the logits of model(**batch) without labels"
+    )
 
 
 class _Outputs(MoeModelOutputWithPast):

@@ -1,0 +1,96 @@
+"""Positions of decoders that number their tokens themselves, from 0 on each rank.
+
+B batch, T local tokens, C hidden size.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ringspan.torch.attention.cached import current_turn
+from ringspan.torch.layers.modules import Mixin, forward_of, mix_in
+
+_POSITIONS = "position_ids"
+
+
+def takes_positions(decoder: nn.Module) -> bool:
+    """Whether a decoder's forward has an argument for the positions of its tokens."""
+    return _POSITIONS in inspect.signature(forward_of(decoder)).parameters
+
+
+def numbers_itself(decoder: PreTrainedModel) -> nn.Module | None:
+    """The embedding of positions of a decoder that takes none (BART and its relatives); None where there is not
+    exactly one that can be told them.
+    """
+    found = [
+        module
+        for module in decoder.modules()
+        if isinstance(module, nn.Embedding) and _POSITIONS in inspect.signature(forward_of(module)).parameters
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def number_tokens(decoder: PreTrainedModel) -> None:
+    """Let a decoder use positions of the whole sequence, in place: those that it would count itself, and of a table
+    whose first rows are not for tokens (RoBERTa) the rows behind them.
+    """
+    table: Any
+    if not takes_positions(decoder) and (table := numbers_itself(decoder)) is not None:
+        mix_in(table, _Told)
+    for module in decoder.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            table = getattr(module, "position_embeddings", None)
+            if isinstance(table, nn.Embedding) and isinstance(first := getattr(module, "padding_idx", None), int):
+                mix_in(table, _Behind, offset=first + 1)
+
+
+def first_position(decoder: nn.Module) -> int:
+    """The row of its table that a decoder's own forward has for the first token."""
+    return next((module.offset for module in decoder.modules() if isinstance(module, _Behind)), 0)
+
+
+@contextmanager
+def told(decoder: nn.Module, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments of a decoder: with positions (B, T) among them, or without while its embedding has them."""
+    table: Any = next((module for module in decoder.modules() if isinstance(module, _Told)), None)
+    if takes_positions(decoder):
+        yield given
+        return
+    positions = given[_POSITIONS]
+    others = {name: value for name, value in given.items() if name != _POSITIONS}
+    if table is None:  # attention alone knows of positions (ALiBi)
+        yield others
+        return
+    table.ring_positions = positions
+    try:
+        yield others
+    finally:
+        table.ring_positions = None
+
+
+class _Told(Mixin):
+    """What ``number_tokens`` adds to an embedding whose decoder takes no positions."""
+
+    ring_positions: Tensor | None = None
+
+    def forward(self: Any, first: Any, *args: Any, **kwargs: Any) -> Tensor:
+        positions = self.ring_positions
+        if positions is None:
+            return super().forward(first, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        made = super().forward(first, position_ids=positions.flatten().long())  # pyright: ignore[reportAttributeAccessIssue]
+        return made.view(*positions.shape, -1)
+
+
+class _Behind(Mixin):
+    """What ``number_tokens`` adds to a learned table whose first ``offset`` rows are for padding and before."""
+
+    offset: int
+
+    def forward(self, positions: Tensor) -> Tensor:
+        # transformers' ``generate`` says positions itself: from 0 on, whatever the model's own forward begins with.
+        behind = positions if current_turn() is not None else positions + self.offset
+        return super().forward(behind)  # pyright: ignore[reportAttributeAccessIssue]
