@@ -44,10 +44,9 @@ def saved_bytes(mesh: DeviceMesh, kind: str, frames: int) -> int:
 
     def note(x: Tensor) -> Tensor:
         nonlocal total
-        whole = x if x._base is None else x._base
-        if is_inside and whole.data_ptr() not in seen:
-            seen.add(whole.data_ptr())
-            total += whole.numel() * whole.element_size()
+        if is_inside and x.data_ptr() not in seen:  # a share of the pixels is a view of all of them
+            seen.add(x.data_ptr())
+            total += x.numel() * x.element_size()
         return x
 
     model.model.visual.register_forward_pre_hook(enter)
