@@ -56,6 +56,7 @@ from ringspan.torch.memory.shared_blocks import join_shared_blocks
 from ringspan.torch.model.adapters import base_of, is_peft, put_on_ring
 from ringspan.torch.model.attention_function import register_attention
 from ringspan.torch.model.causal_lm import RingCausalLM
+from ringspan.torch.model.classifier import RingClassifier, is_classifier, refuse_classifier
 from ringspan.torch.model.config_changes import copy_configs
 from ringspan.torch.model.hidden_states import RingDecoder, check_inner_call, is_headless, refuse_headless
 from ringspan.torch.model.own_attention import own_attention, refuse_compiled, take_over_attention
@@ -103,6 +104,9 @@ def parallelize(
     ``model(**batch).loss`` is the loss of the whole batch on every rank: the sum over all valid targets over their
     count (pass ``num_items_in_batch`` to count over several batches, for gradient accumulation). Without labels
     ``model(**batch)`` gives the local logits (B, T, V).
+
+    A classifier of sequences (``AutoModelForSequenceClassification``) gives their logits (B, labels) on every rank, one
+    of tokens those of local ones, see ``ringspan.torch.model.classifier``; the loss is yours.
 
     A decoder without a head (``AutoModel``), by itself or inside of a ``PreTrainedModel`` of yours, takes what
     ``shard_features`` returns as ``inputs_embeds`` and gives local hidden states; the loss is yours, see
@@ -219,6 +223,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         carry_passes(layers, keeps=is_stateful and config.checkpoint == "attention")
     chunk_rotary_tables(decoder)
     sum_embedding_gradients(decoder)
+    is_plain = parts.head is None and not is_classifier(model)
     towers = [] if media is None else put_towers_on_ring(model, media, checkpointed=config.checkpoint != "none")
     where = next(name for name, module in model.named_modules() if module is decoder)
     about: dict[str, Any] = {
@@ -227,7 +232,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         "ring_decoder": where,
         "ring_configs": copy_configs((model.config, decoder.config)),
     }
-    if parts.head is None:
+    if is_plain:
         mix_in(model, RingDecoder, **about)
         if decoder is not model:
             check_inner_call(model, decoder)
@@ -238,11 +243,11 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
             about["forward"] = seen_as(type(model).forward, RingGenerator.forward, without="mm_encoder_outputs")
         mix_in(
             model,
-            RingGenerator,
+            RingClassifier if parts.head is None else RingGenerator,
             **about,
             ring_loss=parts.loss,
             ring_vocabularies=parts.vocabularies,
-            ring_head=kind_of_head(parts.head),
+            ring_head=None if parts.head is None else kind_of_head(parts.head),
             ring_head_parts=parts.head_parts,
             ring_stateful=is_stateful,
             ring_compiled=config.compile is not False,
@@ -302,14 +307,16 @@ def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Par
         raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already")
     headless = is_headless(model)
     found = FoundHead()
-    if headless:
+    if is_classifier(model):
+        refuse_classifier(model)
+    elif headless:
         refuse_headless(model)
     else:
         found = refuse_unsupported(model)
     decoder: Any = decoder_of(model)
     if headless and config.compile is not False:
         raise UnsupportedError(f"compile={config.compile!r}: {type(model).__name__} has no head; leave it out")
-    if headless and config.layout == "balanced":
+    if headless and config.layout == "balanced" and not is_classifier(model):
         raise UnsupportedError(
             f"layout 'balanced' is made for documents, of which {type(model).__name__}, without a head, is not told; "
             "use zigzag"
@@ -354,7 +361,8 @@ def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Par
         check_whole(option, config.norm_chunk_tokens, 0)
         in_blocks.append((find_norms(decoder), config.norm_chunk_tokens, option, 0))
     if headless:
-        return _Parts(decoder, None, (), (0, 0), LossOptions(), in_blocks, None)
+        entries = vocabularies(model) if is_classifier(model) else (0, 0)
+        return _Parts(decoder, None, (), entries, LossOptions(), in_blocks, None)
     if not found.shifts and mesh.get_rank() == int(mesh.mesh.min()):
         say_shifted(model)
     head: Any = model.get_output_embeddings()

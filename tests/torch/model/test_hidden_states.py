@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForQuestionAnswering, PreTrainedModel
 
 import ringspan as rs
 from ringspan.core.errors import LayoutError, PeerMismatch, UnsupportedError
@@ -196,7 +196,7 @@ def test_what_a_decoder_cannot_be_called_with_raises_on_every_rank(pool):
 
 
 def refused_models(mesh: DeviceMesh) -> list[str]:
-    classifier = AutoModelForSequenceClassification.from_config(config("llama"))
+    classifier = AutoModelForQuestionAnswering.from_config(config("llama"))
     encoder = AutoModel.from_config(
         AutoConfig.for_model("modernbert", **SMALL, pad_token_id=0, global_attn_every_n_layers=1)
     )

@@ -1,7 +1,7 @@
 """What each rank would decide for itself while all generate one text: random numbers, clocks, stopping criteria."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -22,24 +22,34 @@ def first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.devic
     if _drawing.get().issuperset(groups):
         yield
         return
-    states: list[Any] = [(torch.get_rng_state, torch.set_rng_state)]
-    if device.type == "cuda":
-        states.append((lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)))
     is_first = all(dist.get_rank(group) == 0 for group in groups)
-    before = [get() for get, _ in states]
-    for (_, put), state in zip(states, before, strict=True):
-        first = state.clone().to(device)
-        for group in groups:
-            dist.broadcast(first, group_src=0, group=group)
-        put(first.cpu())
+    before = [get() for get, _ in _states(device)]
+    take_first_ranks_numbers(groups, device)
     token = _drawing.set(_drawing.get().union(groups))
     try:
         yield
     finally:
         _drawing.reset(token)
         if not is_first:
-            for (_, put), state in zip(states, before, strict=True):
+            for (_, put), state in zip(_states(device), before, strict=True):
                 put(state)
+
+
+def take_first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Let all ranks draw from now on what the first rank of the groups will."""
+    for get, put in _states(device):
+        first = get().clone().to(device)
+        for group in groups:
+            dist.broadcast(first, group_src=0, group=group)
+        put(first.cpu())
+
+
+def _states(device: torch.device) -> list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
+    """What gets and sets the state of each generator of random numbers."""
+    states: list[Any] = [(torch.get_rng_state, torch.set_rng_state)]
+    if device.type == "cuda":
+        states.append((lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)))
+    return states
 
 
 class Clock(StoppingCriteria):

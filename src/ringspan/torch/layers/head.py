@@ -248,9 +248,9 @@ def _leaves(losses: Tensor, since: Any) -> list[Tensor]:
 
 
 def vocabularies(model: PreTrainedModel) -> tuple[int, int]:
-    """Entries of the vocabulary that the input has embeddings of, and that the head knows."""
+    """Entries of the vocabulary that the input has embeddings of, and that the head knows: 0 where there is none."""
     given: Any = model.get_input_embeddings()
     # An adapter wraps the embedding; the table inside of it says how many entries there are.
     table = next((part for part in given.modules() if isinstance(part, nn.Embedding)), given)
     head: Any = model.get_output_embeddings()
-    return table.weight.shape[0], output_size(head)
+    return table.weight.shape[0], 0 if head is None else output_size(head)

@@ -20,8 +20,8 @@ from ringspan.torch.attention.op import in_autocast, ring_attention
 from ringspan.torch.attention.traced import layer_attention, mask_of
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.decoder import LayerKind
-from ringspan.torch.model.causal_lm import Packed
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
+from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.multimodal.token_types import Blocks
 from ringspan.torch.recurrence.current import current_pass
 

@@ -34,19 +34,14 @@ from ringspan.torch.data.media import Media
 from ringspan.torch.layers.decoder import finished_logits
 from ringspan.torch.layers.head import called_cross_entropy, head_of, is_its_weight, kind_of_head, refuse_mixing
 from ringspan.torch.layers.modules import class_name, local_part
-from ringspan.torch.layers.numbering import told
-from ringspan.torch.layers.positions import as_trained, note_length
-from ringspan.torch.layers.rope import set_global_length
+from ringspan.torch.layers.positions import as_trained
 from ringspan.torch.layers.router_loss import RouterLoss, real_tokens_of, wanted_router
 from ringspan.torch.memory.sharding import renew_types, settle
 from ringspan.torch.model.config_changes import ConfigCopy, check_configs
 from ringspan.torch.model.forward_arguments import check_arguments
-from ringspan.torch.model.recurrent import starts_of
+from ringspan.torch.model.local_pass import local_hidden_states
 from ringspan.torch.model.saving import refuse_saving, stream, voted, whole_weights
 from ringspan.torch.multimodal.kinds import Kind
-from ringspan.torch.multimodal.token_types import Blocks, blocks_of
-from ringspan.torch.multimodal.towers import find_pass
-from ringspan.torch.recurrence.current import SequencePass, passing
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import splits_vocabulary
 from ringspan.torch.transport.sums import Sum, SumOfGradients
@@ -107,10 +102,14 @@ class RingCausalLM(Fixed):
         call: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
         asked = _asked(kwargs)
         with in_pass(self, asked.value):
-            bind = partial(_bind, self, args, kwargs)
+            bind = partial(self.ring_bind, args, kwargs)
             kwargs = check_forward(self, bind, partial(_check_asked, self), asked.value)
             with recovering(self):
                 return call(**kwargs)
+
+    def ring_bind(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        """The arguments of a call by their names; it raises where they do not fit."""
+        return _bind(self, args, kwargs)
 
     def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The shards, which an optimizer is to be given."""
@@ -158,36 +157,10 @@ class RingCausalLM(Fixed):
         asked = _asked(kwargs)
         is_scored = asked is Asked.LOGPROBS
         router = None if is_scored else wanted_router(self, output_router_logits)
-        decoder = self.get_submodule(self.ring_decoder)
         longest = int(sequence_length)
-        set_global_length(decoder, longest)
-        if self.training:
-            _note_length(self, longest)
-        blocks = None
-        if media is not None and self.ring_media is not None:
-            blocks = blocks_of(self.ring_media, media, document_lengths)
-        packed = None
-        if document_lengths is not None or blocks is not None:
-            packed = Packed(self, document_lengths, position_ids, blocks)
-        others: dict[str, Any] = {"ring_packed": packed} if packed else {}
-        if self.ring_router is not None:
-            others["output_router_logits"] = False  # by transformers; they are recorded here
-        # Programs cannot be told; layers with a state are never compiled.
-        sequences = None if self.ring_compiled else _sequences(self, position_ids.shape[1], packed)
-        seen = find_pass(self, media, position_ids.shape[1], document_lengths)
         recording = nullcontext() if router is None else router.recorder.recording()
-        with recording as scores, passing(sequences):
-            # Padding counts on behind the end, where a learned table has no position any more.
-            positions = position_ids.clamp_max(longest - 1)
-            given = {"input_ids": input_ids, "position_ids": positions, "use_cache": False, **others}
-            with told(decoder, given) as told_all:
-                out = decoder(**told_all) if seen is None else seen.decode(told_all)
-        hidden = out.last_hidden_state
-        if packed and not packed.is_seen:
-            raise UnsupportedError(
-                f"{class_name(self)} does not hand its keyword arguments on to attention, so "
-                "packed documents would see each other; give it one document a sequence"
-            )
+        with recording as scores:
+            hidden = local_hidden_states(self, input_ids, position_ids, longest, document_lengths, media)
         if is_scored:
             assert shift_labels is not None, "checked by __call__"
             whole = longest if document_lengths is None else int(document_lengths.sum(1).max())
@@ -233,46 +206,6 @@ class RingCausalLM(Fixed):
 
 
 _SIGNATURE: Final = inspect.signature(RingCausalLM.forward)
-
-
-class Packed:
-    """The documents of each sequence of a batch, the local tokens' positions in them, and the runs of tokens that see
-    each other both ways, on their way to the layers.
-    """
-
-    def __init__(
-        self, model: Any, lengths: Tensor | None, positions: Tensor, blocks: Sequence[Blocks] | None = None
-    ) -> None:
-        self.lengths, self.positions = lengths, positions
-        self.split: BatchLayout | None = None
-        """Where that is not the model's named one on as many tokens."""
-        if model.ring_layout == "balanced" and lengths is not None:
-            whole, ranks = int(lengths.sum(1).max()), model.ring_mesh["ring"].size()
-            self.split = BatchLayout.of(model.ring_layout, whole, ranks, lengths)
-        rows: list[tuple[int, ...] | None] = [None] * len(blocks or ())
-        if lengths is not None:
-            rows = [tuple(length for length in row if length) for row in lengths.tolist()]
-        pairs = [*zip(rows, blocks or [()] * len(rows), strict=True)]
-        pairs = pairs[:1] if len(set(pairs)) == 1 else pairs  # alike for all sequences: one attention does
-        self.rows, self.blocks = [row for row, _ in pairs], [block for _, block in pairs]
-        self.is_seen = False
-
-
-@torch.compiler.disable()
-def _sequences(model: Any, tokens: int, packed: Packed | None) -> SequencePass:
-    """What layers with a state are told of a batch with so many local tokens."""
-    ring = model.ring_mesh["ring"]
-    split = None if packed is None else packed.split
-    split = split or BatchLayout.of(model.ring_layout, tokens * ring.size(), ring.size(), None)
-    starts = ((0,),)
-    if packed is not None and packed.lengths is not None:
-        starts = tuple(starts_of([row for row in packed.rows if row is not None]))
-    return SequencePass(split.rows, ring.get_group(), starts, packed)
-
-
-@torch.compiler.disable()  # a part of a mesh is made here, which it cannot trace
-def _note_length(model: Any, length: int) -> None:
-    note_length(model, length, says=model.ring_mesh["ring"].get_local_rank() == 0)
 
 
 @torch.compiler.disable()

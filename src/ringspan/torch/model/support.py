@@ -67,13 +67,21 @@ def refuse_unsupported(model: PreTrainedModel) -> FoundHead:
             f"{name} is no PreTrainedModel of transformers; give the model inside of it (model.module), "
             "and compile afterwards"
         )
+    decoder = decoder_of(model)
+    if model.get_output_embeddings() is None or decoder is model:
+        refuse_config(model.config)
+        raise UnsupportedError(f"{name} is not a causal language model with a head; use an AutoModelForCausalLM")
+    refuse_unsupported_decoder(model, decoder)
+    return _find_head(model)
+
+
+def refuse_unsupported_decoder(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+    """Raise an UnsupportedError that names what this model asks for before its head."""
+    name = type(model).__name__
     refuse_config(model.config)
     if "forward" in vars(model):
         raise UnsupportedError(f"{name} has a forward that was set on it, which would not be called; del model.forward")
     refuse_weights(model)
-    decoder = decoder_of(model)
-    if model.get_output_embeddings() is None or decoder is model:
-        raise UnsupportedError(f"{name} is not a causal language model with a head; use an AutoModelForCausalLM")
     refuse_stateful(model, decoder)
     if has_attention(decoder.config):
         refuse_attention(name, decoder, set(stateful_modules(decoder).values()))
@@ -83,7 +91,6 @@ def refuse_unsupported(model: PreTrainedModel) -> FoundHead:
                 f"{name}: rope_type={rope!r} chooses frequencies by the length of the sequence, which its rotary "
                 "embedding cannot be told; use default, linear, llama3 or yarn"
             )
-    return _find_head(model)
 
 
 def refuse_quantised(config: PreTrainedConfig) -> None:
@@ -216,7 +223,7 @@ def _try_head(model: PreTrainedModel, head: Any) -> bool | str:
     hidden = torch.randn(1, 3, input_size(head), generator=torch.Generator().manual_seed(0)).to(like)
     kind, decoder = type(model).__name__, decoder_of(model)
     own = vars(decoder).get("forward")  # a hook of somebody's, say
-    decoder.forward = lambda *args, **kwargs: _Outputs(last_hidden_state=hidden)
+    decoder.forward = lambda *args, **kwargs: DecoderOutputs(last_hidden_state=hidden)
     try:
         with torch.no_grad():
             tokens = torch.tensor([[0, 1, 2]], device=like.device)
@@ -254,7 +261,7 @@ def _try_head(model: PreTrainedModel, head: Any) -> bool | str:
     )
 
 
-class _Outputs(MoeModelOutputWithPast):
+class DecoderOutputs(MoeModelOutputWithPast):
     """What a decoder returns: hidden states, and nothing under any other name."""
 
     def __getattr__(self, name: str) -> None:

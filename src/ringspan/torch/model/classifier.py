@@ -1,0 +1,168 @@
+"""Classifiers on a ring: a sequence's logits are those of its last token, on whichever rank that is; or each token's.
+
+B batch, S global tokens, T local tokens, C hidden size, L labels.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast, TokenClassifierOutput
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.consistency.loop_watch import watch_backward
+from ringspan.torch.data.batch_layout import BatchLayout
+from ringspan.torch.layers.decoder import decoder_of
+from ringspan.torch.layers.modules import class_name
+from ringspan.torch.memory.sharding import renew_types
+from ringspan.torch.model.causal_lm import RingCausalLM
+from ringspan.torch.model.local_pass import local_hidden_states
+from ringspan.torch.model.support import DecoderOutputs, refuse_unsupported_decoder
+from ringspan.torch.transport.sums import Sum
+
+_SEQUENCES, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
+_HEAD: Final = "score"
+
+
+def is_classifier(model: Any) -> bool:
+    """Whether a model of transformers maps sequences, or tokens, to labels by one linear layer behind its decoder."""
+    return (
+        isinstance(model, PreTrainedModel)
+        and class_name(model).endswith((_SEQUENCES, _TOKENS))
+        and isinstance(getattr(model, _HEAD, None), nn.Module)
+    )
+
+
+def pools(model: nn.Module) -> bool:
+    """Whether a classifier's labels are of sequences, not of tokens."""
+    return class_name(model).endswith(_SEQUENCES)
+
+
+def refuse_classifier(model: PreTrainedModel) -> None:
+    """Raise an UnsupportedError that names why the ring cannot run a classifier exactly."""
+    name, decoder = type(model).__name__, decoder_of(model)
+    if decoder not in model.children():
+        raise UnsupportedError(f"{name} has more than a decoder and its {_HEAD}, which a ring does not support yet")
+    refuse_unsupported_decoder(model, decoder)
+    if getattr(decoder.config, "output_router_logits", False):
+        raise UnsupportedError(f"{name}: output_router_logits=True has no loss to be added to; set it to False")
+    for path, module in model.named_children():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise UnsupportedError(
+                f"{name}: {path} drops {module.p} of what its head is given, by each rank's own numbers; set "
+                "classifier_dropout=0.0 in its config"
+            )
+    if not next(model.parameters()).is_meta:
+        _try_head(model, decoder)
+
+
+@torch.no_grad()
+def _try_head(model: Any, decoder: Any) -> None:
+    """Refuse a classifier that does more with hidden states than apply its head and pool, by what it makes of some."""
+    name, head = type(model).__name__, getattr(model, _HEAD)
+    like = next(head.parameters())
+    padding = model.config.get_text_config().pad_token_id
+    words = [word for word in range(4) if word != padding][:3]
+    rows = [words] if padding is None else [words, [words[0], words[1], padding], [padding, *words[:2]]]
+    ids = torch.tensor(rows, device=like.device)
+    size = model.config.get_text_config().hidden_size
+    hidden = torch.randn(len(rows), 3, size, generator=torch.Generator().manual_seed(0)).to(like)
+    own = vars(decoder).get("forward")
+    decoder.forward = lambda *args, **kwargs: DecoderOutputs(last_hidden_state=hidden)
+    try:
+        logits, expected = model(input_ids=ids).logits, head(hidden)
+    except Exception as error:  # whatever a model raises that has other plans for its hidden states
+        raise UnsupportedError(
+            f"{name} makes its logits of more than its decoder's last hidden states, which a ring does not support yet"
+        ) from error
+    finally:
+        del decoder.forward
+        if own is not None:
+            decoder.forward = own
+    if pools(model):
+        expected = expected[range(len(rows)), [2, 1, 2][: len(rows)]]
+    rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
+    if logits.shape != expected.shape or not bool(((logits - expected).abs() <= rounding).all()):
+        raise UnsupportedError(
+            f"{name} has more between its decoder and its logits than its {_HEAD} and the last token, which a ring "
+            "does not support yet"
+        )
+
+
+class RingClassifier(RingCausalLM):
+    """What ``parallelize`` adds to a classifier's class."""
+
+    def ring_bind(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        """The arguments of a call by their names.
+
+        Raises:
+            UnsupportedError: labels; log-probabilities, which a classifier has none of; or several sequences, of which
+                no padding tells where each ends.
+        """
+        name = class_name(self)
+        if kwargs.get("ring_asked") is not None:
+            raise UnsupportedError(f"{name} predicts no tokens; give token_logprobs a causal language model")
+        bound = super().ring_bind(args, kwargs)
+        if bound.arguments.get("shift_labels") is not None:
+            raise UnsupportedError(
+                f"{name} takes no labels on a ring; compute the loss of its logits, which every rank has"
+            )
+        ids, padding = bound.arguments.get("input_ids"), self.config.get_text_config().pad_token_id
+        if pools(self) and padding is None and isinstance(ids, Tensor) and len(ids) > 1:
+            raise UnsupportedError(f"{name} has no pad_token_id, which tells where each of {len(ids)} sequences ends")
+        return bound
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self: Any,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_lengths: Tensor | None = None,
+        sequence_length: int | Tensor | None = None,
+        batch_digest: Tensor | None = None,
+        real_tokens: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast | TokenClassifierOutput:
+        """Local tokens (B, T) -> the logits (B, L) of whole sequences, on every rank of the ring; or, of a classifier
+        of tokens, the logits (B, T, L) of local ones.
+
+        A sequence's are those of its last token that is no ``pad_token_id``, as in transformers. They are
+        differentiable: each rank of a ring goes on with the same numbers to the same loss, whose gradients are counted
+        once, and summed over replicas. ``attention_mask`` and ``labels`` raise in ``__call__``; they are named for
+        those who look.
+        """
+        assert input_ids is not None and position_ids is not None and sequence_length is not None, "by __call__"
+        renew_types(self)
+        longest = int(sequence_length)
+        hidden = local_hidden_states(self, input_ids, position_ids, longest, document_lengths, None)
+        head: Any = getattr(self, _HEAD)
+        if not pools(self):
+            return TokenClassifierOutput(logits=watch_backward(head(hidden)))
+        ring = self.ring_mesh["ring"]
+        whole = longest if document_lengths is None else int(document_lengths.sum(1).max())
+        split = BatchLayout.of(self.ring_layout, whole, ring.size(), document_lengths)
+        places = split.positions(ring.get_local_rank()).to(input_ids.device).expand(input_ids.shape)
+        last = _last_places(self, input_ids, places, whole)
+        is_here = places == last[:, None]
+        rows = torch.arange(len(hidden), device=hidden.device)
+        pooled = head(hidden[rows, is_here.int().argmax(1)])
+        # Of each row one rank has the token, and what it computes of it; the others add nothing.
+        own = torch.where(is_here.any(1, keepdim=True), pooled, 0.0)
+        logits = Sum.apply(own.float(), [ring.get_group()]).to(pooled.dtype)
+        return SequenceClassifierOutputWithPast(logits=watch_backward(logits))
+
+
+def _last_places(model: Any, ids: Tensor, places: Tensor, length: int) -> Tensor:
+    """The place in its whole sequence of each row's last token that is no padding. Shape (B,)."""
+    padding = model.config.get_text_config().pad_token_id
+    if padding is None:
+        return torch.full((len(ids),), length - 1, device=ids.device)
+    last = torch.where((ids != padding) & (places < length), places, 0).amax(1)
+    dist.all_reduce(last, dist.ReduceOp.MAX, group=model.ring_mesh["ring"].get_group())
+    return last

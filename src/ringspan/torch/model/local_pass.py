@@ -1,0 +1,110 @@
+"""A decoder's pass over this rank's tokens: the hidden states that a head, or a classifier, begins with.
+
+B batch, T local tokens, C hidden size.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.data.batch_layout import BatchLayout
+from ringspan.torch.data.media import Media
+from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.numbering import told
+from ringspan.torch.layers.positions import note_length
+from ringspan.torch.layers.rope import set_global_length
+from ringspan.torch.model.recurrent import starts_of
+from ringspan.torch.multimodal.token_types import Blocks, blocks_of
+from ringspan.torch.multimodal.towers import find_pass
+from ringspan.torch.recurrence.current import SequencePass, passing
+
+
+def local_hidden_states(
+    model: Any,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    longest: int,
+    document_lengths: Tensor | None,
+    media: Media | None,
+) -> Tensor:
+    """Local tokens (B, T) -> their hidden states (B, T, C), by the decoder of a model on a ring.
+
+    Args:
+        model: a ``RingCausalLM``.
+        input_ids, position_ids, document_lengths, media: as its ``forward`` takes them.
+        longest: tokens of the longest document, without padding.
+
+    Raises:
+        UnsupportedError: the model's layers are not told of packed documents.
+    """
+    decoder = model.get_submodule(model.ring_decoder)
+    set_global_length(decoder, longest)
+    if model.training:
+        _note_length(model, longest)
+    blocks = None
+    if media is not None and model.ring_media is not None:
+        blocks = blocks_of(model.ring_media, media, document_lengths)
+    packed = None
+    if document_lengths is not None or blocks is not None:
+        packed = Packed(model, document_lengths, position_ids, blocks)
+    others: dict[str, Any] = {"ring_packed": packed} if packed else {}
+    if model.ring_router is not None:
+        others["output_router_logits"] = False  # by transformers; they are recorded here
+    # Programs cannot be told; layers with a state are never compiled.
+    sequences = None if model.ring_compiled else _sequences(model, position_ids.shape[1], packed)
+    seen = find_pass(model, media, position_ids.shape[1], document_lengths)
+    with passing(sequences):
+        # Padding counts on behind the end, where a learned table has no position any more.
+        positions = position_ids.clamp_max(longest - 1)
+        given = {"input_ids": input_ids, "position_ids": positions, "use_cache": False, **others}
+        with told(decoder, given) as told_all:
+            out = decoder(**told_all) if seen is None else seen.decode(told_all)
+    if packed and not packed.is_seen:
+        raise UnsupportedError(
+            f"{class_name(model)} does not hand its keyword arguments on to attention, so "
+            "packed documents would see each other; give it one document a sequence"
+        )
+    return out.last_hidden_state
+
+
+class Packed:
+    """The documents of each sequence of a batch, the local tokens' positions in them, and the runs of tokens that see
+    each other both ways, on their way to the layers.
+    """
+
+    def __init__(
+        self, model: Any, lengths: Tensor | None, positions: Tensor, blocks: Sequence[Blocks] | None = None
+    ) -> None:
+        self.lengths, self.positions = lengths, positions
+        self.split: BatchLayout | None = None
+        """Where that is not the model's named one on as many tokens."""
+        if model.ring_layout == "balanced" and lengths is not None:
+            whole, ranks = int(lengths.sum(1).max()), model.ring_mesh["ring"].size()
+            self.split = BatchLayout.of(model.ring_layout, whole, ranks, lengths)
+        rows: list[tuple[int, ...] | None] = [None] * len(blocks or ())
+        if lengths is not None:
+            rows = [tuple(length for length in row if length) for row in lengths.tolist()]
+        pairs = [*zip(rows, blocks or [()] * len(rows), strict=True)]
+        pairs = pairs[:1] if len(set(pairs)) == 1 else pairs  # alike for all sequences: one attention does
+        self.rows, self.blocks = [row for row, _ in pairs], [block for _, block in pairs]
+        self.is_seen = False
+
+
+@torch.compiler.disable()
+def _sequences(model: Any, tokens: int, packed: Packed | None) -> SequencePass:
+    """What layers with a state are told of a batch with so many local tokens."""
+    ring = model.ring_mesh["ring"]
+    split = None if packed is None else packed.split
+    split = split or BatchLayout.of(model.ring_layout, tokens * ring.size(), ring.size(), None)
+    starts = ((0,),)
+    if packed is not None and packed.lengths is not None:
+        starts = tuple(starts_of([row for row in packed.rows if row is not None]))
+    return SequencePass(split.rows, ring.get_group(), starts, packed)
+
+
+@torch.compiler.disable()  # a part of a mesh is made here, which it cannot trace
+def _note_length(model: Any, length: int) -> None:
+    note_length(model, length, says=model.ring_mesh["ring"].get_local_rank() == 0)
