@@ -10,6 +10,8 @@ from transformers import Trainer
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.hf import RingConfig
+from tests.hf.preferences import dpo, kto
+from tests.hf.rollouts import grpo, rloo
 from tests.hf.trainers import Examples, Ring, arguments, made, plain, sft
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
@@ -101,6 +103,40 @@ def test_what_trl_would_put_around_layers_raises(world, options, message):
     for error in world(2).outcomes(offloading, 2, options):
         with pytest.raises(UnsupportedError, match=message):
             raise error
+
+
+def preferring(mesh: Any, make: Any, options: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        make(mesh, "llama", {}, folder, options).train()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (dpo, {"precompute_ref_log_probs": True}, "precompute_ref_log_probs=True is not supported on a ring; leave"),
+        (kto, {"precompute_ref_log_probs": True}, "precompute_ref_log_probs=True is not supported on a ring; leave"),
+        (dpo, {"use_liger_kernel": True}, "use_liger_kernel=True is not supported on a ring; leave it out"),
+        (grpo, {"use_vllm": True}, "use_vllm=True is not supported on a ring; leave it out: the model on the ring"),
+        (grpo, {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True is not"),
+        (grpo, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True is not supported on a ring"),
+        (
+            grpo,
+            {"num_generations": 4, "gradient_accumulation_steps": 1},
+            "num_generations=4 does not divide the 2 completions that are made at once, per_device_train_batch_size 2 "
+            "x replicas 1 x steps_per_generation 1; a ring is one process",
+        ),
+        (
+            rloo,
+            {"num_generations": 4, "eval_strategy": "steps"},
+            "4 generations for each prompt of evaluation do not divide 2, per_device_eval_batch_size 2 x replicas 1",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value))[:40],
+)
+def test_what_trainers_of_preferences_and_completions_do_not_do_raises(world, make, options, message):
+    for error in world(2).outcomes(preferring, 2, make, options):
+        assert isinstance(error, UnsupportedError | ConfigError), error
+        assert message in str(error) and "\n" not in str(error)
 
 
 def test_checkpointing_and_none_contradict(world):

@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
@@ -39,6 +40,15 @@ COMMON = {
 }
 # Arguments of a trainer itself.
 OWN = ("callbacks", "compute_metrics", "eval_dataset", "preprocess_logits_for_metrics", "train_dataset")
+
+# What trainers log: numbers that are compared one by one, and those near 0, compared with the largest of them.
+LOGGED = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "eval_entropy")
+SCORES = (
+    *(f"{name}/{side}" for name in ("rewards", "logps") for side in ("chosen", "rejected", "margins")),
+    *("rewards/accuracies", "eval_rewards/margins", "kl", "nll_loss", "log_odds_ratio"),
+    *("min_reward", "mean_reward", "max_reward", "accuracy", "eval_accuracy"),
+    *("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "eval_reward"),
+)
 
 datasets.disable_progress_bars()
 
@@ -85,6 +95,7 @@ def conversations(count: int, seed: int, column: str | None) -> datasets.Dataset
 def tokenizer() -> PreTrainedTokenizerFast:
     """One word for each entry of the vocabulary."""
     words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
 
 
@@ -126,8 +137,7 @@ def history(trainer: Any) -> dict[str, Any]:
     """What a trainer has logged, step by step, and its weights."""
     logs = trainer.state.log_history
     state = whole_weights(trainer.model) if isinstance(trainer, RingTrainerMixin) else trainer.model.state_dict()
-    names = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "eval_entropy")
-    found: dict[str, Any] = {name: [one[name] for one in logs if name in one] for name in names}
+    found: dict[str, Any] = {name: [one[name] for one in logs if name in one] for name in (*LOGGED, *SCORES)}
     return found | {"weights": {name: tensor.clone() for name, tensor in state.items()}}
 
 
@@ -146,8 +156,9 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
     for name, values in expected.items():
         if name != "weights" and values:
             assert len(found[name]) == len(values), name
-            scale = max(map(abs, values)) or 1.0
-            result[name] = max(abs(a - b) / (abs(b) or scale) for a, b in zip(found[name], values, strict=True))
+            scale = scale_of(name, expected)
+            pairs = zip(found[name], values, strict=True)
+            result[name] = max(abs(a - b) / (scale or abs(b) or max(map(abs, values)) or 1.0) for a, b in pairs)
     if found["weights"]:  # of the first rank
         result["weights"] = max(
             float((found["weights"][name] - value).abs().max() / value.abs().max())
@@ -155,6 +166,18 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
             if name in found["weights"]
         )
     return result
+
+
+def scale_of(name: str, expected: dict[str, Any]) -> float | None:
+    """What the differences of a number are relative to, where that is not the number itself: it may be a small
+    difference of large ones.
+    """
+    of = {"kl": "entropy"}.get(name, name)
+    if "rewards/" in name and expected.get("logps/chosen"):
+        return 0.1 * max(map(abs, expected["logps/chosen"]))  # differences of these, times beta
+    if name in ("loss", "eval_loss") and expected.get("reward_std"):
+        return max(map(abs, (*expected[name], *expected["reward_std"])))  # a sum of advantages
+    return max(map(abs, expected.get(of) or expected[name])) if name in SCORES else None
 
 
 def saved(folder: Path) -> list[str]:

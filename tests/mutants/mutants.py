@@ -53,6 +53,9 @@ MERGED = f"{CACHED}test_the_merge_weighs_shares_by_what_they_saw_and_counts_sink
 
 TRAINER = "hf/test_trainer.py::"
 SFT = "hf/test_sft.py::"
+CHOICES = "hf/test_preferences.py::"
+ROLLOUTS = "hf/test_rollouts.py::"
+CLASSES = "torch/model/test_classifier.py::test_logits_of_sequences_and_gradients_are_those_of_one_process"
 STEPS = "test_ten_steps_equal_one_process"
 FOLDERS = "torch/weights/test_folders.py::"
 THERE_AND_BACK = f"{FOLDERS}test_weights_go_there_and_back"
@@ -87,6 +90,70 @@ MUTANTS = [
         'return self.ring_mesh["replicate"].get_local_rank()',
         "return self.ring_mesh.get_rank()",
         f"{TRAINER}{STEPS}[4-2]",
+    ),
+    Mutant(
+        "a reference model stays whole, and sees each rank's part of a batch",
+        "hf/replicas.py",
+        "if evaluation_mode and (head is None or head() is None) and not is_classifier(model):",
+        "if evaluation_mode:",
+        f"{CHOICES}test_steps_on_a_ring_equal_one_process[dpo-llama-{{}}]",
+    ),
+    Mutant(
+        "ORPO averages over prompts too",
+        "hf/orpo.py",
+        'answers = both["concatenated_labels"][:, 1:] != -100',
+        "answers = out.label_mask",
+        f"{CHOICES}test_steps_on_a_ring_equal_one_process[orpo-llama-{{}}]",
+    ),
+    Mutant(
+        "a sequence ends where its last rank's part does",
+        "torch/model/classifier.py",
+        'dist.all_reduce(last, dist.ReduceOp.MAX, group=model.ring_mesh["ring"].get_group())',
+        "pass",
+        f"{CLASSES}[llama-2-1-right-options0]",
+    ),
+    Mutant(
+        "every rank adds the token that it has at the same place",
+        "torch/model/classifier.py",
+        "own = torch.where(is_here.any(1, keepdim=True), pooled, 0.0)",
+        "own = pooled",
+        f"{CLASSES}[llama-2-1-right-options0]",
+    ),
+    Mutant(
+        "a classifier's logits are those of one rank",
+        "torch/model/classifier.py",
+        "logits = Sum.apply(own.float(), [ring.get_group()]).to(pooled.dtype)",
+        "logits = own",
+        f"{CLASSES}[llama-2-1-right-options0]",
+    ),
+    Mutant(
+        "the padding of the layout ends a sequence",
+        "torch/model/classifier.py",
+        "(ids != padding) & (places < length)",
+        "ids != padding",
+        f"{CLASSES}[llama-2-1-right-options0]",
+    ),
+    Mutant(
+        "rewards are gathered from ranks",
+        "hf/rollouts.py",
+        "found = [(space, name) for space in spaces",
+        "found = [(space, name) for space in spaces[:0]",
+        f"{ROLLOUTS}test_replicas_normalise_their_rewards_together",
+    ),
+    Mutant(
+        "the ranks of a ring shuffle their completions each by its own numbers",
+        "hf/rollouts.py",
+        "take_first_ranks_numbers(groups_of(mesh), accelerator.device)",
+        "pass",
+        f"{ROLLOUTS}test_steps_on_a_ring_equal_one_process[grpo-qwen3-window-"
+        "{'beta': 0.0, 'sampled': True, 'temperature': 0.7}]",
+    ),
+    Mutant(
+        "a generation is counted in ranks",
+        "hf/rollouts.py",
+        "args.generation_batch_size = size",
+        "pass",
+        f"{ROLLOUTS}test_steps_on_a_ring_equal_one_process[grpo-llama-{{'beta': 0.0}}]",
     ),
     Mutant(
         "a trainer resumes without the optimizer's state",

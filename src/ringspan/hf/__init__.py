@@ -19,20 +19,35 @@ from ringspan.hf.loop import ring_accelerator
 from ringspan.hf.trainer import RingTrainer, RingTrainerMixin
 
 if TYPE_CHECKING:
-    from ringspan.hf.trl import RingSFTTrainer
+    from ringspan.hf.orpo import RingORPOTrainer
+    from ringspan.hf.trl import (
+        RingDPOTrainer,
+        RingGRPOTrainer,
+        RingKTOTrainer,
+        RingRewardTrainer,
+        RingRLOOTrainer,
+        RingSFTTrainer,
+    )
 
-_TRL = frozenset({"RingSFTTrainer"})  # imported when they are first used: TRL may be missing
+# Imported when they are first used: TRL may be missing.
+_TRL = frozenset(f"Ring{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"))
 
 
 def __getattr__(name: str) -> Any:
-    if name in _TRL:
+    if name in _TRL or name == "RingORPOTrainer":
         require(f"ringspan.hf.{name}", "trl")
-        return getattr(import_module("ringspan.hf.trl"), name)
+        return getattr(import_module(f"ringspan.hf.{'trl' if name in _TRL else 'orpo'}"), name)
     raise AttributeError(f"module 'ringspan.hf' has no attribute {name!r}")
 
 
 __all__ = [
     "RingConfig",
+    "RingDPOTrainer",
+    "RingGRPOTrainer",
+    "RingKTOTrainer",
+    "RingORPOTrainer",
+    "RingRLOOTrainer",
+    "RingRewardTrainer",
     "RingSFTTrainer",
     "RingTrainer",
     "RingTrainerMixin",

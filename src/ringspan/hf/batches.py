@@ -24,6 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.step_config import StepConfig
+from ringspan.hf.classes import classified
 from ringspan.hf.fused import fused_output, take_fused_forward
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
@@ -32,6 +33,7 @@ from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.layers.modules import mix_in, seen_as
 from ringspan.torch.model.adapters import base_of, is_peft
 from ringspan.torch.model.causal_lm import RingCausalLM
+from ringspan.torch.model.classifier import RingClassifier
 from ringspan.torch.parallelize import put_on_mesh
 
 _log: Final = logging.getLogger(__name__)
@@ -49,8 +51,9 @@ class WholeBatches:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         """A whole batch -> what transformers' model gives for it, on every rank of the ring.
 
-        With labels: the loss, and logits (B, S, V) where ``whole_logits`` asks for them. Without: the logits, which are
-        differentiable. With ``fused_lm_head=True``: what TRL's fused head gives.
+        A classifier gives its logits, with labels a loss too. Others, with labels: the loss, and logits (B, S, V) where
+        ``whole_logits`` asks for them. Without: the logits, which are differentiable. With ``fused_lm_head=True``: what
+        TRL's fused head gives.
         ``num_items_in_batch`` counts the targets on all replicas, of which the loss is then 1/R: callers multiply it by
         the number of processes, as Trainer does.
         """
@@ -63,8 +66,12 @@ class WholeBatches:
             return call(**kwargs)
         if "batch_digest" in kwargs or "ring_asked" in kwargs:  # from shard_batch
             return call(**kwargs)
+        called = classified if _is(self, RingClassifier) else _called
         with nullcontext() if self.ring_autocast is None else self.ring_autocast():
-            return _called(self, call, {name: value for name, value in kwargs.items() if value is not None})
+            return called(self, call, {name: value for name, value in kwargs.items() if value is not None})
+
+    is_gradient_checkpointing = is_activation_checkpointing = False
+    """Transformers' own, which TRL turns off around passes without gradients. The ring's keeps nothing there."""
 
     def gradient_checkpointing_enable(self: Any, *args: Any, **kwargs: Any) -> None:
         """Say once that layers are checkpointed as ``RingConfig(checkpoint=...)`` says.

@@ -70,6 +70,7 @@ def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
             "gradient_checkpointing_kwargs={'selective': True}",
             "RingConfig(checkpoint='attention') keeps attention's results",
         )
+    yield from _of_preferences_and_rollouts(args)
     for name in _DDP:
         if getattr(args, name) is not None:
             yield f"{name}={getattr(args, name)}", "leave it out: the model is not wrapped in DistributedDataParallel"
@@ -82,6 +83,22 @@ def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
                 "number by itself"
             ),
         )
+
+
+def _of_preferences_and_rollouts(args: Any) -> Iterator[tuple[str, str]]:
+    """What TRL's trainers of preferences and of completions are asked for."""
+    if getattr(args, "precompute_ref_log_probs", False):
+        yield (
+            "precompute_ref_log_probs=True",
+            "leave it out: TRL would have to read all weights on one rank; a reference model is split over the ring",
+        )
+    if getattr(args, "use_vllm", False):
+        yield "use_vllm=True", "leave it out: the model on the ring makes the completions, or give a rollout_func"
+    for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
+        if getattr(args, name, False):
+            yield f"{name}=True", "leave it out: the model on the ring makes the completions"
+    if getattr(args, "cast_lm_head_to_fp32", False):
+        yield "cast_lm_head_to_fp32=True", "leave it out: it replaces the head's forward; load the model in float32"
 
 
 def refuse_accelerator(accelerator: Any) -> None:

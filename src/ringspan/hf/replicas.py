@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ringspan.hf.batches import takes_whole_batches
 from ringspan.hf.seams import note_prepared
+from ringspan.torch.model.classifier import is_classifier
 
 _REDUCTIONS: Final = ("sum", "mean", "none")
 
@@ -44,10 +45,11 @@ class RingAccelerator(Accelerator):
     ) -> nn.Module:
         """The model on the ring, never wrapped: FSDP2 has its weights already.
 
-        A model for evaluation that has no language model's head (a reward model) stays whole on every rank.
+        A model for evaluation that neither predicts tokens nor classifies what a decoder has read (a reward model of
+        another kind) stays whole on every rank.
         """
         head = getattr(model, "get_output_embeddings", None)
-        if evaluation_mode and (head is None or head() is None):
+        if evaluation_mode and (head is None or head() is None) and not is_classifier(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
         takes_whole_batches(model, self.ring_mesh, self.ring_config, self.autocast if self.native_amp else None)
         note_prepared(self, model)

@@ -24,8 +24,12 @@ OVERRIDDEN: Final = {
         "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
         "_load_best_model": (),
         "_load_rng_state": ("checkpoint",),
-    }
+    },
+    "trl.trainer.grpo_trainer:GRPOTrainer": {"_generate_and_score_completions": ("inputs",)},
+    "trl.trainer.rloo_trainer:RLOOTrainer": {"_generate_and_score_completions": ("inputs",)},
 }
+# By module: names of accelerate's functions that it calls, in whose place ours stand meanwhile.
+GATHERS: Final = {f"trl.trainer.{name}_trainer": ("gather", "gather_object") for name in ("grpo", "rloo")}
 # By module and class: text that its source has, where no method says what we rely on.
 SOURCE: Final = {
     "accelerate:Accelerator": ("self._models = []", "dataloader_config.dispatch_batches", "self.native_amp"),
@@ -65,6 +69,10 @@ class TrainerSeams(_Trainer):
             with self.random_state_of_replica(checkpoint) as folder:
                 super()._load_rng_state(folder)
 
+    def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
+        with self.rollout():
+            return super()._generate_and_score_completions(inputs)  # pyright: ignore[reportAttributeAccessIssue]
+
 
 def note_prepared(accelerator: Any, model: Any) -> None:
     """Let an accelerator know a model that it need not prepare again."""
@@ -75,6 +83,13 @@ def note_prepared(accelerator: Any, model: Any) -> None:
 def plain_optimizer(optimizer: Any) -> Any:
     """The optimizer of torch inside of what an accelerator made of it."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def is_async(function: Any) -> bool:
+    """Whether TRL would wait for a reward function."""
+    from trl.trainer.utils import is_async_callable
+
+    return is_async_callable(function)
 
 
 def moved() -> list[str]:
@@ -88,6 +103,9 @@ def moved() -> list[str]:
                 known = None if method is None else tuple(inspect.signature(method).parameters)[1:]
                 if known != parameters:
                     found.append(f"{place}.{name}")
+    for module, names in GATHERS.items():
+        space = vars(sys.modules.get(module, sys))
+        found += [f"{module}.{name}" for name in names if module in sys.modules and name not in space]
     for place, texts in SOURCE.items():
         owner = _find(place)
         if owner is not None:
@@ -110,4 +128,5 @@ def check_seams() -> None:
 def _find(place: str) -> Any:
     module, _, name = place.partition(":")
     top = module.partition(".")[0]
-    return getattr(import_module(module), name) if top in sys.modules else None
+    needed = module if module.endswith("_trainer") else top  # TRL imports its trainers when they are used
+    return getattr(import_module(module), name) if needed in sys.modules else None

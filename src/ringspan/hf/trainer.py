@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +18,7 @@ from ringspan.hf.config import RingConfig
 from ringspan.hf.progress import load_adapter, load_optimizer, random_state_folder, save_optimizer
 from ringspan.hf.refusals import refuse_accelerator, refuse_arguments, refuse_optimizer
 from ringspan.hf.replicas import count_rings
+from ringspan.hf.rollouts import count_generations, rollout_of_replica, share_rollouts
 from ringspan.hf.seams import TrainerSeams, check_seams, plain_optimizer
 
 _SCHEDULER: Final = "scheduler.pt"
@@ -48,6 +49,7 @@ class RingTrainerMixin(TrainerSeams):
         super().__init__(*args, **kwargs)
         ours: Any = self
         refuse_optimizer(ours.optimizer, ours.model)
+        share_rollouts(self)
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         """Trainer's accelerator, which counts rings; and the model on the mesh, before anybody looks at it."""
@@ -56,6 +58,7 @@ class RingTrainerMixin(TrainerSeams):
         refuse_accelerator(self.accelerator)
         self.ring_mesh: DeviceMesh = self.ring.make_mesh()
         self.accelerator = count_rings(self.accelerator, self.ring_mesh, self.ring.step)
+        count_generations(self.args, self.accelerator.num_processes)
         if self.model is not None:
             self._put_on_ring(self.model)
 
@@ -128,6 +131,10 @@ class RingTrainerMixin(TrainerSeams):
     def load_adapter_weights(self: Any, checkpoint: str) -> bool:
         """Whether the model has an adapter, which is then that of the checkpoint."""
         return load_adapter(Path(checkpoint), self.model)
+
+    def rollout(self) -> AbstractContextManager[None]:
+        """While completions are made and scored, by replica."""
+        return rollout_of_replica(self)
 
     @contextmanager
     def random_state_of_replica(self: Any, checkpoint: str) -> Iterator[str]:

@@ -1,9 +1,30 @@
 """TRL's trainers on a ring."""
 
-from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
+# pyright: reportPrivateImportUsage=false
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 from ringspan.hf.trainer import RingTrainerMixin
 
 
 class RingSFTTrainer(RingTrainerMixin, SFTTrainer):
     """TRL's ``SFTTrainer`` on a ring: packed documents stay apart."""
+
+
+class RingDPOTrainer(RingTrainerMixin, DPOTrainer):
+    """TRL's ``DPOTrainer`` on a ring, the reference model on the same one."""
+
+
+class RingKTOTrainer(RingTrainerMixin, KTOTrainer):
+    """TRL's ``KTOTrainer`` on a ring, the reference model on the same one."""
+
+
+class RingRewardTrainer(RingTrainerMixin, RewardTrainer):
+    """TRL's ``RewardTrainer`` on a ring: a sequence's score is that of its last token, wherever that is."""
+
+
+class RingGRPOTrainer(RingTrainerMixin, GRPOTrainer):
+    """TRL's ``GRPOTrainer`` on a ring, which makes the completions too."""
+
+
+class RingRLOOTrainer(RingTrainerMixin, RLOOTrainer):
+    """TRL's ``RLOOTrainer`` on a ring, which makes the completions too."""

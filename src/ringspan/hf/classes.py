@@ -1,0 +1,47 @@
+"""A classifier on a ring that is called as any classifier is: with whole batches and their labels.
+
+B batch, S global tokens, L labels, R replicas.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.data.batch import TAKEN, shard_batch
+from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
+from ringspan.torch.model.classifier import pools
+
+
+def classified(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """One pass of the whole batch in ``kwargs``: logits (B, L), or (B, S, L) of tokens, on every rank of the ring; with
+    labels their loss too, by the model's own function.
+
+    Transformers' classifiers take a mean whatever ``num_items_in_batch`` says, which Trainer multiplies by R where it
+    has counted: the loss is then 1/R of the mean.
+    """
+    whole = {name: kwargs.pop(name) for name in TAKEN if name in kwargs}
+    labels, count = whole.pop("labels", None), kwargs.pop("num_items_in_batch", None)
+    kwargs.pop("margin", None)  # TRL's reward trainer gives models its whole batch
+    try:
+        local = shard_batch(whole, model.ring_mesh, layout=model.ring_layout)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        check_call(model.ring_mesh, Call("a forward pass", error=error))
+        raise
+    output = call(**local, **kwargs)
+    logits: Tensor = output.logits.float() if model.ring_autocast is not None else output.logits
+    if not pools(model):
+        ring, length = model.ring_mesh["ring"], whole["input_ids"].shape[1]
+        layout = BatchLayout.of(model.ring_layout, length, ring.size(), local.get("document_lengths"))
+        logits = Unsharded.apply(logits, layout, ring.get_group())
+    output.logits = logits
+    if labels is None:
+        return output
+    if pools(model):
+        loss = model.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=model.config)
+    else:
+        loss = model.loss_function(logits, labels, model.config)
+    if count is not None:
+        loss = loss / model.ring_mesh["replicate"].size()
+    return type(output)(loss=loss, logits=logits)

@@ -1,0 +1,46 @@
+"""TRL's ORPO, which is among its experiments: importing it says so."""
+
+from typing import Any
+
+from torch import Tensor
+from trl.experimental.orpo import ORPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from ringspan.hf.trainer import RingTrainerMixin
+from ringspan.torch.model.adapters import is_peft
+
+
+class RingORPOTrainer(RingTrainerMixin, ORPOTrainer):
+    """TRL's ``ORPOTrainer`` on a ring, without whole logits."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        model: Any = self.model
+        base = model.get_base_model() if is_peft(model) else model
+        add_fused_lm_head(base, outputs=("log_probs", "mean_logits"))
+
+    def concatenated_forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self: Any, model: Any, batch: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """What TRL computes of whole logits (2B, S, V), of log-probabilities (2B, S).
+
+        In place of logits it gives their means over the vocabulary, of real tokens alone: they are only averaged.
+        """
+        both = self.concatenated_inputs(batch, padding_value=self.padding_value, device=self.accelerator.device)
+        ids, mask = both["concatenated_input_ids"], both["concatenated_attention_mask"]
+        asked = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        out = model(
+            input_ids=ids,
+            attention_mask=mask,
+            labels=ids.masked_fill(mask == 0, -100),  # prompts too, as for the first of ORPO's losses
+            use_cache=False,
+            fused_lm_head=True,
+            **asked,
+        )
+        answers = both["concatenated_labels"][:, 1:] != -100
+        averages = (out.log_probs * answers).sum(-1) / answers.sum(-1)
+        chosen = len(batch["chosen_labels"])
+        likelihood = -out.log_probs[:chosen].sum() / out.label_mask[:chosen].sum()
+        means = [out.mean_logits[rows][out.label_mask[rows]] for rows in (slice(chosen), slice(chosen, None))]
+        result = (averages[:chosen], averages[chosen:], *means, likelihood)
+        return (*result, out.aux_loss) if self.aux_loss_enabled else result

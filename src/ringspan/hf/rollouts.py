@@ -1,0 +1,139 @@
+"""Trainers that make their own completions (GRPO, RLOO): what they count and gather by process is by replica, and what
+each rank of a ring would ask for itself is asked once.
+"""
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch.distributed as dist
+from accelerate import utils
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import set_seed
+
+from ringspan.core.errors import ConfigError, PeerMismatch
+from ringspan.hf.seams import is_async
+from ringspan.torch.generate.agreed import take_first_ranks_numbers
+from ringspan.torch.runtime.mesh import tensor_axis
+from ringspan.torch.transport.collectives import gather
+
+_log: Final = logging.getLogger(__name__)
+
+
+def count_generations(args: Any, replicas: int) -> None:
+    """Let a trainer's arguments count the completions of one generation by replica; TRL counts ranks.
+
+    ``steps_per_generation`` stays: ``generation_batch_size`` becomes that times the batch of a step.
+
+    Raises:
+        ConfigError: they are no whole groups of ``num_generations``.
+    """
+    steps = getattr(args, "steps_per_generation", None)
+    if steps is None:
+        return
+    size = args.per_device_train_batch_size * replicas * steps
+    if size % args.num_generations:
+        raise ConfigError(
+            f"num_generations={args.num_generations} does not divide the {size} completions that are made at once, "
+            f"per_device_train_batch_size {args.per_device_train_batch_size} x replicas {replicas} x "
+            f"steps_per_generation {steps}; a ring is one process"
+        )
+    groups, batch = args.num_generations_eval or args.num_generations, args.per_device_eval_batch_size * replicas
+    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and batch % groups:
+        raise ConfigError(
+            f"{groups} generations for each prompt of evaluation do not divide {batch}, per_device_eval_batch_size "
+            f"{args.per_device_eval_batch_size} x replicas {replicas}; a ring is one process"
+        )
+    if size != args.generation_batch_size and dist.get_rank() == 0:
+        _log.warning("generation_batch_size is %d: a ring is one process", size)
+    args.generation_batch_size = size
+
+
+def share_rollouts(trainer: Any) -> None:
+    """Let the ranks of a ring draw the same random numbers, different ones from other rings, and take completions and
+    rewards of given functions from the first of them; in place.
+    """
+    if not (hasattr(trainer, "num_generations") and hasattr(trainer, "reward_funcs")):
+        return
+    set_seed(trainer.args.seed + trainer.accelerator.process_index)
+    mesh = trainer.ring_mesh
+    if getattr(trainer, "rollout_func", None) is not None:  # RLOO takes none
+        trainer.rollout_func = first_of_ring(trainer.rollout_func, mesh)
+    for place, function in enumerate(trainer.reward_funcs):
+        if not isinstance(function, nn.Module) and not is_async(function):
+            trainer.reward_funcs[place] = first_of_ring(function, mesh)
+
+
+def first_of_ring(function: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+    """A function that all ranks of a ring call, and whose result on the first of them all are given.
+
+    Raises:
+        PeerMismatch: on the others, when one of them raises.
+    """
+
+    @functools.wraps(function)
+    def shared(*args: Any, **kwargs: Any) -> Any:
+        result, error = None, None
+        try:
+            result = function(*args, **kwargs)
+        except Exception as raised:  # whatever it is, the other ranks are to hear of it
+            error = raised
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        for group in groups_of(mesh):
+            reason = next(filter(None, gather(reason, group)), None)
+        if error is not None:
+            raise error
+        if reason is not None:
+            name = getattr(function, "__name__", type(function).__name__)
+            raise PeerMismatch(f"{name} raised on another rank of the ring: {reason}")
+        return _of_first(result, mesh)
+
+    return shared
+
+
+def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Of the ranks that hold one example between them."""
+    axes = [mesh["ring"], tensor_axis(mesh)]
+    return [axis.get_group() for axis in axes if axis is not None and axis.size() > 1]
+
+
+def _of_first(thing: Any, mesh: DeviceMesh) -> Any:
+    """What the first rank of a ring has; pickled on the way."""
+    things = [thing]
+    for group in groups_of(mesh):
+        dist.broadcast_object_list(things, group_src=0, group=group)
+    return things[0]
+
+
+@contextmanager
+def rollout_of_replica(trainer: Any) -> Iterator[None]:
+    """While a trainer makes and scores completions: what its modules gather with accelerate's functions is gathered
+    over replicas, of the first rank of each ring; then all ranks of a ring go on with the same random numbers.
+
+    TRL calls these functions by their names in its modules, and not through its accelerator, which would be the seam:
+    the names are ours meanwhile.
+    """
+    accelerator, mesh = trainer.accelerator, trainer.ring_mesh
+    group = mesh["replicate"].get_group()
+
+    def tensors(tensor: Tensor) -> Tensor:
+        return accelerator.gather(_of_first(tensor, mesh))
+
+    def objects(things: list[Any]) -> list[Any]:
+        return [thing for part in gather(_of_first(things, mesh), group) for thing in part]
+
+    ours = {"gather": tensors, "gather_object": objects}
+    spaces = [vars(sys.modules[name]) for name in {kind.__module__ for kind in type(trainer).__mro__}]
+    found = [(space, name) for space in spaces for name in ours if space.get(name) is getattr(utils, name)]
+    for space, name in found:
+        space[name] = ours[name]
+    try:
+        yield
+    finally:
+        for space, name in found:
+            space[name] = getattr(utils, name)
+    take_first_ranks_numbers(groups_of(mesh), accelerator.device)

@@ -1,0 +1,52 @@
+"""GRPO and RLOO on a ring are what they are on one process, of completions that are given and of those they make."""
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from tests.hf.rollouts import grpo, rloo
+from tests.hf.trainers import differences, train
+
+TOLERANCE = 1e-5
+SHORT = ("max_steps", 3)
+
+
+@lru_cache
+def on_one_process(make: Any, model: str, replicas: int, *options: tuple[str, Any]) -> dict[str, Any]:
+    sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 2 * replicas)
+    return train(None, make, model, None, dict([SHORT, *options]) | sizes)
+
+
+def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert len(expected["loss"]) == len(expected["grad_norm"]) == 3 and len(expected["eval_loss"]) == 1
+    assert min(expected["grad_norm"]) > 0 and min(expected["reward_std"]) > 0
+    apart = differences(found, expected)
+    assert not {name: value for name, value in apart.items() if value >= TOLERANCE}
+
+
+@pytest.mark.parametrize(
+    ("make", "model", "options"),
+    [
+        (grpo, "llama", {"beta": 0.0}),
+        (grpo, "llama", {"lora": True, "beta": 0.1, "num_iterations": 2}),
+        (grpo, "mixtral+router", {"beta": 0.0, "loss_type": "grpo", "top_entropy_quantile": 0.5}),
+        (grpo, "qwen3-window", {"beta": 0.0, "sampled": True, "temperature": 0.7}),
+        (rloo, "llama", {"lora": True, "beta": 0.1}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_steps_on_a_ring_equal_one_process(world, make, model, options):
+    expected = on_one_process(make, model, 1, *options.items())
+    for found in world(2).run(train, 2, make, model, {}, dict([SHORT]) | options):
+        close(found, expected)
+
+
+def test_replicas_normalise_their_rewards_together(world):
+    options = {"beta": 0.0, "num_generations": 4, "per_device_train_batch_size": 1, "scale_rewards": "batch"}
+    # Of four completions that are compared with each other each replica has two.
+    alone = dict(options) | {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4}
+    expected = train(None, grpo, "llama", None, dict([SHORT]) | alone)
+    expected["entropy"] = []  # a mean of means over batches that are accumulated, of other completions there
+    for found in world(4).run(train, 4, grpo, "llama", {}, dict([SHORT]) | options, replicate=2):
+        close(found, expected)
