@@ -118,14 +118,15 @@ class Doubled(LlamaForCausalLM):
     """Its logits are twice what its head computes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        made = super().forward(*args, **kwargs)
+        made: Any = super().forward(*args, **kwargs)
         made.logits = 2 * made.logits
         return made
 
 
 def test_logits_that_are_made_in_another_way_are_refused():
+    config: Any = tiny_config("llama")
     with pytest.raises(rs.UnsupportedError, match="has more between its decoder and its logits than its head"):
-        refuse_unsupported(Doubled(tiny_config("llama")))
+        refuse_unsupported(Doubled(config))
     with pytest.raises(
         rs.UnsupportedError, match="computes attention in its own code, not through transformers' Atten"
     ):
