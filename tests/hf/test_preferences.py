@@ -1,10 +1,12 @@
 """DPO, KTO, ORPO and reward models on a ring are what they are on one process, whatever the reference is."""
 
+import tempfile
 from functools import lru_cache
 from typing import Any
 
 import pytest
 
+from ringspan.torch.layers.modules import local_part
 from tests.hf.preferences import dpo, kto, orpo, reward
 from tests.hf.trainers import differences, made, train
 
@@ -50,6 +52,22 @@ def test_replicas_average_their_preferences(world, make):
     expected = on_one_process(make, "llama", 2)
     for found in world(4).run(train, 4, make, "llama", {}, dict([SHORT]), replicate=2):
         close(found, expected)
+
+
+def weights_here(mesh: Any) -> list[float]:
+    """The share of its weights that this rank holds: of the model, and of the reference model."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = dpo(mesh, "llama", {}, folder, dict([SHORT]))
+        return [
+            sum(local_part(weight).numel() for weight in model.parameters())
+            / sum(weight.numel() for weight in model.parameters())
+            for model in (trainer.model, trainer.ref_model)
+        ]
+
+
+def test_a_reference_model_is_split_as_the_model_is(world):
+    for trained, reference in world(2).run(weights_here, 2):
+        assert 0.4 < trained < 0.6 and reference == trained
 
 
 def test_a_reference_of_the_models_folder_follows_the_model(world, tmp_path):

@@ -92,11 +92,11 @@ MUTANTS = [
         f"{TRAINER}{STEPS}[4-2]",
     ),
     Mutant(
-        "a reference model stays whole, and sees each rank's part of a batch",
+        "a reference model stays whole on every rank",
         "hf/replicas.py",
         "if evaluation_mode and (head is None or head() is None) and not is_classifier(model):",
         "if evaluation_mode:",
-        f"{CHOICES}test_steps_on_a_ring_equal_one_process[dpo-llama-{{}}]",
+        f"{CHOICES}test_a_reference_model_is_split_as_the_model_is",
     ),
     Mutant(
         "ORPO averages over prompts too",
