@@ -1,4 +1,4 @@
-"""The site: ``make docs`` builds it from these pages, the docstrings, the command line, the config and the results.
+"""The site: ``make docs`` builds it from these pages, the docstrings, the command line and the config.
 
 Everything that a page needs at reading time comes with it: no script, font or style sheet is fetched.
 """
@@ -27,7 +27,6 @@ extensions = [
     "repository",
     "mathml",
     "reference",
-    "results",
 ]
 exclude_patterns = ["_extensions", "_static"]
 source_suffix = {".md": "markdown"}
@@ -53,7 +52,6 @@ html_theme = "furo"
 html_title = "ringspan"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_js_files = ["tables.js"]
 html_favicon = "_static/favicon.svg"
 html_copy_source = False
 html_show_sourcelink = False

@@ -26,7 +26,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.step_config import StepConfig
 from ringspan.hf.classes import classified
 from ringspan.hf.fused import fused_output, take_fused_forward
-from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.calls import preparing
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.generate.cache.cache import RingCache
@@ -147,14 +147,11 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
     """One pass of the whole batch in ``kwargs``."""
     whole = {name: kwargs.pop(name) for name in TAKEN if name in kwargs}
     is_fused, count = kwargs.pop("fused_lm_head", False), None
-    try:
+    with preparing(model.ring_mesh, "a forward pass"):
         count = _counted(kwargs.pop("num_items_in_batch", None))
         local = shard_batch(whole, model.ring_mesh, layout=model.ring_layout)
         if is_fused and "shift_labels" not in local:
             raise UnsupportedError("fused_lm_head=True needs labels")
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        check_call(model.ring_mesh, Call("a forward pass", error=error))
-        raise
     ring = model.ring_mesh["ring"]
     length = whole["input_ids"].shape[1]
     layout = BatchLayout.of(model.ring_layout, length, ring.size(), local.get("document_lengths"))

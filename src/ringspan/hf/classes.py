@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.calls import preparing
 from ringspan.torch.data.batch import TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.model.classifier import pools
@@ -24,11 +24,8 @@ def classified(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> 
     whole = {name: kwargs.pop(name) for name in TAKEN if name in kwargs}
     labels, count = whole.pop("labels", None), kwargs.pop("num_items_in_batch", None)
     kwargs.pop("margin", None)  # TRL's reward trainer gives models its whole batch
-    try:
+    with preparing(model.ring_mesh, "a forward pass"):
         local = shard_batch(whole, model.ring_mesh, layout=model.ring_layout)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        check_call(model.ring_mesh, Call("a forward pass", error=error))
-        raise
     output = call(**local, **kwargs)
     logits: Tensor = output.logits.float() if model.ring_autocast is not None else output.logits
     if not pools(model):

@@ -28,8 +28,10 @@ def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_
     matrices = adapter_weights(model, {})
     with torch.device("meta"):
         plain: Any = AutoModelForCausalLM.from_config(config)
-        names = saved_names(plain)
-        alone: Any = get_peft_model(plain, model.peft_config["default"]) if is_writer else None
+        alone: Any = None  # PEFT changes the model that it is given
+        if is_writer:
+            alone = get_peft_model(AutoModelForCausalLM.from_config(config), model.peft_config["default"])
+    names = saved_names(plain)
     tensors: dict[str, Deferred] = {}
     base: Any = base_of(model)
     for name, tensor in shards_of(base, base.ring_mesh).items():
@@ -43,8 +45,6 @@ def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_
         tensors[plain_name] = tensor
     if missing := sorted(names.keys() - tensors.keys()):
         raise CheckpointError(f"the model has no {missing[0]} to be merged")
-    with torch.device("meta"):  # as it is without PEFT's layers
-        plain = AutoModelForCausalLM.from_config(config)
     return plan_files(plain, tensors, max_shard_size=MAX_SHARD_SIZE, dtype=dtype)
 
 

@@ -6,6 +6,7 @@ whatever the rank remembers, so that ranks in different calls meet there and lea
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -45,6 +46,16 @@ class Call:
     alike_in_ring: Mapping[str, Any] = field(default_factory=dict)
     targets: int = 0
     error: Exception | None = None
+
+
+@contextmanager
+def preparing(mesh: DeviceMesh, name: str) -> Iterator[None]:
+    """While this rank prepares a call of that name: what it raises, the others hear of when they come to theirs."""
+    try:
+        yield
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        check_call(mesh, Call(name, error=error))
+        raise
 
 
 @torch.compiler.disable()

@@ -21,7 +21,7 @@ from ringspan.torch.layers.modules import class_name
 from ringspan.torch.memory.sharding import renew_types
 from ringspan.torch.model.causal_lm import RingCausalLM
 from ringspan.torch.model.local_pass import local_hidden_states
-from ringspan.torch.model.support import DecoderOutputs, refuse_unsupported_decoder
+from ringspan.torch.model.support import giving, refuse_unsupported_decoder
 from ringspan.torch.transport.sums import Sum
 
 _SEQUENCES, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
@@ -71,18 +71,13 @@ def _try_head(model: Any, decoder: Any) -> None:
     ids = torch.tensor(rows, device=like.device)
     size = model.config.get_text_config().hidden_size
     hidden = torch.randn(len(rows), 3, size, generator=torch.Generator().manual_seed(0)).to(like)
-    own = vars(decoder).get("forward")
-    decoder.forward = lambda *args, **kwargs: DecoderOutputs(last_hidden_state=hidden)
     try:
-        logits, expected = model(input_ids=ids).logits, head(hidden)
+        with giving(decoder, hidden):
+            logits, expected = model(input_ids=ids).logits, head(hidden)
     except Exception as error:  # whatever a model raises that has other plans for its hidden states
         raise UnsupportedError(
             f"{name} makes its logits of more than its decoder's last hidden states, which a ring does not support yet"
         ) from error
-    finally:
-        del decoder.forward
-        if own is not None:
-            decoder.forward = own
     if pools(model):
         expected = expected[range(len(rows)), [2, 1, 2][: len(rows)]]
     rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()

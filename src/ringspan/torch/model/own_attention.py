@@ -9,7 +9,7 @@ B batch, T local tokens, H query heads, D head size.
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -65,6 +65,13 @@ class _Inline(OwnAttention):
                 raise UnsupportedError(f"{type(self).__name__} is given {other}, which a ring does not support yet")
         return self.computed(given)
 
+    def projected(self: Any, given: dict[str, Any], layers: Sequence[nn.Module], head_dim: int) -> list[Tensor]:
+        """Queries, keys and values (B, H, T, D) of three layers, with those of a cache."""
+        hidden = given["hidden_states"]
+        shape = *hidden.shape[:-1], -1, head_dim
+        q, k, v = (layer(hidden).view(shape).transpose(1, 2) for layer in layers)
+        return [q, *self.updated(given, k, v)]
+
     def updated(self: Any, given: dict[str, Any], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, with those of a cache."""
         cache = given.get("past_key_values", given.get("layer_past"))
@@ -75,10 +82,7 @@ class _Bert(_Inline):
     """Megatron-BERT and RemBERT."""
 
     def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
-        hidden = given["hidden_states"]
-        shape = *hidden.shape[:-1], -1, self.attention_head_size
-        q, k, v = (layer(hidden).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value))
-        k, v = self.updated(given, k, v)
+        q, k, v = self.projected(given, (self.query, self.key, self.value), self.attention_head_size)
         return self.attend(q, k, v, self.attention_head_size**-0.5, self.dropout.p).flatten(2), None
 
 
@@ -86,10 +90,7 @@ class _Bart(_Inline):
     """MVP, TrOCR and XGLM."""
 
     def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
-        hidden = given["hidden_states"]
-        shape = *hidden.shape[:-1], -1, self.head_dim
-        q, k, v = (layer(hidden).view(shape).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        k, v = self.updated(given, k, v)
+        q, k, v = self.projected(given, (self.q_proj, self.k_proj, self.v_proj), self.head_dim)
         return self.out_proj(self.attend(q, k, v, self.scaling, self.dropout).flatten(2)), None
 
 

@@ -2,10 +2,12 @@
 
 import inspect
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -34,7 +36,7 @@ from ringspan.torch.model.recurrent import refuse_stateful, stateful_modules
 from ringspan.torch.model.splittable import DEQUANTISE, refuse_weights
 from ringspan.torch.weights.loading import filled
 
-logger = logging.getLogger(__name__)
+_log: Final = logging.getLogger(__name__)
 
 # Config fields that change attention or logits in a way that the ring does not compute yet.
 _UNSUPPORTED_FIELDS: Final = (
@@ -161,7 +163,7 @@ def refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.dt
 
 def say_shifted(model: PreTrainedModel) -> None:
     """Warn that a model's own loss takes labels in another way than a ring."""
-    logger.warning(
+    _log.warning(
         "the loss of %s compares labels with the logits of the same token; on a ring labels are shifted, as those of "
         "other models are: give rs.shard_batch the tokens as labels, or what it compares as shift_labels",
         type(model).__name__,
@@ -222,10 +224,8 @@ def _try_head(model: PreTrainedModel, head: Any) -> bool | str:
     like = next(head.parameters())
     hidden = torch.randn(1, 3, input_size(head), generator=torch.Generator().manual_seed(0)).to(like)
     kind, decoder = type(model).__name__, decoder_of(model)
-    own = vars(decoder).get("forward")  # a hook of somebody's, say
-    decoder.forward = lambda *args, **kwargs: DecoderOutputs(last_hidden_state=hidden)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), giving(decoder, hidden):
             tokens = torch.tensor([[0, 1, 2]], device=like.device)
             # Routers' scores, of which a loss is made beside it, are none of this decoder's.
             takes_scores = "output_router_logits" in inspect.signature(model.forward).parameters
@@ -237,10 +237,6 @@ def _try_head(model: PreTrainedModel, head: Any) -> bool | str:
         return (
             f"{kind} makes its logits of more than its decoder's last hidden states, which a ring does not support yet"
         )
-    finally:
-        del decoder.forward
-        if own is not None:
-            decoder.forward = own
     # Once more or less rounded: a factor may come before the head, or as a division.
     rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
     if not any(
@@ -261,7 +257,20 @@ def _try_head(model: PreTrainedModel, head: Any) -> bool | str:
     )
 
 
-class DecoderOutputs(MoeModelOutputWithPast):
+@contextmanager
+def giving(decoder: Any, hidden: Tensor) -> Iterator[None]:
+    """While a decoder gives these hidden states, whatever it is called with."""
+    own = vars(decoder).get("forward")  # a hook of somebody's, say
+    decoder.forward = lambda *args, **kwargs: _Outputs(last_hidden_state=hidden)
+    try:
+        yield
+    finally:
+        del decoder.forward
+        if own is not None:
+            decoder.forward = own
+
+
+class _Outputs(MoeModelOutputWithPast):
     """What a decoder returns: hidden states, and nothing under any other name."""
 
     def __getattr__(self, name: str) -> None:
