@@ -164,6 +164,19 @@ def test_training_goes_as_on_one_process(pool, evaluates):
         assert relative(losses, wanted) < 1e-5
 
 
+def saved(mesh: DeviceMesh, own: bool, folder: str) -> None:
+    rs.parallelize(build("llama", own), mesh).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_saved_model_opens_without_the_ring(pool, tmp_path, own):
+    pool.run(saved, 2, own, str(tmp_path))
+    expected = build("llama", own)
+    opened = type(expected).from_pretrained(tmp_path, config=config("llama"))
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(opened.state_dict()[name], weight), name
+
+
 def refused(mesh: DeviceMesh) -> list[str]:
     model = rs.parallelize(build("llama", own=False), mesh)
     part = rs.shard_features(features(1, 24, own=False), mesh)

@@ -5,13 +5,11 @@ B batch, S global tokens, T local tokens, V vocabulary.
 """
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -25,7 +23,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import BatchLayoutName, ReductionName
 from ringspan.torch.consistency.fixed import Fixed
 from ringspan.torch.consistency.forward import check_forward, in_pass, recovering
-from ringspan.torch.consistency.loop_watch import in_call, watch_backward
+from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.batch import SHARDED
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
@@ -34,13 +32,12 @@ from ringspan.torch.data.media import Media
 from ringspan.torch.layers.decoder import finished_logits
 from ringspan.torch.layers.head import called_cross_entropy, head_of, is_its_weight, kind_of_head, refuse_mixing
 from ringspan.torch.layers.modules import class_name, local_part
-from ringspan.torch.layers.positions import as_trained
 from ringspan.torch.layers.router_loss import RouterLoss, real_tokens_of, wanted_router
 from ringspan.torch.memory.sharding import renew_types, settle
 from ringspan.torch.model.config_changes import ConfigCopy, check_configs
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.model.local_pass import local_hidden_states
-from ringspan.torch.model.saving import refuse_saving, stream, voted, whole_weights
+from ringspan.torch.model.saving import Saved
 from ringspan.torch.multimodal.kinds import Kind
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import splits_vocabulary
@@ -71,7 +68,7 @@ class PerToken:
         return self.value
 
 
-class RingCausalLM(Fixed):
+class RingCausalLM(Saved, Fixed):
     """What ``parallelize`` adds to a model's class: one loss for the whole batch, without whole logits."""
 
     ring_mesh: DeviceMesh
@@ -180,29 +177,6 @@ class RingCausalLM(Fixed):
         if router is not None and auxiliary is not None:
             loss = loss + getattr(self, router.coefficient) * auxiliary
         return _output(auxiliary, loss=watch_backward(loss))
-
-    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """``PreTrainedModel.save_pretrained``: an ordinary Hugging Face folder, of files of ``max_shard_size`` (5GB).
-
-        Every rank calls it. Rank 0 writes, and is sent a piece of a tensor at a time; the weights that were there
-        before give way when the new ones are complete. ``state_dict``, and models with adapters of their own, go
-        through transformers' writer, with all weights in the memory of rank 0.
-
-        Raises:
-            UnsupportedError: ``push_to_hub`` or ``distributed_checkpoint``.
-            OSError: the disk is full, say; on other ranks a PeerMismatch says so.
-        """
-        save: Any = super().save_pretrained  # pyright: ignore[reportAttributeAccessIssue]
-        is_writer = dist.get_rank() == int(self.ring_mesh.mesh.min())
-        kwargs["is_main_process"] = is_writer
-        with in_call("saving the model"), as_trained(self):
-            if kwargs.get("state_dict") is not None or getattr(self, "_hf_peft_config_loaded", False):
-                if kwargs.get("state_dict") is None:
-                    kwargs["state_dict"] = whole_weights(self)
-                voted(self, "the end of saving the model", lambda: save(save_directory, **kwargs))
-            else:
-                refuse_saving(self, kwargs)
-                stream(self, Path(save_directory), save, kwargs, is_writer=is_writer)
 
 
 _SIGNATURE: Final = inspect.signature(RingCausalLM.forward)

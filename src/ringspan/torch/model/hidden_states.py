@@ -26,6 +26,7 @@ from ringspan.torch.memory.sharding import renew_types, settle
 from ringspan.torch.model.attention_support import refuse_attention
 from ringspan.torch.model.config_changes import ConfigCopy, check_configs
 from ringspan.torch.model.recurrent import stateful_modules
+from ringspan.torch.model.saving import Saved
 from ringspan.torch.model.splittable import refuse_weights
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.transport.sums import Sum
@@ -102,7 +103,7 @@ def _hidden_size(config: PreTrainedConfig) -> int:
     return config.get_text_config(decoder=True).hidden_size
 
 
-class RingDecoder(Fixed):
+class RingDecoder(Saved, Fixed):
     """What ``parallelize`` adds to the class of a model without a head."""
 
     ring_mesh: DeviceMesh

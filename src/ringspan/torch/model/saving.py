@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -9,16 +10,48 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
+from ringspan.torch.layers.positions import as_trained
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.transport.collectives import gather_over
 from ringspan.torch.weights.saving import plan_weights, write_weights
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room, put_in_place, scratch_in
+
+
+class Saved:
+    """What any model on a ring does to become a folder."""
+
+    ring_mesh: DeviceMesh
+
+    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """``PreTrainedModel.save_pretrained``: an ordinary Hugging Face folder, of files of ``max_shard_size`` (5GB).
+
+        Every rank calls it. Rank 0 writes, and is sent a piece of a tensor at a time; the weights that were there
+        before give way when the new ones are complete. ``state_dict``, and models with adapters of their own, go
+        through transformers' writer, with all weights in the memory of rank 0.
+
+        Raises:
+            UnsupportedError: ``push_to_hub`` or ``distributed_checkpoint``.
+            OSError: the disk is full, say; on other ranks a PeerMismatch says so.
+        """
+        save: Any = super().save_pretrained  # pyright: ignore[reportAttributeAccessIssue]
+        is_writer = dist.get_rank() == int(self.ring_mesh.mesh.min())
+        kwargs["is_main_process"] = is_writer
+        with in_call("saving the model"), as_trained(self):
+            if kwargs.get("state_dict") is not None or getattr(self, "_hf_peft_config_loaded", False):
+                if kwargs.get("state_dict") is None:
+                    kwargs["state_dict"] = whole_weights(self)
+                voted(self, "the end of saving the model", lambda: save(save_directory, **kwargs))
+            else:
+                refuse_saving(self, kwargs)
+                stream(self, Path(save_directory), save, kwargs, is_writer=is_writer)
 
 
 def refuse_saving(model: Any, options: dict[str, Any]) -> None:
