@@ -33,8 +33,8 @@ from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import whole
 from ringspan.gpu.support import interprets_triton
 from ringspan.measure.bench.machine import describe_machine
-from ringspan.torch.kernels import triton_attention
 from ringspan.torch.kernels.contract import BackwardInputs
+from ringspan.torch.kernels.local import triton_attention
 from ringspan.torch.kernels.partials import triton_merge
 from ringspan.torch.kernels.score_mod import Scores
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ringspan.torch.data.loader import loader, sampler
     from ringspan.torch.data.sharding import shard, unshard
     from ringspan.torch.from_pretrained import from_pretrained
-    from ringspan.torch.model.hidden_states import global_sum, shard_features
-    from ringspan.torch.model.logprobs import token_logprobs
+    from ringspan.torch.model.tasks.hidden_states import global_sum, shard_features
+    from ringspan.torch.model.tasks.logprobs import token_logprobs
     from ringspan.torch.parallelize import parallelize
     from ringspan.torch.runtime.foreign_mesh import map_mesh
     from ringspan.torch.runtime.mesh import init_mesh
@@ -51,7 +51,7 @@ _MODULES = {
     "frames": "ringspan.core.geometry.mask",
     "from_pretrained": "ringspan.torch.from_pretrained",
     "full": "ringspan.core.geometry.mask",
-    "global_sum": "ringspan.torch.model.hidden_states",
+    "global_sum": "ringspan.torch.model.tasks.hidden_states",
     "init_mesh": "ringspan.torch.runtime.mesh",
     "loader": "ringspan.torch.data.loader",
     "map_mesh": "ringspan.torch.runtime.foreign_mesh",
@@ -61,9 +61,9 @@ _MODULES = {
     "sampler": "ringspan.torch.data.loader",
     "shard": "ringspan.torch.data.sharding",
     "shard_batch": "ringspan.torch.data.batch",
-    "shard_features": "ringspan.torch.model.hidden_states",
+    "shard_features": "ringspan.torch.model.tasks.hidden_states",
     "sliding_window": "ringspan.core.geometry.mask",
-    "token_logprobs": "ringspan.torch.model.logprobs",
+    "token_logprobs": "ringspan.torch.model.tasks.logprobs",
     "unshard": "ringspan.torch.data.sharding",
 }
 

@@ -10,8 +10,8 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.utils import TransformersKwargs
 
-from ringspan.torch.model.causal_lm import RingCausalLM
 from ringspan.torch.model.forward_arguments import ATTENTION, COMPUTED, FIXED, HONOURED, REFUSED
+from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 
 VARIADIC = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
 

@@ -43,7 +43,7 @@ ROUTERS = "torch/layers/test_router_loss.py::"
 CARRIED = "core/schedule/test_schedule.py::test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once"
 STATES = "torch/generate/test_states.py::test_tokens_and_logits_are_those_of_one_process"
 SPANS = "torch/recurrence/test_recurrence.py::"
-OWN_CODE = "torch/model/test_own_code.py::test_packed_documents_on_three_ranks_are_each_those_of_one_process"
+OWN_CODE = "torch/model/attention/test_own.py::test_packed_documents_on_three_ranks_are_each_those_of_one_process"
 SHARES = "core/geometry/test_shares.py::"
 BALANCED = "core/geometry/test_balanced.py::"
 CACHED = "torch/attention/test_cached.py::"
@@ -55,7 +55,7 @@ TRAINER = "hf/test_trainer.py::"
 SFT = "hf/test_sft.py::"
 CHOICES = "hf/test_preferences.py::"
 ROLLOUTS = "hf/test_rollouts.py::"
-CLASSES = "torch/model/test_classifier.py::test_logits_of_sequences_and_gradients_are_those_of_one_process"
+CLASSES = "torch/model/tasks/test_classifier.py::test_logits_of_sequences_and_gradients_are_those_of_one_process"
 STEPS = "test_ten_steps_equal_one_process"
 FOLDERS = "torch/weights/test_folders.py::"
 THERE_AND_BACK = f"{FOLDERS}test_weights_go_there_and_back"
@@ -100,35 +100,35 @@ MUTANTS = [
     ),
     Mutant(
         "ORPO averages over prompts too",
-        "hf/orpo.py",
+        "hf/trl/orpo.py",
         'answers = both["concatenated_labels"][:, 1:] != -100',
         "answers = out.label_mask",
         f"{CHOICES}test_steps_on_a_ring_equal_one_process[orpo-llama-{{}}]",
     ),
     Mutant(
         "a sequence ends where its last rank's part does",
-        "torch/model/classifier.py",
+        "torch/model/tasks/classifier.py",
         'dist.all_reduce(last, dist.ReduceOp.MAX, group=model.ring_mesh["ring"].get_group())',
         "pass",
         f"{CLASSES}[llama-2-1-right-options0]",
     ),
     Mutant(
         "every rank adds the token that it has at the same place",
-        "torch/model/classifier.py",
+        "torch/model/tasks/classifier.py",
         "own = torch.where(is_here.any(1, keepdim=True), pooled, 0.0)",
         "own = pooled",
         f"{CLASSES}[llama-2-1-right-options0]",
     ),
     Mutant(
         "a classifier's logits are those of one rank",
-        "torch/model/classifier.py",
+        "torch/model/tasks/classifier.py",
         "logits = Sum.apply(own.float(), [ring.get_group()]).to(pooled.dtype)",
         "logits = own",
         f"{CLASSES}[llama-2-1-right-options0]",
     ),
     Mutant(
         "the padding of the layout ends a sequence",
-        "torch/model/classifier.py",
+        "torch/model/tasks/classifier.py",
         "(ids != padding) & (places < length)",
         "ids != padding",
         f"{CLASSES}[llama-2-1-right-options0]",
@@ -306,21 +306,21 @@ MUTANTS = [
     ),
     Mutant(
         "row without a key taken for one that saw infinitely much",
-        "torch/kernels/flash.py",
+        "torch/kernels/local/flash.py",
         "lse = lse.masked_fill(lse == torch.inf, -torch.inf)",
         "lse = lse.clone()",
         "torch/kernels/test_kernels.py::test_a_row_between_documents_saw_nothing[flash]",
     ),
     Mutant(
         "mask dropped",
-        "torch/kernels/cpu.py",
+        "torch/kernels/local/cpu.py",
         "_ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, tile.is_causal, scale=scores.scale)",
         "_ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scores.scale)",
         RING,
     ),
     Mutant(
         "scale forgotten in backward",
-        "torch/kernels/cpu.py",
+        "torch/kernels/local/cpu.py",
         "dout, q, k, v, out, lse, 0.0, tile.is_causal, scale=scores.scale",
         "dout, q, k, v, out, lse, 0.0, tile.is_causal, scale=1.0",
         RING,
@@ -397,7 +397,7 @@ MUTANTS = [
     ),
     Mutant(
         "soft cap without its derivative",
-        "torch/kernels/eager.py",
+        "torch/kernels/local/eager.py",
         "        if slope is not None:\n            ds *= slope\n",
         "",
         ANY,
@@ -587,7 +587,7 @@ MUTANTS = [
     ),
     Mutant(
         "no gradient for the scores of a router that runs in blocks",
-        "torch/layers/blockwise.py",
+        "torch/layers/blockwise/blocks.py",
         "d_results.append(d_each[rows].view(each.shape))",
         "d_results.append(torch.zeros_like(d_each[rows]).view(each.shape))",
         f"{ROUTERS}test_scores_of_a_router_that_runs_in_blocks_are_whole_and_have_their_gradients",
@@ -615,31 +615,31 @@ MUTANTS = [
     ),
     Mutant(
         "gradients of a called head for its own parameters alone",
-        "torch/layers/head.py",
+        "torch/layers/blockwise/head.py",
         "leaves |= {id(leaf): leaf for leaf in _leaves(losses, since=now) if leaf is not chunk}",
         "pass",
-        "torch/layers/test_head.py::test_loss_and_gradients_are_those_of_whole_logits[some-dtype0-1e-13-plain-7]",
+        "torch/layers/blockwise/test_head.py::test_loss_and_gradients_are_those_of_whole_logits[some-dtype0-1e-13-plain-7]",
     ),
     Mutant(
         "other dropout when a called head is called again",
-        "torch/layers/head.py",
+        "torch/layers/blockwise/head.py",
         "            torch.set_rng_state(state)\n",
         "",
-        "torch/layers/test_head.py::test_the_gradient_adds_up_in_float32_and_dropout_draws_the_same_in_backward",
+        "torch/layers/blockwise/test_head.py::test_the_gradient_adds_up_in_float32_and_dropout_draws_the_same_in_backward",
     ),
     Mutant(
         "hooks before the head not seen",
         "torch/layers/modules.py",
         '"_forward_hooks", "_forward_pre_hooks"',
         '"_forward_hooks"',
-        "torch/layers/test_head.py::test_only_a_linear_layer_as_it_is_is_its_weight",
+        "torch/layers/blockwise/test_head.py::test_only_a_linear_layer_as_it_is_is_its_weight",
     ),
     Mutant(
         "gradients of a sum added up in the memory of both",
-        "torch/layers/blockwise.py",
+        "torch/layers/blockwise/blocks.py",
         "part.clone() if memories.count(_memory(part)) > 1 else part",
         "part",
-        "torch/layers/test_feedforward.py::test_gradients_that_share_memory_add_up_apart",
+        "torch/layers/blockwise/test_feedforward.py::test_gradients_that_share_memory_add_up_apart",
     ),
     Mutant(
         "options of a look-up dropped",
@@ -890,14 +890,14 @@ MUTANTS = [
     ),
     Mutant(
         "attention without its ALiBi",
-        "torch/model/attention_function.py",
+        "torch/model/attention/function.py",
         "slopes=alibi_slopes,",
         "slopes=None,",
         f"{OWN_CODE}[bloom]",
     ),
     Mutant(
         "a head without the layers before it",
-        "torch/layers/head.py",
+        "torch/layers/blockwise/head.py",
         "return joined(parts) if parts else model.get_output_embeddings()",
         "return model.get_output_embeddings()",
         f"{OWN_CODE}[roberta]",

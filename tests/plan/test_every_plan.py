@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringspan.cli.commands.plan import shown_mesh
-from ringspan.cli.commands.plan_text import show
+from ringspan.cli.tables.plan import show
 from ringspan.core.errors import RingspanError
 from ringspan.plan.cluster.devices import DEVICES
 from ringspan.plan.model.shapes import MODELS

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringspan.evaluate.harness import RingLM
+    from ringspan.evaluate.harness.lm import RingLM
 
 __all__ = ["RingLM"]
 
@@ -15,6 +15,6 @@ def __getattr__(name: str) -> Any:
     from ringspan.core.messages.extras import require
 
     require("ringspan.evaluate.RingLM", "lm_eval")
-    from ringspan.evaluate.harness import RingLM
+    from ringspan.evaluate.harness.lm import RingLM
 
     return RingLM

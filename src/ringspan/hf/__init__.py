@@ -19,8 +19,8 @@ from ringspan.hf.loop import ring_accelerator
 from ringspan.hf.trainer import RingTrainer, RingTrainerMixin
 
 if TYPE_CHECKING:
-    from ringspan.hf.orpo import RingORPOTrainer
-    from ringspan.hf.trl import (
+    from ringspan.hf.trl.orpo import RingORPOTrainer
+    from ringspan.hf.trl.trainers import (
         RingDPOTrainer,
         RingGRPOTrainer,
         RingKTOTrainer,
@@ -36,7 +36,7 @@ _TRL = frozenset(f"Ring{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward"
 def __getattr__(name: str) -> Any:
     if name in _TRL or name == "RingORPOTrainer":
         require(f"ringspan.hf.{name}", "trl")
-        return getattr(import_module(f"ringspan.hf.{'trl' if name in _TRL else 'orpo'}"), name)
+        return getattr(import_module(f"ringspan.hf.trl.{'trainers' if name in _TRL else 'orpo'}"), name)
     raise AttributeError(f"module 'ringspan.hf' has no attribute {name!r}")
 
 

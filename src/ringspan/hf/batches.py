@@ -32,8 +32,8 @@ from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.layers.modules import mix_in, seen_as
 from ringspan.torch.model.adapters import base_of, is_peft
-from ringspan.torch.model.causal_lm import RingCausalLM
-from ringspan.torch.model.classifier import RingClassifier
+from ringspan.torch.model.tasks.causal_lm import RingCausalLM
+from ringspan.torch.model.tasks.classifier import RingClassifier
 from ringspan.torch.parallelize import put_on_mesh
 
 _log: Final = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ringspan.torch.consistency.calls import preparing
 from ringspan.torch.data.batch import TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
-from ringspan.torch.model.classifier import pools
+from ringspan.torch.model.tasks.classifier import pools
 
 
 def classified(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import class_name
-from ringspan.torch.model.causal_lm import PerToken
+from ringspan.torch.model.tasks.causal_lm import PerToken
 
 FIELDS: Final = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 

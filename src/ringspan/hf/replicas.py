@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ringspan.hf.batches import takes_whole_batches
 from ringspan.hf.seams import note_prepared
-from ringspan.torch.model.classifier import is_classifier
+from ringspan.torch.model.tasks.classifier import is_classifier
 
 _REDUCTIONS: Final = ("sum", "mean", "none")
 

@@ -33,7 +33,10 @@ from ringspan.torch.consistency.optimizers import watch_optimizers
 from ringspan.torch.consistency.weights import describe_weights, share_weights
 from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.generate.model import RingGenerator
-from ringspan.torch.layers.blockwise import run_in_blocks
+from ringspan.torch.layers.blockwise.blocks import run_in_blocks
+from ringspan.torch.layers.blockwise.feedforward import find_feedforwards, free_feedforwards
+from ringspan.torch.layers.blockwise.head import joined, kind_of_head, refuse_blocks_of_vocabulary, vocabularies
+from ringspan.torch.layers.blockwise.norm import find_norms
 from ringspan.torch.layers.compiled import check_compile, compile_layers
 from ringspan.torch.layers.decoder import (
     decoder_of,
@@ -43,10 +46,7 @@ from ringspan.torch.layers.decoder import (
     logit_softcap,
 )
 from ringspan.torch.layers.embedding import sum_embedding_gradients
-from ringspan.torch.layers.feedforward import find_feedforwards, free_feedforwards
-from ringspan.torch.layers.head import joined, kind_of_head, refuse_blocks_of_vocabulary, vocabularies
 from ringspan.torch.layers.modules import mix_in, own_config, seen_as
-from ringspan.torch.layers.norm import find_norms
 from ringspan.torch.layers.numbering import number_tokens
 from ringspan.torch.layers.rope import chunk_rotary_tables
 from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_router_loss, record_routers
@@ -54,14 +54,14 @@ from ringspan.torch.memory.checkpointing import check_checkpointing, checkpoint_
 from ringspan.torch.memory.sharding import shard_weights
 from ringspan.torch.memory.shared_blocks import join_shared_blocks
 from ringspan.torch.model.adapters import base_of, is_peft, put_on_ring
-from ringspan.torch.model.attention_function import register_attention
-from ringspan.torch.model.causal_lm import RingCausalLM
-from ringspan.torch.model.classifier import RingClassifier, is_classifier, refuse_classifier
+from ringspan.torch.model.attention.function import register_attention
+from ringspan.torch.model.attention.own import own_attention, refuse_compiled, take_over_attention
 from ringspan.torch.model.config_changes import copy_configs
-from ringspan.torch.model.hidden_states import RingDecoder, check_inner_call, is_headless, refuse_headless
-from ringspan.torch.model.own_attention import own_attention, refuse_compiled, take_over_attention
 from ringspan.torch.model.recurrent import hook_stateful, refuse_spans, stateful_modules
 from ringspan.torch.model.support import FoundHead, refuse_kernel, refuse_route, refuse_unsupported, say_shifted
+from ringspan.torch.model.tasks.causal_lm import RingCausalLM
+from ringspan.torch.model.tasks.classifier import RingClassifier, is_classifier, refuse_classifier
+from ringspan.torch.model.tasks.hidden_states import RingDecoder, check_inner_call, is_headless, refuse_headless
 from ringspan.torch.multimodal.kinds import kind_of
 from ringspan.torch.multimodal.towers import put_towers_on_ring
 from ringspan.torch.recurrence.current import carry_passes
@@ -106,7 +106,7 @@ def parallelize(
     ``model(**batch)`` gives the local logits (B, T, V).
 
     A classifier of sequences (``AutoModelForSequenceClassification``) gives their logits (B, labels) on every rank, one
-    of tokens those of local ones, see ``ringspan.torch.model.classifier``; the loss is yours.
+    of tokens those of local ones, see ``ringspan.torch.model.tasks.classifier``; the loss is yours.
 
     A decoder without a head (``AutoModel``), by itself or inside of a ``PreTrainedModel`` of yours, takes what
     ``shard_features`` returns as ``inputs_embeds`` and gives local hidden states; the loss is yours, see

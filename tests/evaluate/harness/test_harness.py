@@ -31,7 +31,7 @@ def samples(results: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def evaluated(lm: Any, folder: str) -> dict[str, Any]:
-    from ringspan.evaluate.harness import known_tasks, run_tasks
+    from ringspan.evaluate.harness.lm import known_tasks, run_tasks
 
     return run_tasks(lm, TASKS, known_tasks(folder, TASKS))
 
@@ -101,7 +101,7 @@ def test_what_is_too_long_raises_on_every_rank(pool, expected):
 
 
 def test_an_unknown_task_is_named_with_its_neighbours(expected):
-    from ringspan.evaluate.harness import check_tasks, known_tasks
+    from ringspan.evaluate.harness.lm import check_tasks, known_tasks
 
     manager = known_tasks(str(expected[1]), TASKS)
     check_tasks(TASKS, manager)

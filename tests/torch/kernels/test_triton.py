@@ -32,7 +32,7 @@ def test_the_fused_merge_is_the_rule(dtype, size):
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    from ringspan.torch.kernels import triton_attention
+    from ringspan.torch.kernels.local import triton_attention
     from tests.torch.interpreter import interpreted
 
     for name in ("forward_into", "backward_into"):
@@ -85,7 +85,7 @@ def test_half_precision_rounds_inputs_and_probabilities_only():
 
 
 def test_it_is_one_launch_a_hop(monkeypatch):
-    from ringspan.torch.kernels import triton_attention
+    from ringspan.torch.kernels.local import triton_attention
 
     made, forward = [], triton_attention.forward_into
     monkeypatch.setattr(triton_attention, "forward_into", lambda *a: made.append(a[3]) or forward(*a))

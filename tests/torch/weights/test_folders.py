@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ringspan as rs
-from ringspan.torch.layers.feedforward import free_feedforwards
-from ringspan.torch.layers.norm import find_norms
+from ringspan.torch.layers.blockwise.feedforward import free_feedforwards
+from ringspan.torch.layers.blockwise.norm import find_norms
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.weights.deferred import deferred
 from ringspan.torch.weights.files import INDEX, WEIGHTS, WeightFiles

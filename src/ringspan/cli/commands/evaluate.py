@@ -139,7 +139,7 @@ def harness(
     from ringspan.core.messages.extras import require
 
     require("ringspan eval harness", "lm_eval")
-    from ringspan.evaluate.harness_settings import HarnessSettings
+    from ringspan.evaluate.harness.settings import HarnessSettings
     from ringspan.evaluate.hub import local_folder
 
     names = tuple(name.strip() for name in tasks.split(",") if name.strip())
@@ -169,7 +169,7 @@ def harness_rank(settings: Any) -> dict[str, Any]:
     """One rank's part; rank 0 shows how it goes."""
     import transformers
 
-    from ringspan.evaluate.harness import run_harness
+    from ringspan.evaluate.harness.lm import run_harness
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

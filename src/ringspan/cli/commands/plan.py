@@ -126,7 +126,7 @@ def command(
         if as_json:
             print(json.dumps(answer.as_json()))
             return
-        from ringspan.cli.commands.plan_generation_text import show as show_generation
+        from ringspan.cli.tables.generation_plan import show as show_generation
 
         show_generation(answer, model)
         return
@@ -162,7 +162,7 @@ def command(
     if as_json:
         print(json.dumps(result))
         return
-    from ringspan.cli.commands.plan_text import show
+    from ringspan.cli.tables.plan import show
 
     show(answer, result, shown_mesh(result), layouts)
 

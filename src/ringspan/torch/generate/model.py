@@ -27,9 +27,9 @@ from ringspan.torch.generate.weights import weights_for_tokens
 from ringspan.torch.layers.decoder import cached_kinds, cached_states
 from ringspan.torch.layers.modules import class_name, forward_of
 from ringspan.torch.memory.sharding import recover, settle
-from ringspan.torch.model.causal_lm import RingCausalLM
-from ringspan.torch.model.own_attention import uses_alibi
+from ringspan.torch.model.attention.own import uses_alibi
 from ringspan.torch.model.recurrent import why_no_cache
+from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 
 
 class RingGenerator(RingCausalLM):

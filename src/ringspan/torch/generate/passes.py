@@ -23,8 +23,8 @@ from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.masks import layer_masks, real_runs
+from ringspan.torch.layers.blockwise.head import head_of
 from ringspan.torch.layers.decoder import finished_logits
-from ringspan.torch.layers.head import head_of
 from ringspan.torch.layers.modules import class_name, forward_of
 from ringspan.torch.layers.numbering import first_position, told
 from ringspan.torch.layers.positions import beyond_table

@@ -23,8 +23,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.data.batch_layout import BatchLayout
+from ringspan.torch.layers.blockwise.head import input_size, output_size
 from ringspan.torch.layers.decoder import decoder_of, text_config
-from ringspan.torch.layers.head import input_size, output_size
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.router_record import RouterRecorder
 from ringspan.torch.transport.sums import Sum

@@ -19,6 +19,7 @@ from ringspan.core.schedule.route import Route, member_heads
 from ringspan.torch import kernels
 from ringspan.torch.attention.comm_dtype import check_comm_dtype
 from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.layers.blockwise.head import input_size, joined, refuse_mixing
 from ringspan.torch.layers.decoder import (
     STATEFUL_LAYERS,
     decoder_of,
@@ -29,9 +30,8 @@ from ringspan.torch.layers.decoder import (
     logit_scale,
     text_config,
 )
-from ringspan.torch.layers.head import input_size, joined, refuse_mixing
 from ringspan.torch.layers.rope import is_rotary
-from ringspan.torch.model.attention_support import refuse_attention
+from ringspan.torch.model.attention.support import refuse_attention
 from ringspan.torch.model.recurrent import refuse_stateful, stateful_modules
 from ringspan.torch.model.splittable import DEQUANTISE, refuse_weights
 from ringspan.torch.weights.loading import filled

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.layers.blockwise.head import vocabularies
 from ringspan.torch.layers.decoder import of_layers, text_config
-from ringspan.torch.layers.head import vocabularies
 from ringspan.torch.layers.modules import Mixin, computes_as, hooks_of, local_part, mix_in
 from ringspan.torch.tensor_parallel.lora import WHOLE, with_adapters
 from ringspan.torch.transport.sums import Sum, SumOfGradients

@@ -13,7 +13,7 @@ from ringspan.torch.kernels.score_mod import Scores
 
 
 class TritonAttention:
-    """``ringspan.torch.kernels.triton_attention``, imported when it first runs.
+    """``ringspan.torch.kernels.local.triton_attention``, imported when it first runs.
 
     On a CPU it runs only in Triton's interpreter (TRITON_INTERPRET=1), which is how it is tested without a GPU.
     """
@@ -42,7 +42,7 @@ class TritonAttention:
     def forward_into(
         self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores, out: Tensor, lse: Tensor
     ) -> None:
-        from ringspan.torch.kernels import triton_attention
+        from ringspan.torch.kernels.local import triton_attention
 
         triton_attention.forward_into(q, k, v, launch, scores, out, lse)
 
@@ -55,6 +55,6 @@ class TritonAttention:
         dk: Tensor,
         dv: Tensor,
     ) -> None:
-        from ringspan.torch.kernels import triton_attention
+        from ringspan.torch.kernels.local import triton_attention
 
         triton_attention.backward_into(given, launch, scores, dq, dk, dv)

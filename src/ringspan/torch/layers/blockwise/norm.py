@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
-from ringspan.torch.layers.blockwise import kind_of, mixes_tokens, run_in_blocks
+from ringspan.torch.layers.blockwise.blocks import kind_of, mixes_tokens, run_in_blocks
 from ringspan.torch.weights.loading import filled
 
 

@@ -20,13 +20,13 @@ from tqdm import tqdm
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.messages.lines import one_line
-from ringspan.evaluate.harness_settings import HarnessSettings
+from ringspan.evaluate.harness.settings import HarnessSettings
 from ringspan.generate.folder import load_config, load_tokenizer
 from ringspan.generate.session import PATIENCE_SECONDS, session
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions
-from ringspan.torch.model.logprobs import token_logprobs
+from ringspan.torch.model.tasks.logprobs import token_logprobs
 
 _NEW_TOKENS: Final = 256  # lm-eval's own number where a task names none
 _NO_LIMIT: Final = 1 << 62

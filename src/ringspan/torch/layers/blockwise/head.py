@@ -21,7 +21,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import ReductionName
 from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.data.loss_blocks import LossOptions, slices
-from ringspan.torch.layers.blockwise import accumulate, mixes_tokens
+from ringspan.torch.layers.blockwise.blocks import accumulate, mixes_tokens
 from ringspan.torch.layers.modules import autocast_now, computes_as, forward_of, hooks_of
 
 

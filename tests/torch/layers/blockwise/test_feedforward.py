@@ -13,8 +13,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ringspan as rs
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
-from ringspan.torch.layers.blockwise import Blockwise, mixes_tokens, run_in_blocks
-from ringspan.torch.layers.feedforward import (
+from ringspan.torch.layers.blockwise.blocks import Blockwise, mixes_tokens, run_in_blocks
+from ringspan.torch.layers.blockwise.feedforward import (
     chunk_feedforwards,
     find_feedforwards,
     free_feedforwards,

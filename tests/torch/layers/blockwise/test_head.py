@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import ringspan as rs
 from ringspan.torch.data.loss_blocks import LossOptions
-from ringspan.torch.layers.head import called_cross_entropy, is_its_weight
+from ringspan.torch.layers.blockwise.head import called_cross_entropy, is_its_weight
 from ringspan.torch.model.support import refuse_unsupported
 from tests.torch.data.test_cross_entropy import EXTRAS, example, whole
 from tests.torch.models import build, relative, tokens

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.decoder import layers_of, without_attention
 from ringspan.torch.layers.numbering import numbers_itself, takes_positions
-from ringspan.torch.model.own_attention import own_attention, uses_alibi
+from ringspan.torch.model.attention.own import own_attention, uses_alibi
 from ringspan.torch.weights.loading import filled
 
 _TRIAL: Final = "ringspan_trial"

@@ -19,9 +19,9 @@ from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.layers.decoder import decoder_of
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.memory.sharding import renew_types
-from ringspan.torch.model.causal_lm import RingCausalLM
 from ringspan.torch.model.local_pass import local_hidden_states
 from ringspan.torch.model.support import giving, refuse_unsupported_decoder
+from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.transport.sums import Sum
 
 _SEQUENCES, _TOKENS = "ForSequenceClassification", "ForTokenClassification"

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.blockwise import kind_of, mixes_tokens, run_in_blocks
+from ringspan.torch.layers.blockwise.blocks import kind_of, mixes_tokens, run_in_blocks
 from ringspan.torch.layers.decoder import decoder_of, layers_of
 from ringspan.torch.weights.loading import filled
 

@@ -10,8 +10,8 @@ from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches,
 from ringspan.torch.kernels import mirror
 from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.device import half_precision_on_cuda, rules_of
-from ringspan.torch.kernels.eager import Eager
 from ringspan.torch.kernels.heads import one_size, too_large
+from ringspan.torch.kernels.local.eager import Eager
 from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
 from ringspan.torch.kernels.score_mod import Scores
 

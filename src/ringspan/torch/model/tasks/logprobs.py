@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.model.causal_lm import Asked, RingCausalLM
+from ringspan.torch.model.tasks.causal_lm import Asked, RingCausalLM
 
 
 def token_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
-from ringspan.torch.layers.blockwise import Blockwise, run_in_blocks
-from ringspan.torch.layers.norm import chunk_norms, find_norms
+from ringspan.torch.layers.blockwise.blocks import Blockwise, run_in_blocks
+from ringspan.torch.layers.blockwise.norm import chunk_norms, find_norms
 from tests.torch.models import build, kept_bytes, relative, tokens
 
 

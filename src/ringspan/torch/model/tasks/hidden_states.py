@@ -23,7 +23,7 @@ from ringspan.torch.layers.decoder import decoder_of
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.memory.sharding import renew_types, settle
-from ringspan.torch.model.attention_support import refuse_attention
+from ringspan.torch.model.attention.support import refuse_attention
 from ringspan.torch.model.config_changes import ConfigCopy, check_configs
 from ringspan.torch.model.recurrent import stateful_modules
 from ringspan.torch.model.saving import Saved

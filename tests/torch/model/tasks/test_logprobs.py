@@ -15,11 +15,11 @@ from torch.utils.data import Dataset
 
 import ringspan as rs
 from ringspan.measure.trace.peak import allocated_bytes
-from tests.torch.layers.test_head import alter, halve
+from tests.torch.layers.blockwise.test_head import alter, halve
 from tests.torch.models import build, relative, tokens
 from tests.torch.test_parallelize import restarting, whole, whole_gradients
 
-PAGE = Path(__file__).parents[3] / "docs" / "scoring.md"
+PAGE = Path(__file__).parents[4] / "docs" / "scoring.md"
 EVEN = {"vocab_size": 98}
 
 

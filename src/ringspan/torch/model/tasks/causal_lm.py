@@ -29,8 +29,14 @@ from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
 from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.data.media import Media
+from ringspan.torch.layers.blockwise.head import (
+    called_cross_entropy,
+    head_of,
+    is_its_weight,
+    kind_of_head,
+    refuse_mixing,
+)
 from ringspan.torch.layers.decoder import finished_logits
-from ringspan.torch.layers.head import called_cross_entropy, head_of, is_its_weight, kind_of_head, refuse_mixing
 from ringspan.torch.layers.modules import class_name, local_part
 from ringspan.torch.layers.router_loss import RouterLoss, real_tokens_of, wanted_router
 from ringspan.torch.memory.sharding import renew_types, settle

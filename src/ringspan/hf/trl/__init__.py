@@ -1,0 +1,1 @@
+"""TRL's trainers on a ring."""

@@ -1,0 +1,1 @@
+"""Layers that compute block by block of tokens."""

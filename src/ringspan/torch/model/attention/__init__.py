@@ -1,0 +1,1 @@
+"""How a model's own attention becomes the ring's."""
