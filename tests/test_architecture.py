@@ -261,6 +261,45 @@ def test_a_replacement_is_found(source: str, lines: list[int]):
     assert replacements(source) == lines
 
 
+# Each takes a module out of the table of all modules, where a replacement would not be seen above.
+TAKES_MODULES = {
+    "hf/rollouts.py": "TRL gathers by names in its modules",
+    "plan/model/hub.py": "the Hub's clients read HF_HUB_OFFLINE when they are imported",
+    # These read only, what is loaded already or not at all.
+    "hf/seams.py": "looks for names that a release no longer has",
+    "torch/model/adapters.py": "PEFT",
+    "torch/runtime/forks.py": "torch",
+}
+
+
+def takes_modules(source: str) -> bool:
+    """Whether it indexes ``sys.modules``, or asks it for a module."""
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "modules" and getattr(node.value, "id", None) == "sys"
+        for parent in ast.walk(ast.parse(source))
+        if isinstance(parent, ast.Subscript | ast.Attribute)
+        for node in [parent.value]
+    )
+
+
+def test_modules_are_taken_from_the_table_of_all_where_it_is_said_why():
+    files = {path.relative_to(SOURCE / PACKAGE).as_posix(): path for path in SOURCE.rglob("*.py")}
+    found = {name for name, path in files.items() if takes_modules(path.read_text(encoding="utf-8"))}
+    assert found == set(TAKES_MODULES)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import sys\nsys.modules['a'].x = 1\n", True),
+        ("import sys\nspace = vars(sys.modules.get('a'))\n", True),
+        ("import sys\n'a' in sys.modules\n", False),
+    ],
+)
+def test_a_module_that_is_taken_is_found(source: str, expected: bool):
+    assert takes_modules(source) is expected
+
+
 LOADED = """
 import sys
 before = {name.split(".")[0] for name in sys.modules}
