@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import ringspan as rs
 from ringspan.hf import RingConfig, ring_accelerator
-from ringspan.torch.model.tasks.causal_lm import whole_weights
+from ringspan.torch.model.saving import whole_weights
 from tests.hf.trainers import Examples
 from tests.torch.models import build, relative
 

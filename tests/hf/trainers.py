@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from ringspan.hf import RingConfig, RingTrainerMixin
-from ringspan.torch.model.tasks.causal_lm import whole_weights
+from ringspan.torch.model.saving import whole_weights
 from tests.torch.models import build
 
 VOCABULARY = 97

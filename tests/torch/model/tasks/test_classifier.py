@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 import ringspan as rs
-from ringspan.torch.model.tasks.causal_lm import whole_weights
+from ringspan.torch.model.saving import whole_weights
 from tests.torch.models import config, relative
 
 PADDING = 7
