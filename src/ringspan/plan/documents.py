@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ringspan.core.errors import ConfigError
+from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import documents as documents_mask
@@ -81,7 +81,12 @@ def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ..
 
     Raises:
         ConfigError: the ring has more than 64 ranks.
+        UnsupportedError: the model's layers have states.
     """
+    if question.shape.has_states:
+        raise UnsupportedError(
+            f"--documents: {question.shape.name} has layers with states, which are not timed by documents; leave it out"
+        )
     if setting.ring > _MOST_RANKS:
         raise ConfigError(
             f"--documents is for rings of up to {_MOST_RANKS} ranks, and this plan has {setting.ring}; ask for fewer "

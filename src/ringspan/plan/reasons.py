@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.layout import Layout
 from ringspan.core.messages.units import shown_bytes, shown_seconds
 from ringspan.core.names import CHECKPOINT_NAMES
 from ringspan.plan.cost.cost import StepCost, block_tokens_for_overlap
 from ringspan.plan.cost.memory import Memory, host_bytes, host_use, training_memory
 from ringspan.plan.cost.setting import Setting
+from ringspan.plan.cost.states import state_bytes
 from ringspan.plan.search import AUTO, Question, longest_setting, meshes
 
 
@@ -42,6 +44,7 @@ def why(question: Question, setting: Setting, memory: Memory, cost: StepCost, lo
         yield _why_this_layout(setting)
     yield f"the peak is in the {memory.moment}: {shown_bytes(memory.peak_bytes)} of {shown_bytes(device.memory_bytes)}"
     yield from _about_host(question, setting)
+    yield from _about_states(question, setting)
     yield from _about_links(question, setting, cost)
     if shape.positions and question.length > shape.positions:
         yield f"{shape.name} has {shape.positions:,} learned positions; {question.length:,} tokens need new ones"
@@ -195,8 +198,30 @@ def _about_host(question: Question, setting: Setting) -> Iterator[str]:
         )
 
 
+def _about_states(question: Question, setting: Setting) -> Iterator[str]:
+    """What layers with states and convolutions send, and what their memory and time stand for."""
+    shape = question.shape
+    kinds = [kind for kind in shape.kinds if kind.scan or kind.halo]
+    if not kinds:
+        return
+    if setting.ring > 1:
+        split = Layout(setting.layout, setting.length, setting.ring)
+        sent = sum(max(state_bytes(split, kind, setting.number_bytes)) for kind in kinds)
+        yield (
+            f"{len(kinds)} of {shape.layers} layers have states or convolutions: a rank sends {shown_bytes(sent)} per "
+            "sequence and step for them, at any length"
+        )
+    if any(kind.scan for kind in kinds):
+        yield (
+            "states are counted as in fused kernels (flash-linear-attention, mamba-ssm); transformers' PyTorch code, "
+            "which runs without them, holds more and takes longer"
+        )
+
+
 def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
     device = question.device
+    if not question.shape.layer_windows:  # nothing attends, no block travels
+        return
     if setting.ring == 1 or setting.route != "ring":
         if cost.exposed_seconds > 0.05 * cost.seconds:
             yield _waiting(cost)

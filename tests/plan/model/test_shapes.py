@@ -81,7 +81,9 @@ def test_a_hub_id_of_a_built_in_model_needs_no_network():
         ("{folder}/none.json", ConfigError, "none.json"),
         ("{folder}/list.json", ConfigError, "JSON object"),
         ("{folder}/broken.json", ConfigError, "not valid JSON"),
-        ("{folder}/mamba.json", UnsupportedError, "model_type='mamba'"),
+        ("{folder}/bert.json", UnsupportedError, "model_type='bert'"),
+        ("{folder}/t5.json", UnsupportedError, "model_type='t5'"),
+        ("{folder}/bamba.json", ConfigError, "builds no bamba model"),
         ("{folder}/heads.json", UnsupportedError, "num_key_value_heads=3"),
         ("{folder}/missing.json", ConfigError, "hidden_size=None"),
     ],
@@ -90,7 +92,9 @@ def test_what_is_no_model_is_refused(tmp_path, name, error, message):
     llama = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "broken.json").write_text("{")
-    (tmp_path / "mamba.json").write_text(json.dumps({"model_type": "mamba"}))
+    for kind in ("bert", "t5"):
+        (tmp_path / f"{kind}.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "bamba.json").write_text(json.dumps({"model_type": "bamba", "num_hidden_layers": "two"}))
     (tmp_path / "missing.json").write_text(json.dumps(llama))
     (tmp_path / "heads.json").write_text(json.dumps({**llama, "hidden_size": 8, "num_key_value_heads": 3}))
     with pytest.raises(error, match=message):

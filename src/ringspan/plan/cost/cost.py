@@ -15,6 +15,8 @@ from ringspan.plan.cluster.hardware import Device
 from ringspan.plan.cost.memory import local_parameter_bytes, saved_per_token
 from ringspan.plan.cost.passes import Passes, attention_passes, causal_pairs
 from ringspan.plan.cost.setting import Setting
+from ringspan.plan.cost.states import state_passes
+from ringspan.plan.model.kinds import LayerKind
 from ringspan.plan.model.shapes import ModelShape
 
 _GRADIENT_BYTES: Final = 4  # FSDP reduces in float32
@@ -56,9 +58,10 @@ class StepCost:
 
 
 def model_flops(shape: ModelShape, length: int) -> float:
-    """Model FLOPs of forward and backward over one sequence, see ``training_flops``."""
+    """Model FLOPs of forward and backward over one sequence, see ``training_flops``; those of states thrice."""
     pairs = sum(causal_pairs(length, window) for window in shape.layer_windows)
-    return training_flops(shape.matrix_parameters, length, shape.query_size * pairs)
+    scanned = 3 * length * sum(kind.scan_flops for kind in shape.layer_kinds)
+    return training_flops(shape.matrix_parameters, length, shape.query_size * pairs) + scanned
 
 
 def step_cost(
@@ -72,12 +75,12 @@ def step_cost(
     host), the loss of the first and last hop's overlap and launches are left out.
     """
     steps = ((setting.micro_steps(batch) - 1, False), (1, True))
-    kinds = Counter(shape.layer_windows)
+    kinds = Counter(shape.split(setting.tp).layer_kinds)
     parts: list[tuple[int, _Time]] = []
     for repeats, is_last in (step for step in steps if step[0]):
         times = _LayerTimes(shape, setting, device, attention, is_last=is_last)
         parts.append((repeats, times.root()))
-        parts += [(repeats * count, times.layer(window)) for window, count in kinds.items()]
+        parts += [(repeats * count, times.layer(kind)) for kind, count in kinds.items()]
 
     def total(field: str) -> float:
         return sum(count * getattr(part, field) for count, part in parts)
@@ -147,32 +150,21 @@ class _LayerTimes:
         compute = 3 * self.matrices(self.shape.vocab * self.shape.hidden)
         return self._time(compute, compute, self.shape.root_parameters, Pass(0, 0, 0, 0), sums=self.root_sums, kept=0)
 
-    def layer(self, window: int | None) -> _Time:
-        """One layer whose queries see so many keys."""
-        shape, setting = self.shape, self.setting
-        forward, backward = self.passes(
-            setting.layout,
-            setting.length,
-            setting.ring,
-            window,
-            setting.route,
-            *self._attention(),
-            setting.comm_dtype,
-        )
-        passes = [forward, backward]
-        if self.attention_again:
-            passes += [forward, Pass(*(self.made_again * cost for cost in forward))]
+    def layer(self, kind: LayerKind) -> _Time:
+        """One layer, forward and backward."""
+        setting = self.setting
+        passes = self._mixing(kind)
         times = 3 + self.made_again
         if self.again:  # the feed-forward's last product need not be computed again; blocks of it need nothing more
             times += 1
         elif setting.feedforward_tokens:
-            times += shape.feedforward_parameters / shape.layer_matrix_parameters
-        matrices = times * self.matrices(shape.layer_matrix_parameters)
-        attention = Pass(*(sum(column) for column in zip(*passes, strict=True)))
+            times += min(1.0, kind.feedforward / kind.matrices)
+        matrices = times * self.matrices(kind.matrices)
+        attention = Pass(*(sum(column) for column in zip(Pass(0, 0, 0, 0), *passes, strict=True)))
         return self._time(
             matrices + attention.compute_seconds,
             matrices + attention.seconds,
-            shape.layer_parameters,
+            kind.parameters,
             attention,
             # Of attention and feed-forward, forward and backward; of what is computed again.
             sums=4 + bool(self.again) + bool(setting.feedforward_tokens) + 2 * self.made_again,
@@ -181,6 +173,31 @@ class _LayerTimes:
             # one before which stays for its own backward pass.
             gathers=2 + max(0.0, 1 - 2 / setting.layers_per_checkpoint),
         )
+
+    def _mixing(self, kind: LayerKind) -> list[Pass]:
+        """The passes of what treats tokens together: attention, states, convolutions; and those that checkpoints
+        compute again. States that are kept for backward (``attention``) are not; on one rank nothing is kept.
+        """
+        setting, (sizes, speeds) = self.setting, self._attention()
+        passes: list[Pass] = []
+        if kind.attends:
+            forward, backward = self.passes(
+                setting.layout, setting.length, setting.ring, kind.window, setting.route, sizes, speeds,
+                setting.comm_dtype,
+            )  # fmt: skip
+            passes += [forward, backward]
+            passes += self._computed_again(forward) if self.attention_again else []
+        if kind.scan or kind.halo:
+            forward, backward = state_passes(
+                setting.layout, setting.length, setting.ring, kind, setting.batch, setting.number_bytes, speeds
+            )
+            passes += [forward, backward]
+            is_again = self.attention_again or (self.again and setting.ring == 1)
+            passes += self._computed_again(forward) if is_again else []
+        return passes
+
+    def _computed_again(self, forward: Pass) -> list[Pass]:
+        return [forward, Pass(*(self.made_again * cost for cost in forward))]
 
     def _attention(self) -> tuple[Shape, Speeds]:
         shape, setting, device = self.shape, self.setting, self.device

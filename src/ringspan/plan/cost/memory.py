@@ -7,15 +7,18 @@ T tokens of this rank (all sequences of a micro-step), C hidden size, I intermed
 vocabulary, N ranks of the ring, U of a Ulysses group.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Final
 
-from ringspan.core.costs import LossBytes, layer_parts, loss_bytes, norm_bytes, saved_bytes
+from ringspan.core.costs import LossBytes, loss_bytes, norm_bytes
 from ringspan.core.schedule.choice import head_groups
 from ringspan.core.schedule.route import Heads, Route, member_heads
+from ringspan.plan.cost import kept
 from ringspan.plan.cost.loop import loop_bytes, tile_pairs
 from ringspan.plan.cost.setting import Setting, check_setting
+from ringspan.plan.model.kinds import LayerKind
 from ringspan.plan.model.shapes import ModelShape
 
 ATTENTION_MOMENT: Final = "attention backward"  # the one that depends on the route
@@ -53,19 +56,7 @@ def training_memory(shape: ModelShape, setting: Setting) -> Memory:
 
 def saved_per_token(shape: ModelShape, setting: Setting, layers: int) -> int:
     """Bytes per token that the first ``layers`` layers keep from forward to backward, on the device or away from it."""
-    return _saved(shape.split(setting.tp), setting, layers)
-
-
-def _saved(local: ModelShape, setting: Setting, layers: int) -> int:
-    return saved_bytes(
-        local,
-        setting.number_bytes,
-        setting.checkpoint,
-        layers=layers,
-        layers_per_checkpoint=setting.layers_per_checkpoint,
-        feedforward_in_chunks=bool(setting.feedforward_tokens),
-        norms_in_chunks=bool(setting.norm_tokens),
-    )
+    return kept.saved_per_token(shape.split(setting.tp), setting, layers)
 
 
 class _Step:
@@ -78,7 +69,8 @@ class _Step:
         self.layer, self.root = self.shape.layer_parameters, self.shape.root_parameters
         self.parameters = local_parameter_bytes(shape, setting)
         self.hidden = self.tokens * self.a * shape.hidden
-        self.saved = partial(_saved, self.shape, setting)
+        self.saved = partial(kept.saved_per_token, self.shape, setting)
+        self.states = partial(kept.states_bytes, self.shape, setting)
         rotary = 2 * self.a * shape.head_dim if shape.family == "llama" else 0
         self.inputs = self.tokens * (_INDICES + rotary)
         self.head = self.shape.vocab * shape.hidden
@@ -93,7 +85,7 @@ class _Step:
         segment = setting.layers_per_checkpoint
         again = max(0, layers % segment - 1) * self.hidden if backward else 0
         if setting.offload == "none":
-            return self.tokens * self.saved(layers) + again
+            return self.tokens * self.saved(layers) + self.states(layers) + again
         ahead = min(1, layers)
         if setting.checkpoint == "full":  # each piece is the input of a segment
             ahead = segment * min(_PIECES_AHEAD, layers // segment)
@@ -162,9 +154,20 @@ class _Step:
         """
         layers, segment = self.shape.layers, self.setting.layers_per_checkpoint
         ends = {layers - segment, layers % segment} if segment < layers else set[int]()
-        done = sorted({0, min(1, layers - 1), layers - 1} | ends)
+        # Of layers that differ the last of each kind, when most is kept.
+        differ = {layers - 1 - number for number in {kind: at for at, kind in enumerate(self.shape.kinds)}.values()}
+        done = sorted({0, min(1, layers - 1), layers - 1} | ends | differ)
         parts = (self._feedforward, self._norm, self._attention)
-        return [moment(number) for number in done for moment in parts]
+        found = [moment(number) for number in done for moment in parts if self._has(moment, number)]
+        return found + [self._mixing(number) for number in sorted(differ) if self._kind(number).mixed]
+
+    def _kind(self, done: int) -> LayerKind:
+        return self.shape.layer_kinds[self.shape.layers - 1 - done]
+
+    def _has(self, moment: Callable[[int], Memory], done: int) -> bool:
+        """Whether the layer has what the moment is of."""
+        kind = self._kind(done)
+        return kind.attends if moment == self._attention else bool(kind.intermediate)
 
     def _backward(self, moment: str, done: int, activations: int, temporaries: int, communication: int = 0) -> Memory:
         """A moment in the backward pass of a layer when ``done`` later ones are finished."""
@@ -176,17 +179,12 @@ class _Step:
             activations=self.kept(layers - 1 - done, backward=True) + activations,
             temporaries=self.a * self.head + self.hidden + temporaries,
             communication=self.gathered + self.a * self.layer + prefetched + reducing + communication,
-            gradients=done * self.p * self.layer // self.ranks,
+            gradients=self.p * self.shape.parameters_of_layers(done) // self.ranks,
         )
 
-    @cached_property
-    def _parts(self) -> dict[str, int]:
-        return layer_parts(self.shape, self.a, norms_in_chunks=self.setting.norm_tokens > 0)
-
-    @cached_property
-    def _made_again(self) -> dict[str, int]:
+    def _made_again(self, kind: LayerKind) -> dict[str, int]:
         """What a layer holds when its backward pass begins: kept, or computed again."""
-        parts = {name: self.tokens * size for name, size in self._parts.items()}
+        parts = {name: self.tokens * size for name, size in kept.parts_of(self.shape, kind, self.setting).items()}
         if self.setting.feedforward_tokens:
             del parts["feedforward"]
         if self.setting.checkpoint != "none":
@@ -197,22 +195,17 @@ class _Step:
         """At the product's gradient: the product is gone, three more of its size are there. In chunks, a chunk's, the
         gradients of all tokens and of the weights: their float32 sums, and those of a chunk.
         """
-        shape, a = self.shape, self.a
-        chunk = self.setting.feedforward_tokens
+        shape, a, kind = self.shape, self.a, self._kind(done)
+        chunk, made = self.setting.feedforward_tokens, sum(self._made_again(kind).values())
         if not chunk:
-            wide = self.tokens * a * shape.intermediate
-            return self._backward(
-                "feed-forward backward",
-                done,
-                sum(self._made_again.values()),
-                2 * wide + a * shape.hidden * shape.intermediate,
-            )
-        parts = self._parts["feedforward"] + 2 * a * shape.intermediate
-        weights = (_FLOAT32 + (a if a < _FLOAT32 else 0)) * shape.feedforward_parameters
+            wide = self.tokens * a * kind.intermediate
+            # Of a product's weight; of experts, of all that are in one tensor.
+            weight = kind.feedforward // 3 if shape.kinds else shape.hidden * kind.intermediate
+            return self._backward("feed-forward backward", done, made, 2 * wide + a * weight)
+        parts = kept.parts_of(shape, kind, self.setting)["feedforward"] + 2 * a * kind.intermediate
+        weights = (_FLOAT32 + (a if a < _FLOAT32 else 0)) * kind.feedforward
         here = min(chunk, self.tokens) * (parts + 3 * a * shape.hidden)
-        return self._backward(
-            "feed-forward backward", done, sum(self._made_again.values()), self.hidden + here + weights
-        )
+        return self._backward("feed-forward backward", done, made, self.hidden + here + weights)
 
     @cached_property
     def _attention_bytes(self) -> tuple[int, int]:
@@ -222,23 +215,33 @@ class _Step:
         """In the backward pass of the feed-forward's norm: an RMS norm of transformers makes four float32 copies, of a
         chunk where it runs in chunks, and a gradient.
         """
-        kept = sum(size for name, size in self._made_again.items() if name != "feedforward")
+        kind = self._kind(done)
+        held = sum(size for name, size in self._made_again(kind).items() if name != "feedforward")
         made = self.hidden
         if self.shape.family == "llama":
             copies, rows = 4 * _FLOAT32 * self.shape.hidden, min(self.setting.norm_tokens, self.tokens)
             # A chunk is computed again, its gradient made before it is put to the others.
             again = (_FLOAT32 + 3 * self.a) * self.shape.hidden
             made = self.hidden + rows * (copies + again) if rows else self.tokens * copies
-        return self._backward("norm backward", done, kept, made + self.a * self.shape.feedforward_parameters)
+        return self._backward("norm backward", done, held, made + self.a * kind.feedforward)
+
+    def _mixing(self, done: int) -> Memory:
+        """In the backward pass of a recurrence or convolution: its inputs, results and what they become."""
+        kind = self._kind(done)
+        made = self._made_again(kind)
+        held = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention", "mixing"))
+        weights = self.a * (kind.parameters - kind.feedforward)
+        return self._backward("state backward", done, held, weights + kept.mixing_backward_bytes(kind, self.setting))
 
     def _attention(self, done: int) -> Memory:
         """In the ring's backward pass: its inputs, results and what the loop holds."""
-        made, shape = self._made_again, self.shape
-        kept = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention"))
-        weights = self.a * (self.layer - shape.hidden * (shape.query_size + 2 * shape.kv_size))
+        shape, kind = self.shape, self._kind(done)
+        made = self._made_again(kind)
+        ours = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention", "mixing"))
+        weights = self.a * (kind.parameters - shape.hidden * (shape.query_size + 2 * shape.kv_size))
         dout = self.tokens * self.a * shape.query_size
         held, in_transit = self._attention_bytes
-        return self._backward(ATTENTION_MOMENT, done, kept, dout + weights + held, in_transit)
+        return self._backward(ATTENTION_MOMENT, done, ours, dout + weights + held, in_transit)
 
     def embedding(self) -> list[Memory]:
         """When the root has its gradients after all layers, when they are copied to be reduced, and when they are."""

@@ -29,6 +29,7 @@ class TextQuestion:
     Raises:
         ConfigError: a number that no cluster or text reaches, or a device whose memory's bandwidth is not known, by
             which tokens are timed.
+        UnsupportedError: a model whose layers have states.
     """
 
     shape: ModelShape
@@ -43,6 +44,11 @@ class TextQuestion:
         for name, most in _MOST.items():
             if not 1 <= (value := getattr(self, name)) <= most:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1, and at most {most:,}, is needed")
+        if self.shape.has_states:
+            raise UnsupportedError(
+                f"--model {self.shape.name}: a plan of generation counts caches of keys and values, not of states; "
+                "plan its training, without --generate"
+            )
         if not self.device.memory_bandwidth:
             raise ConfigError(
                 f"--device {self.device.name}: writing tokens takes what reading memory does; "

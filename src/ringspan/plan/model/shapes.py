@@ -6,6 +6,7 @@ L layers, C hidden size, H query heads, G key/value heads, D head size, I interm
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,12 +15,15 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.files.named import read_small
 from ringspan.core.messages.lines import one_line
 from ringspan.plan.model.hub import from_hub
+from ringspan.plan.model.kinds import LayerKind
 from ringspan.plan.names import normal, unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(LayerSizes):
-    """Sizes of a decoder-only transformer whose layers are alike."""
+    """Sizes of a decoder-only transformer whose layers are alike; or that has ``kinds``, one for each layer, and
+    ``root`` parameters outside of them.
+    """
 
     name: str
     layers: int
@@ -31,20 +35,47 @@ class ModelShape(LayerSizes):
     mlp_bias: bool = False
     windows: tuple[int | None, ...] = ()
     model_type: str = "llama"
+    kinds: tuple[LayerKind, ...] = ()
+    root: int = 0
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer, None where it sees everything before it."""
+        """The sliding window of each layer that attends, None where it sees everything before it."""
+        if self.kinds:
+            return tuple(kind.window for kind in self.kinds if kind.attends)
         return self.windows or (None,) * self.layers
+
+    @cached_property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer is made of."""
+        return self.kinds or tuple(
+            LayerKind(
+                parameters=self.layer_parameters,
+                matrices=self.layer_matrix_parameters,
+                feedforward=self.feedforward_parameters,
+                intermediate=self.intermediate,
+                window=window,
+            )
+            for window in self.layer_windows
+        )
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers have states or convolutions."""
+        return bool(self.kinds)
 
     @property
     def layer_matrix_parameters(self) -> int:
         """Weights of one layer that every token is multiplied with."""
+        if self.kinds:
+            return max(kind.matrices for kind in self.kinds)
         return self.hidden * (2 * self.query_size + 2 * self.kv_size) + self.feedforward_parameters
 
     @property
     def feedforward_parameters(self) -> int:
         """Weights of one feed-forward."""
+        if self.kinds:
+            return max(kind.feedforward for kind in self.kinds)
         return (3 if self.family == "llama" else 2) * self.hidden * self.intermediate
 
     def split(self, tp: int) -> "ModelShape":
@@ -56,7 +87,7 @@ class ModelShape(LayerSizes):
         """
         if tp == 1:
             return self
-        if self.family == "gpt2":
+        if self.family == "gpt2" or self.has_states:
             raise UnsupportedError(f"{self.name}: there is no tensor-parallel plan for {self.model_type}; use tp=1")
         sizes = {name: getattr(self, name) for name in ("heads", "kv_heads", "intermediate")}
         for name, size in sizes.items():
@@ -67,7 +98,9 @@ class ModelShape(LayerSizes):
 
     @property
     def layer_parameters(self) -> int:
-        """All parameters of one layer."""
+        """All parameters of one layer, of the largest where they differ."""
+        if self.kinds:
+            return max(kind.parameters for kind in self.kinds)
         if self.family == "gpt2":
             biases = 3 * self.hidden + self.hidden + self.intermediate + self.hidden
             return self.layer_matrix_parameters + biases + 4 * self.hidden
@@ -79,17 +112,25 @@ class ModelShape(LayerSizes):
     @property
     def root_parameters(self) -> int:
         """Parameters outside of the layers: embeddings, the head when it is not tied, the last norm."""
+        if self.kinds:
+            return self.root
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2) + self.positions * self.hidden
         return embeddings + (2 if self.family == "gpt2" else 1) * self.hidden
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.root_parameters
+        return self.parameters_of_layers(self.layers) + self.root_parameters
+
+    def parameters_of_layers(self, count: int) -> int:
+        """Of the last ``count`` layers."""
+        if self.kinds:
+            return sum(kind.parameters for kind in self.kinds[self.layers - count :])
+        return count * self.layer_parameters
 
     @property
     def matrix_parameters(self) -> int:
         """Weights that every token is multiplied with, the head included: 2 FLOPs each in forward."""
-        return self.layers * self.layer_matrix_parameters + self.vocab * self.hidden
+        return sum(kind.matrices for kind in self.layer_kinds) + self.vocab * self.hidden
 
 
 def _llama(
@@ -245,9 +286,7 @@ def from_config(values: Mapping[str, Any], name: str) -> ModelShape:
     """
     kind = values.get("model_type")
     if kind not in _FAMILIES:
-        raise UnsupportedError(
-            f"{name}: model_type={kind!r} is not known to the planner; it knows {', '.join(_FAMILIES)}"
-        )
+        return _hybrid(values, name)
     if kind == "gpt2":
         return _gpt2_config(values, name)
 
@@ -278,6 +317,19 @@ def from_config(values: Mapping[str, Any], name: str) -> ModelShape:
         qk_norm=kind == "qwen3",
         windows=_windows(values, layers),
         model_type=kind,
+    )
+
+
+def _hybrid(values: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape of a model whose layers have states or convolutions, which needs transformers to build it."""
+    if isinstance(values.get("model_type"), str):
+        from ringspan.plan.model.hybrids import hybrid_values
+
+        if (sizes := hybrid_values(values, name)) is not None:
+            return ModelShape(name=name, **sizes)
+    raise UnsupportedError(
+        f"{name}: model_type={values.get('model_type')!r} is not known to the planner; it knows "
+        f"{', '.join(_FAMILIES)}, and models with states or convolutions such as qwen3_next, nemotron_h and lfm2"
     )
 
 

@@ -110,8 +110,12 @@ def _code_of(module: nn.Module) -> Any:
     return inspect.unwrap(forward_of(module))
 
 
+def functions_of(module: nn.Module) -> tuple[str, ...]:
+    """The functions by which a module's forward treats tokens together; ours where they are in its own code."""
+    return (lightning_attention.__name__,) if _is_lightning(module) else _hooks_of(module)
+
+
 def _hooks_of(module: nn.Module) -> tuple[str, ...]:
-    """The functions by which a module's forward treats tokens together."""
     code = getattr(_code_of(module), "__code__", None)
     return tuple(name for name in (*_RULES, _CONVOLUTION) if code is not None and name in code.co_names)
 

@@ -1,0 +1,53 @@
+"""What ranks send each other for a layer with a state, or a convolution, whose tokens are split into spans.
+
+Read off the rounds and loans that back ends carry out (``scan``, ``halo``), so that a planner counts what travels.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.recurrence.halo import halo_loans
+from ringspan.core.recurrence.scan import scan_rounds
+from ringspan.core.recurrence.spans import links_of, places_of
+
+
+class Sent(NamedTuple):
+    """Numbers that go from one rank to another; what is of a later round waits for the rounds before it."""
+
+    round: int
+    sender: int
+    receiver: int
+    numbers: int
+
+
+def state_messages(layout: Layout, state: int, map_: int, *, reverse: bool = False) -> Iterator[Sent]:
+    """The states of one sequence in a forward pass, of ``state`` numbers and, where maps go with them, ``map_`` more;
+    or their gradients in a backward pass.
+
+    Raises:
+        LayoutError: tokens of a rank are not consecutive.
+    """
+    places = places_of(layout)
+    links, last = links_of(places, ((0,),)), len(places) - 1
+    for number, messages in enumerate(scan_rounds(links.reverse if reverse else links)):
+        for message in messages:
+            ends = message.source, message.target
+            sender, receiver = (places[last - end if reverse else end].rank for end in ends)
+            if sender != receiver:
+                yield Sent(number, sender, receiver, state + map_ * message.has_map)
+
+
+def halo_messages(layout: Layout, channels: int, width: int, *, reverse: bool = False) -> Iterator[Sent]:
+    """The ``width`` inputs before each span of one sequence, of ``channels`` numbers; or their gradients on the way
+    back.
+
+    Raises:
+        LayoutError: tokens of a rank are not consecutive.
+    """
+    places = places_of(layout)
+    for loan in halo_loans(places, width, ((0,),)):
+        lender, borrower = places[loan.source].rank, places[loan.target].rank
+        if lender != borrower:
+            sender, receiver = (borrower, lender) if reverse else (lender, borrower)
+            yield Sent(0, sender, receiver, loan.tokens * channels)

@@ -1,0 +1,81 @@
+"""Seconds and bytes of layers with a state, and of convolutions, over the spans of a ring.
+
+A span that takes a state is computed twice in forward: what it makes of a state of zero, then with the one that it
+takes. In backward it is computed once more, with its gradients, which take twice as long.
+"""
+
+from functools import lru_cache
+from typing import Final
+
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.names import LayoutName
+from ringspan.core.recurrence.spans import places_of
+from ringspan.core.recurrence.traffic import Sent, halo_messages, state_messages
+from ringspan.core.schedule.timing import Pass, Speeds
+from ringspan.plan.model.kinds import LayerKind
+
+_STATE_BYTES: Final = 4  # states and maps are in float32
+
+
+@lru_cache(maxsize=1024)
+def state_passes(
+    layout: LayoutName, length: int, ranks: int, kind: LayerKind, batch: int, number_bytes: int, speeds: Speeds
+) -> tuple[Pass, Pass]:
+    """Forward and backward of a layer's recurrence and convolution, on the rank to which most is sent.
+
+    Rounds follow each other, so that each takes as long as its largest message; the computations of all spans run at
+    the same time. Halos are as wide as the inputs, of ``number_bytes``.
+    """
+    split = Layout(layout, length, ranks)
+    computed = batch * split.tokens_per_rank * kind.scan_flops / speeds.flops
+    twice = 1.0 if ranks > 1 else 0.0
+    forward, backward = (_exchange(split, kind, number_bytes, speeds, reverse=reverse) for reverse in (False, True))
+    return (
+        _pass(computed * (1 + twice), forward, batch),
+        _pass(computed * (2 + twice), backward, batch),
+    )
+
+
+def state_bytes(layout: Layout, kind: LayerKind, number_bytes: int) -> list[int]:
+    """Bytes that each rank sends for a layer and one sequence, forward and backward."""
+    sent = [0] * layout.ranks
+    for reverse in (False, True):
+        for message, num_bytes in _messages(layout, kind, number_bytes, reverse=reverse):
+            sent[message.sender] += num_bytes
+    return sent
+
+
+def span_states(layout: LayoutName, length: int, ranks: int) -> int:
+    """How many spans a rank has, each of which keeps the state that it takes, and its map."""
+    return len(places_of(Layout(layout, length, ranks))) // ranks if ranks > 1 else 0
+
+
+def _messages(layout: Layout, kind: LayerKind, number_bytes: int, *, reverse: bool) -> list[tuple[Sent, int]]:
+    found: list[tuple[Sent, int]] = []
+    if kind.scan:
+        states = state_messages(layout, kind.scan.state, kind.scan.map_, reverse=reverse)
+        found += [(message, _STATE_BYTES * message.numbers) for message in states]
+    if kind.halo:
+        halos = halo_messages(layout, kind.channels, kind.halo, reverse=reverse)
+        found += [(message, number_bytes * message.numbers) for message in halos]
+    return found
+
+
+def _exchange(
+    layout: Layout, kind: LayerKind, number_bytes: int, speeds: Speeds, *, reverse: bool
+) -> tuple[float, int, int]:
+    """Seconds that rounds take one after the other; bytes that come to the busiest rank from its node and others."""
+    inside, outside = [0] * layout.ranks, [0] * layout.ranks
+    rounds: dict[int, float] = {}
+    for message, num_bytes in _messages(layout, kind, number_bytes, reverse=reverse):
+        is_near = speeds.same_node(message.sender, message.receiver)
+        (inside if is_near else outside)[message.receiver] += num_bytes
+        seconds = num_bytes / (speeds.intra_node_bytes if is_near else speeds.inter_node_bytes)
+        rounds[message.round] = max(rounds.get(message.round, 0.0), seconds)
+    busiest = max(range(layout.ranks), key=lambda rank: (outside[rank], inside[rank]))
+    return sum(rounds.values()), inside[busiest], outside[busiest]
+
+
+def _pass(computed: float, exchange: tuple[float, int, int], batch: int) -> Pass:
+    seconds, inside, outside = exchange
+    return Pass(computed + batch * seconds, computed, batch * inside, batch * outside)
