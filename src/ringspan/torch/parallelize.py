@@ -47,7 +47,7 @@ from ringspan.torch.layers.decoder import (
 )
 from ringspan.torch.layers.embedding import sum_embedding_gradients
 from ringspan.torch.layers.modules import mix_in, own_config, seen_as
-from ringspan.torch.layers.numbering import number_tokens
+from ringspan.torch.layers.numbering import number_tokens, skipped_token
 from ringspan.torch.layers.rope import chunk_rotary_tables
 from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_router_loss, record_routers
 from ringspan.torch.memory.checkpointing import check_checkpointing, checkpoint_layers
@@ -247,6 +247,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
             **about,
             ring_loss=parts.loss,
             ring_vocabularies=parts.vocabularies,
+            ring_skipped=skipped_token(decoder),
             ring_head=None if parts.head is None else kind_of_head(parts.head),
             ring_head_parts=parts.head_parts,
             ring_stateful=is_stateful,

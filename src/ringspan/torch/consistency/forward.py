@@ -172,6 +172,11 @@ def _check_batch(
     _check_positions(position_ids, split, ring.get_local_rank(), document_lengths)
     check_entries("input_ids", input_ids, inputs)
     check_media(model, media, input_ids, document_lengths)
+    if model.ring_skipped is not None:
+        rows = split.positions(ring.get_local_rank()).to(input_ids.device)
+        length = split.shared.length if sequence_length is None else int(sequence_length)
+        ends = length if document_lengths is None else document_lengths.sum(1, keepdim=True).to(input_ids.device)
+        _check_skipped(model.ring_skipped, input_ids, rows < ends if real_tokens is None else real_tokens)
     longest = split.shared.length if sequence_length is None else int(sequence_length)
     if error := beyond_table(model, model.get_submodule(model.ring_decoder), longest):
         raise error
@@ -188,6 +193,16 @@ def _check_positions(positions: Tensor, split: BatchLayout, rank: int, document_
     if positions.shape[-1] != layout.tokens_per_rank or not bool((positions == expected.to(positions.device)).all()):
         raise LayoutError(
             f"position_ids are not those of the layout {name}; use rs.shard_batch(batch, mesh, layout={name!r})"
+        )
+
+
+def _check_skipped(token: int, input_ids: Tensor, is_real: Tensor) -> None:
+    """A pad token inside of a text moves all positions behind it, on whatever ranks they are."""
+    if bool(((input_ids == token) & is_real).any()):
+        raise UnsupportedError(
+            f"input_ids has the pad token {token} where no padding is marked: this model skips it when it counts "
+            "positions, and a ring counts every token; mark padding beside a text by an attention_mask, and leave none "
+            "inside"
         )
 
 

@@ -53,6 +53,11 @@ def first_position(decoder: nn.Module) -> int:
     return next((module.offset for module in decoder.modules() if isinstance(module, _Behind)), 0)
 
 
+def skipped_token(decoder: nn.Module) -> int | None:
+    """The pad token that a decoder's own forward skips when it counts positions; None when it counts every token."""
+    return next((module.offset - 1 for module in decoder.modules() if isinstance(module, _Behind)), None)
+
+
 @contextmanager
 def told(decoder: nn.Module, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The arguments of a decoder: with positions (B, T) among them, or without while its embedding has them."""

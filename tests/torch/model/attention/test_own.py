@@ -82,6 +82,32 @@ def test_positions_reach_decoders_whose_layers_are_in_segments(pool):
         torch.testing.assert_close(outcome, expected, rtol=1e-5, atol=1e-5)
 
 
+def loss_of(mesh: Any, mask: list[int] | None, padded: list[int]) -> float:
+    """Of a RoBERTa on 11 tokens, of which some are its pad token."""
+    model = tiny_model("roberta")
+    tokens = tiny_tokens(11)
+    tokens[:, padded] = model.config.pad_token_id
+    batch = {"input_ids": tokens, "labels": tokens} | ({} if mask is None else {"attention_mask": torch.tensor([mask])})
+    if mesh is None:
+        real = batch["attention_mask"] == 1
+        labels = tokens.masked_fill(~(real & real.roll(1)), -100)  # nor does padding predict the first real token
+        return model(**batch | {"labels": labels}).loss.item()
+    return rs.parallelize(model, mesh)(**rs.shard_batch(batch, mesh)).loss.item()
+
+
+@pytest.mark.parametrize("padded", [[3], [10], [4, 5, 9]])
+def test_a_pad_token_in_a_text_whose_positions_skip_it_raises(pool, padded):
+    for outcome in pool.outcomes(loss_of, 2, None, padded):
+        assert isinstance(outcome, rs.UnsupportedError) and "where no padding is marked" in str(outcome)
+
+
+@pytest.mark.parametrize("mask", [[1] * 8 + [0] * 3, [0] * 3 + [1] * 8])
+def test_marked_padding_moves_no_positions(pool, mask):
+    padded = [place for place, real in enumerate(mask) if not real]
+    expected = loss_of(None, mask, padded)
+    assert pool.run(loss_of, 2, mask, padded) == pytest.approx([expected] * 2, rel=1e-5)
+
+
 def refused(mesh: Any, kind: str, options: dict[str, Any]) -> None:
     rs.parallelize(tiny_model(kind), mesh, **options)
 

@@ -83,6 +83,8 @@ class RingCausalLM(Saved, Fixed):
     ring_decoder: str
     ring_vocabularies: tuple[int, int]
     """Entries of the vocabulary that the input has embeddings of, and that the head knows."""
+    ring_skipped: int | None
+    """The token that the model's own forward skips when it counts positions."""
     ring_head_parts: tuple[str, ...] = ()
     """The modules that make logits, where those are more than the output embedding."""
     ring_head: Any
