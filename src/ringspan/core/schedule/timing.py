@@ -5,7 +5,7 @@ deterministic, so that all ranks choose alike. N ranks, H query heads, G key/val
 size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -142,23 +142,45 @@ def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: boo
     return layout.tokens_per_rank * queries + keys.tokens_per_rank * (keys_and_values + gradients)
 
 
+class Stretch(NamedTuple):
+    """Time in which a rank computes a hop's tiles, or waits for a transfer, which may take none."""
+
+    event: Compute | Wait
+    start: float
+    stop: float
+
+
+def timeline(part: Part, speeds: Speeds, *, is_backward: bool = False) -> tuple[Stretch, ...]:
+    """What one rank does when, in seconds from the beginning of the pass: see ``_walk``."""
+    return tuple(_stretches(part, speeds, _Links(part.schedule.rank, speeds), is_backward=is_backward))
+
+
 def _walk(part: Part, speeds: Speeds, *, is_backward: bool) -> Pass:
     """When the last event is over: launches one after the other, each transfer from when it is posted until its last
     message is here, and the loop waits where it has to.
     """
     pair = pair_flops(part.shape, is_backward=is_backward) / speeds.flops
     links = _Links(part.schedule.rank, speeds)
+    now = 0.0
+    for stretch in _stretches(part, speeds, links, is_backward=is_backward):
+        now = stretch.stop
+    return Pass(now, part.schedule.num_pairs * pair, links.bytes[True], links.bytes[False])
+
+
+def _stretches(part: Part, speeds: Speeds, links: "_Links", *, is_backward: bool) -> Iterator[Stretch]:
+    pair = pair_flops(part.shape, is_backward=is_backward) / speeds.flops
     arrived: dict[int, float] = {}
     now = 0.0
     for event in (backward if is_backward else forward)(part):
         if isinstance(event, Compute):
-            now += event.hop.num_pairs * pair
+            start, now = now, now + event.hop.num_pairs * pair
+            yield Stretch(event, start, now)
         elif isinstance(event, Post):
             each = [links.bring(peer, buffer.num_bytes, now) for peer, buffer in event.receives]
             arrived[event.number] = max(each, default=now)
         elif isinstance(event, Wait):
-            now = max(now, arrived[event.number])
-    return Pass(now, part.schedule.num_pairs * pair, links.bytes[True], links.bytes[False])
+            start, now = now, max(now, arrived[event.number])
+            yield Stretch(event, start, now)
 
 
 def pair_flops(shape: Shape, *, is_backward: bool) -> float:
