@@ -1,12 +1,50 @@
-"""The picture of README.md, drawn from a schedule: ``python -m benchmarks.pictures`` writes ``docs/ring.svg``."""
+"""The pictures of README.md and of docs/understand, drawn from schedules: ``python -m benchmarks.pictures``.
 
+A test draws them again and compares.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
+from ringspan.core.geometry.balanced import balanced
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.geometry.mask import causal
+from ringspan.core.geometry.mask import causal, documents, prefix_lm, sliding_window
 from ringspan.report.drawing import svg
-from ringspan.report.ring_pictures import ring_picture
+from ringspan.report.ring_pictures import ring_picture, travel_picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DOCS: Final = Path(__file__).parents[1] / "docs"
+_LENGTH: Final = 8192
+_PACKED: Final = documents([600, 4800, 1100, 1300, 392])
+_ZIGZAG: Final = Layout("zigzag", _LENGTH, 4)
+
+PICTURES: Final[dict[str, Callable[[], "Figure"]]] = {
+    "ring.svg": lambda: ring_picture(_ZIGZAG, causal()),
+    "understand/travel.svg": lambda: travel_picture(_ZIGZAG, causal()),
+    "understand/layout-contiguous.svg": lambda: ring_picture(Layout("contiguous", _LENGTH, 4), causal()),
+    "understand/layout-striped.svg": lambda: ring_picture(Layout("striped", 32, 4), causal()),
+    "understand/documents-zigzag.svg": lambda: ring_picture(_ZIGZAG, _PACKED, "five documents, zigzag layout"),
+    "understand/documents-balanced.svg": lambda: ring_picture(
+        balanced(_PACKED, length=_LENGTH, ranks=4), _PACKED, "five documents, balanced layout"
+    ),
+    "understand/mask-window.svg": lambda: ring_picture(Layout("contiguous", _LENGTH, 4), sliding_window(1536)),
+    "understand/mask-prefix.svg": lambda: ring_picture(_ZIGZAG, prefix_lm(2560)),
+    "understand/mask-both.svg": lambda: ring_picture(
+        Layout("contiguous", _LENGTH, 4),
+        documents([3400, 4792]) & (sliding_window(1024) | prefix_lm(512)),
+        "documents & (window | prefix), contiguous layout",
+    ),
+}
+
+
+def drawn(name: str) -> str:
+    """The text of a picture's file."""
+    return svg(PICTURES[name]()) + "\n"
+
 
 if __name__ == "__main__":
-    picture = ring_picture(Layout("zigzag", 8192, 4), causal())
-    (Path(__file__).parents[1] / "docs" / "ring.svg").write_text(svg(picture) + "\n", encoding="utf-8")
+    for name in PICTURES:
+        (DOCS / name).write_text(drawn(name), encoding="utf-8")

@@ -27,6 +27,7 @@ extensions = [
     "repository",
     "mathml",
     "reference",
+    "explorer",
 ]
 exclude_patterns = ["_extensions", "_static"]
 source_suffix = {".md": "markdown"}

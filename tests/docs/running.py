@@ -115,6 +115,9 @@ config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, 
 observations, actions, mask = torch.randn(2, 30, 17), torch.randn(2, 30, 6), torch.ones(2, 30)
 """,
     ),
+    "docs/masks.md": Setup(
+        once=_ATTENTION + "S = 8192\nq, k, v = (torch.randn(1, h, S // N, 16) for h in (4, 2, 2))\n"
+    ),
     "docs/multimodal.md": Setup(
         once="""
 from tests.torch.multimodal import models as multimodal
@@ -147,6 +150,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 """,
     ),
+    "docs/understand/blocks.md": Setup(),
+    "docs/understand/exactness.md": Setup(),
     "docs/weights.md": Setup(once=_LOOP + "from peft import LoraConfig, get_peft_model\n"),
 }
 
