@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from benchmarks.moving_picture import moving_picture
 from ringspan.core.geometry.balanced import balanced
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal, documents, prefix_lm, sliding_window
@@ -21,7 +22,8 @@ _LENGTH: Final = 8192
 _PACKED: Final = documents([600, 4800, 1100, 1300, 392])
 _ZIGZAG: Final = Layout("zigzag", _LENGTH, 4)
 
-PICTURES: Final[dict[str, Callable[[], "Figure"]]] = {
+PICTURES: Final[dict[str, Callable[[], "Figure | str"]]] = {
+    "ring-moving.svg": lambda: moving_picture(Layout("zigzag", 24, 4), causal()),
     "ring.svg": lambda: ring_picture(_ZIGZAG, causal()),
     "understand/travel.svg": lambda: travel_picture(_ZIGZAG, causal()),
     "understand/layout-contiguous.svg": lambda: ring_picture(Layout("contiguous", _LENGTH, 4), causal()),
@@ -42,7 +44,8 @@ PICTURES: Final[dict[str, Callable[[], "Figure"]]] = {
 
 def drawn(name: str) -> str:
     """The text of a picture's file."""
-    return svg(PICTURES[name]()) + "\n"
+    picture = PICTURES[name]()
+    return (picture if isinstance(picture, str) else svg(picture)) + "\n"
 
 
 if __name__ == "__main__":
