@@ -69,6 +69,10 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
     "smollm3": _SLIDING | {"no_rope_layers": [1, 1, 0, 0]},
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "flint"), _SLIDING | {"mlp_only_layers": [0, 1]}),
     "cohere": {"logit_scale": 0.0625},
+    "cohere_compass_text": _WINDOW | _WINDOWED | {"rope_parameters": {
+        "full_attention": None,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+    }},
     "emu3": {"text_config": _TEXT | {"attention_dropout": 0.0}},
     "falcon": {"head_dim": _WITHOUT, "num_kv_heads": 4},
     "gemma3": {"text_config": _TEXT | _WINDOW | _WINDOWED, "vision_config": _VISION, "mm_tokens_per_image": 4},

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 
 import ringspan as rs
+from tests.every_model.weights import there_and_back
 from tests.torch.models import relative
 from tests.torch.multimodal.models import batch_of, build
 from tests.torch.multimodal.test_training import MANY, NONE, ONE, VIDEOS
@@ -98,6 +99,12 @@ def read(mesh: DeviceMesh, folder: str, kind: str) -> Any:
     model = rs.from_pretrained(folder, mesh, dtype=torch.float64)
     with torch.no_grad():
         return model(**rs.shard_batch(batch_of(kind, MANY), mesh)).loss
+
+
+def test_a_folder_gives_its_language_model_alone_as_transformers_does(pool, tmp_path):
+    build("qwen3_5_moe", dtype=torch.float32).save_pretrained(tmp_path / "given")
+    wrong = pool.run(there_and_back, 2, str(tmp_path / "given"), str(tmp_path / "saved"))
+    assert wrong == [{}] * 2
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen3_vl", "audioflamingo3"])

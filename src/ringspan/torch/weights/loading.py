@@ -56,7 +56,8 @@ def unread_model(
     try:
         with torch.device("meta"):
             auto = model_class or auto_class(config)
-            kind = type(auto.from_config(config, trust_remote_code=trust_remote_code))
+            made = auto.from_config(config, trust_remote_code=trust_remote_code)
+            kind, config = type(made), made.config  # of a model that sees, that of its text where it is made alone
         loaded: Any = _uninitialised(kind).from_pretrained(
             None,
             config=config,

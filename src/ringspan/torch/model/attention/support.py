@@ -85,9 +85,14 @@ def _recorded(decoder: PreTrainedModel) -> Iterator[set[nn.Module]]:
 
     AttentionInterface.register(_TRIAL, attend)
     AttentionMaskInterface.register(_TRIAL, lambda **_: None)
-    before = decoder.config._attn_implementation
-    decoder.config._attn_implementation = _TRIAL
+    config = decoder.config
+    before = config._attn_implementation, getattr(config, "_experts_implementation", None)
+    config._attn_implementation = _TRIAL
+    if before[1] is not None:
+        config._experts_implementation = "eager"  # a grouped product takes no weights without memory
     try:
         yield asking
     finally:
-        decoder.config._attn_implementation = before
+        config._attn_implementation = before[0]
+        if before[1] is not None:
+            config._experts_implementation = before[1]
