@@ -2,6 +2,7 @@
 
 import os
 import platform
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, device and versions, as a result file states them."""
+    """Processor, device, versions and the day, as a result file states them."""
     cuda = torch.cuda.is_available()
     return {
         "processor": _processor(),
@@ -20,6 +21,7 @@ def describe_machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "ringspan": version("ringspan"),
+        "date": date.today().isoformat(),
     }
 
 
