@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint docs docs-serve docs-check fuzz long faults models trainers compat bench clean
+.PHONY: help setup demo test lint docs docs-serve docs-check package fuzz long faults models trainers compat bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,11 @@ docs-serve: docs ## show the site on http://127.0.0.1:8000 (PORT=8001 for anothe
 
 docs-check: $(STAMP) ## run the Python of every page, in short form, on two ranks (about two minutes)
 	RINGSPAN_DOCS=1 OMP_NUM_THREADS=1 $(BIN)/pytest --timeout=300 tests/docs $(ARGS)
+
+package: $(STAMP) ## build wheel and sdist into dist, and check what is in them
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	$(BIN)/python -m tests.package dist
 
 fuzz: $(STAMP) ## run the property tests with 25 times as many, and new, random examples
 	RINGSPAN_FUZZ=$${RINGSPAN_FUZZ:-25} $(BIN)/pytest -m hypothesis --timeout=7200 $(ARGS)

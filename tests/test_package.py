@@ -1,0 +1,51 @@
+"""Wheel and sdist have what they should; workflows and forms are well-formed, and do what the Makefile does."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.package import ROOT, problems
+
+GITHUB = ROOT / ".github"
+
+
+def test_wheel_and_sdist_have_what_they_should(tmp_path: Path):
+    pytest.importorskip("hatchling")
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    assert problems(tmp_path) == []
+
+
+def test_each_step_of_a_workflow_is_a_target_of_the_makefile():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    steps = [
+        step["run"]
+        for file in (GITHUB / "workflows").glob("*.yml")
+        for job in yaml.safe_load(file.read_text())["jobs"].values()
+        for step in job["steps"]
+        if "run" in step
+    ]
+    assert len(steps) > 5
+    assert [step for step in steps if step.split()[0] != "make" or step.split()[1] not in targets] == []
+
+
+def test_workflows_run_the_pythons_that_are_supported():
+    jobs = yaml.safe_load((GITHUB / "workflows" / "tests.yml").read_text())["jobs"]
+    assert jobs["newest"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+
+
+@pytest.mark.parametrize("form", sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda form: form.stem)
+def test_a_form_is_one_that_github_shows(form: Path):
+    fields = yaml.safe_load(form.read_text())
+    if form.stem == "config":
+        assert set(fields) <= {"blank_issues_enabled", "contact_links"}
+        return
+    assert {"name", "description", "body"} <= set(fields)
+    for field in fields["body"]:
+        assert field["type"] in ("textarea", "input", "dropdown", "checkboxes", "markdown")
+        assert field["attributes"]["label"]
+    assert len({field["id"] for field in fields["body"]}) == len(fields["body"])
