@@ -116,8 +116,10 @@ def compared(count: int, seed: int) -> datasets.Dataset:
 
 
 def reward(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> Any:
-    """A reward model."""
+    """A reward model, in float64 where ``options`` have ``double``."""
     torch.manual_seed(0)
+    options = dict(options)
     made_one = AutoModelForSequenceClassification.from_config(config_of(model, num_labels=1)).float()
+    made_one = made_one.double() if options.pop("double", False) else made_one
     kinds = RewardConfig, RewardTrainer, RingRewardTrainer
     return trainer_of(kinds, compared, mesh, made_one, ring, folder, {"max_length": 24} | options)

@@ -149,7 +149,8 @@ class RingClassifier(RingCausalLM):
         pooled = head(hidden[rows, is_here.int().argmax(1)])
         # Of each row one rank has the token, and what it computes of it; the others add nothing.
         own = torch.where(is_here.any(1, keepdim=True), pooled, 0.0)
-        logits = Sum.apply(own.float(), [ring.get_group()]).to(pooled.dtype)
+        precise = own.to(torch.promote_types(own.dtype, torch.float32))
+        logits = Sum.apply(precise, [ring.get_group()]).to(pooled.dtype)
         return SequenceClassifierOutputWithPast(logits=watch_backward(logits))
 
 
