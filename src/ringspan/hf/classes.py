@@ -31,7 +31,7 @@ def classified(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> 
     if not pools(model):
         ring, length = model.ring_mesh["ring"], whole["input_ids"].shape[1]
         layout = BatchLayout.of(model.ring_layout, length, ring.size(), local.get("document_lengths"))
-        logits = Unsharded.apply(logits, layout, ring.get_group())
+        logits = Unsharded.apply(logits, layout, ring.get_group()).contiguous()  # losses look at it flat
     output.logits = logits
     if labels is None:
         return output
