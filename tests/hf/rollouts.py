@@ -17,6 +17,9 @@ from ringspan.hf import RingConfig, RingGRPOTrainer, RingRLOOTrainer
 from tests.hf.preferences import words
 from tests.hf.trainers import VOCABULARY, arguments, made, tokenizer
 
+# Arguments of a trainer itself.
+OWN = ("rollout_func", "reward_funcs", "reward_processing_classes")
+
 
 def prompts(count: int, seed: int) -> datasets.Dataset:
     """Of one to twelve words."""
@@ -51,17 +54,18 @@ def rollout(
     kinds: tuple[Any, Any, Any], mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, given: dict[str, Any]
 ) -> Any:
     """TRL's trainer, or the one on a ring, made. ``given`` may have ``lora``, ``sampled``, for completions of the model
-    itself, and ``place``, a folder with the model.
+    itself, ``place``, a folder with the model, and ``OWN``.
     """
     torch.manual_seed(0)
     config, plain, on_ring = kinds
     options = {"bf16": False, "num_generations": 2, "max_completion_length": 12, "dataloader_drop_last": True} | given
     lora, sampled, place = options.pop("lora", False), options.pop("sampled", False), options.pop("place", None)
+    functions = {name: options.pop(name) for name in OWN if name in options}
     own: dict[str, Any] = {"model": place or made(model), "args": arguments(folder, config, **options)}
     own |= {"processing_class": tokenizer(), "reward_funcs": [large_words, short_words]}
-    own |= {"train_dataset": prompts(40, 0), "eval_dataset": prompts(6, 1)}
+    own |= {"train_dataset": prompts(40, 0), "eval_dataset": prompts(6, 1)} | functions
     if not sampled:
-        own["rollout_func"] = fixed
+        own.setdefault("rollout_func", fixed)
     if lora:
         own["peft_config"] = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj", "up_proj"])
     return plain(**own) if ring is None else on_ring(**own, ring=RingConfig(mesh=mesh, **ring))

@@ -1,0 +1,102 @@
+"""Rewards and completions that are given: by models, by functions that fail, on split heads, and in the logs."""
+
+import tempfile
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from ringspan.core.errors import PeerMismatch
+from ringspan.torch.layers.modules import local_part
+from tests.hf.rollouts import fixed, grpo, large_words, rloo
+from tests.hf.test_rollouts import SHORT, TOLERANCE
+from tests.hf.trainers import differences, tokenizer, train
+from tests.torch.models import config as config_of
+
+
+def judge() -> Any:
+    """A reward model."""
+    torch.manual_seed(3)
+    made = AutoModelForSequenceClassification.from_config(config_of("llama", num_labels=1, pad_token_id=0))
+    return made.float()
+
+
+def judged(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> Any:
+    """GRPO whose completions a model and a function judge; on a ring each rank has a share of that model."""
+    given = {"reward_funcs": [judge(), large_words], "reward_processing_classes": [tokenizer(), None]}
+    trainer = grpo(mesh, model, ring, folder, given | options)
+    if ring is not None:
+        weights = list(trainer.reward_funcs[0].parameters())
+        assert sum(local_part(one).numel() for one in weights) < 0.6 * sum(one.numel() for one in weights)
+    return trainer
+
+
+def test_a_reward_model_judges_as_on_one_process(world):
+    options = dict([SHORT]) | {"beta": 0.0}
+    expected = train(None, judged, "llama", None, options)
+    assert min(expected["reward_std"]) > 0
+    for found in world(2).run(train, 2, judged, "llama", {}, options):
+        assert max(differences(found, expected).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("make", [grpo, rloo], ids=["grpo", "rloo"])
+def test_completions_on_split_heads_equal_one_process(world, make):
+    options = dict([SHORT]) | {"beta": 0.0, "sampled": True, "max_completion_length": 5}
+    expected = train(None, make, "llama", None, options)
+    for found in world(4).run(train, 4, make, "llama", {}, options, tp=2):
+        assert max(differences(found, expected).values()) < TOLERANCE
+
+
+def failing(asked: list[str], trainer: Any) -> Any:
+    """Completions, but on the second rank."""
+    if torch.distributed.get_rank() == 1:
+        raise ValueError("no server at that address")
+    return fixed(asked, trainer)
+
+
+def unjust(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Rewards, but on the first rank."""
+    if torch.distributed.get_rank() == 0:
+        raise KeyError("answer")
+    return large_words(completion_ids)
+
+
+def run(mesh: Any, options: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        grpo(mesh, "llama", {}, folder, dict([SHORT]) | {"beta": 0.0} | options).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "error", "message"),
+    [
+        ({"rollout_func": failing}, 1, ValueError, "failing raised on another rank of the ring: ValueError: no server"),
+        ({"reward_funcs": unjust}, 0, KeyError, "unjust raised on another rank of the ring: KeyError: 'answer'"),
+    ],
+    ids=["rollout", "reward"],
+)
+def test_a_function_that_fails_on_one_rank_raises_on_all(world, options, rank, error, message):
+    outcomes = world(3).outcomes(run, 3, options)
+    assert type(outcomes[rank]) is error
+    for place, other in enumerate(outcomes):
+        if place != rank:
+            assert isinstance(other, PeerMismatch) and message in str(other) and "\n" not in str(other)
+
+
+def logged(mesh: Any, ring: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> list[list[Any]]:
+    """The completions that a trainer writes to its folder."""
+    given = dict([SHORT]) | {"beta": 0.0, "log_completions": True, "num_completions_to_print": 0} | options
+    trainer = grpo(mesh, "llama", ring, folder, given)
+    trainer.train()
+    names = ["step", "prompt", "completion", "large_words", "advantage"]
+    path = f"{folder}/completions/completions_00003.parquet"
+    return sorted(pd.read_parquet(path)[names].to_numpy().tolist()) if trainer.accelerator.is_main_process else []
+
+
+def test_completions_are_logged_once(world, tmp_path):
+    expected = logged(None, None, str(tmp_path / "one"), {"per_device_train_batch_size": 4})
+    first, *others = world(4).run(logged, 4, {}, str(tmp_path / "rings"), {}, replicate=2)
+    assert others == [[]] * 3 and len(expected) == len(first) == 8
+    for found, row in zip(first, expected, strict=True):
+        assert found[:3] == row[:3] and found[3:] == pytest.approx(row[3:], rel=1e-4, abs=1e-5)
