@@ -13,6 +13,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -51,6 +52,7 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--replicate", type=int, default=1, help="rings that take different examples")
     given = parser.parse_args(arguments)
+    torch.manual_seed(0)
     if given.model is None:
         model, tokenizer = tiny()
     else:
@@ -67,6 +69,7 @@ def main(arguments: list[str] | None = None) -> float:
             learning_rate=3e-3 if given.model is None else 1e-5,
             per_device_train_batch_size=4,
             bf16=given.model is not None,
+            use_cpu=not torch.accelerator.is_available(),
             logging_steps=10,
             report_to="none",
             save_strategy="no",

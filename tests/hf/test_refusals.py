@@ -64,6 +64,13 @@ def test_a_ring_that_does_not_divide_the_world_raises(world):
         assert str(error) == "replicate 1 x ring 3 must equal the world size 4; rings that divide it: 1, 2, 4"
 
 
+def test_processes_that_accelerate_does_not_see_raise(world):
+    """Each of them would write checkpoints as the first one."""
+    for error in world(2).outcomes(refused, 2, {"use_cpu": False}, {}):
+        assert isinstance(error, ConfigError) and "\n" not in str(error)
+        assert "accelerate counts 1 of 2 processes" in str(error) and "TrainingArguments(use_cpu=True)" in str(error)
+
+
 def test_means_of_means_raise(world):
     for error in world(4).run(caught, 4, {"average_tokens_across_devices": False}, replicate=2):
         assert "average_tokens_across_devices=False with several replicas is not supported" in error

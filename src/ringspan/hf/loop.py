@@ -54,6 +54,8 @@ def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAcc
                 f"{name} is a second parallelism beside the ring; leave it out, and say RingConfig(ring=..., "
                 "replicate=..., tp=...)"
             )
+    if not torch.accelerator.is_available():
+        options.setdefault("cpu", True)  # otherwise accelerate counts one process there, however many were launched
     made = Accelerator(**options)
     refuse_accelerator(made)
     if made.mixed_precision not in ("no", "bf16"):

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, Final
 
+import torch.distributed as dist
+
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.hf.config import RingConfig
 
@@ -102,12 +104,18 @@ def _of_preferences_and_rollouts(args: Any) -> Iterator[tuple[str, str]]:
 
 
 def refuse_accelerator(accelerator: Any) -> None:
-    """Refuse parallelism that a launcher's environment has set up.
+    """Refuse parallelism that a launcher's environment has set up, and processes that accelerate knows nothing of.
 
     Raises:
         UnsupportedError: naming it.
+        ConfigError: accelerate counts other processes than there are: each would write as if it were the first.
     """
     state = accelerator.state
+    if dist.is_initialized() and state.num_processes != dist.get_world_size():
+        raise ConfigError(
+            f"accelerate counts {state.num_processes} of {dist.get_world_size()} processes; without an accelerator "
+            "it sees the others if it is told: TrainingArguments(use_cpu=True), or Accelerator(cpu=True)"
+        )
     for name in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin"):
         if getattr(state, name, None) is not None:
             raise UnsupportedError(
