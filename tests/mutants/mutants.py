@@ -99,6 +99,13 @@ MUTANTS = [
         f"{CHOICES}test_a_reference_model_is_split_as_the_model_is",
     ),
     Mutant(
+        "examples are dealt as they came",
+        "hf/balance.py",
+        "yield from (step[place] for place in places.ravel())",
+        "yield from step",
+        "hf/test_balance.py::test_what_works_at_the_same_time_is_alike",
+    ),
+    Mutant(
         "ORPO averages over prompts too",
         "hf/trl/orpo.py",
         'answers = both["concatenated_labels"][:, 1:] != -100',

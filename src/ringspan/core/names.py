@@ -12,6 +12,7 @@ BatchLayoutName = Literal["contiguous", "striped", "zigzag", "balanced"]  # the 
 RouteName = Literal["ring", "bidirectional", "double-ring", "all-gather", "pass-q"]
 CheckpointName = Literal["none", "attention", "full"]  # from the fastest to the most frugal
 OffloadName = Literal["none", "activations"]
+BalanceName = Literal["none", "flops"]  # of the sequences of a step, over what works at the same time
 CommDtypeName = Literal["exact", "bfloat16", "float8", "int8"]
 GradientCommDtypeName = Literal["exact", "bfloat16"]
 CacheDtypeName = Literal["float32", "bfloat16", "fp8", "int8", "int4"]

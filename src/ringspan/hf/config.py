@@ -1,10 +1,13 @@
 """How a trainer's model goes onto a ring."""
 
 from dataclasses import dataclass, fields
+from typing import get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringspan.core.errors import ConfigError
+from ringspan.core.names import BalanceName
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.runtime.mesh import init_mesh
@@ -19,17 +22,22 @@ class RingConfig(StepConfig):
         replicate: rings that take different examples.
         tp: ranks that share each token's heads and feed-forward.
         mesh: one made before, as ``parallelize`` takes it, in place of the three sizes.
+        balance: ``flops`` moves the examples of each step so that replicas compute alike, for Trainer and SFT. Which
+            examples a step has, and its loss, stay the same.
 
     Raises:
-        ConfigError: the sizes do not multiply to the number of ranks (when a trainer is made).
+        ConfigError: a ``balance`` that there is not. When a trainer is made: sizes that do not multiply to the ranks.
     """
 
     ring: int | None = None
     replicate: int = 1
     tp: int = 1
     mesh: DeviceMesh | None = None
+    balance: BalanceName = "none"
 
     def __post_init__(self) -> None:
+        if self.balance not in get_args(BalanceName):
+            raise ConfigError(f"balance={self.balance!r}; use one of {', '.join(get_args(BalanceName))}")
         if isinstance(self.compute_dtype, torch.dtype):  # as ``parallelize`` takes it
             object.__setattr__(self, "compute_dtype", str(self.compute_dtype).removeprefix("torch."))
 

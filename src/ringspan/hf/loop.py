@@ -48,6 +48,8 @@ def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAcc
         ConfigError: a mesh that does not fit the number of ranks.
     """
     config = RingConfig() if ring is None else ring
+    if config.balance != "none":
+        raise UnsupportedError(f"balance={config.balance!r} is for trainers; a loop of your own deals its own batches")
     for name in ("parallelism_config", "fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
         if options.get(name) is not None:
             raise UnsupportedError(

@@ -72,6 +72,8 @@ def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
             "gradient_checkpointing_kwargs={'selective': True}",
             "RingConfig(checkpoint='attention') keeps attention's results",
         )
+    if ring.balance != "none" and args.accelerator_config.split_batches:
+        yield f"balance={ring.balance!r} with split_batches=True", "leave one of the two out"
     yield from _of_preferences_and_rollouts(args)
     for name in _DDP:
         if getattr(args, name) is not None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
+from ringspan.hf.balance import balance_steps
 from ringspan.hf.batches import takes_whole_batches, whole_logits
 from ringspan.hf.config import RingConfig
 from ringspan.hf.progress import load_adapter, load_optimizer, random_state_folder, save_optimizer
@@ -78,6 +79,8 @@ class RingTrainerMixin(TrainerSeams):
         if getattr(loader, "worker_init_fn", None) is not None:
             workers = self.args.dataloader_num_workers
             loader.worker_init_fn = partial(seed_worker, num_workers=workers, rank=self.accelerator.process_index)
+        if self.ring.balance == "flops":
+            balance_steps(self, loader)
         return loader
 
     def get_total_train_batch_size(self: Any, args: Any) -> int:

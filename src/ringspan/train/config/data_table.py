@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.names import BalanceName
 from ringspan.train.config.table import Table
 
 DocumentsName = Literal["pack", "separate", "cut"]
@@ -29,7 +30,7 @@ class DataConfig(Table):
     """"pack" joins documents, each closed by the end-of-text token, into one stream of full sequences; "separate" does
     too, but lets no document of a sequence see another one, counts positions anew in each, and gives its last token no
     target; "cut" cuts each document on its own and pads its last sequence."""
-    balance: Literal["none", "flops"] = "none"
+    balance: BalanceName = "none"
     """"flops" shares the sequences of each step among its micro-steps and replicas so that those that work at the same
     time have like attention to compute, for documents = "separate"; which sequences a step has stays the same."""
     eval_fraction: float = Field(default=0.02, ge=0, lt=1)

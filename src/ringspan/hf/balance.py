@@ -1,0 +1,123 @@
+"""Batches whose replicas compute alike: within a step, examples of like work go to all replicas at the same time."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+from transformers.trainer_utils import has_length
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.train.data.order import busiest_over_mean, even_out
+
+_log: Final = logging.getLogger(__name__)
+_SAID: Final = 10  # steps after which it is said what it brings
+
+
+class EvenSampler(Sampler[int]):
+    """The examples of another sampler, moved within their steps so that replicas have like work.
+
+    Each step has the examples that it had: its loss over all of them, and its gradients, stay.
+
+    Args:
+        base: gives the examples of one epoch.
+        work: what an example takes, in any unit.
+        shape: micro-steps, replicas and examples per replica of a step. What an epoch has left behind its last whole
+            step stays as it is.
+    """
+
+    def __init__(self, base: Any, work: Callable[[int], int], shape: tuple[int, int, int]) -> None:
+        self._base, self._work, self._shape = base, work, shape
+        self._steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] | None = []
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def set_epoch(self, epoch: int) -> None:
+        """What accelerate says to samplers that draw anew in each epoch."""
+        if hasattr(self._base, "set_epoch"):
+            self._base.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        step: list[int] = []
+        for index in self._base:
+            step.append(index)
+            if len(step) == np.prod(self._shape):
+                work = np.array([self._work(index) for index in step], np.int64).reshape(self._shape)
+                places = even_out(work)
+                self._say(work, places)
+                yield from (step[place] for place in places.ravel())
+                step = []
+        yield from step
+
+    def _say(self, work: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+        """Of the first steps: how many examples were moved, and what for."""
+        if self._steps is None:
+            return
+        self._steps.append((work, places))
+        if len(self._steps) < _SAID:
+            return
+        came = np.stack([work for work, _ in self._steps])
+        moved = np.mean([places.ravel() != np.arange(places.size) for _, places in self._steps])
+        after = busiest_over_mean(np.stack([np.take(work, places) for work, places in self._steps]))
+        self._steps = None
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _log.warning(
+                "balance='flops' moves %.0f%% of the examples within their steps: the busiest replica computes %.3f of "
+                "the mean, %.3f without (%d steps)",
+                *(100 * moved, after, busiest_over_mean(came), _SAID),
+            )
+
+
+def balance_steps(trainer: Any, loader: Any) -> None:
+    """Let the batches of a trainer's loader be dealt by the work of their examples, in place.
+
+    Raises:
+        UnsupportedError: examples that have no known length, or a loss that is not a sum over the examples of a step.
+    """
+    data: Any = trainer.train_dataset
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    if sampler is None or not has_length(trainer.train_dataset):
+        raise UnsupportedError("balance='flops' needs a data set with a length, not a stream; leave it out")
+    if getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
+        raise UnsupportedError(
+            "balance='flops' moves examples between micro-steps, each of which has a router's loss of its own with "
+            "output_router_logits=True; leave one of the two out"
+        )
+    lengths_of(data[0])
+    shape = trainer.args.gradient_accumulation_steps, trainer.accelerator.num_processes, trainer._train_batch_size
+    loader.set_sampler(EvenSampler(sampler, work_of(trainer), shape))
+
+
+def work_of(trainer: Any) -> Callable[[int], int]:
+    """What an example takes, in pairs of a query and a key of causal attention: those pairs, and its tokens times
+    what everything else computes per token.
+
+    A forward pass takes 4 C FLOPs per pair and layer (C hidden size, for all heads) and 2 per token and weight.
+    """
+    config, data = trainer.model.config.get_text_config(), trainer.train_dataset
+    embeddings = sum(weight.numel() for weight in trainer.model.get_input_embeddings().parameters())
+    per_token = 2 * (trainer.model.num_parameters() - embeddings) // (4 * config.hidden_size * config.num_hidden_layers)
+
+    def work(index: int) -> int:
+        return sum(length * (length + 1) // 2 + length * per_token for length in lengths_of(data[index]))
+
+    return work
+
+
+def lengths_of(example: Any) -> list[int]:
+    """The lengths of an example's documents, of which there are several where TRL has packed them.
+
+    Raises:
+        UnsupportedError: it has no tokens of its own: its loss is that of a pair, or of its batch.
+    """
+    if "seq_lengths" in example:
+        return list(example["seq_lengths"])
+    if "input_ids" not in example:
+        raise UnsupportedError(
+            f"balance='flops' needs input_ids in each example, found {', '.join(example)}; leave it out"
+        )
+    return [len(example["input_ids"])]
