@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/dpo.py             # a ring of four
     torchrun --nproc-per-node 4 examples/dpo.py --replicate 2 --model Qwen/Qwen3-0.6B --max-length 32768
 
-Without ``--model`` it trains a tiny one, on pairs that it makes up: of two sums one is right. The reference model is split
-over the same ring.
+Without ``--model`` it trains a tiny one, on pairs that it makes up: of two sums one is right. The reference model, the
+weights of the beginning, is split over the same ring.
 """
 
 import argparse
