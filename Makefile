@@ -32,7 +32,7 @@ test: $(STAMP) ## run the tests (ARGS="-k ring -x" goes to one pytest)
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not alone" --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not alone and not seeded" --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 	$(BIN)/pytest -m alone $$(grep -rl "mark\.alone" tests --include="test_*.py")
 endif
 
@@ -55,6 +55,9 @@ package: $(STAMP) ## build wheel and sdist into dist, and check what is in them
 	rm -rf dist
 	$(BIN)/python -m hatchling build
 	$(BIN)/python -m tests.package dist
+
+mutants: $(STAMP) ## plant bugs, one at a time, and see that the test named for each fails (about ten minutes)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m seeded tests/mutants $(ARGS)
 
 fuzz: $(STAMP) ## run the property tests with 25 times as many, and new, random examples
 	RINGSPAN_FUZZ=$${RINGSPAN_FUZZ:-25} $(BIN)/pytest -m hypothesis --timeout=7200 $(ARGS)

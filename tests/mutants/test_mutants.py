@@ -18,19 +18,21 @@ def verdicts(tmp_path_factory):
     """
     work = tmp_path_factory.mktemp("mutants")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.mutants.run", str(work)], cwd=ROOT, capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "tests.mutants.run", str(work)], cwd=ROOT, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     yield json.loads((work / "verdicts.json").read_text())
     shutil.rmtree(work)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.seeded
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_a_seeded_bug_is_caught(verdicts, mutant):
     assert verdicts[mutant.name] == 1, f"{mutant.test} did not notice: {mutant.name}"
 
 
+@pytest.mark.seeded
 def test_without_a_bug_the_same_tests_pass_in_the_same_way(verdicts):
     assert verdicts[""] == 0
 
