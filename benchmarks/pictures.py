@@ -3,10 +3,12 @@
 A test draws them again and compares.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from benchmarks.ancestor_curves import ancestor_curves
 from benchmarks.moving_picture import moving_picture
 from ringspan.core.geometry.balanced import balanced
 from ringspan.core.geometry.layout import Layout
@@ -22,9 +24,16 @@ _LENGTH: Final = 8192
 _PACKED: Final = documents([600, 4800, 1100, 1300, 392])
 _ZIGZAG: Final = Layout("zigzag", _LENGTH, 4)
 
+
+def _ancestors() -> "Figure":
+    found = json.loads((DOCS.parent / "benchmarks" / "results" / "ancestors-cpu.json").read_text(encoding="utf-8"))
+    return ancestor_curves(found["rows"])
+
+
 PICTURES: Final[dict[str, Callable[[], "Figure | str"]]] = {
     "ring-moving.svg": lambda: moving_picture(Layout("zigzag", 24, 4), causal()),
     "ring.svg": lambda: ring_picture(_ZIGZAG, causal()),
+    "understand/ancestors.svg": _ancestors,
     "understand/travel.svg": lambda: travel_picture(_ZIGZAG, causal()),
     "understand/layout-contiguous.svg": lambda: ring_picture(Layout("contiguous", _LENGTH, 4), causal()),
     "understand/layout-striped.svg": lambda: ring_picture(Layout("striped", 32, 4), causal()),

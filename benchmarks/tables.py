@@ -255,6 +255,24 @@ def states() -> str:
     return table(("layer", "tokens", "ranks", "out", "worst gradient"), rows)
 
 
+def ancestors() -> str:
+    """Seconds and bytes of the systems before ours, by length."""
+    rows = read("ancestors-cpu")["rows"]
+    names = ("Ring Self-Attention", "blockwise, one process", "Ulysses", "ringspan")
+    lines: list[Sequence[object]] = []
+    for row in rows:
+        found = [row["systems"].get(name) for name in names]
+        lines.append(
+            (
+                f"{row['length']:,}",
+                *(shown_bytes(each["peak_bytes"]) if each else "" for each in found),
+                *(f"{each['seconds']:.2f}" if each else "" for each in found),
+            )
+        )
+    head = [f"{name}{unit}" for unit in ("", ", s") for name in names]
+    return table(("tokens", *head), lines, left=0)
+
+
 def files() -> str:
     """Every file of results: what made it, where and when."""
     rows: list[Sequence[object]] = []
@@ -266,7 +284,7 @@ def files() -> str:
         made = f"`{first.partition(' (')[0]}`" + (f" and {len(commands) - 1} more" if len(commands) > 1 else "")
         processor = machines[0]["processor"].replace("(R)", "").replace(" Processor", "") if machines else "any"
         machine = f"{processor}, torch {machines[0]['torch'].partition('+')[0]}" if machines else processor
-        dates = sorted({each["date"] for each in machines})
+        dates = sorted({each["date"] for each in machines if "date" in each})
         rows.append((f"[{path.stem}](../benchmarks/results/{path.name})", made, machine, dates[-1] if dates else ""))
     return table(("file", "command", "machine", "date"), rows, left=4)
 
@@ -303,10 +321,12 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "packed": documents,
     "prompts": prompts,
     "states": states,
+    "ancestors": ancestors,
     "files": files,
 }
 PAGES: Final = (
     "understand/overlap.md",
+    "understand/ancestors.md",
     "performance.md",
     "peers.md",
     "overlap.md",

@@ -28,6 +28,7 @@ extensions = [
     "mathml",
     "reference",
     "explorer",
+    "accessible",
 ]
 exclude_patterns = ["_extensions", "_static"]
 source_suffix = {".md": "markdown"}

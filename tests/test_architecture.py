@@ -28,6 +28,7 @@ ALLOWED = {
     "gpu": {"core"},
     **{name: {"core", "gpu"} for name in BACKENDS},
     **{name: {"core", "gpu"} | BACKENDS | SERVICES for name in SERVICES},
+    "conformance": {"core", "torch"},  # points at any attention, and at ours as an example
     "cli": {"core", FACADE} | BACKENDS | SERVICES,
     FACADE: {"core", "cli"} | BACKENDS | SERVICES,
 }

@@ -1,0 +1,108 @@
+"""``python -m ringspan.conformance``: ask every question of somebody's attention, and say what the answers mean."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ringspan.conformance.cases import CASES, Case
+from ringspan.conformance.ranks import Ranks, find, joined
+from ringspan.core.names import LAYOUT_NAMES
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(epilog="Example: python -m ringspan.conformance --attention my_module:attention --layout contiguous")
+def main(
+    attention: Annotated[str, typer.Option(help="Your function, as module:function; the contract is in the docs.")],
+    loss: Annotated[
+        str | None, typer.Option(help="loss(logits, labels, group) on a rank's shards, labels shifted, -100 ignored.")
+    ] = None,
+    layout: Annotated[str, typer.Option(help=f"Which positions a rank holds: {', '.join(LAYOUT_NAMES)}.")] = "zigzag",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,3,4",
+    device: Annotated[str, typer.Option(help="cpu, with gloo, or cuda, with NCCL and a GPU per rank.")] = "cpu",
+    seconds: Annotated[float, typer.Option(help="After which a rank that does not answer hangs.")] = 30.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One object on stdout.")] = False,
+) -> None:
+    """Test a context-parallel attention against float64: leaks, stale keys, gradients, windows, lengths, losses."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        sizes = [int(each) for each in ranks.split(",")]
+        if min(sizes) < 1 or layout not in LAYOUT_NAMES or device not in ("cpu", "cuda"):
+            raise ValueError(f"--ranks {ranks}, --layout {layout} or --device {device} is none that there is")
+        find(attention)
+        find(loss or attention)
+    except ValueError as error:
+        typer.echo(f"ringspan.conformance: {error}", err=True)
+        raise typer.Exit(2) from None
+    rows: list[dict[str, Any]] = []
+    for size in sizes:
+        team = Ranks(size, attention, loss, layout, device, seconds)
+        try:
+            for row in _rows(team, loss is not None):
+                rows.append(row)
+                if not as_json:
+                    typer.echo(_line(row))
+        finally:
+            team.close()
+    if as_json:
+        typer.echo(json.dumps({"attention": attention, "layout": layout, "device": device, "rows": rows}))
+    else:
+        typer.echo(_summary(rows))
+    raise typer.Exit(int(any(row["outcome"] == "failed" for row in rows)))
+
+
+def _rows(team: Ranks, has_loss: bool) -> Iterator[dict[str, Any]]:
+    for number, case in enumerate(CASES):
+        if case.name == "loss" and not has_loss:
+            yield _row(case, team.size, "not asked", "give --loss")
+            continue
+        yield judged(case, team.size, team.run(number))
+
+
+def judged(case: Case, ranks: int, found: list[Any]) -> dict[str, Any]:
+    """A row of the report from what the ranks found."""
+    said = [each for each in found if isinstance(each, str)]
+    if said and all(each.startswith("not supported") for each in said) and len(said) == len(found):
+        return _row(case, ranks, "not supported", said[0].partition(": ")[2])
+    if said:
+        first = next((each for each in said if "not supported" not in each), said[0])
+        return _row(case, ranks, "failed", f"rank {found.index(first)}: {first}")
+    if None in found:
+        return _row(case, ranks, "failed", f"rank {found.index(None)} did not answer")
+    errors = joined(found)
+    # A comparison with NaN is false, so that it fails.
+    passed = all(error <= case.limit for error in errors.values())
+    return _row(case, ranks, "passed" if passed else "failed", "" if passed else case.cause, errors)
+
+
+def _row(case: Case, ranks: int, outcome: str, said: str, errors: dict[str, float] | None = None) -> dict[str, Any]:
+    facts = {"case": case.name, "ranks": ranks, "outcome": outcome, "errors": errors or {}}
+    return {**facts, "limit": case.limit, "said": said}
+
+
+def _line(row: dict[str, Any]) -> str:
+    errors = ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
+    told = f"{row['case']:<20} {row['ranks']} ranks   {row['outcome']:<14} {errors}"
+    return f"{told.rstrip()}\n    {row['said']}" if row["said"] and row["outcome"] != "not asked" else told.rstrip()
+
+
+def _summary(rows: list[dict[str, Any]]) -> str:
+    counts = {kind: sum(row["outcome"] == kind for row in rows) for kind in ("passed", "failed", "not supported")}
+    told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    growth = [
+        f"{row['ranks']} ranks {max(row['errors'].values()):.2f}"
+        for row in rows
+        if row["case"] == "bfloat16" and row["errors"]
+    ]
+    lines = [f"\n{told}. Errors are relative to float64, over all ranks."]
+    if growth:
+        lines.append(f"bfloat16, times the error of one process: {', '.join(growth)}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    app()

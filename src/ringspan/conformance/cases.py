@@ -1,0 +1,276 @@
+"""What is asked of an attention, each rank's part of it: a case calls it and says by how much its shard is off.
+
+Everything is compared with dense attention in float64. A rank knows the whole problem and compares its own shard, so
+the suite itself sends nothing. B batch, H query heads, G key/value heads, T tokens of a rank, D head size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from ringspan.conformance.own import mask_of
+from ringspan.core import reference
+from ringspan.core.geometry.layout import Layout
+
+Attention = Callable[..., Tensor]
+Loss = Callable[..., Tensor]
+FLOAT32_LIMIT: Final = 1e-5  # ||x - exact|| / ||exact||
+BFLOAT16_LIMIT: Final = 1.4  # times the error that PyTorch's attention has in one process
+LOSS_LIMIT: Final = 1e-5
+_PADDING: Final = 30.0  # what stands where there are no tokens; whoever attends to it is far off
+NAMES: Final = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One attention; the numbers follow from the seed."""
+
+    length: int = 96
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 16
+    causal: bool = True
+    window: int | None = None
+    documents: tuple[int, ...] | None = None
+    seed: int = 0
+
+
+class Setting(NamedTuple):
+    """What a rank runs a case with."""
+
+    attention: Attention
+    loss: Loss | None
+    layout: str
+    group: Any
+    device: torch.device
+
+
+# Per name: the squared norms of a shard's difference and of what it should be; the second may be another error.
+Parts = dict[str, tuple[float, float]]
+
+
+def exact(problem: Problem) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """q, k, v and dout; and out, dq, dk and dv, all of the whole sequence in float64."""
+    generator = np.random.default_rng(problem.seed)
+    heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+    inputs = [generator.standard_normal((1, each, problem.length, problem.head_dim)) for each in heads]
+    # Of numbers that every dtype holds, so that rounding the inputs is no error of the attention's.
+    q, k, v, dout = (torch.from_numpy(each).bfloat16().double().numpy() for each in inputs)
+    positions = np.arange(problem.length)
+    allowed = mask_of(problem.causal, problem.window, problem.documents).dense(positions, positions)
+    scale = problem.head_dim**-0.5
+    out, _ = reference.attention(q, k, v, allowed, scale)
+    return [q, k, v, dout], [out, *reference.backward(dout, q, k, v, allowed, scale)]
+
+
+def shards(setting: Setting, problem: Problem, whole: list[np.ndarray], dtype: torch.dtype) -> list[Tensor]:
+    """A rank's tokens of q, k, v and dout, and ``_PADDING`` (in dout nothing) past the end."""
+    rank, ranks = dist.get_rank(setting.group), dist.get_world_size(setting.group)
+    positions = Layout(setting.layout, problem.length, ranks).positions(rank)  # pyright: ignore[reportArgumentType]
+    is_token = positions < problem.length
+    found: list[Tensor] = []
+    for number, each in enumerate(whole):
+        filled = np.full((*each.shape[:2], len(positions), each.shape[3]), 0.0 if number == 3 else _PADDING)
+        filled[:, :, is_token] = each[:, :, positions[is_token]]
+        found.append(torch.from_numpy(filled).to(setting.device, dtype))
+    return found
+
+
+def own_part(setting: Setting, problem: Problem, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which local tokens are none of padding, and what a whole array has for them."""
+    rank, ranks = dist.get_rank(setting.group), dist.get_world_size(setting.group)
+    positions = Layout(setting.layout, problem.length, ranks).positions(rank)  # pyright: ignore[reportArgumentType]
+    is_token = positions < problem.length
+    return is_token, whole[:, :, positions[is_token]]
+
+
+def call(setting: Setting, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return setting.attention(
+        q, k, v, causal=problem.causal, window=problem.window, documents=problem.documents, length=problem.length,
+        group=setting.group,
+    )  # fmt: skip
+
+
+def compare(setting: Setting, problem: Problem, found: list[Tensor], expected: list[np.ndarray]) -> Parts:
+    parts: Parts = {}
+    for name, each, whole in zip(NAMES, found, expected, strict=False):
+        is_token, right = own_part(setting, problem, whole)
+        left = each.detach().double().cpu().numpy()[:, :, is_token]
+        parts[name] = (float(((left - right) ** 2).sum()), float((right**2).sum()))
+    return parts
+
+
+def forward_backward(setting: Setting, problem: Problem, dtype: torch.dtype = torch.float32) -> Parts:
+    """One call with gradients."""
+    inputs, expected = exact(problem)
+    q, k, v, dout = shards(setting, problem, inputs, dtype)
+    leaves = [each.requires_grad_() for each in (q, k, v)]
+    out = call(setting, problem, *leaves)
+    return compare(setting, problem, [out, *torch.autograd.grad(out, leaves, dout)], expected)
+
+
+def strided(setting: Setting, problem: Problem) -> Parts:
+    """Inputs as a model has them: heads and tokens transposed, not contiguous."""
+    inputs, expected = exact(problem)
+    q, k, v, dout = shards(setting, problem, inputs, torch.float32)
+    leaves = [each.transpose(1, 2).contiguous().requires_grad_() for each in (q, k, v)]
+    out = call(setting, problem, *(leaf.transpose(1, 2) for leaf in leaves))
+    gradients = [each.transpose(1, 2) for each in torch.autograd.grad(out, leaves, dout)]
+    return compare(setting, problem, [out, *gradients], expected)
+
+
+def stale(setting: Setting, problem: Problem) -> Parts:
+    """The second call has other keys in the same memory; so has a call after one without gradients."""
+    first, _ = exact(problem)
+    second, expected = exact(replace(problem, seed=problem.seed + 1))
+    q, k, v, _ = shards(setting, problem, first, torch.float32)
+    with torch.no_grad():
+        call(setting, problem, q, k, v)
+        for old, new in zip((q, k, v), shards(setting, problem, second, torch.float32), strict=False):
+            old.copy_(new)
+        call(setting, problem, q, k, v)
+    leaves = [each.requires_grad_() for each in (q, k, v)]
+    out = call(setting, problem, *leaves)
+    dout = shards(setting, problem, second, torch.float32)[3]
+    return compare(setting, problem, [out, *torch.autograd.grad(out, leaves, dout)], expected)
+
+
+def two_passes(setting: Setting, problem: Problem) -> Parts:
+    """Two forward passes before the backward pass of the first one, as in layers, or a loss over two batches."""
+    inputs, expected = exact(problem)
+    q, k, v, dout = shards(setting, problem, inputs, torch.float32)
+    leaves = [each.requires_grad_() for each in (q, k, v)]
+    out = call(setting, problem, *leaves)
+    other, _ = exact(replace(problem, seed=problem.seed + 1))
+    call(setting, problem, *(each.requires_grad_() for each in shards(setting, problem, other, torch.float32)[:3]))
+    return compare(setting, problem, [out, *torch.autograd.grad(out, leaves, dout)], expected)
+
+
+def leak(setting: Setting, problem: Problem) -> Parts:
+    """Another first document must not change what the later ones get: ``out`` is what it changed, of what they have."""
+    assert problem.documents
+    first, _ = exact(problem)
+    changed = [each.copy() for each in first]
+    for each in changed[:3]:
+        each[:, :, : problem.documents[0]] *= -3.0
+    with torch.no_grad():
+        before, after = (
+            call(setting, problem, *shards(setting, problem, inputs, torch.float32)[:3]) for inputs in (first, changed)
+        )
+    positions = np.arange(problem.length)[None, None, :, None]
+    is_token, position = own_part(setting, problem, positions)
+    later = position[0, 0, :, 0] >= problem.documents[0]
+    left, right = (each.double().cpu().numpy()[:, :, is_token][:, :, later] for each in (after, before))
+    return {"out": (float(((left - right) ** 2).sum()), float((right**2).sum()))}
+
+
+def bfloat16(setting: Setting, problem: Problem) -> Parts:
+    """Errors in bfloat16 over those of PyTorch's attention in one process."""
+    parts = forward_backward(setting, problem, torch.bfloat16)
+    inputs, expected = exact(problem)
+    q, k, v, dout = (torch.from_numpy(each).to(setting.device, torch.bfloat16) for each in inputs)
+    leaves = [each.requires_grad_() for each in (q, k, v)]
+    out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True, enable_gqa=True)
+    found: Parts = {}
+    for name, each, whole in zip(NAMES, [out, *torch.autograd.grad(out, leaves, dout)], expected, strict=True):
+        _, right = own_part(setting, problem, whole)
+        _, left = own_part(setting, problem, each.detach().double().cpu().numpy())
+        found[name] = (parts[name][0], float(((left - right) ** 2).sum()))
+    return found
+
+
+def losses(setting: Setting, problem: Problem) -> Parts:
+    """The loss of ranks with different numbers of targets, one of them with none: that of the batch, on every rank."""
+    assert setting.loss
+    rank, ranks = dist.get_rank(setting.group), dist.get_world_size(setting.group)
+    generator = torch.Generator().manual_seed(problem.seed)
+    logits = torch.randn(ranks, 1, 12, 7, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 7, (ranks, 1, 12), generator=generator)
+    for each in range(ranks):
+        prompt = (12 if ranks > 1 else 5) - 5 * each  # of several ranks the first has no target
+        labels[each, :, : max(0, prompt)] = -100
+    whole = logits.clone().requires_grad_()
+    expected = cross_entropy(whole.flatten(0, 2), labels.flatten(), ignore_index=-100)
+    (right,) = torch.autograd.grad(expected, whole)
+    expected = expected.detach()
+    mine = logits[rank].to(setting.device, torch.float32).requires_grad_()
+    loss = setting.loss(mine, labels[rank].to(setting.device), group=setting.group)
+    found: Parts = {"loss": (float((loss.detach().double().cpu() - expected) ** 2), float(expected**2))}
+    if loss.requires_grad:
+        (left,) = torch.autograd.grad(loss, mine)
+        difference = left.double().cpu() - right[rank]
+        found["dlogits"] = (float((difference**2).sum()), float((right[rank] ** 2).sum()))
+    return found
+
+
+class Case(NamedTuple):
+    """A question to an attention; ``limit`` is of the error over all ranks."""
+
+    name: str
+    run: Callable[[Setting, Problem], Parts]
+    problem: Problem
+    cause: str  # what it usually is when this one fails
+    limit: float = FLOAT32_LIMIT
+
+
+_DOCUMENTS: Final = (31, 40, 25)
+CASES: Final = (
+    Case("causal", forward_backward, Problem(), "tokens are in another layout, or labels of positions are local"),
+    Case(
+        "grouped heads",
+        forward_backward,
+        Problem(kv_heads=2),
+        "key/value heads are repeated, and their gradients not summed over the group",
+    ),
+    Case(
+        "uneven length", forward_backward, Problem(length=91), "the length was rounded down, or padding is attended to"
+    ),
+    Case(
+        "full, uneven",
+        forward_backward,
+        Problem(length=91, causal=False),
+        "padding at the end is attended to, which a causal mask hides",
+    ),
+    Case("strides", strided, Problem(), "a kernel or a message takes memory for contiguous that is not"),
+    Case(
+        "window in a block",
+        forward_backward,
+        Problem(window=5),
+        "the window is dropped, or passed to each block unchanged",
+    ),
+    Case(
+        "window over blocks",
+        forward_backward,
+        Problem(window=41),
+        "the window is passed to each block unchanged, or blocks that it reaches are skipped",
+    ),
+    Case(
+        "documents",
+        forward_backward,
+        Problem(documents=_DOCUMENTS),
+        "boundaries are taken as positions of a rank, or dropped",
+    ),
+    Case("document leak", leak, Problem(documents=_DOCUMENTS), "later documents see an earlier one"),
+    Case("stale keys", stale, Problem(), "keys or schedules are kept from an earlier call, by shape or by address"),
+    Case("two passes", two_passes, Problem(), "backward reads buffers that the next forward pass has overwritten"),
+    Case(
+        "bfloat16",
+        bfloat16,
+        Problem(length=192),
+        "partial results are rounded at every hop instead of adding up in float32",
+        BFLOAT16_LIMIT,
+    ),
+    Case(
+        "loss",
+        losses,
+        Problem(),
+        "losses of ranks are averaged though their numbers of targets differ, or the loss is times the number of ranks",
+        LOSS_LIMIT,
+    ),
+)

@@ -1,0 +1,123 @@
+"""Ranks that run cases, and are started anew after one that fails or hangs: what it left behind is nobody else's."""
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringspan.conformance.cases import CASES, Setting
+
+
+class Ranks:
+    """``size`` processes that call functions by their names, ``module:function``."""
+
+    def __init__(self, size: int, attention: str, loss: str | None, layout: str, device: str, seconds: float) -> None:
+        self.size, self._seconds = size, seconds
+        self._arguments = (attention, loss, layout, device, seconds)
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, case: int) -> list[Any]:
+        """What each rank found: parts of an error, text of what was raised, or None of a rank that did not answer."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send(case)
+        found = [self._answer(pipe) for pipe in self._pipes]
+        if any(not isinstance(each, dict) for each in found):
+            self.close()
+        return found
+
+    def _answer(self, pipe: Connection) -> Any:
+        try:
+            return pipe.recv() if pipe.poll(self._seconds) else None
+        except (EOFError, ConnectionError):
+            return "the process ended"
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="ringspan-conformance-")
+        store = str(Path(self._folder.name) / "store")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.size, store, theirs, os.getcwd(), *self._arguments), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        if self._processes:
+            self._folder.cleanup()
+        self._processes, self._pipes = [], []
+
+
+def find(name: str) -> Any:
+    """The function of ``module:function``.
+
+    Raises:
+        ValueError: there is none, with what is missing.
+    """
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ValueError(f"{name!r} is not module:function")
+    try:
+        return getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot find {name}: {error}") from error
+
+
+def _serve(
+    rank: int, size: int, store: str, pipe: Connection, folder: str, attention: str, loss: str | None, layout: str,
+    device: str, seconds: float,
+) -> None:  # fmt: skip
+    import sys
+
+    sys.path.insert(0, folder)
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=size,
+        timeout=timedelta(seconds=seconds),
+    )  # fmt: skip
+    setting = Setting(find(attention), find(loss) if loss else None, layout, dist.group.WORLD, torch.device(device))
+    while True:
+        try:
+            case = CASES[pipe.recv()]
+        except EOFError:
+            return
+        pipe.send(outcome(case.run, setting, case.problem))
+
+
+def outcome(run: Any, setting: Setting, problem: Any) -> dict[str, tuple[float, float]] | str:
+    """A case's parts, or what was raised, in one line; what is not implemented says so first."""
+    try:
+        return run(setting, problem)
+    except NotImplementedError as error:
+        return f"not supported: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def joined(found: Sequence[dict[str, tuple[float, float]]]) -> dict[str, float]:
+    """Errors over all ranks, from their parts."""
+    errors: dict[str, float] = {}
+    for name in found[0]:
+        wrong, right = (sum(each[name][index] for each in found) for index in (0, 1))
+        errors[name] = (wrong / right) ** 0.5 if right else wrong**0.5
+    return errors

@@ -1,0 +1,97 @@
+"""The built site in a browser: no errors, readable, nothing wider than a phone, and a search that needs no network."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import DOCS, ROOT
+
+pytestmark = pytest.mark.skipif("RINGSPAN_DOCS" not in os.environ, reason="two minutes; make docs-check")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+RULES = {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
+CONTRAST = {"type": "rule", "values": ["color-contrast"]}
+SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from nothing."""
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", f"{out}/trees"]
+    subprocess.run([*command, str(DOCS), f"{out}/html"], cwd=ROOT, check=True, timeout=180)
+    return out / "html"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    if BROWSER is None:
+        pytest.skip("no Chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+
+
+def names(site: Path) -> list[str]:
+    """Every page that is written, and one of those that show files."""
+    written = [path.relative_to(site).as_posix() for path in site.rglob("*.html")]
+    return [*sorted(name for name in written if not name.startswith("source/")), "source/benchmarks/results.html"]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.timeout(600)
+def test_pages_are_readable_and_without_errors(site: Path, browser: Any, size: str, theme: str):
+    width, height = SIZES[size]
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme, offline=True)
+    # All rules once in either theme and at either width; contrast in all four.
+    rules = RULES if (size, theme) in (("desktop", "light"), ("phone", "dark")) else CONTRAST
+    wrong = [f"{name}: {fault}" for name in names(site) for fault in faults(context, site / name, width, rules)]
+    context.close()
+    assert wrong == []
+
+
+def faults(context: Any, file: Path, width: int, rules: dict[str, Any] = RULES) -> list[str]:
+    """What is wrong with a page in a browser, by axe-core's rules for WCAG 2.1 AA and by what the browser says."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    page, found = context.new_page(), list[str]()
+    page.on("console", lambda said: found.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: found.append(str(error)))
+    page.on("requestfailed", lambda request: found.append(request.url))
+    page.goto(file.as_uri())
+    if page.evaluate("document.documentElement.scrollWidth") > width:
+        found.append(f"wider than {width}")
+    # Without its own look at style sheets, which a page that was opened from a folder does not allow.
+    result = Axe().run(page, options={"runOnly": rules, "preload": False})
+    for violation in result.response["violations"]:
+        found += [f"{violation['id']} {node['html'][:150]}" for node in violation["nodes"][:3]]
+    page.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [("zigzag", "layouts"), ("rs.balanced", "layouts"), ("min_block_tokens", "json")]
+)
+def test_the_search_finds_without_a_network(site: Path, browser: Any, words: str, expected: str):
+    page = browser.new_page(offline=True)
+    page.goto((site / "search.html").as_uri() + f"?q={words}")
+    page.wait_for_selector("#search-results li a", timeout=10_000)
+    found = page.eval_on_selector_all("#search-results li a", "links => links.map(link => link.getAttribute('href'))")
+    assert any(expected in link for link in found), found
+    page.close()
+
+
+def test_no_page_asks_another_host_for_anything(site: Path):
+    asked: list[str] = []
+    for page in site.rglob("*.html"):
+        for link in re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"(https?:[^\"]+)", page.read_text()):
+            asked.append(f"{page.name}: {link}")
+    assert asked == []
