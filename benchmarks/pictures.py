@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.ancestor_curves import ancestor_curves
 from benchmarks.moving_picture import moving_picture
+from benchmarks.understand_pictures import cache_picture, overlap_picture, states_picture, ulysses_picture
 from ringspan.core.geometry.balanced import balanced
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.geometry.mask import causal, documents, prefix_lm, sliding_window
+from ringspan.core.geometry.mask import causal, documents, full, prefix_lm, sliding_window
 from ringspan.report.drawing import svg
 from ringspan.report.ring_pictures import ring_picture, travel_picture
 
@@ -34,6 +35,11 @@ PICTURES: Final[dict[str, Callable[[], "Figure | str"]]] = {
     "ring-moving.svg": lambda: moving_picture(Layout("zigzag", 24, 4), causal()),
     "ring.svg": lambda: ring_picture(_ZIGZAG, causal()),
     "understand/ancestors.svg": _ancestors,
+    "understand/blocks.svg": lambda: ring_picture(Layout("contiguous", _LENGTH, 4), full()),
+    "understand/overlap.svg": overlap_picture,
+    "understand/ulysses.svg": ulysses_picture,
+    "understand/cache.svg": cache_picture,
+    "understand/states.svg": states_picture,
     "understand/travel.svg": lambda: travel_picture(_ZIGZAG, causal()),
     "understand/layout-contiguous.svg": lambda: ring_picture(Layout("contiguous", _LENGTH, 4), causal()),
     "understand/layout-striped.svg": lambda: ring_picture(Layout("striped", 32, 4), causal()),
