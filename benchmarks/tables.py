@@ -3,19 +3,17 @@
 A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``; a test fails when a page has another one.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from benchmarks.result_files import files, read, table
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.plan.cluster.hardware import device, min_block_tokens
 
-ROOT: Final = Path(__file__).parents[1]
-DOCS: Final = ROOT / "docs"
-RESULTS: Final = ROOT / "benchmarks" / "results"
+DOCS: Final = Path(__file__).parents[1] / "docs"
 _GROUPED: Final = 4  # query heads on a key/value head
 _PEERS: Final = {"sdpa": "one process", "ringattention": "ringattention (JAX)"}
 _OPTIONS: Final = {
@@ -29,18 +27,19 @@ _OPTIONS: Final = {
     "one input of 2 layers": "one kept input for two layers",
     "inputs kept": "`full`",
 }
-# Of files that do not say it themselves.
-_COMMANDS: Final = {
-    "faults": "make faults",
-    "fine": "python benchmarks/fine_tuning.py",
-    "jax": "python benchmarks/jax_attention.py",
-    "weights": "python benchmarks/weights.py",
-    "weights-models": "make models",
+_VARIANTS: Final = {
+    "nothing": "nothing",
+    "loss in blocks": "loss in blocks of 1,024 tokens",
+    "feed-forward in blocks": "and feed-forward in blocks of 1,024 tokens",
+    "norms in blocks": "and norms in blocks of 4,096",
+    "attention kept": "`attention`, loss in blocks",
+    "attention kept, feed-forward in blocks": "and feed-forward in blocks",
+    "attention kept, norms in blocks": "and norms in blocks",
+    "attention kept, all in blocks": "and vocabulary in blocks of 4,096",
+    "attention kept, one input of 4": "and one input of four layers",
+    "inputs kept, all in blocks": "`full`, all in blocks",
+    "one input of 4 kept, all in blocks": "and one input of four layers",
 }
-
-
-def read(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def overlap_devices() -> str:
@@ -98,6 +97,29 @@ def option_times() -> str:
         ("option", "time"),
         [(shown, f"{found[name]['ratio_to_attention_kept']:.2f}") for name, shown in _OPTIONS.items()],
     )
+
+
+def option_bytes() -> str:
+    """The highest moment of a step with more and more options, in GB."""
+    rows = read("activations-cpu")["bytes"]["rows"]
+    lengths = (8192, 32_768, 131_072)
+    peaks = {(row["variant"], row["tokens_per_rank"]): row["peak_bytes"] for row in rows}
+    lines = [
+        (shown, *(f"{peaks[variant, length] / 1e9:.1f}" for length in lengths)) for variant, shown in _VARIANTS.items()
+    ]
+    return table(("option", "8,192 tokens per rank", "32,768", "131,072"), lines)
+
+
+def jax_attention(name: str) -> str:
+    """Seconds of the JAX back end, of the paper's package and of PyTorch."""
+    rows: list[Sequence[object]] = []
+    for row in read(name)["rows"]:
+        seconds = row["seconds"]
+        ours = " / ".join(f"{seconds[f'ringspan {size} x {size}']:.2f}" for size in (256, 512))
+        theirs = " / ".join(f"{seconds[f'ringattention {size}']:.2f}" for size in (256, 512, 1024))
+        rows.append((f"{row['length']:,}", f"{ours} s", f"{theirs} s", f"{seconds['sdpa']:.2f} s"))
+    head = ("tokens", "ringspan, chunk 256 / 512", "paper's package, chunk 256 / 512 / 1024", "SDPA, 2 threads")
+    return table(head, rows, left=0)
 
 
 def activations() -> str:
@@ -273,42 +295,16 @@ def ancestors() -> str:
     return table(("tokens", *head), lines, left=0)
 
 
-def files() -> str:
-    """Every file of results: what made it, where and when."""
-    rows: list[Sequence[object]] = []
-    for path in sorted(RESULTS.glob("*.json")):
-        found = list(_facts(read(path.stem)))
-        commands = list(dict.fromkeys(each["command"] for each in found if "command" in each))
-        machines = [each["machine"] for each in found if "machine" in each]
-        first = commands[0] if commands else _COMMANDS.get(path.stem) or _COMMANDS[path.stem.partition("-")[0]]
-        made = f"`{first.partition(' (')[0]}`" + (f" and {len(commands) - 1} more" if len(commands) > 1 else "")
-        processor = machines[0]["processor"].replace("(R)", "").replace(" Processor", "") if machines else "any"
-        machine = f"{processor}, torch {machines[0]['torch'].partition('+')[0]}" if machines else processor
-        dates = sorted({each["date"] for each in machines if "date" in each})
-        rows.append((f"[{path.stem}](../benchmarks/results/{path.name})", made, machine, dates[-1] if dates else ""))
-    return table(("file", "command", "machine", "date"), rows, left=4)
-
-
-def _facts(found: Any) -> Iterator[dict[str, Any]]:
-    """The objects of a file that name a command or a machine."""
-    if isinstance(found, list):
-        for each in found:
-            yield from _facts(each)
-    elif isinstance(found, dict):
-        if "command" in found or "machine" in found:
-            yield found
-        for each in found.values():
-            if isinstance(each, dict):
-                yield from _facts(each)
-
-
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "overlap-devices": overlap_devices,
     "attention": partial(attention, "attention-cpu"),
     "attention-amd": partial(attention, "attention-cpu-amd"),
     "step": partial(step, "step-cpu"),
     "option-times": option_times,
+    "option-bytes": option_bytes,
     "kept-activations": activations,
+    "jax": partial(jax_attention, "jax-attention-cpu"),
+    "jax-amd": partial(jax_attention, "jax-attention-cpu-amd"),
     "peers-float": partial(peers, "peers-cpu", "float32"),
     "peers-bfloat": partial(peers, "peers-cpu", "bfloat16"),
     "peers-amd-float": partial(peers, "peers-cpu-amd", "float32"),
@@ -327,6 +323,8 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
 PAGES: Final = (
     "understand/overlap.md",
     "understand/ancestors.md",
+    "memory.md",
+    "jax.md",
     "performance.md",
     "peers.md",
     "overlap.md",
@@ -337,12 +335,6 @@ PAGES: Final = (
     "hybrids.md",
     "results.md",
 )
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> str:
-    """A Markdown table whose first ``left`` columns are words, and the others numbers."""
-    lines = [head, ["---"] * left + ["---:"] * (len(head) - left), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def filled(text: str) -> str:

@@ -95,3 +95,16 @@ def test_no_page_asks_another_host_for_anything(site: Path):
         for link in re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"(https?:[^\"]+)", page.read_text()):
             asked.append(f"{page.name}: {link}")
     assert asked == []
+
+
+def test_a_page_with_faults_is_found(browser: Any, tmp_path: Path):
+    page = tmp_path / "page.html"
+    page.write_text(
+        "<!doctype html><html lang=en><title>x</title><p style='color:#aaa;background:#fff;width:900px'>grey</p>"
+        "<img src=nowhere.png><script>console.error('told'); nothing()</script></html>"
+    )
+    context = browser.new_context(viewport={"width": 390, "height": 800})
+    found = "\n".join(faults(context, page, 390))
+    context.close()
+    for fault in ("told", "nothing is not defined", "nowhere.png", "wider than 390", "color-contrast", "image-alt"):
+        assert fault in found
