@@ -58,7 +58,7 @@ def one_process(config: TrainConfig) -> tuple[list[float], Any]:
     """The same steps without a ring: PEFT's model, torch's AdamW and the same examples."""
     from ringspan.train.data.order import BatchOrder
     from ringspan.train.data.sequences import build_data
-    from ringspan.train.job import collate, learning_rate
+    from ringspan.train.job import learning_rate
     from ringspan.train.model import load_tokenizer
 
     model_config = load_model_config(config)
@@ -77,7 +77,7 @@ def one_process(config: TrainConfig) -> tuple[list[float], Any]:
     for step in range(1, config.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.steps, config.optimizer)
-        batch = collate(data.train, order.step_indices(step - 1).ravel().tolist())
+        batch = data.train.batch(order.step_indices(step - 1).ravel().tolist())
         logits = model(input_ids=batch["input_ids"]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten().long())
         loss.backward()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.names import BatchLayoutName, CheckpointName
@@ -32,10 +32,18 @@ from ringspan.train.adapter import add_adapter
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.documents import scan_documents
 from ringspan.train.data.order import BatchOrder, busiest_over_mean, even_out
-from ringspan.train.data.sequences import Data, TokenSequences, build_data
+from ringspan.train.data.sequences import Data, Sequences, build_data, build_seen
 from ringspan.train.guard import Guard, Verdict
 from ringspan.train.metrics import StepMetrics, measure_flops, peak_bytes
-from ringspan.train.model import build_model, flops_per_token, load_model_config, load_tokenizer, num_matmul_parameters
+from ringspan.train.model import (
+    Tokenizer,
+    build_model,
+    flops_per_token,
+    load_model_config,
+    load_processor,
+    load_tokenizer,
+    num_matmul_parameters,
+)
 from ringspan.train.optimizer import build_optimizer, set_learning_rate
 from ringspan.train.run_folder.resume import begin_random_numbers
 
@@ -48,7 +56,7 @@ class Job:
     device: torch.device
     mesh: DeviceMesh
     model: Any
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     data: Data
     batches: "Batches"
     optimizer: torch.optim.Optimizer
@@ -109,9 +117,7 @@ def prepare(
     model_config = load_model_config(config)
     doing("reading and tokenizing the text")
     with _first_rank_first():
-        scan = scan_documents(config.data)
-        tokenizer = load_tokenizer(config, model_config, scan.documents, kept_tokenizer)
-        data = build_data(config, tokenizer, scan, vocabulary=text_config(model_config).vocab_size)
+        tokenizer, data = _text(config, model_config, kept_tokenizer)
     doing("loading the model" if config.model.init == "pretrained" else "building the model")
     model: Any = build_model(config, model_config)
     num_parameters, num_weights = model.num_parameters(), float(num_matmul_parameters(model))
@@ -166,6 +172,16 @@ def prepare(
     )
 
 
+def _text(config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None) -> tuple[Tokenizer, Data]:
+    """What makes tokens, and the sequences of the run."""
+    if config.data.messages is not None:
+        processor = load_processor(config, model_config, kept)
+        return processor, build_seen(config, processor)
+    scan = scan_documents(config.data)
+    tokenizer = load_tokenizer(config, model_config, scan.documents, kept)
+    return tokenizer, build_data(config, tokenizer, scan, vocabulary=text_config(model_config).vocab_size)
+
+
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
     """The norm of the whole gradient, in float32 whatever the gradients are in."""
     # What is summed over in bfloat16 has three digits, and misses what is small beside the rest.
@@ -176,7 +192,7 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
 class Batches:
     """The parts of each step that this rank works on: its replica's examples, its ring's share of each."""
 
-    def __init__(self, config: TrainConfig, mesh: DeviceMesh, sequences: TokenSequences, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, mesh: DeviceMesh, sequences: Sequences, device: torch.device) -> None:
         self._sequences, self._mesh, self._device = sequences, mesh, device
         self._layout: BatchLayoutName = config.attention.layout
         settings, replicate = config.optimizer, mesh["replicate"].size()
@@ -217,17 +233,11 @@ class Batches:
         """Valid targets of a whole step (from 1), and this rank's part of each of its micro-steps."""
         replica = self._mesh["replicate"].get_local_rank()
         indices = self.indices(step)[:, replica]
-        whole = [collate(self._sequences, some.tolist()) for some in indices]
+        whole = [self._sequences.batch(some.tolist()) for some in indices]
         valid = torch.tensor(sum(int((b["shift_labels"] != IGNORED).sum()) for b in whole), device=self._device)
         dist.all_reduce(valid, group=self._mesh["replicate"].get_group())
         parts = (shard_batch(b, self._mesh, layout=self._layout, device=self._device) for b in whole)
         return int(valid), parts
-
-
-def collate(sequences: TokenSequences, indices: list[int]) -> dict[str, Tensor]:
-    """Some sequences as one whole batch (B, S)."""
-    rows = [sequences[index] for index in indices]
-    return {name: torch.stack([torch.from_numpy(row[name]) for row in rows]) for name in rows[0]}
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
@@ -242,9 +252,7 @@ def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
 
 
 @torch.no_grad()
-def evaluate(
-    model: Any, mesh: DeviceMesh, sequences: TokenSequences, config: TrainConfig, device: torch.device
-) -> float:
+def evaluate(model: Any, mesh: DeviceMesh, sequences: Sequences, config: TrainConfig, device: torch.device) -> float:
     """Loss over the first held-out sequences: the sum over their valid targets over their count.
 
     Replicas share the work; where it does not come out even, some run an example without targets, so that all ranks
@@ -255,7 +263,7 @@ def evaluate(
     count = min(len(sequences), config.evaluation.num_sequences)
     total, num_targets = 0.0, 0
     for first in range(0, count, replicate):
-        whole = collate(sequences, [min(first + replica, count - 1)])
+        whole = sequences.batch([min(first + replica, count - 1)])
         if first + replica >= count:
             whole["shift_labels"].fill_(IGNORED)
         valid = (whole["shift_labels"] != IGNORED).sum().to(device)

@@ -20,7 +20,7 @@ from ringspan.train.checkpoints.checkpoint import Checkpoints
 from ringspan.train.checkpoints.manifest import Manifest
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.origin import tokenizer_of
-from ringspan.train.data.sequences import TokenSequences
+from ringspan.train.data.sequences import Sequences
 from ringspan.train.guard import Guard
 from ringspan.train.job import Job, evaluate, prepare
 from ringspan.train.metrics import MetricsWriter, StepMetrics
@@ -182,7 +182,7 @@ class _Run:
                 title = f"{self._config.run}: {self._config.data.sequence_length_tokens:,} tokens, {mesh}"
                 self._notice(f"profile  {write_report(profiles, self._profile, title)[0]}")
 
-    def _evaluate(self, sequences: TokenSequences) -> None:
+    def _evaluate(self, sequences: Sequences) -> None:
         self._eval_loss = evaluate(self._job.model, self._job.mesh, sequences, self._config, self._job.device)
         self._eval_step = self._step
         if self._writer:

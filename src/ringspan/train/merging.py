@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ringspan.core.errors import CheckpointError
 from ringspan.torch.model.adapters import adapter_weights, base_of
 from ringspan.torch.weights.deferred import Deferred, Region, deferred, part, shape_of
+from ringspan.torch.weights.loading import auto_class
 from ringspan.torch.weights.saving import plan_files, saved_names, shards_of
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan
 from ringspan.train.adapter import BASE_PREFIX
@@ -27,10 +28,11 @@ def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_
 
     matrices = adapter_weights(model, {})
     with torch.device("meta"):
-        plain: Any = AutoModelForCausalLM.from_config(config)
+        auto = auto_class(config, sees=True)
+        plain: Any = auto.from_config(config)
         alone: Any = None  # PEFT changes the model that it is given
         if is_writer:
-            alone = get_peft_model(AutoModelForCausalLM.from_config(config), model.peft_config["default"])
+            alone = get_peft_model(auto.from_config(config), model.peft_config["default"])
     names = saved_names(plain)
     tensors: dict[str, Deferred] = {}
     base: Any = base_of(model)

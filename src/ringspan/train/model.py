@@ -7,20 +7,27 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from ringspan.core.costs import training_flops
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
 from ringspan.plan.model.hub import from_hub
-from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, text_config
+from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, text_config, without_attention
 from ringspan.torch.model.support import refuse_config, refuse_quantised
 from ringspan.torch.tensor_parallel.split import refuse_heads
 from ringspan.torch.weights.files import WeightFiles, folder_of
 from ringspan.torch.weights.loaded import first_of
-from ringspan.torch.weights.loading import unread_model
+from ringspan.torch.weights.loading import auto_class, unread_model
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.documents import load_documents
 from ringspan.train.data.tokens import train_tokenizer
@@ -29,6 +36,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
+
+# What makes tokens of text; of conversations with images, their processor, which has one.
+Tokenizer = PreTrainedTokenizerBase | ProcessorMixin
 
 
 def load_model_config(config: TrainConfig) -> PreTrainedConfig:
@@ -57,7 +67,10 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
             ) from error
         raise ConfigError(f"model: {one_line(error)}") from error
     own_code = getattr(model_config, "auto_map", None) or {}
-    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own_code:
+    makes_it = type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
+    if config.data.messages is not None:
+        makes_it = makes_it or type(model_config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    if not makes_it:
         raise ConfigError(
             f"model: transformers has no causal language model of type {model_config.model_type}; choose one that "
             "AutoModelForCausalLM makes"
@@ -124,7 +137,7 @@ def load_tokenizer(
     model_config: PreTrainedConfig,
     documents: "Dataset | None" = None,
     kept: Path | None = None,
-) -> Tokenizer:
+) -> PreTrainedTokenizerBase:
     """The run's tokenizer: the one that it has ``kept``, else from its source, or trained on its documents when the
     config says so.
 
@@ -137,7 +150,7 @@ def load_tokenizer(
     source = str(kept) if kept else config.model.tokenizer_source
     vocabulary = text_config(model_config).vocab_size
     if source == "train":
-        tokenizer: Tokenizer = train_tokenizer(documents or load_documents(config.data), vocabulary)
+        tokenizer: PreTrainedTokenizerBase = train_tokenizer(documents or load_documents(config.data), vocabulary)
     else:
         try:
             assert source is not None, "checked by ModelConfig"
@@ -147,12 +160,44 @@ def load_tokenizer(
             raise
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"model.tokenizer = {source!r}: {one_line(error)}") from error
+    _refuse_foreign(tokenizer, vocabulary)
+    return tokenizer
+
+
+def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
     if tokenizer.vocab_size > vocabulary:
         raise ConfigError(
             f"model.tokenizer has {tokenizer.vocab_size} tokens, the model only {vocabulary}; "
             "use the tokenizer that belongs to the model"
         )
-    return tokenizer
+
+
+def load_processor(config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None = None) -> Any:
+    """What makes tokens and pixels of a run's conversations: what it has ``kept``, else that beside its model. A
+    tokenizer alone will do for a model of text.
+
+    Raises:
+        ConfigError: none can be had, it has no chat template, or is another model's.
+    """
+    source = str(kept) if kept else config.model.tokenizer_source
+    if source is None or source == "train":
+        raise ConfigError(
+            f"model.tokenizer = {source!r}: data.messages needs the processor of a model; give its folder"
+        )
+    try:
+        with from_hub(f"model.tokenizer = {source!r}", source):
+            processor: Any = AutoProcessor.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
+    except ConfigError:
+        raise
+    except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model.tokenizer = {source!r}: has no processor: {one_line(error)}") from error
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ConfigError(f"model.tokenizer = {source!r}: {type(processor).__name__} makes no tokens of text")
+    if getattr(processor, "chat_template", None) is None:
+        raise ConfigError(f"model.tokenizer = {source!r}: has no chat template, by which data.messages become text")
+    _refuse_foreign(tokenizer, text_config(model_config).vocab_size)
+    return processor
 
 
 def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
@@ -166,7 +211,7 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
     dtype = getattr(torch, config.model.parameter_dtype)
     if config.model.init == "scratch":
         torch.manual_seed(config.seed)
-        return AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+        return _auto_class(config, model_config).from_config(model_config, dtype=dtype)
     assert config.model.path is not None, "checked by ModelConfig"
     where = f"model.path = {config.model.path!r}"
     try:
@@ -177,11 +222,22 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: {one_line(error)}") from error
     model, extra = unread_model(
-        where, folder, WeightFiles(folder), model_config, dtype, trust_remote_code=config.model.trust_remote_code
+        where,
+        folder,
+        WeightFiles(folder),
+        model_config,
+        dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        model_class=_auto_class(config, model_config),
     )
     if extra:
         logger.warning("%s: the model has no place for %s, left out", where, first_of(extra))
     return model
+
+
+def _auto_class(config: TrainConfig, model_config: PreTrainedConfig) -> Any:
+    """What makes the run's model: with its towers where it trains on conversations."""
+    return auto_class(model_config, sees=config.data.messages is not None)
 
 
 def num_matmul_parameters(model: PreTrainedModel) -> int:
@@ -193,7 +249,9 @@ def num_matmul_parameters(model: PreTrainedModel) -> int:
 
 def flops_per_token(model_config: Any, num_weights: float, length_tokens: float) -> float:
     """Model FLOPs of a causal training step per token, of which a query sees ``length_tokens / 2`` keys on average; see
-    ``training_flops``.
+    ``training_flops``. Of layers with a state their products alone, without what runs through the state.
     """
     counts = zip(head_counts(model_config), head_sizes(model_config), strict=True)
-    return training_flops(num_weights, 1, length_tokens / 2 * sum(heads * size for (heads, _), size in counts))
+    without = without_attention(model_config)
+    sizes = [heads * size for number, ((heads, _), size) in enumerate(counts) if number not in without]
+    return training_flops(num_weights, 1, length_tokens / 2 * sum(sizes))

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.names import BalanceName
@@ -18,6 +18,10 @@ class DataConfig(Table):
     """Files, folders (searched recursively, hidden entries left out) and "hub:<dataset id>[:<configuration>]"."""
     text_field: str = "text"
     """The field with the text in .json, .jsonl and .parquet files and in Hub datasets."""
+    messages: str | None = Field(default=None, examples=["messages"])
+    """The field with a conversation, a list of messages with role and content, in .json and .jsonl files, in place of
+    text_field. Contents may have parts of type "image", "video" and "audio" with a path, from their file on (of
+    a video also a list of frames). The processor beside the model makes a sequence of each conversation."""
     hub_split: str = "train"
     """Split of the Hub datasets; slices such as "train[:1%]" work."""
     extensions: tuple[str, ...] = Field(
@@ -39,6 +43,14 @@ class DataConfig(Table):
     on_change: Literal["refuse", "continue"] = "refuse"
     """What a run that is resumed does when its text is not what it was: "refuse", or "continue" on the new text, which
     paths, text_field, hub_split and extensions may then name; the tokenizer stays that of the run."""
+
+    @model_validator(mode="after")
+    def _of_conversations(self) -> "DataConfig":
+        if self.messages is not None:
+            for name in ("text_field", "documents"):
+                if name in self.model_fields_set:
+                    raise ConfigError(f"data.{name}: is of text, and data.messages reads conversations; remove one")
+        return self
 
     @field_validator("paths", mode="before")
     @classmethod

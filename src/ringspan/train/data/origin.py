@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.disk import write_synced
@@ -24,7 +24,7 @@ def tokenizer_of(run: Path) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def keep(run: Path, tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
+def keep(run: Path, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, data: Data) -> None:
     """Write down what a new run is made of."""
     scratch = run / f"{TOKENIZER}.tmp-new"
     for folder in (scratch, run / TOKENIZER):  # of a run that ended before it had begun

@@ -8,11 +8,14 @@ The next window starts at the last token of this one, so each token but the firs
 import logging
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ringspan.core.errors import ConfigError
@@ -20,6 +23,8 @@ from ringspan.torch.data.batch import IGNORED
 from ringspan.train.config.data_table import DataConfig, DocumentsName
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.documents import DocumentScan, scan_documents
+from ringspan.train.data.messages import Conversations, Example, read_conversations
+from ringspan.train.data.seen import SeenSequences
 from ringspan.train.data.tokens import TokenStream, refuse_unknown_tokens, starts, tokenize
 
 logger = logging.getLogger(__name__)
@@ -98,6 +103,11 @@ class TokenSequences:
             found.flat[place] = (tokens * (tokens + 1)).sum() // 2
         return found
 
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Some sequences as one whole batch (B, S)."""
+        rows = [self[index] for index in indices]
+        return {name: torch.stack([torch.from_numpy(row[name]) for row in rows]) for name in rows[0]}
+
     def __len__(self) -> int:
         return int(self._first_sequence[-1])
 
@@ -124,24 +134,65 @@ class TokenSequences:
         return sequence
 
 
+Sequences = TokenSequences | SeenSequences
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """What a run trains and is evaluated on; the two share no token."""
 
-    train: TokenSequences
-    eval: TokenSequences | None
+    train: Sequences
+    eval: Sequences | None
     """None where data.eval_fraction is 0, or is not set and there is too little text."""
-    stream: TokenStream
-    """All tokens of both."""
+    stream: TokenStream | Conversations
+    """All tokens of both, or all conversations."""
     files: dict[str, tuple[int, int]]
     """Local files that were read, and the size and time of change of each."""
     num_documents: int
     num_tokens: int
-    """Tokens of all documents, end-of-text tokens included."""
+    """Tokens of all documents, end-of-text tokens included; of conversations, with their padding."""
     num_skipped_files: int
     """Files and rows that are not UTF-8, null or empty."""
     num_dropped_tokens: int
     """Tokens that are in no sequence of train or eval."""
+
+
+def build_seen(config: TrainConfig, processor: Any) -> Data:
+    """The sequences of a run on conversations (data.messages): the last ones are held out.
+
+    Raises:
+        ConfigError: as ``read_conversations``, or there are too few.
+    """
+    settings, conversations = config.data, read_conversations(config.data)
+    examples = conversations.examples
+    held_out = math.ceil(settings.eval_fraction * len(examples))
+    if held_out == len(examples) or (len(examples) < MIN_DOCUMENTS_TO_SPLIT and not _asks_for_evaluation(config)):
+        held_out = 0
+    if _asks_for_evaluation(config) and settings.eval_fraction and not held_out:
+        raise ConfigError(
+            f"data.eval_fraction = {settings.eval_fraction}: {len(examples)} conversation is too few to hold some out; "
+            "add some, or set it to 0"
+        )
+
+    def sequences(part: list[Example]) -> SeenSequences:
+        return SeenSequences(part, processor, sequence_length_tokens=settings.sequence_length_tokens)
+
+    train = sequences(examples[: len(examples) - held_out])
+    logger.info("%d conversations: %d to train on, %d held out", len(examples), len(train), held_out)
+    return Data(
+        train=train,
+        eval=sequences(examples[len(train) :]) if held_out else None,
+        stream=conversations,
+        files=conversations.files,
+        num_documents=len(examples),
+        num_tokens=len(examples) * settings.sequence_length_tokens,
+        num_skipped_files=0,
+        num_dropped_tokens=0,
+    )
+
+
+def _asks_for_evaluation(config: TrainConfig) -> bool:
+    return "eval_fraction" in config.data.model_fields_set or bool(config.evaluation.every_steps)
 
 
 def build_data(
@@ -181,7 +232,7 @@ def build_data(
 
     train = sequences(0, position)
     evaluation = sequences(position, len(stream)) if settings.eval_fraction else None
-    is_asked_for = "eval_fraction" in settings.model_fields_set or config.evaluation.every_steps
+    is_asked_for = _asks_for_evaluation(config)
     if evaluation is not None and not (len(train) and len(evaluation)) and not is_asked_for:
         logger.warning("%d tokens are too few to hold some out: there is no evaluation", len(stream))
         train, evaluation = sequences(0, len(stream)), None

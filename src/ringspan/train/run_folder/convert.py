@@ -9,13 +9,13 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.named import read_small
 from ringspan.core.messages.lines import one_line
 from ringspan.torch.layers.positions import as_trained, note_length
 from ringspan.torch.weights.deferred import Region, deferred, shape_of
+from ringspan.torch.weights.loading import auto_class
 from ringspan.torch.weights.saving import plan_files, saved_names
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room
 from ringspan.train.checkpoints.manifest import TensorEntry, read_manifest, verify
@@ -56,7 +56,8 @@ def export_checkpoint(
     model_config = load_model_config(config)
     dtype = getattr(torch, config.model.dtype)
     with torch.device("meta"):
-        plain: Any = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.model.trust_remote_code)
+        auto = auto_class(model_config, sees=config.data.messages is not None)
+        plain: Any = auto.from_config(model_config, trust_remote_code=config.model.trust_remote_code)
     if config.data.documents != "separate":
         note_length(plain, config.data.sequence_length_tokens, says=False)
     tensors: dict[str, Tensor] = {}

@@ -9,21 +9,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from ringspan.core.errors import CheckpointError
 from ringspan.core.messages.lines import one_line
 from ringspan.torch.layers.positions import as_trained
 from ringspan.torch.model.adapters import adapter_weights, base_of, is_peft
 from ringspan.torch.model.saving import voted
+from ringspan.torch.weights.loading import auto_class
 from ringspan.torch.weights.saving import plan_weights, write_weights
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room
 from ringspan.train.adapter import write_adapter
 from ringspan.train.merging import plan_merged
+from ringspan.train.model import Tokenizer
 
 
 def save_model(
-    model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype, *, merge: bool = False
+    model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype, *, merge: bool = False
 ) -> str | None:
     """Write the sharded weights into ``folder`` (safetensors, config, tokenizer), which ``from_pretrained`` opens; what
     went wrong, on every rank, if anything did. Of a model with an adapter, the adapter alone, or the weights with it
@@ -42,9 +44,7 @@ def save_model(
     return None
 
 
-def _save_whole(
-    model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype, *, merge: bool
-) -> None:
+def _save_whole(model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype, *, merge: bool) -> None:
     is_writer, base = dist.get_rank() == 0, base_of(model) if merge else model
     config = _config_of(base)
     if merge:
@@ -71,7 +71,7 @@ def _save_whole(
         _together(model, finish if is_writer else None)
 
 
-def _save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
+def _save_adapter(model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
     is_writer = dist.get_rank() == 0
 
     def begin() -> None:
@@ -101,7 +101,7 @@ def write_configs(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) ->
     """
     config.dtype = dtype
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(config)
+        plain = auto_class(config, sees=True).from_config(config)
     plain.save_pretrained(folder, state_dict={})
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedTokenizerBase
 
 from ringspan.core.errors import CheckpointError, ConfigError, RingspanError
 from ringspan.core.files.disk import sync_folder, write_synced
@@ -21,6 +20,7 @@ from ringspan.train.config.paths import refuse_missing
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data import origin
 from ringspan.train.data.sequences import Data
+from ringspan.train.model import Tokenizer
 from ringspan.train.run_folder.lock import RunLock
 from ringspan.train.run_folder.record import RECORD, RunRecord, read_record, recorded, unusable
 
@@ -41,9 +41,7 @@ def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
     return _on_first_rank(find)
 
 
-def begin_run(
-    config: TrainConfig, record: RunRecord, lock: RunLock, tokenizer: PreTrainedTokenizerBase, data: Data
-) -> None:
+def begin_run(config: TrainConfig, record: RunRecord, lock: RunLock, tokenizer: Tokenizer, data: Data) -> None:
     """Make the folder of a new run, or see whether the text is still that of one to go on with, on rank 0.
 
     Raises:

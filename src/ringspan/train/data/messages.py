@@ -1,0 +1,144 @@
+"""Conversations in .json and .jsonl files: lists of messages in which images, videos and sound are paths.
+
+{"messages": [{"role": "user", "content": [{"type": "image", "path": "cat.png"}, {"type": "text", "text": "What?"}]},
+              {"role": "assistant", "content": "A cat."}]}
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.messages.lines import one_line
+from ringspan.train.config.data_table import DataConfig
+from ringspan.train.config.paths import find_files
+
+# What a part of a message may be beside text, and the keys that transformers' processors know its path by.
+MEDIA: Final = ("image", "video", "audio")
+_ENDINGS: Final = (".jsonl", ".json")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One conversation, and where it is written."""
+
+    messages: list[dict[str, Any]]
+    """Contents are lists of parts; paths are absolute, those of a video's frames a list."""
+    place: str
+
+    @property
+    def media(self) -> list[Path]:
+        """The files of its images, videos and sound."""
+        parts = (part for message in self.messages for part in message["content"] if part["type"] in MEDIA)
+        return [Path(name) for part in parts for name in _names(part[part["type"]])]
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """The examples of a run, in the order of its files and their lines."""
+
+    examples: list[Example]
+    files: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    """Files of conversations, and the size and time of change of each."""
+
+    def digest(self) -> str:
+        """SHA-256 of all messages, and of the sizes and times of change of the files that they name."""
+        digest = hashlib.sha256()
+        for example in self.examples:
+            stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in example.media]
+            digest.update(json.dumps([example.messages, stamps], sort_keys=True).encode())
+        return digest.hexdigest()
+
+
+def read_conversations(config: DataConfig) -> Conversations:
+    """The conversations in the field ``config.messages`` of local files.
+
+    Raises:
+        ConfigError: no conversation, a row without messages that can be used, a part of another type, a path that is no
+            file or an address of the network; naming the row.
+    """
+    field_ = config.messages
+    assert field_ is not None, "asked by the caller"
+    for path in config.paths:
+        if path.startswith("hub:"):
+            raise ConfigError(f'data.paths = "{path}": conversations (data.messages) are read from local files')
+    found = find_files(config.paths, _ENDINGS)
+    examples: list[Example] = []
+    for file in found.files:
+        if file.suffix.lower() not in _ENDINGS:
+            raise ConfigError(f'data.paths = "{file}": conversations (data.messages) are read from .jsonl and .json')
+        examples += [_example(row, field_, place, file.parent) for place, row in _rows(file)]
+    if not examples:
+        raise ConfigError(f"data.messages = {field_!r}: no conversation in {', '.join(config.paths)}; add some")
+    stamps = {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in found.files}
+    return Conversations(examples, stamps)
+
+
+def _rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """Each row and where it is; of a .json file, the objects of its list."""
+    place = str(file)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+        if file.suffix.lower() == ".json":
+            rows = json.loads(text)
+            yield from ((f"{file}[{number}]", row) for number, row in enumerate(rows if _is_list(rows) else [rows]))
+            return
+        for number, line in enumerate(text.splitlines(), start=1):
+            place = f"{file}:{number}"
+            if line.strip():
+                yield place, json.loads(line)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f'data.paths = "{place}": cannot be read: {one_line(error)}; repair it') from error
+
+
+def _example(row: Any, name: str, place: str, folder: Path) -> Example:
+    messages = row.get(name) if isinstance(row, dict) else None
+    if not _is_list(messages) or not messages:
+        raise ConfigError(f"data.messages = {name!r}: {place} has no list of messages in that field")
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ConfigError(f"{place}: a message needs a role and content, got {json.dumps(message)[:80]}")
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not _is_list(parts):
+            raise ConfigError(f"{place}: content must be text or a list of parts, got {type(content).__name__}")
+        made.append(message | {"content": [_part(part, place, folder) for part in parts]})
+    return Example(made, place)
+
+
+def _part(part: Any, place: str, folder: Path) -> dict[str, Any]:
+    """A part of a message as processors take it: its path under its own type, absolute."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part
+    if kind not in MEDIA:
+        raise ConfigError(f"{place}: a part must be text, image, video or audio, got {json.dumps(part)[:80]}")
+    given = next((part[key] for key in (kind, "path", "url") if part.get(key) is not None), None)
+    names = _names(given)
+    if not names or (len(names) > 1 and kind != "video"):
+        raise ConfigError(f"{place}: its {kind} needs a path{', or a list of frames' * (kind == 'video')}")
+    return {"type": kind, kind: _resolved(given, kind, place, folder)}
+
+
+def _resolved(given: Any, kind: str, place: str, folder: Path) -> Any:
+    paths: list[str] = []
+    for name in _names(given):
+        if "://" in name:
+            raise ConfigError(f"{place}: {kind} {name!r} is an address of the network; download it, and give its path")
+        path = (folder / Path(name).expanduser()).absolute()
+        if not path.is_file():
+            raise ConfigError(f"{place}: {kind} {name!r} is no file; correct its path, which counts from {folder}")
+        paths.append(str(path))
+    return paths[0] if isinstance(given, str) else paths
+
+
+def _names(given: Any) -> list[str]:
+    return [given] if isinstance(given, str) else [name for name in given or () if isinstance(name, str)]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | Mapping)

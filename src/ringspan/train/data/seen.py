@@ -1,0 +1,155 @@
+"""Conversations with images, videos and sound -> training sequences, by the processor of transformers, on access.
+
+S tokens of a sequence. Each conversation is a sequence of its own, padded on the right. Pixels are made when a step
+needs them, and by every rank of a ring alike; each then moves its share to its device.
+"""
+
+import copy
+import operator
+from collections.abc import Sequence
+from typing import Any, Final, SupportsIndex
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.messages.lines import one_line
+from ringspan.torch.data.batch import IGNORED
+from ringspan.torch.data.media import MEDIA as INPUTS
+from ringspan.train.data.messages import MEDIA, Example
+
+# Of each token; the rest of what a processor returns is of images.
+_OF_TOKENS: Final = ("token_type_ids", "mm_token_type_ids")
+
+
+class SeenSequences:
+    """The training sequences of some conversations.
+
+    ``sequences[i]`` has ``input_ids``, ``attention_mask`` and ``shift_labels``, each (S,), and what the processor makes
+    of the images, videos and sound. The targets are the assistant's tokens where the chat template marks them
+    (``{% generation %}``), else all that stand for no image.
+    """
+
+    def __init__(self, examples: Sequence[Example], processor: Any, *, sequence_length_tokens: int) -> None:
+        self.sequence_length_tokens = sequence_length_tokens
+        self._examples, self._processor = examples, processor
+        tokenizer = getattr(processor, "tokenizer", processor)
+        self._sees_nothing = tokenizer is processor  # of a model of text
+        ids = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+        self._pad: int = next(i for i in ids if i is not None)
+        named = (getattr(processor, f"{kind}_token_id", None) for kind in MEDIA)
+        self._placeholders = torch.tensor([token for token in named if isinstance(token, int)])
+        self._marks_answers = "generation %}" in str(getattr(processor, "chat_template", ""))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self) * self.sequence_length_tokens
+
+    num_dropped_tokens: int = 0
+
+    @property
+    def seen_tokens(self) -> float:
+        """The length of one causal document in which a token sees as many keys; padding counts, which is not known."""
+        return float(self.sequence_length_tokens)
+
+    def pairs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The (query, key) pairs of causal attention in some sequences, padding included."""
+        length = self.sequence_length_tokens
+        return np.full(indices.shape, length * (length + 1) // 2)
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Tensor]:
+        example = self._examples[operator.index(index)]
+        made = self._processed(example)
+        tokens, length = made["input_ids"][0], self.sequence_length_tokens
+        if len(tokens) > length:
+            raise ConfigError(
+                f"data.sequence_length_tokens = {length}: {example.place} makes {len(tokens)} tokens, with those of "
+                "its images; raise it, or shorten the example"
+            )
+        targets = tokens.masked_fill(torch.isin(tokens, self._placeholders), IGNORED)
+        if self._marks_answers:
+            targets = tokens.masked_fill(torch.as_tensor(made["assistant_masks"]).view(-1) == 0, IGNORED)
+        sequence = {
+            "input_ids": _padded(tokens, length, self._pad),
+            "attention_mask": _padded(torch.ones_like(tokens), length, 0),
+            "shift_labels": _padded(targets[1:], length, IGNORED),
+        }
+        for name in INPUTS & set(made):
+            value = torch.as_tensor(made[name])
+            sequence[name] = _padded(value[0], length, 0) if name in _OF_TOKENS else value
+        return sequence
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Some sequences as one whole batch: (B, S), and the images of all, one after the other.
+
+        Raises:
+            ConfigError: an example that its processor refuses, or that is too long; naming it.
+        """
+        rows = [self[index] for index in indices]
+        found: dict[str, Tensor] = {}
+        for name in {name: None for row in rows for name in row}:
+            parts = [row[name] for row in rows if name in row]
+            if parts[0].ndim == 1 and len(parts[0]) == self.sequence_length_tokens and name not in INPUTS:
+                found[name] = torch.stack(parts)
+            elif name in _OF_TOKENS:
+                found[name] = torch.stack([row.get(name, torch.zeros_like(rows[0]["input_ids"])) for row in rows])
+            elif len({part.shape[1:] for part in parts}) > 1:
+                places = ", ".join(self._examples[index].place for index in indices)
+                raise ConfigError(
+                    f"optimizer.batch_size: {name} of {places} have different shapes "
+                    f"({', '.join(str(tuple(part.shape)) for part in parts)}); use a batch size of 1"
+                )
+            else:
+                found[name] = torch.cat(parts)
+        return found
+
+    def _processed(self, example: Example) -> dict[str, Any]:
+        """What the processor makes of a conversation: tensors with a first dimension of one, or of images."""
+        messages = copy.deepcopy(example.messages)  # which some versions of transformers change
+        for part in (part for message in messages for part in message["content"]):
+            if part["type"] == "video" and isinstance(part["video"], list):
+                part["video"] = _frames(part["video"], example.place)
+        if self._sees_nothing:
+            if example.media:
+                raise ConfigError(
+                    f"{example.place}: {example.media[0]} is no text, and model.tokenizer has no processor beside it"
+                )
+            for message in messages:
+                message["content"] = "".join(part["text"] for part in message["content"])
+        options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        if self._marks_answers:
+            options["return_assistant_tokens_mask"] = True
+        try:
+            made = dict(self._processor.apply_chat_template([messages], **options))
+        except Exception as error:  # of any processor and template: a size that it refuses, a file that is no image
+            raise ConfigError(
+                f"{example.place}: {type(self._processor).__name__} refuses it: {one_line(error)}; correct the example"
+            ) from error
+        if unknown := sorted(set(made) - INPUTS - {"input_ids", "attention_mask", "assistant_masks"}):
+            raise ConfigError(
+                f"{example.place}: {type(self._processor).__name__} makes {', '.join(unknown)}, which rs.shard_batch "
+                "does not take"
+            )
+        return made
+
+
+def _frames(names: list[str], place: str) -> NDArray[np.uint8]:
+    """The frames of a video that is given as images, (F, H, W, 3)."""
+    from PIL import Image
+
+    try:
+        frames = [np.asarray(Image.open(name).convert("RGB")) for name in names]
+    except OSError as error:
+        raise ConfigError(f"{place}: a frame cannot be read: {one_line(error)}; repair it") from error
+    if len({frame.shape for frame in frames}) > 1:
+        raise ConfigError(f"{place}: the frames of its video have different sizes; scale them to one")
+    return np.stack(frames)
+
+
+def _padded(values: Tensor, length: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(values.long(), (0, length - len(values)), value=value)

@@ -1,0 +1,195 @@
+"""Training on conversations with images: the steps of one process on any ring, and a folder that a processor opens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from ringspan.core.errors import ConfigError
+from ringspan.train.config.load import parse_config
+from ringspan.train.config.tables import TrainConfig
+from ringspan.train.data.messages import read_conversations
+from ringspan.train.data.order import BatchOrder
+from ringspan.train.data.seen import SeenSequences
+from ringspan.train.data.sequences import build_seen
+from ringspan.train.job import learning_rate
+from ringspan.train.loop import train
+from ringspan.train.model import build_model, load_model_config, load_processor
+from tests.train.conversations import CONFIG, TEMPLATE, WORDS, write_conversations, write_processor
+
+
+def settings(folder: Path, name: str, **changes: Any) -> TrainConfig:
+    data = {"paths": str(folder / "talk.jsonl"), "messages": "messages", "sequence_length_tokens": 29}
+    return parse_config(
+        {
+            "run": str(folder / name),
+            "steps": 3,
+            "model": {"init": "scratch", "config": CONFIG, "tokenizer": str(folder / "processor")},
+            "data": data | changes.pop("data", {}),
+            "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "batch_size": 2} | changes.pop("optimizer", {}),
+            **changes,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def talk(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("talk")
+    write_processor(folder / "processor")
+    write_conversations(folder, 24)
+    return folder
+
+
+def train_on(mesh: Any, config: TrainConfig) -> Any:
+    del mesh
+    return train(config)
+
+
+def metrics(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line.get("loss", line.get("eval_loss")) for line in lines]
+
+
+def one_process(config: TrainConfig) -> list[float]:
+    """The same steps by transformers alone: the model, the processor, torch's AdamW and the same examples."""
+    model_config = load_model_config(config)
+    model, processor = build_model(config, model_config).train(), load_processor(config, model_config)
+    data = build_seen(config, processor).train
+    order = BatchOrder(len(data), config.seed, 4, 1, 1)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": config.optimizer.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    found: list[float] = []
+    for step in range(1, config.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config.steps, config.optimizer)
+        batch = data.batch(order.step_indices(step - 1).ravel().tolist())
+        labels = batch.pop("shift_labels")
+        loss = cross_entropy(model(**batch).logits.flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+def test_steps_equal_one_process_on_any_ring_and_the_folder_opens(pool, talk):
+    expected = one_process(settings(talk, "alone", data={"eval_fraction": 0.2}, optimizer={"batch_size": 4}))
+    assert expected[2] < expected[0]
+    ring = settings(talk, "ring", mesh={"ring": 4}, data={"eval_fraction": 0.2}, optimizer={"batch_size": 4})
+    shared = {"mesh": {"ring": 2, "replicate": 2}, "evaluation": {"every_steps": 3, "num_sequences": 3}}
+    for config in (ring, settings(talk, "replicas", data={"eval_fraction": 0.2}, **shared)):
+        pool.run(train_on, 4, config)
+        assert metrics(Path(config.run))[:3] == pytest.approx(expected, rel=5e-6), config.run
+    assert len(metrics(talk / "replicas")) == 4
+    model = AutoModelForImageTextToText.from_pretrained(talk / "ring" / "model")
+    processor = AutoProcessor.from_pretrained(talk / "ring" / "model")
+    question = [{"role": "user", "content": [{"type": "image", "path": str(talk / "red.png")}]}]
+    asked = processor.apply_chat_template(question, tokenize=True, return_dict=True, return_tensors="pt")
+    assert model(**asked).logits.shape[1] == asked["input_ids"].shape[1]
+
+
+def test_tokens_that_stand_for_images_are_no_targets(talk):
+    config = settings(talk, "first")
+    data = build_seen(config, AutoProcessor.from_pretrained(talk / "processor")).train
+    row, image = data[2], CONFIG["image_token_id"]
+    assert int((row["input_ids"] == image).sum()) == 8 and not bool((row["shift_labels"] == image).any())
+    assert row["pixel_values"].shape == (2, 3, 8, 8)
+    words = row["shift_labels"][row["shift_labels"] != -100].tolist()
+    assert " ".join(WORDS[word] for word in words) == "what colour is this assistant: blue and then red <end>"
+
+
+def test_answers_alone_are_targets_where_the_template_marks_them(talk, tmp_path):
+    marked = TEMPLATE.replace(
+        "{{ part.text }} ",
+        "{% if message.role == 'assistant' %}{% generation %}{{ part.text }} {% endgeneration %}{% else %}"
+        "{{ part.text }} {% endif %}",
+    )
+    processor = write_processor(tmp_path / "marked", marked)
+    examples = read_conversations(settings(talk, "marked").data).examples
+    row = SeenSequences(examples, processor, sequence_length_tokens=29)[2]
+    targets = row["shift_labels"][row["shift_labels"] != -100]
+    assert processor.tokenizer.decode(targets) == "blue and then red"
+
+
+def write_row(folder: Path, content: Any, name: str = "messages") -> None:
+    (folder / "one.jsonl").write_text("\n" + json.dumps({name: [{"role": "user", "content": content}]}) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([{"type": "image", "path": "gone.png"}], r"one.jsonl:2: image 'gone.png' is no file"),
+        ([{"type": "image", "url": "https://x/y.png"}], r"one.jsonl:2: image .* is an address of the network"),
+        ([{"type": "smell", "path": "x"}], r"one.jsonl:2: a part must be text, image, video or audio"),
+        ([{"type": "image"}], r"one.jsonl:2: its image needs a path"),
+        ([{"type": "video", "path": []}], r"one.jsonl:2: its video needs a path, or a list of frames"),
+        (3, r"one.jsonl:2: content must be text or a list of parts, got int"),
+        ([{"type": "image", "path": "one.jsonl"}], r"one.jsonl:2: LlavaProcessor refuses it: "),
+        ([{"type": "text", "text": "red " * 40}], r"one.jsonl:2 makes 42 tokens, with those of its images; raise it"),
+        ([{"type": "text", "text": "<image>"}], r"one.jsonl:2: LlavaProcessor refuses it: "),
+        ([{"type": "video", "path": ["a.png", "b.png"]}], r"one.jsonl:2: the frames of its video have different sizes"),
+    ],
+)
+def test_what_is_wrong_with_an_example_is_one_line_that_names_it(talk, tmp_path, content, message):
+    for name, side in (("a", 8), ("b", 9)):
+        Image.fromarray(np.zeros((side, side, 3), np.uint8)).save(tmp_path / f"{name}.png")
+    write_row(tmp_path, content)
+    data = settings(talk, "bad", data={"paths": str(tmp_path / "one.jsonl")}).data
+    processor = AutoProcessor.from_pretrained(talk / "processor")
+    with pytest.raises(ConfigError, match=message) as caught:
+        SeenSequences(read_conversations(data).examples, processor, sequence_length_tokens=29)[0]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"documents": "separate"}}, "data.documents: is of text, and data.messages reads conversations"),
+        ({"data": {"messages": "talks"}}, "data.messages = 'talks': .*talk.jsonl:1 has no list of messages"),
+        ({"data": {"paths": "hub:some/thing"}}, "conversations .data.messages. are read from local files"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(talk, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        read_conversations(settings(talk, "bad", **changes).data)
+
+
+def test_a_folder_without_a_processor_is_refused(talk):
+    config = settings(talk, "bad", model={"init": "scratch", "config": CONFIG, "tokenizer": "train"})
+    with pytest.raises(ConfigError, match="needs the processor of a model"):
+        load_processor(config, load_model_config(config))
+
+
+class Watching:
+    """A processor that takes videos, which those of transformers do with torchvision alone."""
+
+    chat_template = ""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def apply_chat_template(self, conversations: Any, **_: Any) -> dict[str, Any]:
+        (message,) = conversations[0]
+        video = message["content"][0]["video"]
+        assert video.shape == (2, 10, 8, 3)
+        pixels = torch.from_numpy(video)[None].float()
+        return {"input_ids": torch.tensor([[4, 5]]), "pixel_values_videos": pixels}
+
+
+def test_frames_of_a_video_become_one_array(talk, tmp_path):
+    write_row(tmp_path, [{"type": "video", "path": [str(talk / "red.png"), str(talk / "blue.png")]}])
+    data = settings(talk, "frames", data={"paths": str(tmp_path / "one.jsonl")}).data
+    processor = Watching(AutoProcessor.from_pretrained(talk / "processor").tokenizer)
+    batch = SeenSequences(read_conversations(data).examples, processor, sequence_length_tokens=29).batch([0])
+    assert batch["pixel_values_videos"].shape == (1, 2, 10, 8, 3)
+    assert int(batch["attention_mask"].sum()) == 2
