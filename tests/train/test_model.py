@@ -24,6 +24,7 @@ from ringspan.train.model import (
     num_matmul_parameters,
     scale_rope,
 )
+from tests.every_model.hybrids import hybrid_config
 from tests.torch.models import build, config
 
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
@@ -168,6 +169,11 @@ def test_a_model_that_takes_images_too_is_trained_on_its_text():
     whole, text = config("gemma3"), config("gemma3_text")
     assert not hasattr(whole, "num_attention_heads")
     assert flops_per_token(whole.get_text_config(), 0, 8) == flops_per_token(text, 0, 8) > 0
+
+
+def test_layers_without_attention_have_none_of_its_flops():
+    mixed = hybrid_config("qwen3_next")  # two of its four layers attend, with four heads of eight numbers
+    assert flops_per_token(mixed, 0, 8) == 12 * (8 / 2) * 2 * 4 * 8
     model, of_text = build("gemma3"), build("gemma3_text")
     assert num_matmul_parameters(model) == num_matmul_parameters(of_text) < model.num_parameters()
 
