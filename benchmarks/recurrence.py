@@ -1,7 +1,7 @@
 """Layers with a state on a ring: errors against the number of ranks, bytes against the length, and a step of a small
 hybrid against one process.
 
-    python -m benchmarks.recurrence [error] [bytes] [step]
+    python -m benchmarks.recurrence [error] [bytes] [step] [second-pass]
 
 Errors: outputs and gradients of 65,536 tokens in float32 against the same code in float64 over the whole sequence, cut
 into the spans that a zigzag ring of so many ranks has. One process computes all spans, which changes no number, so that
@@ -44,10 +44,10 @@ LENGTHS: Final = (4096, 16_384, 65_536)
 KINDS: Final = ("gated delta rule", "mamba-2", "lightning attention")
 
 
-def spans_of(ranks: int) -> CustomLayout:
+def spans_of(ranks: int, tokens: int = TOKENS) -> CustomLayout:
     """All spans of a zigzag ring, on one rank; of a ring of one, the whole sequence."""
-    starts = [place.start for place in places_of(rs.Layout("zigzag", TOKENS, ranks))]
-    return CustomLayout.of([[(a, b - a) for a, b in pairwise((*starts, TOKENS))]])
+    starts = [place.start for place in places_of(rs.Layout("zigzag", tokens, ranks))]
+    return CustomLayout.of([[(a, b - a) for a, b in pairwise((*starts, tokens))]] if ranks > 1 else [[(0, tokens)]])
 
 
 def remember(arguments: dict[str, Any]) -> None:
@@ -153,9 +153,33 @@ def measure_step(length: int, layout: Any, repeats: int) -> dict[str, Any]:
     }
 
 
+def second_pass(kind: str, tokens: int, repeats: int) -> dict[str, Any]:
+    """Seconds of one layer on the four spans of a zigzag ring of two, each computed twice but for the first, over those
+    of the whole sequence; in one process, where nothing is sent.
+    """
+    layer, size = LAYERS[kind], 64
+    arguments = inputs(kind, 1, tokens, heads=4, size=size)
+    arguments |= {name: 64 for name in ("chunk_size", "block_tokens") if name in arguments}
+    leaves = {key: x.float().requires_grad_() if isinstance(x, Tensor) else x for key, x in arguments.items()}
+    tensors = [x for x in leaves.values() if isinstance(x, Tensor)]
+
+    def run(ranks: int, *, backward: bool) -> None:
+        out = recurrence(layer.rule, layer.of(torch.float32), leaves, SequencePass((spans_of(ranks, tokens),), None))
+        if backward:
+            torch.autograd.grad(out.sum(), tensors)
+
+    found = {}
+    for name, backward in (("ratio_forward", False), ("ratio_forward_backward", True)):
+        pairs = [
+            [timed(partial(run, ranks, backward=backward), threads=1) for ranks in (2, 1)] for _ in range(repeats + 1)
+        ]
+        found[name] = median(a / b for a, b in pairs[1:])
+    return {"layer": kind, "tokens": tokens, **found}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["error", "bytes", "step"])
+    parser.add_argument("what", nargs="*", default=["error", "bytes", "step", "second-pass"])
     parser.add_argument("--length", type=int, default=4096)
     chosen = parser.parse_args()
     machine = describe_machine()
@@ -176,6 +200,11 @@ def main() -> None:
         rows = [launch(measure_step, 2, chosen.length, layout, 3, threads=1)[0] for layout in ("zigzag", "contiguous")]
         facts = {"command": "python -m benchmarks.recurrence step", "machine": machine, "rows": rows}
         (RESULTS / "recurrence-step-cpu.json").write_text(json.dumps(facts, indent=1) + "\n")
+        print(json.dumps(rows))
+    if "second-pass" in chosen.what:
+        rows = [launch(second_pass, 1, kind, chosen.length, 5, threads=1)[0] for kind in KINDS]
+        facts = {"command": "python -m benchmarks.recurrence second-pass", "machine": machine, "rows": rows}
+        (RESULTS / "recurrence-second-pass-cpu.json").write_text(json.dumps(facts, indent=1) + "\n")
         print(json.dumps(rows))
 
 

@@ -61,6 +61,7 @@ FOLDERS = "torch/weights/test_folders.py::"
 THERE_AND_BACK = f"{FOLDERS}test_weights_go_there_and_back"
 PARTS = "torch/weights/test_deferred.py::"
 SEEN = "torch/multimodal/"
+TALK = "train/test_conversations.py::"
 
 MUTANTS = [
     Mutant(
@@ -831,6 +832,34 @@ MUTANTS = [
         "prefixes[target] = applied(own, parts[0], is_matrix) + prefixes[target]",
         "prefixes[target] = prefixes[target]",
         f"{SPANS}test_spans_compute_what_the_oracle_computes_of_each_document[mamba-2]",
+    ),
+    Mutant(
+        "targets that are not shifted in conversations",
+        "train/data/seen.py",
+        '"shift_labels": _padded(targets[1:], length, IGNORED)',
+        '"shift_labels": _padded(targets, length, IGNORED)',
+        f"{TALK}test_tokens_that_stand_for_images_are_no_targets",
+    ),
+    Mutant(
+        "images as targets in conversations",
+        "train/data/seen.py",
+        "tokens.masked_fill(torch.isin(tokens, self._placeholders), IGNORED)",
+        "tokens.clone()",
+        f"{TALK}test_tokens_that_stand_for_images_are_no_targets",
+    ),
+    Mutant(
+        "maps that travel uncounted in a plan",
+        "core/recurrence/traffic.py",
+        "state + map_ * message.has_map",
+        "state",
+        "plan/model/test_hybrids.py::test_messages_of_many_spans_carry_maps[zigzag-5-False]",
+    ),
+    Mutant(
+        "a second pass over spans that a plan does not time",
+        "plan/cost/states.py",
+        "twice = 1.0 if ranks > 1 else 0.0",
+        "twice = 0.0",
+        "plan/model/test_hybrids.py::test_a_state_is_computed_once_more_each_way_where_it_travels",
     ),
     Mutant(
         "a halo that is one short",
