@@ -89,6 +89,31 @@ def test_the_search_finds_without_a_network(site: Path, browser: Any, words: str
     page.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "heading", "first", "last"),
+    [
+        ("understand/ancestors.html", "Ring Self-Attention", "27.3 MB", "1.66 GB"),
+        ("peers.html", "out", "3.4e-07", "3.5e-07"),
+        ("results.html", "date", "", None),  # the newest, whichever that is
+    ],
+)
+def test_tables_are_sorted_by_their_headings(site: Path, browser: Any, name: str, heading: str, first: str, last: str):
+    page = browser.new_page(offline=True)
+    page.goto((site / name).as_uri())
+    table = page.locator("article table").first
+    column = table.locator("thead th").all_inner_texts().index(heading) + 1
+    found: list[list[str]] = []
+    for _ in range(2):
+        table.locator(f"thead th:nth-child({column}) button").press("Enter")
+        cells = [text.strip() for text in table.locator(f"tbody td:nth-child({column})").all_inner_texts()]
+        found.append([text for text in cells if text or not first])
+    last = last or max(found[0])
+    assert (found[0][0], found[0][-1]) == (first, last)
+    assert sorted(found[0]) == sorted(found[1])
+    assert (found[1][0], found[1][-1]) == (last, first)
+    page.close()
+
+
 def test_no_page_asks_another_host_for_anything(site: Path):
     asked: list[str] = []
     for page in site.rglob("*.html"):
