@@ -1,0 +1,79 @@
+"""The page of ``ringspan eval`` in a browser: axes, legend, and what it says where it is pointed at."""
+
+import shutil
+
+import pytest
+
+from ringspan.report.evaluation_page import write_page
+
+pytest.importorskip("matplotlib")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def row(length: int, accuracy: float, depth: float | None = None) -> dict[str, float]:
+    where = {} if depth is None else {"depth": depth}
+    return {
+        "length": length, **where, "accuracy": accuracy, "low": accuracy * 0.9, "high": 0.1 + accuracy * 0.9,
+        "items": 20,
+    }  # fmt: skip
+
+
+def result(model: str, rows: list[dict[str, float]]) -> dict[str, object]:
+    skipped = [{"length": 65536, "why": "the model has 8,192 positions"}]
+    return {"task": "lines", "model": model, "rows": rows, "skipped": skipped, "seed": 3, "records": "r.jsonl"}
+
+
+CURVES = [
+    result("runs/base", [row(1024, 0.5), row(4096, 0.05)]),
+    result("runs/tuned", [row(1024, 1.0), row(4096, 0.95)]),
+]
+MAP = [result("runs/base", [row(length, 0.3 + depth / 2, depth) for length in (1024, 4096) for depth in (0.0, 1.0)])]
+
+# What a user would look at, where it is drawn.
+SEEN = """() => {
+  const picture = document.querySelector("figure svg"), frame = picture.getBoundingClientRect();
+  const inside = box => box.width > 0 && box.left >= frame.left - 1 && box.right <= frame.right + 1
+    && box.top >= frame.top - 1 && box.bottom <= frame.bottom + 1;
+  const texts = [...picture.querySelectorAll("text")];
+  const shown = texts.filter(text => inside(text.getBoundingClientRect()));
+  return {
+    hidden: texts.length - shown.length,
+    texts: shown.map(text => text.textContent.trim()),
+    curves: [...picture.querySelectorAll(".curve path")].map(path => getComputedStyle(path).stroke),
+    pointed: [...picture.querySelectorAll(".spot, .cell")].map(spot => {
+      const {x, y, width, height} = spot.querySelector("path").getBoundingClientRect();
+      const under = document.elementFromPoint(x + width / 2, y + height / 4);
+      return under?.closest("g:has(> title)")?.querySelector("title").textContent;
+    }),
+  };
+}"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: the page is not drawn")
+@pytest.mark.parametrize(("results", "is_map"), [(CURVES, False), (MAP, True)])
+def test_the_page_works_in_a_browser(tmp_path, results, is_map):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    page, said = tmp_path / "page.html", []
+    write_page(results, page, "ringspan eval lines base tuned --lengths 1024,4096")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        opened = browser.new_page(viewport={"width": 1280, "height": 1400})
+        opened.on("console", lambda message: said.append(message.text))
+        opened.on("pageerror", lambda error: said.append(str(error)))
+        opened.goto(page.as_uri())
+        seen = opened.evaluate(SEEN)
+        skipped = opened.get_by_text("Skipped: 65,536 tokens, the model has 8,192 positions.").count()
+        browser.close()
+
+    assert said == [] and seen["hidden"] == 0
+    assert {"length (tokens)", "1K", "4K", "0%", "100%", "base"} <= set(seen["texts"])
+    if is_map:
+        assert "depth" in seen["texts"] and len(seen["pointed"]) == 4
+        assert "base, 1,024 tokens, depth 100%: 80.0% (72.0% to 82.0%), n = 20" in seen["pointed"]
+    else:
+        assert {"accuracy", "tuned"} <= set(seen["texts"])
+        assert len(set(seen["curves"])) == 2
+        assert seen["pointed"][0] == (
+            "1,024 tokens. base: 50.0% (45.0% to 55.0%), n = 20; tuned: 100.0% (90.0% to 100.0%), n = 20"
+        )
+    assert skipped == len(results)
