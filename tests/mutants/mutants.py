@@ -228,6 +228,20 @@ MUTANTS = [
         "in enumerate([*zip(owners, parts, strict=True)][: max(1, len(owners) - 1)]):",
         EXACTLY_ONCE,
     ),
+    *(
+        Mutant(
+            f"attention to half of the ring in examples/{example}",
+            "torch/attention/ring.py",
+            "                rows, here = queries.part(launch.q0, launch.q1)[0], keys.part(launch.k0, launch.k1)\n",
+            "                if hop.index:\n                    continue\n"
+            "                rows, here = queries.part(launch.q0, launch.q1)[0], keys.part(launch.k0, launch.k1)\n",
+            f"examples/test_{example}.py::{test}",
+        )
+        for example, test in (
+            ("retrieval", "test_the_extension_is_that_of_one_process"),
+            ("in_context_rl", "test_training_on_two_ranks_is_that_of_one"),
+        )
+    ),
     Mutant(
         "gradients of earlier visitors dropped",
         "torch/attention/ring.py",
