@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from benchmarks.result_files import files, read, table
+from benchmarks.result_files import read, table
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.plan.cluster.hardware import device, min_block_tokens
 
@@ -318,7 +318,6 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "prompts": prompts,
     "states": states,
     "ancestors": ancestors,
-    "files": files,
 }
 PAGES: Final = (
     "understand/overlap.md",
@@ -333,7 +332,6 @@ PAGES: Final = (
     "masks.md",
     "generation.md",
     "hybrids.md",
-    "results.md",
 )
 
 

@@ -29,6 +29,7 @@ extensions = [
     "reference",
     "explorer",
     "accessible",
+    "results",
 ]
 exclude_patterns = ["_extensions", "_static"]
 source_suffix = {".md": "markdown"}
