@@ -1,9 +1,11 @@
 """The page of ``ringspan eval`` in a browser: axes, legend, and what it says where it is pointed at."""
 
 import shutil
+from xml.etree import ElementTree
 
 import pytest
 
+from ringspan.report.evaluation_charts import save_picture
 from ringspan.report.evaluation_page import write_page
 
 pytest.importorskip("matplotlib")
@@ -77,3 +79,10 @@ def test_the_page_works_in_a_browser(tmp_path, results, is_map):
             "1,024 tokens. base: 50.0% (45.0% to 55.0%), n = 20; tuned: 100.0% (90.0% to 100.0%), n = 20"
         )
     assert skipped == len(results)
+
+
+def test_a_picture_of_curves_is_a_file_of_its_own(tmp_path):
+    save_picture(CURVES, tmp_path / "lines.svg")
+    drawn = ElementTree.parse(tmp_path / "lines.svg").getroot()
+    kinds = [group.get("class") for group in drawn.iter("{http://www.w3.org/2000/svg}g")]
+    assert kinds.count("curve") == 2 and kinds.count("dot") == 4

@@ -92,7 +92,10 @@ def curves(results: Sequence[Result], name: str, x_label: str, y_label: str) -> 
             _whisker(axes, sure[0], colour)
         style = {} if at < len(RANK_COLOURS) else {"linestyle": "--"}
         values = [row[name] for row in rows]
-        line(axes, [row["length"] for row in rows], values, colour, 2, marker="o", markersize=4, gid="curve|", **style)
+        line(axes, [row["length"] for row in rows], values, colour, 2, gid="curve|", **style)
+        for row in rows:  # a round line end, not a marker: SVG has markers by reference, and pictures share a page
+            here, value = row["length"], row[name]
+            line(axes, (here, here), (value, value), colour, 6, solid_capstyle="round", gid="dot|")
         line(page, (left, left + 18), (legend + 18 * at, legend + 18 * at), colour, 3, **style)
         text(page, left + 26, legend + 18 * at + 4, model, size=12)
     middles = [(here * there) ** 0.5 for here, there in pairwise(lengths)]
