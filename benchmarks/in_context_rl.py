@@ -23,9 +23,9 @@ STUDENT: Final = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8
 
 
 def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per kind of agent, in the order in which they come."""
+    """A row per kind of agent: behaviour cloning, then by trajectories."""
     made = []
-    for kind in dict.fromkeys(row["kind"] for row in rows):
+    for kind in sorted({row["kind"] for row in rows}, key=lambda kind: (kind != "bc", kind != "bc" and int(kind))):
         own = [row for row in rows if row["kind"] == kind]
         first, last = (np.array([row["returns"][at] for row in own]) for at in (0, -1))
         half = STUDENT[len(own)] * last.std(ddof=1) / len(own) ** 0.5 if len(own) > 1 else None

@@ -5,7 +5,7 @@
     ringspan eval lines unextended untrained --lengths 512,1024,2048,4096 --nproc 2 --json > lines-2.json
     python -m benchmarks.retrieval runs/retrieval
 
-All files ``lines-*.json`` are drawn together.
+All files ``lines-*.json`` are drawn together; ``notes.txt`` says under what load they were made.
 
 Beside the models is chance: to name the number of any line, which is right once in as many answers as there are lines.
 """
@@ -36,6 +36,7 @@ def main(folder: Path) -> None:
     facts = {
         "command": "python -m benchmarks.retrieval runs/retrieval",
         "machine": describe_machine(),
+        "notes": (folder / "notes.txt").read_text(encoding="utf-8") if (folder / "notes.txt").is_file() else "",
         "rows": rows,
         "training": {
             name: json.loads((folder / name / "history.json").read_text(encoding="utf-8"))

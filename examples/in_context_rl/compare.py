@@ -129,7 +129,8 @@ def main() -> None:
 
 def write(arguments: argparse.Namespace, rows: list[dict]) -> None:
     """All rows so far."""
-    options = {key: str(value) for key, value in vars(arguments).items() if key not in ("output", "result")}
+    of_this_call = ("output", "result", "seeds", "trajectories")
+    options = {key: str(value) for key, value in vars(arguments).items() if key not in of_this_call}
     made = {"options": options, "ranks": dist.get_world_size(), "torch": torch.__version__, "rows": rows}
     arguments.result.parent.mkdir(parents=True, exist_ok=True)
     arguments.result.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
