@@ -130,7 +130,7 @@ MUTANTS = [
     Mutant(
         "a classifier's logits are those of one rank",
         "torch/model/tasks/classifier.py",
-        "logits = Sum.apply(own.float(), [ring.get_group()]).to(pooled.dtype)",
+        "logits = Sum.apply(precise, [ring.get_group()]).to(pooled.dtype)",
         "logits = own",
         f"{CLASSES}[llama-2-1-right-options0]",
     ),
@@ -866,7 +866,7 @@ MUTANTS = [
         "core/recurrence/traffic.py",
         "state + map_ * message.has_map",
         "state",
-        "plan/model/test_hybrids.py::test_messages_of_many_spans_carry_maps[zigzag-5-False]",
+        "plan/model/test_hybrids.py::test_messages_of_many_spans_carry_maps[zigzag-16-False]",
     ),
     Mutant(
         "a second pass over spans that a plan does not time",
