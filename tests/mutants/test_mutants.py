@@ -43,4 +43,4 @@ def test_a_seeded_bug_fits_the_code(mutant):
 
 
 def test_mutants_are_distinct():
-    assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
+    assert len({(mutant.file, mutant.old, mutant.new, mutant.test) for mutant in MUTANTS}) == len(MUTANTS)
