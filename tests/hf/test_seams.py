@@ -33,6 +33,13 @@ def test_a_seam_that_moved_is_named(monkeypatch):
         RingTrainerMixin()
 
 
+def test_what_a_release_has_not_yet_is_named(monkeypatch):
+    """TRL before 1.15 has no fused head."""
+    monkeypatch.delattr("trl.trainer.utils.add_fused_lm_head")
+    with pytest.raises(UnsupportedError, match=r"trl.trainer.utils:add_fused_lm_head is not as .*, trl [0-9.]+; inst"):
+        RingTrainerMixin()
+
+
 def test_what_is_public_is_overridden_in_public():
     private = {name for name in vars(RingTrainerMixin) if name.startswith("_") and not name.startswith("__")}
     assert private == {"_put_on_ring"}, "a private method of Trainer belongs into seams.py"

@@ -41,6 +41,7 @@ SOURCE: Final = {
         'kwargs.setdefault("output_router_logits", True)',
     ),
 }
+_GONE: Final = type(None)  # in the place of what a release no longer has, or not yet; without methods of its own
 
 
 class TrainerSeams(_Trainer):
@@ -108,7 +109,9 @@ def moved() -> list[str]:
         found += [f"{module}.{name}" for name in names if module in sys.modules and name not in space]
     for place, texts in SOURCE.items():
         owner = _find(place)
-        if owner is not None:
+        if owner is _GONE:
+            found.append(place)
+        elif owner is not None:
             source = inspect.getsource(owner)
             found += [f"{place}: {text}" for text in texts if text not in source]
     return found
@@ -121,7 +124,8 @@ def check_seams() -> None:
         UnsupportedError: naming the seam and the releases.
     """
     if found := moved():
-        releases = ", ".join(f"{name} {import_module(name).__version__}" for name in ("transformers", "accelerate"))
+        used = [name for name in ("transformers", "accelerate", "trl") if name in sys.modules]
+        releases = ", ".join(f"{name} {import_module(name).__version__}" for name in used)
         raise UnsupportedError(f"{found[0]} is not as ringspan knows it in {releases}; install releases it supports")
 
 
@@ -129,4 +133,4 @@ def _find(place: str) -> Any:
     module, _, name = place.partition(":")
     top = module.partition(".")[0]
     needed = module if module.endswith("_trainer") else top  # TRL imports its trainers when they are used
-    return getattr(import_module(module), name) if needed in sys.modules else None
+    return getattr(import_module(module), name, _GONE) if needed in sys.modules else None
