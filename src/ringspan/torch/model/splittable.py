@@ -17,7 +17,7 @@ from ringspan.torch.layers.embedding import own_gradient
 from ringspan.torch.memory.shared_blocks import find_shared_blocks
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_QUANTISED: Final = ("torch.ao.nn", "bitsandbytes", "torchao")  # where modules with packed weights come from
+_QUANTISED: Final = ("torch.ao.nn", "bitsandbytes", "torchao")  # where packed weights and their modules come from
 
 DEQUANTISE: Final = (
     "load it without quantization_config or, where its files are quantised, dequantise it in one process: "
@@ -40,6 +40,11 @@ def refuse_weights(model: PreTrainedModel) -> None:
     for path, parameter in model.named_parameters():
         if isinstance(parameter.data, DTensor):
             raise UnsupportedError(f"{name} was sharded before ({path} is a DTensor); give the model as it was")
+        if type(parameter.data).__module__.startswith(_QUANTISED):
+            raise UnsupportedError(
+                f"{name} is quantised ({path} is a {type(parameter.data).__name__}), and packed weights cannot be "
+                f"split over ranks; {DEQUANTISE}"
+            )
         if type(parameter.data) not in (Tensor, FakeTensor) or parameter.dtype not in _DTYPES:
             given = parameter.dtype if parameter.dtype not in _DTYPES else f"a {type(parameter.data).__name__}"
             raise UnsupportedError(f"{name}: {path} is {given}, not supported yet; use float32, bfloat16 or float16")
