@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringspan.core.schedule.events import Part
-from ringspan.core.schedule.schedule import make_schedule
-from ringspan.core.schedule.timing import sent_bytes, timeline
+from ringspan.core.geometry.ranges import size
+from ringspan.core.schedule.route import Route
+from ringspan.core.schedule.timing import forward_pass, sent_bytes, timeline, trade
 from tests.docs.pages import DOCS
 
 pytest.importorskip("docutils")
@@ -78,42 +79,78 @@ def number(text: str) -> float:
     return float(value.replace(",", "")) * {"KB": 1e3, "MB": 1e6}.get(unit, 1)
 
 
-def test_numbers_are_those_of_core_for_fifty_settings(page: Any, settings: ModuleType):
+def some_settings(settings: ModuleType, seed: int, plain: int, ulysses: int) -> list[tuple[str, str, str, int]]:
+    """So many at random without Ulysses, and so many with it."""
+    chance = random.Random(seed)
+    kinds: dict[bool, list[Any]] = {False: [], True: []}
+    for setting in settings.settings():
+        kinds[setting[2].startswith("ulysses")].append(setting)
+    return [*chance.sample(kinds[False], plain), *chance.sample(kinds[True], ulysses)]
+
+
+def test_numbers_are_those_of_core_for_sixty_settings(page: Any, settings: ModuleType):
     chance = random.Random(2310)
-    for setting in chance.sample(list(settings.settings()), 50):
-        mask_name, layout_name, route, ranks = setting
-        mask = settings.MASKS[mask_name][1]
+    for setting in some_settings(settings, 2310, 45, 15):
+        mask_name, layout_name, route_name, ranks = setting
+        mask, route = settings.MASKS[mask_name][1], Route.parse(route_name, ranks)
         layout = settings.layout_of(layout_name, mask, ranks)
-        plans = [make_schedule(layout, mask, rank, route=route) for rank in range(ranks)]
-        link, hop = chance.choice(settings.LINKS), chance.randrange(len(plans[0].hops))
-        rows, totals = shown(page, setting, link, hop)
-        where = f"{setting}, link {link}, hop {hop}"
-        for plan, row in zip(plans, rows, strict=True):
-            here = plan.hops[hop]
-            holder = re.match(r"(\d+) \((\d+) tokens\)", row[2])
-            assert row[2] == "none" or (holder and int(holder[1]) == here.owner), where
-            assert int(row[3]) == here.num_pairs, where
-            assert number(row[6]) == plan.num_pairs, where
-            assert number(row[7]) == pytest.approx(
-                sent_bytes(layout, layout, mask, route, settings.SHAPE, [plan.rank]), rel=1e-2
-            ), where
-            if not plan.passes_queries:  # results that go back are sent as well
-                assert sum(map(int, re.findall(r"(\d+) to", row[4]))) == sum(
-                    stop - start for _, send in here.sends for start, stop in send.ranges
-                ), where
-        pairs = [plan.num_pairs for plan in plans]
-        assert totals["busiest rank over the mean"] == f"{max(pairs) / sum(pairs) * ranks:.2f}", where
+        groups = layout.grouped(route.ulysses)  # of one rank each, without Ulysses
+        group_of = {rank: group for group in range(groups.ranks) for rank in groups.group_ranks(group)}
+        parts = [settings.part_of(groups, mask, route, group_of[rank]) for rank in range(ranks)]
+        link, hop = chance.choice(settings.LINKS), chance.randrange(len(parts[0].schedule.hops))
         speeds = settings.speeds(link)
-        ends = [timeline(Part(plan, settings.SHAPE, tokens=48 // ranks), speeds)[-1].stop for plan in plans]
+        trades = trade(layout, layout, settings.SHAPE, route.ulysses, speeds)
+        is_traded = route.ulysses > 1
+        rows, totals = shown(page, setting, link, hop + is_traded)
+        where = f"{setting}, link {link}, hop {hop}"
+        ends: list[float] = []
+        for rank, (part, row) in enumerate(zip(parts, rows, strict=True)):
+            plan, here = part.schedule, part.schedule.hops[hop]
+            holder = re.match(r"([\d ]+) \((\d+) tokens\)", row[2])
+            assert row[2] == "none" or (
+                holder and tuple(map(int, holder[1].split())) == groups.group_ranks(here.owner)
+            ), where
+            assert number(row[3]) == here.num_pairs, where
+            assert number(row[6]) == plan.num_pairs, where
+            sent = sent_bytes(groups, groups, mask, replace(route, ulysses=1), part.shape, [plan.rank])
+            assert number(row[7]) == pytest.approx(sent + sum(each.inter_node_bytes for each in trades), rel=1e-2), (
+                where
+            )
+            if not plan.passes_queries:  # results that go back are sent as well
+                place = groups.group_ranks(plan.rank).index(rank)
+                assert sorted(
+                    (int(peer), int(count)) for count, peer in re.findall(r"(\d+) to (\d+)", row[4])
+                ) == sorted(
+                    (groups.group_ranks(send.peer)[place], size(send.ranges)) for _, send in here.sends if send.ranges
+                ), where
+            computing = [stretch.stop for stretch in timeline(part, speeds)][-1]
+            ends.append(computing + sum(each.seconds for each in trades))
+            assert number(row[8]) == pytest.approx(ends[-1] - plan.num_pairs / route.ulysses, abs=1), where
+        pairs = [part.schedule.num_pairs for part in parts]
+        assert totals["busiest rank over the mean"] == f"{max(pairs) / sum(pairs) * ranks:.2f}", where
+        assert number(totals["pairs in all"]) == sum(pairs) / route.ulysses, where
         assert number(totals["one pass takes"]) == pytest.approx(max(ends), abs=1), where
-        waits = [end - plan.num_pairs for end, plan in zip(ends, plans, strict=True)]
-        assert [number(row[8]) for row in rows] == pytest.approx(waits, abs=1), where
+        if is_traded:
+            whole = forward_pass(layout, mask, route, settings.SHAPE, speeds)
+            assert number(totals["one pass takes"]) == pytest.approx(whole.seconds, abs=1), where
+
+
+def test_ulysses_trades_before_its_hops_and_after_them(page: Any, settings: ModuleType):
+    assert not any(layout == "balanced" for _, layout, route, _ in settings.settings() if route.startswith("ulysses"))
+    setting = ("causal", "striped", "ulysses:2", 4)
+    layout = settings.layout_of("striped", settings.MASKS["causal"][1], 4)
+    there, back = trade(layout, layout, settings.SHAPE, 2, settings.speeds(8))
+    first, hop, last = (shown(page, setting, 8, step)[0] for step in (0, 1, 3))
+    assert [row[4] for row in first] == ["12 to 2", "12 to 3", "12 to 0", "12 to 1"]  # striped groups are 0 2 and 1 3
+    assert [row[4] for row in last] == [f"12 results to {peer}" for peer in (2, 3, 0, 1)]
+    assert [row[3] for row in first] == [row[3] for row in last] == ["0"] * 4
+    assert [number(row[5]) for row in hop] == pytest.approx([there.seconds] * 4, abs=0.1)
+    assert min(number(row[8]) for row in hop) >= there.seconds + back.seconds - 0.1
 
 
 def test_each_pair_of_the_mask_is_drawn_once(page: Any, settings: ModuleType):
     everything = np.arange(settings.LENGTH)
-    chance = random.Random(7)
-    for setting in [("mixed", "zigzag", "pass-q", 8), *chance.sample(list(settings.settings()), 15)]:
+    for setting in [("mixed", "zigzag", "pass-q", 8), *some_settings(settings, 7, 13, 5)]:
         shown(page, setting, 8, 0)
         drawn = page.evaluate(
             "[...document.querySelectorAll('#explorer-pairs path:has(title)')].map(path => path.getAttribute('d'))"

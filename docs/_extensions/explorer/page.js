@@ -8,21 +8,35 @@
   const links = data.choices.link.map(([value]) => value);
   let timer = null;
 
-  // What core says of the settings that are chosen: a row per rank, its hops in order.
+  // What core says of the settings that are chosen: a row per rank, its steps in order. Steps are hops; where tokens are
+  // traded for heads, the trade is the first one and the trade back is the last. The ranks of a group compute alike, each
+  // for its heads; where nothing is traded a rank is a group of its own.
   function setting() {
-    const [layout, rows, passesQueries] = data.settings[[chosen.mask, chosen.layout, chosen.route, chosen.ranks].join("|")];
+    const [layout, found, passesQueries, groups, groupLayout, heads, pairTime] =
+      data.settings[[chosen.mask, chosen.layout, chosen.route, chosen.ranks].join("|")];
     const link = links.indexOf(chosen.link);
-    return data.layouts[layout].map((positions, rank) => {
-      const [hops, sends, waits] = rows[rank];
+    const isTraded = groups !== undefined;
+    const rows = data.layouts[layout].map((positions, rank) => {
+      const [hops, sends, waits] = found[rank];
       const wait = data.waits[waits[link]];
+      const group = isTraded ? groups.findIndex((members) => members.includes(rank)) : rank;
       return {
-        rank, positions, passesQueries, lastWait: wait[wait.length - 1],
+        rank, positions, group, place: isTraded ? groups[group].indexOf(rank) : 0, lastWait: wait[wait.length - 1],
         hops: hops.map((number, index) => {
           const [owner, tokens, pairs, tiles] = data.hops[number];
           return { owner, tokens, pairs, tiles, sends: data.sends[sends[index]], wait: wait[index] };
         }),
       };
     });
+    const steps = rows[0].hops.length;
+    return {
+      rows, passesQueries, isTraded, heads, pairTime: pairTime ?? 1,
+      groups: groups ?? rows.map((row) => [row.rank]),
+      blocks: data.layouts[groupLayout ?? layout],
+      lastHop: steps - (isTraded ? 3 : 1),
+      names: [...Array(steps).keys()].map((step) =>
+        !isTraded ? `hop ${step}` : step === 0 ? "trade" : step === steps - 1 ? "trade back" : `hop ${step - 1}`),
+    };
   }
 
   const sum = (values) => values.reduce((a, b) => a + b, 0);
@@ -30,6 +44,20 @@
   const bytes = (number) => number < 1e6 ? `${shown(number / 1e3)} KB` : `${shown(number / 1e6)} MB`;
   const colour = (rank) => data.colours[rank];
   const swatch = (rank) => `<span class="swatch" style="background:${colour(rank)}"></span>${rank}`;
+  const named = (members) => members.length > 1 ? `ranks ${members.join(", ")}` : `rank ${members[0]}`;
+
+  // The colour of a group: a stripe for each rank, which has its share of the heads. ``box``: stripes as wide as what is
+  // filled allows, or one unit of the picture for all of them.
+  const fill = (members, kind) => members.length > 1 ? `url(#explorer-${kind}-${members[0]})` : colour(members[0]);
+  function stripes(groups, kind) {
+    const units = kind === "box" ? "objectBoundingBox" : "userSpaceOnUse";
+    return groups.filter((members) => members.length > 1).map((members) =>
+      `<pattern id="explorer-${kind}-${members[0]}" width="1" height="1" patternUnits="${units}" patternContentUnits="${units}">` +
+      members.map((rank, place) =>
+        `<rect y="${place / members.length}" width="1" height="${1 / members.length}" fill="${colour(rank)}"/>`).join("") +
+      "</pattern>").join("");
+  }
+
   const possible = () => [chosen.mask, chosen.layout, chosen.route, chosen.ranks].join("|") in data.settings;
 
   // Positions as runs: 0-5, 42-47.
@@ -61,30 +89,33 @@
     return found;
   }
 
-  function drawPairs(rows) {
+  function drawPairs({ rows, groups, blocks, names, passesQueries }) {
     const length = data.length, edge = 2.2;
     const svg = at("pairs");
     svg.setAttribute("viewBox", `${-edge} ${-edge} ${length + edge + 0.2} ${length + edge + 0.2}`);
-    let body = `<rect class="ground" width="${length}" height="${length}"/>`;
+    let body = `<defs>${stripes(groups, "pair")}</defs><rect class="ground" width="${length}" height="${length}"/>`;
     for (const row of rows) {
       for (const position of row.positions.filter((each) => each < length)) {
         body += `<path fill="${colour(row.rank)}" d="M${position} -1.6h1v1h-1zM-1.6 ${position}h1v1h-1z"/>`;
       }
+    }
+    for (const members of groups) {
+      const row = rows[members[0]], mine = blocks[row.group], paint = fill(members, "pair");
       row.hops.forEach((hop, index) => {
-        const block = rows[hop.owner].positions;
-        const drawn = row.passesQueries ? path(hop.tiles, block, row.positions) : path(hop.tiles, row.positions, block);
+        const block = blocks[hop.owner];
+        const drawn = passesQueries ? path(hop.tiles, block, mine) : path(hop.tiles, mine, block);
         const kind = index < chosen.hop ? "earlier" : index > chosen.hop ? "ahead" : "here";
-        const stroke = kind === "ahead" ? ` stroke="${colour(row.rank)}"` : ` fill="${colour(row.rank)}"`;
+        const stroke = kind === "ahead" ? ` stroke="${paint}"` : ` fill="${paint}"`;
         if (drawn) {
-          body += `<path class="${kind}"${stroke} d="${drawn}"><title>rank ${row.rank}, hop ${index}: ` +
-            `${hop.pairs} pairs with the block of rank ${hop.owner}</title></path>`;
+          body += `<path class="${kind}"${stroke} d="${drawn}"><title>${named(members)}, ${names[index]}: ` +
+            `${hop.pairs} pairs with the block of ${named(groups[hop.owner])}</title></path>`;
         }
       });
     }
     svg.innerHTML = body;
   }
 
-  function drawRanks(rows) {
+  function drawRanks({ rows, groups }) {
     const svg = at("ranks"), middle = 100, radius = 66;
     svg.setAttribute("viewBox", "0 0 200 200");
     const place = (rank) => {
@@ -92,7 +123,7 @@
       return [middle + radius * Math.cos(angle), middle + radius * Math.sin(angle)];
     };
     let body = '<defs><marker id="explorer-tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="5" markerHeight="5" ' +
-      'orient="auto-start-reverse"><path d="M0 0L6 3L0 6z" fill="context-stroke"/></marker></defs>';
+      'orient="auto-start-reverse"><path d="M0 0L6 3L0 6z" fill="context-stroke"/></marker>' + `${stripes(groups, "box")}</defs>`;
     for (const row of rows) {
       const hop = row.hops[chosen.hop], [x, y] = place(row.rank);
       for (const [peer, tokens, , isResult] of hop ? hop.sends : []) {
@@ -101,12 +132,13 @@
         const [fromX, fromY] = [x + alongX * 22 - alongY * 4, y + alongY * 22 + alongX * 4];
         const [endX, endY] = [toX - alongX * 22 - alongY * 4, toY - alongY * 22 + alongX * 4];
         const bendX = (fromX + endX) / 2 - alongY * 10, bendY = (fromY + endY) / 2 + alongX * 10;
-        const stroke = colour(isResult ? peer : hop.owner);
+        const stroke = colour(isResult ? peer : groups[hop.owner][row.place]);
+        const label = hop.sends.length > 3 ? "" : tokens; // of many the table has them: here they would lie on each other
         body += `<path d="M${fromX} ${fromY}Q${bendX} ${bendY} ${endX} ${endY}" fill="none" stroke="${stroke}" stroke-width="2"` +
           `${isResult ? ' stroke-dasharray="4 3"' : ""} marker-end="url(#explorer-tip)"/>` +
-          `<text x="${bendX - alongY * 5}" y="${bendY + alongX * 5 + 3}" font-size="8" text-anchor="middle">${tokens}</text>`;
+          `<text x="${bendX - alongY * 5}" y="${bendY + alongX * 5 + 3}" font-size="8" text-anchor="middle">${label}</text>`;
       }
-      const inner = hop && hop.tokens ? colour(hop.owner) : "none";
+      const inner = hop && hop.tokens ? fill(groups[hop.owner], "box") : "none";
       body += `<circle cx="${x}" cy="${y}" r="18" fill="none" stroke="${colour(row.rank)}" stroke-width="6"/>` +
         `<circle cx="${x}" cy="${y}" r="12" fill="${inner}" opacity="${hop && hop.pairs ? 1 : 0.35}"/>`;
       const [outX, outY] = [middle + (x - middle) * 1.42, middle + (y - middle) * 1.42];
@@ -115,9 +147,9 @@
     svg.innerHTML = body;
   }
 
-  function drawTimes(rows) {
+  function drawTimes({ rows, groups, names, pairTime, isTraded }) {
     const svg = at("times"), high = 14, left = 44, wide = 560;
-    const ends = rows.map((row) => sum(row.hops.map((hop) => hop.wait + hop.pairs)) + row.lastWait);
+    const ends = rows.map((row) => sum(row.hops.map((hop) => hop.wait + hop.pairs * pairTime)) + row.lastWait);
     const scale = (wide - left) / Math.max(...ends, 1);
     svg.setAttribute("viewBox", `0 0 ${wide} ${rows.length * (high + 4) + 2}`);
     let body = '<defs><pattern id="explorer-hatch" width="5" height="5" patternUnits="userSpaceOnUse" ' +
@@ -133,30 +165,33 @@
       };
       body += `<text x="0" y="${y + 11}" font-size="11">rank ${row.rank}</text>`;
       row.hops.forEach((hop, index) => {
-        bar(hop.wait, 'class="waiting"', `waits ${shown(hop.wait)} units for hop ${index}`);
-        bar(hop.pairs, `fill="${colour(hop.owner)}"${index === chosen.hop ? ' class="now"' : ""}`,
-          `hop ${index}: ${hop.pairs} units with the block of rank ${hop.owner}`);
+        bar(hop.wait, 'class="waiting"', `waits ${shown(hop.wait)} units for ${isTraded && index === 1 ? "the trade" : names[index]}`);
+        bar(hop.pairs * pairTime, `fill="${fill(groups[hop.owner], "box")}"${index === chosen.hop ? ' class="now"' : ""}`,
+          `${names[index]}: ${shown(hop.pairs * pairTime)} units with the block of ${named(groups[hop.owner])}`);
       });
-      bar(row.lastWait, 'class="waiting"', `waits ${shown(row.lastWait)} units for results`);
+      bar(row.lastWait, 'class="waiting"', `waits ${shown(row.lastWait)} units for ${isTraded ? "the trade back" : "results"}`);
     }
     svg.innerHTML = body;
   }
 
-  function writeNumbers(rows) {
+  function writeNumbers({ rows, groups, heads, pairTime, lastHop, isTraded }) {
+    const share = isTraded ? ` in ${heads} of ${data.heads} heads` : "";
     const inAll = rows.map((row) => sum(row.hops.map((hop) => hop.pairs)));
     const sent = rows.map((row) => sum(row.hops.flatMap((hop) => hop.sends.map((each) => each[2]))));
     const waits = rows.map((row) => sum(row.hops.map((hop) => hop.wait)) + row.lastWait);
     at("table").tBodies[0].innerHTML = rows.map((row, rank) => {
       const hop = row.hops[chosen.hop];
       const sends = hop.sends.map(([peer, tokens, , isResult]) => `${tokens} ${isResult ? "results " : ""}to ${peer}`);
-      const cells = [swatch(rank), runs(row.positions), hop.tokens ? `${swatch(hop.owner)} (${hop.tokens} tokens)` : "none", hop.pairs,
-        sends.join(", ") || "nothing", shown(hop.wait), shown(inAll[rank]), bytes(sent[rank]), shown(waits[rank])];
+      const block = hop.tokens ? `${groups[hop.owner].map(swatch).join(" ")} (${hop.tokens} tokens)` : "none";
+      const cells = [swatch(rank), runs(row.positions), block, `${hop.pairs}${hop.pairs ? share : ""}`,
+        sends.join(", ") || "nothing", shown(hop.wait), `${shown(inAll[rank])}${share}`, bytes(sent[rank]), shown(waits[rank])];
       return `<tr>${cells.map((cell) => `<td>${cell}</td>`).join("")}</tr>`;
     }).join("");
     const mean = sum(inAll) / rows.length;
-    const ends = inAll.map((pairs, rank) => pairs + waits[rank]);
+    const ends = inAll.map((pairs, rank) => pairs * pairTime + waits[rank]);
+    const once = (numbers) => sum(groups.map(([first]) => numbers[first])); // the ranks of a group have the same pairs
     const totals = {
-      "pairs in all": shown(sum(inAll)),
+      "pairs in all": shown(once(inAll)),
       "busiest rank over the mean": (Math.max(...inAll) / mean).toFixed(2),
       "sent by all ranks": bytes(sum(sent)),
       "whole blocks to every rank": bytes(data.length * data.blockBytes * (rows.length - 1)),
@@ -166,16 +201,24 @@
     at("totals").innerHTML = Object.entries(totals).map(([name, value]) => `<div><dt>${name}</dt><dd>${value}</dd></div>`).join("");
     const here = rows.map((row) => row.hops[chosen.hop]);
     const working = here.filter((hop) => hop.pairs).length, waiting = here.filter((hop) => hop.wait > 0).length;
-    at("said").textContent = `Hop ${chosen.hop} of ${rows[0].hops.length - 1}: ${working} of ${rows.length} ranks compute ` +
-      `${shown(sum(here.map((hop) => hop.pairs)))} pairs; ${waiting ? `${waiting} waited for ${waiting > 1 ? "their blocks" : "its block"}` : "nobody waited"}.`;
+    if (isTraded && (chosen.hop === 0 || chosen.hop === rows[0].hops.length - 1)) {
+      at("said").textContent = chosen.hop === 0
+        ? `Before hop 0: every rank sends the other ranks of its group the queries, keys and values of their heads, and keeps ${heads} of ${data.heads} heads.`
+        : "After the last hop: every rank sends the results of its heads back to the ranks that hold the queries.";
+      return;
+    }
+    at("said").textContent = `Hop ${chosen.hop - (isTraded ? 1 : 0)} of ${lastHop}: ${working} of ${rows.length} ranks compute ` +
+      `${shown(once(here.map((hop) => hop.pairs)))} pairs${isTraded ? `, each rank in ${heads} of ${data.heads} heads` : ""}; ${waiting ? `${waiting} waited for ${isTraded && chosen.hop === 1 ? "the trade" : waiting > 1 ? "their blocks" : "its block"}` : "nobody waited"}.`;
   }
 
   function draw() {
-    const rows = setting(), last = rows[0].hops.length - 1;
+    const found = setting(), last = found.names.length - 1;
     chosen.hop = Math.max(0, Math.min(last, chosen.hop));
     at("hop").max = last;
     at("hop").value = chosen.hop;
-    at("hop-shown").textContent = `${chosen.hop} of ${last}`;
+    const name = found.names[chosen.hop];
+    at("hop-shown").textContent = name.startsWith("hop") ? `${name.slice(4)} of ${found.lastHop}` : name;
+    at("hop").setAttribute("aria-valuetext", at("hop-shown").textContent);
     for (const select of document.querySelectorAll("#explorer select")) {
       select.value = chosen[select.name];
       if (select.name === "route") {
@@ -184,10 +227,10 @@
         }
       }
     }
-    drawPairs(rows);
-    drawRanks(rows);
-    drawTimes(rows);
-    writeNumbers(rows);
+    drawPairs(found);
+    drawRanks(found);
+    drawTimes(found);
+    writeNumbers(found);
     history.replaceState(null, "", `#${new URLSearchParams(chosen)}`);
   }
 

@@ -1,9 +1,12 @@
 """What the explorer shows of each setting: who holds, computes, sends and waits, from core's schedules and events.
 
-A pair of a query and a key takes one unit of time. Bytes are those of one layer of Llama 3.1 8B in bfloat16.
+A pair of a query and a key takes one unit of time with all heads. Bytes are those of one layer of Llama 3.1 8B in
+bfloat16. Every route is one between groups of ranks that have traded tokens for heads: those without Ulysses have
+groups of one rank, which trade nothing.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any, Final
 
@@ -20,9 +23,11 @@ from ringspan.core.geometry.mask import (
     sliding_window,
 )
 from ringspan.core.geometry.ranges import Ranges, size
+from ringspan.core.schedule.choice import splits
 from ringspan.core.schedule.events import MESSAGES_PER_HOP, Compute, Part, Post, forward
-from ringspan.core.schedule.schedule import Hop, Schedule, make_schedule
-from ringspan.core.schedule.timing import Speeds, pair_flops, timeline
+from ringspan.core.schedule.route import Route, member_heads
+from ringspan.core.schedule.schedule import Hop, make_schedule
+from ringspan.core.schedule.timing import Pass, Speeds, pair_flops, timeline, trade
 from ringspan.core.schedule.workspace import Shape
 from ringspan.report.drawing import RANK_COLOURS
 
@@ -30,7 +35,7 @@ LENGTH: Final = 48  # a multiple of twice each number of ranks, so that nothing 
 SHAPE: Final = Shape(batch=1, heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2)
 RANKS: Final = (2, 3, 4, 6, 8)
 LAYOUTS: Final = ("zigzag", "striped", "contiguous", "balanced")
-ROUTES: Final = ("ring", "bidirectional", "double-ring:2", "all-gather", "pass-q")
+ROUTES: Final = ("ring", "bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses", "ulysses:2")
 LINKS: Final = (2, 8, 32)  # tokens per rank from which a whole block hides behind a full mask
 MASKS: Final[dict[str, tuple[str, Mask]]] = {
     "causal": ("causal", causal()),
@@ -49,8 +54,18 @@ MASKS: Final[dict[str, tuple[str, Mask]]] = {
 def settings() -> Iterator[tuple[str, str, str, int]]:
     """Names of mask, layout and route, and the ranks, of all settings that there are."""
     for mask, layout, route, ranks in product(MASKS, LAYOUTS, ROUTES, RANKS):
-        if not route.startswith("double-ring") or (ranks > 2 and ranks % 2 == 0):
+        if _has_route(layout, route, ranks):
             yield mask, layout, route, ranks
+
+
+def _has_route(layout: str, route: str, ranks: int) -> bool:
+    """Whether core can go it, and no other name stands for the same."""
+    if route.endswith(":2") and (ranks == 2 or ranks % 2):
+        return False
+    if not route.startswith("ulysses"):
+        return True
+    # Balanced is a custom layout, which has no groups.
+    return layout != "balanced" and splits(SHAPE, Route.parse(route, ranks).ulysses)
 
 
 def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
@@ -69,26 +84,26 @@ def tables() -> dict[str, Any]:
     """All settings as a browser reads them; what occurs several times is kept once, and named by its number."""
     layouts, hops, sends, waits = _Numbered(), _Numbered(), _Numbered(), _Numbered()
     found: dict[str, list[Any]] = {}
-    for mask_name, layout_name, route, ranks in settings():
-        mask = MASKS[mask_name][1]
+    for mask_name, layout_name, route_name, ranks in settings():
+        mask, route = MASKS[mask_name][1], Route.parse(route_name, ranks)
         layout = layout_of(layout_name, mask, ranks)
-        schedules = [make_schedule(layout, mask, rank, route=route) for rank in range(ranks)]
-        positions = [layout.positions(rank).tolist() for rank in range(ranks)]
-        parts = [_part(schedule, layout) for schedule in schedules]
-        found["|".join((mask_name, layout_name, route, str(ranks)))] = [
-            layouts.number(positions),
-            [
-                [
-                    [hops.number(_hop(hop, layout)) for hop in schedule.hops],
-                    [sends.number(each) for each in _sends(part)],
-                    [waits.number(each) for each in _waits(part)],
-                ]
-                for schedule, part in zip(schedules, parts, strict=True)
-            ],
-            int(schedules[0].passes_queries),
-        ]
+        groups = layout.grouped(route.ulysses)
+        parts = [part_of(groups, mask, route, group) for group in range(groups.ranks)]
+        trades = {link: trade(layout, layout, SHAPE, route.ulysses, speeds(link)) for link in LINKS}
+        rows: list[Any] = [None] * ranks
+        for group, part in enumerate(parts):
+            steps = [hops.number(each) for each in _steps(part, groups)]
+            waited = [waits.number(each) for each in _waits(part, trades, is_traded=groups.members > 1)]
+            for place, rank in enumerate(groups.group_ranks(group)):
+                sent = [sends.number(each) for each in _sends(part, groups, place, trades[LINKS[0]])]
+                rows[rank] = [steps, sent, waited]
+        setting = [layouts.number(_positions(layout)), rows, int(route.passes_queries)]
+        if groups.members > 1:
+            setting += [_members(groups), layouts.number(_positions(groups)), *_share(parts[0].shape)]
+        found["|".join((mask_name, layout_name, route_name, str(ranks)))] = setting
     return {
         "length": LENGTH,
+        "heads": SHAPE.heads,
         "blockBytes": SHAPE.kv_numbers * SHAPE.itemsize,
         "colours": RANK_COLOURS,
         "choices": {
@@ -120,23 +135,49 @@ class _Numbered:
         return number
 
 
-def _part(schedule: Schedule, layout: Layout) -> Part:
-    tokens = layout.tokens_of(schedule.rank)
-    return Part(schedule, SHAPE, tokens=tokens, key_tokens=tokens)
+def part_of(groups: Layout, mask: Mask, route: Route, group: int) -> Part:
+    """What every rank of a group does between the groups, with its share of the heads."""
+    schedule = make_schedule(groups, mask, group, route=replace(route, ulysses=1))
+    share = member_heads(SHAPE.heads, SHAPE.kv_heads, groups.members)[0]
+    tokens = groups.tokens_of(group)
+    return Part(schedule, SHAPE.of(share), tokens=tokens, key_tokens=tokens)
 
 
-def _hop(hop: Hop, layout: Layout) -> list[Any]:
+def _positions(layout: Layout) -> list[list[int]]:
+    return [layout.positions(rank).tolist() for rank in range(layout.ranks)]
+
+
+def _members(groups: Layout) -> list[tuple[int, ...]]:
+    return [groups.group_ranks(group) for group in range(groups.ranks)]
+
+
+def _share(shape: Shape) -> tuple[int, float]:
+    """The heads of one rank, and the time that a pair takes in them."""
+    return shape.heads, pair_flops(shape, is_backward=False) / pair_flops(SHAPE, is_backward=False)
+
+
+def _steps(part: Part, groups: Layout) -> list[list[Any]]:
+    """The hops; where tokens are traded for heads, that comes first and trading back comes last."""
+    hops = [_hop(hop, groups) for hop in part.schedule.hops]
+    traded = [[part.schedule.rank, 0, 0, []]] if groups.members > 1 else []
+    return [*traded, *hops, *traded]
+
+
+def _hop(hop: Hop, groups: Layout) -> list[Any]:
     """Whose block, how many of its tokens are here, pairs, tiles as (q0, q1, k0, k1, lo, hi).
 
     Where queries travel, a tile's rows are the owner's, and its columns those of the rank that computes.
     """
-    here: Ranges = hop.arrives.ranges if hop.index else ((0, layout.tokens_of(hop.owner)),)
+    here: Ranges = hop.arrives.ranges if hop.index else ((0, groups.tokens_of(hop.owner)),)
     tiles = [[band.q0, band.q1, band.k0, band.k1, band.lo, band.hi] for band in hop.bands]
     return [hop.owner, size(here), hop.num_pairs, tiles]
 
 
-def _sends(part: Part) -> list[list[list[int]]]:
-    """For each hop (peer, tokens, bytes, whether they are results): blocks leave at its start, results at its end."""
+def _sends(part: Part, groups: Layout, place: int, trades: tuple[Pass, Pass]) -> list[list[list[int]]]:
+    """For each step (peer, tokens, bytes, whether they are results), of the rank at a place of its group.
+
+    Blocks leave at a hop's start and results at its end, and go to the rank at the same place of another group.
+    """
     sent: list[list[list[int]]] = [[] for _ in part.schedule.hops]
     computed = 0
     for event in forward(part):
@@ -144,20 +185,35 @@ def _sends(part: Part) -> list[list[list[int]]]:
             computed += 1
         elif isinstance(event, Post):
             is_result = event.number % MESSAGES_PER_HOP
-            hop = computed - is_result
-            sent[hop] += [[peer, size(each.ranges), each.num_bytes, is_result] for peer, each in event.sends]
-    return sent
+            sent[computed - is_result] += [
+                [groups.group_ranks(peer)[place], size(each.ranges), each.num_bytes, is_result]
+                for peer, each in event.sends
+            ]
+    if groups.members == 1:
+        return sent
+    there, back = (_traded(part, groups, place, each, is_result) for is_result, each in enumerate(trades))
+    return [there, *sent, back]
 
 
-def _waits(part: Part) -> list[list[float]]:
-    """For each kind of link the time waited before each hop, and after the last one."""
+def _traded(part: Part, groups: Layout, place: int, whole: Pass, is_result: int) -> list[list[int]]:
+    """An all-to-all as what a rank sends: alike to each other rank of its group."""
+    ranks = groups.group_ranks(part.schedule.rank)
+    peers = [rank for rank in ranks if rank != ranks[place]]
+    # A trade is about the rank's own tokens there, and about as many of each peer's back.
+    tokens, num_bytes = part.tokens // len(ranks), int(whole.inter_node_bytes) // len(peers)
+    return [[peer, tokens, num_bytes, is_result] for peer in peers]
+
+
+def _waits(part: Part, trades: dict[int, tuple[Pass, Pass]], *, is_traded: bool) -> list[list[float]]:
+    """For each kind of link the time waited before each step, and after the last one."""
     found: list[list[float]] = []
-    for link in LINKS:
-        waited = [0.0]
+    for link, (there, back) in trades.items():
+        waited = [there.seconds]
         for stretch in timeline(part, speeds(link)):
             if isinstance(stretch.event, Compute):
                 waited.append(0.0)
             else:
                 waited[-1] += stretch.stop - stretch.start
-        found.append([round(each, 1) for each in waited])
+        # Nobody waits to trade: what a trade takes is waited for by what comes next.
+        found.append([round(each, 1) for each in ([0.0, *waited, back.seconds] if is_traded else waited)])
     return found

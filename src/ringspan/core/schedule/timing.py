@@ -81,15 +81,11 @@ def passes(
     keys = keys or layout
     route = Route.parse(route, layout.ranks) if isinstance(route, str) else route
     route = route.backward if is_backward else route
-    trade = _Links(0, speeds)
+    trades: tuple[Pass, ...] = ()
     if route.ulysses > 1:
-        shares = member_heads(shape.heads, shape.kv_heads, route.ulysses)
-        is_shared = shares[0].keys == shares[1].keys
-        num_bytes = _traded_bytes(layout, keys, shape.of(shares[0]), is_backward=is_backward, is_shared=is_shared)
-        layout, keys, shape = layout.grouped(route.ulysses), keys.grouped(route.ulysses), shape.of(shares[0])
-        for member in layout.group_ranks(0)[1:]:
-            trade.bring(member, num_bytes, 0.0)
-        layout, keys = _without_members(layout), _without_members(keys)
+        trades = trade(layout, keys, shape, route.ulysses, speeds, is_backward=is_backward)
+        shape = shape.of(member_heads(shape.heads, shape.kv_heads, route.ulysses)[0])
+        layout, keys = (_without_members(each.grouped(route.ulysses)) for each in (layout, keys))
         # Members of one place in their groups are as far apart as the groups.
         speeds = replace(speeds, ranks_per_node=max(1, speeds.ranks_per_node // route.ulysses))
     between = replace(route, ulysses=1)
@@ -101,10 +97,10 @@ def passes(
     }
     return tuple(
         Pass(
-            one.seconds + max(trade.free.values()),
+            one.seconds + sum(each.seconds for each in trades),
             one.compute_seconds,
-            one.intra_node_bytes + trade.bytes[True],
-            one.inter_node_bytes + trade.bytes[False],
+            one.intra_node_bytes + sum(each.intra_node_bytes for each in trades),
+            one.inter_node_bytes + sum(each.inter_node_bytes for each in trades),
         )
         for one in map(alone.__getitem__, ranks)
     )
@@ -127,7 +123,28 @@ def _without_members(layout: Layout) -> Layout:
     return plain if plain.padded_length == layout.padded_length else layout
 
 
-def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: bool, is_shared: bool) -> int:
+def trade(
+    layout: Layout, keys: Layout, shape: Shape, members: int, speeds: Speeds, *, is_backward: bool = False
+) -> tuple[Pass, Pass]:
+    """The all-to-alls of a Ulysses group, tokens for heads and back again, as the first rank sees them: passes that
+    compute nothing. A rank sends as much as it gets. ``layout`` and ``keys`` are those of all ranks.
+    """
+    shares = member_heads(shape.heads, shape.kv_heads, members)
+    is_shared = members > 1 and shares[0].keys == shares[1].keys
+    there, back = _traded_bytes(layout, keys, shape.of(shares[0]), is_backward=is_backward, is_shared=is_shared)
+    peers = layout.grouped(members).group_ranks(0)[1:]
+    return _all_to_all(peers, there, speeds), _all_to_all(peers, back, speeds)
+
+
+def _all_to_all(peers: Iterable[int], num_bytes: int, speeds: Speeds) -> Pass:
+    """So many bytes from each peer to rank 0."""
+    links = _Links(0, speeds)
+    for peer in peers:
+        links.bring(peer, num_bytes, 0.0)
+    return Pass(max(links.free.values()), 0.0, links.bytes[True], links.bytes[False])
+
+
+def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: bool, is_shared: bool) -> tuple[int, int]:
     """What one member of a Ulysses group gets from another: queries and keys there, and results or gradients back.
 
     The gradient of keys that several members share is not yet summed when it is sent, so it is in float32.
@@ -136,10 +153,12 @@ def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: boo
     result = rows * (mine.value_dim * mine.itemsize + mine.sum_itemsize)  # out and lse
     keys_and_values = mine.kv_numbers * mine.itemsize
     if not is_backward:
-        return layout.tokens_per_rank * (mine.query_bytes + result) + keys.tokens_per_rank * keys_and_values
-    queries = 2 * mine.query_bytes + rows * mine.value_dim * mine.itemsize + result  # q, dq, dout
+        there = layout.tokens_per_rank * mine.query_bytes + keys.tokens_per_rank * keys_and_values
+        return there, layout.tokens_per_rank * result
+    queries = mine.query_bytes + rows * mine.value_dim * mine.itemsize + result  # q, dout
     gradients = mine.kv_numbers * (mine.sum_itemsize if is_shared else mine.itemsize)
-    return layout.tokens_per_rank * queries + keys.tokens_per_rank * (keys_and_values + gradients)
+    there = layout.tokens_per_rank * queries + keys.tokens_per_rank * keys_and_values
+    return there, layout.tokens_per_rank * mine.query_bytes + keys.tokens_per_rank * gradients
 
 
 class Stretch(NamedTuple):
@@ -189,7 +208,7 @@ def pair_flops(shape: Shape, *, is_backward: bool) -> float:
     return products * shape.batch * shape.heads * (shape.head_dim + shape.value_dim)
 
 
-def sent_bytes(layout: Layout, keys: Layout, mask: Mask, route: str, shape: Shape, ranks: Iterable[int]) -> int:
+def sent_bytes(layout: Layout, keys: Layout, mask: Mask, route: str | Route, shape: Shape, ranks: Iterable[int]) -> int:
     """What some ranks send in a forward pass, on a route without groups."""
     passes = (forward(Part(make_schedule(layout, mask, rank, keys, route), shape)) for rank in ranks)
     posts = (event for each in passes for event in each if isinstance(event, Post))
