@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,13 @@ from ringspan.torch.weights.saving import plan_weights, write_weights
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room
 from ringspan.train.adapter import write_adapter
 from ringspan.train.merging import plan_merged
-from ringspan.train.model import Tokenizer
+
+if TYPE_CHECKING:  # it reads text, which folders are written without
+    from ringspan.train.model import Tokenizer
 
 
 def save_model(
-    model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype, *, merge: bool = False
+    model: Any, tokenizer: "Tokenizer", folder: Path, dtype: torch.dtype, *, merge: bool = False
 ) -> str | None:
     """Write the sharded weights into ``folder`` (safetensors, config, tokenizer), which ``from_pretrained`` opens; what
     went wrong, on every rank, if anything did. Of a model with an adapter, the adapter alone, or the weights with it
@@ -44,7 +46,7 @@ def save_model(
     return None
 
 
-def _save_whole(model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype, *, merge: bool) -> None:
+def _save_whole(model: Any, tokenizer: "Tokenizer", folder: Path, dtype: torch.dtype, *, merge: bool) -> None:
     is_writer, base = dist.get_rank() == 0, base_of(model) if merge else model
     config = _config_of(base)
     if merge:
@@ -71,7 +73,7 @@ def _save_whole(model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dty
         _together(model, finish if is_writer else None)
 
 
-def _save_adapter(model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
+def _save_adapter(model: Any, tokenizer: "Tokenizer", folder: Path, dtype: torch.dtype) -> None:
     is_writer = dist.get_rank() == 0
 
     def begin() -> None:
