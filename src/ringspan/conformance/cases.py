@@ -71,8 +71,7 @@ def exact(problem: Problem) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 def shards(setting: Setting, problem: Problem, whole: list[np.ndarray], dtype: torch.dtype) -> list[Tensor]:
     """A rank's tokens of q, k, v and dout, and ``_PADDING`` (in dout nothing) past the end."""
-    rank, ranks = dist.get_rank(setting.group), dist.get_world_size(setting.group)
-    positions = Layout(setting.layout, problem.length, ranks).positions(rank)  # pyright: ignore[reportArgumentType]
+    positions = _positions(setting, problem)
     is_token = positions < problem.length
     found: list[Tensor] = []
     for number, each in enumerate(whole):
@@ -84,10 +83,15 @@ def shards(setting: Setting, problem: Problem, whole: list[np.ndarray], dtype: t
 
 def own_part(setting: Setting, problem: Problem, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Which local tokens are none of padding, and what a whole array has for them."""
-    rank, ranks = dist.get_rank(setting.group), dist.get_world_size(setting.group)
-    positions = Layout(setting.layout, problem.length, ranks).positions(rank)  # pyright: ignore[reportArgumentType]
+    positions = _positions(setting, problem)
     is_token = positions < problem.length
     return is_token, whole[:, :, positions[is_token]]
+
+
+def _positions(setting: Setting, problem: Problem) -> np.ndarray:
+    """Of a rank's tokens, and past the end those of its padding."""
+    rank, ranks = dist.get_rank(setting.group), dist.get_world_size(setting.group)
+    return Layout(setting.layout, problem.length, ranks).positions(rank)  # pyright: ignore[reportArgumentType]
 
 
 def call(setting: Setting, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -109,8 +113,12 @@ def compare(setting: Setting, problem: Problem, found: list[Tensor], expected: l
 def forward_backward(setting: Setting, problem: Problem, dtype: torch.dtype = torch.float32) -> Parts:
     """One call with gradients."""
     inputs, expected = exact(problem)
-    q, k, v, dout = shards(setting, problem, inputs, dtype)
-    leaves = [each.requires_grad_() for each in (q, k, v)]
+    return _called(setting, problem, shards(setting, problem, inputs, dtype), expected)
+
+
+def _called(setting: Setting, problem: Problem, inputs: list[Tensor], expected: list[np.ndarray]) -> Parts:
+    """What one call and its backward pass make of a rank's q, k, v and dout."""
+    leaves, dout = [each.requires_grad_() for each in inputs[:3]], inputs[3]
     out = call(setting, problem, *leaves)
     return compare(setting, problem, [out, *torch.autograd.grad(out, leaves, dout)], expected)
 
@@ -129,16 +137,13 @@ def stale(setting: Setting, problem: Problem) -> Parts:
     """The second call has other keys in the same memory; so has a call after one without gradients."""
     first, _ = exact(problem)
     second, expected = exact(replace(problem, seed=problem.seed + 1))
-    q, k, v, _ = shards(setting, problem, first, torch.float32)
+    inputs = shards(setting, problem, first, torch.float32)
     with torch.no_grad():
-        call(setting, problem, q, k, v)
-        for old, new in zip((q, k, v), shards(setting, problem, second, torch.float32), strict=False):
+        call(setting, problem, *inputs[:3])
+        for old, new in zip(inputs, shards(setting, problem, second, torch.float32), strict=True):
             old.copy_(new)
-        call(setting, problem, q, k, v)
-    leaves = [each.requires_grad_() for each in (q, k, v)]
-    out = call(setting, problem, *leaves)
-    dout = shards(setting, problem, second, torch.float32)[3]
-    return compare(setting, problem, [out, *torch.autograd.grad(out, leaves, dout)], expected)
+        call(setting, problem, *inputs[:3])
+    return _called(setting, problem, inputs, expected)
 
 
 def two_passes(setting: Setting, problem: Problem) -> Parts:
