@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from transformers.trainer_utils import has_length
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.train.data.order import busiest_over_mean, even_out
+from ringspan.train.data.order import even_out, worth_of_sharing
 
 _log: Final = logging.getLogger(__name__)
 _SAID: Final = 10  # steps after which it is said what it brings
@@ -60,15 +60,14 @@ class EvenSampler(Sampler[int]):
         self._steps.append((work, places))
         if len(self._steps) < _SAID:
             return
-        came = np.stack([work for work, _ in self._steps])
-        moved = np.mean([places.ravel() != np.arange(places.size) for _, places in self._steps])
-        after = busiest_over_mean(np.stack([np.take(work, places) for work, places in self._steps]))
+        came, places = (np.stack(each) for each in zip(*self._steps, strict=True))
         self._steps = None
         if not dist.is_initialized() or dist.get_rank() == 0:
+            moved, after, before = worth_of_sharing(came, places)
             _log.warning(
                 "balance='flops' moves %.0f%% of the examples within their steps: the busiest replica computes %.3f of "
                 "the mean, %.3f without (%d steps)",
-                *(100 * moved, after, busiest_over_mean(came), _SAID),
+                *(100 * moved, after, before, _SAID),
             )
 
 

@@ -31,7 +31,7 @@ from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.train.adapter import add_adapter
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.documents import scan_documents
-from ringspan.train.data.order import BatchOrder, busiest_over_mean, even_out
+from ringspan.train.data.order import BatchOrder, even_out, worth_of_sharing
 from ringspan.train.data.sequences import Data, Sequences, build_data, build_seen
 from ringspan.train.guard import Guard, Verdict
 from ringspan.train.metrics import StepMetrics, measure_flops, peak_bytes
@@ -220,10 +220,7 @@ class Batches:
         if not self._is_balanced or not steps:
             return None
         came = np.stack([self._sequences.pairs(self._order.step_indices(step - 1)) for step in steps])
-        places = np.stack([even_out(work) for work in came])
-        shared = np.stack([np.take(work, place) for work, place in zip(came, places, strict=True)])
-        before, after = busiest_over_mean(came), busiest_over_mean(shared)
-        moved = np.mean(places.reshape(len(places), -1) != np.arange(came[0].size))
+        moved, after, before = worth_of_sharing(came, np.stack([even_out(work) for work in came]))
         return (
             f"data.balance moves {moved:.0%} of the sequences within their steps: the busiest "
             f"replica computes {after:.3f} of the mean's attention, {before:.3f} without in {len(steps)} steps"

@@ -90,6 +90,16 @@ def busiest_over_mean(work: NDArray[np.int64]) -> float:
     return float(loads.max(-1).sum() / max(1e-30, loads.mean(-1).sum()))
 
 
+def worth_of_sharing(came: NDArray[np.int64], places: NDArray[np.int64]) -> tuple[float, float, float]:
+    """The share of sequences that ``even_out`` moved within some steps, and ``busiest_over_mean`` with and without.
+
+    The work as it came, and where ``even_out`` put it; both (steps, accumulation_steps, replicate, batch_size).
+    """
+    shared = np.stack([np.take(work, place) for work, place in zip(came, places, strict=True)])
+    moved = float(np.mean(places.reshape(len(places), -1) != np.arange(came[0].size)))
+    return moved, busiest_over_mean(shared), busiest_over_mean(came)
+
+
 @lru_cache(maxsize=2)  # a step touches one epoch, or two at the seam
 def _permutation(num_sequences: int, seed: int, epoch: int) -> NDArray[np.int64]:
     # Sorted raw bits, not Generator.permutation: NumPy keeps the bit streams stable between versions, its methods not.
