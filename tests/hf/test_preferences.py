@@ -1,23 +1,15 @@
 """DPO, KTO, ORPO and reward models on a ring are what they are on one process, whatever the reference is."""
 
 import tempfile
-from functools import lru_cache
 from typing import Any
 
 import pytest
 
 from ringspan.torch.layers.modules import local_part
 from tests.hf.preferences import dpo, kto, orpo, reward
-from tests.hf.trainers import differences, made, train
+from tests.hf.trainers import SHORT, differences, made, short_run, train
 
 TOLERANCE = 1e-5
-SHORT = ("max_steps", 3)
-
-
-@lru_cache
-def on_one_process(make: Any, model: str, replicas: int, *options: tuple[str, Any]) -> dict[str, Any]:
-    sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 2 * replicas)
-    return train(None, make, model, None, dict([SHORT, *options]) | sizes)
 
 
 def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -42,14 +34,14 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_steps_on_a_ring_equal_one_process(world, make, model, options):
-    expected = on_one_process(make, model, 1, *options.items())
+    expected = short_run(make, model, 1, *options.items())
     for found in world(2).run(train, 2, make, model, {}, dict([SHORT]) | options):
         close(found, expected)
 
 
 @pytest.mark.parametrize("make", [dpo, kto, reward], ids=["dpo", "kto", "reward"])
 def test_replicas_average_their_preferences(world, make):
-    expected = on_one_process(make, "llama", 2)
+    expected = short_run(make, "llama", 2)
     for found in world(4).run(train, 4, make, "llama", {}, dict([SHORT]), replicate=2):
         close(found, expected)
 
@@ -83,8 +75,8 @@ def test_a_reference_of_the_models_folder_follows_the_model(world, tmp_path):
     made("llama").save_pretrained(tmp_path)
     options = {"place": str(tmp_path), "reference": None}
     options |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
-    expected = on_one_process(dpo, "llama", 1, *options.items())
-    still = on_one_process(dpo, "llama", 1, *options.items(), ("sync_ref_model", False))
+    expected = short_run(dpo, "llama", 1, *options.items())
+    still = short_run(dpo, "llama", 1, *options.items(), ("sync_ref_model", False))
     assert expected["loss"][0] == pytest.approx(0.693147, rel=1e-5) and expected["loss"][1:] != still["loss"][1:]
     for found in world(2).run(train, 2, dpo, "llama", {}, dict([SHORT]) | options):
         close(found, expected)

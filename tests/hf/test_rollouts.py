@@ -1,21 +1,13 @@
 """GRPO and RLOO on a ring are what they are on one process, of completions that are given and of those they make."""
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
 
 from tests.hf.rollouts import grpo, rloo
-from tests.hf.trainers import differences, train
+from tests.hf.trainers import SHORT, differences, short_run, train
 
 TOLERANCE = 1e-5
-SHORT = ("max_steps", 3)
-
-
-@lru_cache
-def on_one_process(make: Any, model: str, replicas: int, *options: tuple[str, Any]) -> dict[str, Any]:
-    sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 2 * replicas)
-    return train(None, make, model, None, dict([SHORT, *options]) | sizes)
 
 
 def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -37,7 +29,7 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_steps_on_a_ring_equal_one_process(world, make, model, options):
-    expected = on_one_process(make, model, 1, *options.items())
+    expected = short_run(make, model, 1, *options.items())
     for found in world(2).run(train, 2, make, model, {}, dict([SHORT]) | options):
         close(found, expected)
 

@@ -150,6 +150,16 @@ def train(mesh: Any, make: Callable[..., Any], model: str, ring: dict[str, Any] 
         return history(trainer)
 
 
+SHORT = ("max_steps", 3)
+
+
+@lru_cache
+def short_run(make: Any, model: str, replicas: int, *options: tuple[str, Any]) -> dict[str, Any]:
+    """Three steps and an evaluation on one process, of as many examples as so many replicas take."""
+    sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 2 * replicas)
+    return train(None, make, model, None, dict([SHORT, *options]) | sizes)
+
+
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
     """By what is logged, and of the weights: the largest relative difference."""
     result: dict[str, float] = {}
