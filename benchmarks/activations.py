@@ -3,6 +3,7 @@
     python benchmarks/activations.py bytes    # fake tensors, any machine, about ten minutes
     python benchmarks/activations.py time     # two ranks of one thread; leave the machine alone for six minutes
     python benchmarks/activations.py norms    # one thread; leave the machine alone for a minute
+    python benchmarks/activations.py chunks   # fake tensors, any machine, five minutes: feed-forwards by block
 
 Results go to ``benchmarks/results/activations-cpu.json``, the picture of the longest to ``docs/activations.svg``.
 """
@@ -42,6 +43,7 @@ _BLOCKS: Final[dict[str, Any]] = {
     "norm_chunk_tokens": 4096,
     "loss_chunk_vocabulary": 4096,
 }
+_NORMS: Final[dict[str, Any]] = {"norm_chunk_tokens": 4096}
 # Each row adds to, or takes another policy than, the one before it.
 BYTES: Final[dict[str, dict[str, Any]]] = {
     "nothing": {"checkpoint": "none", "loss_chunk_tokens": 1 << 30},
@@ -72,28 +74,42 @@ TIMES: Final[dict[str, dict[str, Any]]] = {
 
 def count_bytes() -> dict[str, Any]:
     """The highest moment of a step of a Llama of 130M parameters, as rank 1 of 2, in bfloat16."""
-    rows: list[dict[str, Any]] = []
-    for tokens in (8192, 32_768, 131_072):
-        for name, options in BYTES.items():
-            setting = Setting(length=2 * tokens, ring=2, on_gpu=False, **options)
-            config = LlamaConfig(
-                vocab_size=32_000,
-                hidden_size=768,
-                intermediate_size=2304,
-                num_hidden_layers=12,
-                num_attention_heads=12,
-                num_key_value_heads=4,
-                max_position_embeddings=2 * tokens,
-                use_cache=False,
-            )
-            peak = trace(config, setting, 1).peak
-            row = {"ring": 2, "tokens_per_rank": tokens, "checkpoint": setting.checkpoint, "variant": name}
-            rows.append(row | {"phase": peak.phase, "peak_bytes": peak.total_bytes, "bytes": peak.bytes})
-            print(tokens, name, f"{peak.total_bytes / 1e9:.2f} GB", file=sys.stderr, flush=True)
+    rows = [_traced(tokens, name, options) for tokens in (8192, 32_768, 131_072) for name, options in BYTES.items()]
     longest = max(row["tokens_per_rank"] for row in rows)
     picture = category_picture([row for row in rows if row["tokens_per_rank"] == longest])
     (ROOT / "docs" / "activations.svg").write_text(svg(picture))
     return {"rows": rows}
+
+
+def count_chunks() -> dict[str, Any]:
+    """The same by the tokens of a feed-forward's block."""
+    rows = [
+        _traced(tokens, f"{kept}, {chunk}", {"checkpoint": kept, "feedforward_chunk_tokens": chunk, **_NORMS})
+        | {"chunk_tokens": chunk}
+        for tokens in (8192, 32_768)
+        for kept in ("attention", "full")
+        for chunk in (1024, 2048, 4096, 8192)
+    ]
+    return {"rows": rows}
+
+
+def _traced(tokens: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The highest moment of a step on ``tokens`` per rank."""
+    setting = Setting(length=2 * tokens, ring=2, on_gpu=False, **options)
+    config = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=768,
+        intermediate_size=2304,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=2 * tokens,
+        use_cache=False,
+    )
+    peak = trace(config, setting, 1).peak
+    print(tokens, name, f"{peak.total_bytes / 1e9:.2f} GB", file=sys.stderr, flush=True)
+    row = {"ring": 2, "tokens_per_rank": tokens, "checkpoint": setting.checkpoint, "variant": name}
+    return row | {"phase": peak.phase, "peak_bytes": peak.total_bytes, "bytes": peak.bytes}
 
 
 def time_options(repeats: int = 5) -> dict[str, Any]:
@@ -185,7 +201,8 @@ def main() -> None:
     """Run what is named, ``bytes`` and ``time`` when nothing is, and keep the results of the other."""
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in sys.argv[1:] or ["bytes", "time"]:
-        result = {"bytes": count_bytes, "time": time_options, "norms": time_norms}[name]()
+        parts = {"bytes": count_bytes, "chunks": count_chunks, "time": time_options, "norms": time_norms}
+        result = parts[name]()
         command = f"python benchmarks/activations.py {name}"
         results[name] = {"command": command, **result, "machine": describe_machine()}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

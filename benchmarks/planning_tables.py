@@ -1,7 +1,6 @@
-"""The tables of docs/planning.md, as the planner computes them: ``python -m benchmarks.planning_tables FILE``."""
+"""Tables that the planner computes, in the pages that have them: ``python -m benchmarks.planning_tables``."""
 
 import re
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,8 @@ from ringspan.plan.model.shapes import MODELS
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question, longest_setting
 
+DOCS: Final = Path(__file__).parents[1] / "docs"
+PAGES: Final = ("planning.md", "published.md")
 K: Final = 1024
 
 # Hardware, devices, model, and the longest context in thousands of tokens as published: with blockwise attention and
@@ -253,9 +254,11 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
 
 
 def fill(text: str) -> str:
-    """A document with each table between ``<!-- table NAME -->`` and ``<!-- end -->`` computed anew."""
+    """A page with each table between ``<!-- table NAME -->`` and ``<!-- end -->`` computed anew."""
 
     def filled(match: re.Match[str]) -> str:
+        if match[1] not in TABLES:  # of another module
+            return match[0]
         return f"<!-- table {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
 
     return re.sub(r"<!-- table ([a-z-]+) -->.*?<!-- end -->", filled, text, flags=re.DOTALL)
@@ -268,5 +271,6 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 if __name__ == "__main__":
-    document = Path(sys.argv[1])
-    document.write_text(fill(document.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in PAGES:
+        page = DOCS / name
+        page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")

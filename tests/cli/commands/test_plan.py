@@ -1,8 +1,10 @@
 """``ringspan plan``: what it prints, how fast, and that it needs no framework."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -196,3 +198,17 @@ def test_bad_input_is_refused_in_a_line(monkeypatch, capsys, arguments, message)
 
 def test_help_has_an_example(monkeypatch, capsys):
     assert "Example" in printed(monkeypatch, capsys, "--help")
+
+
+GENERATED = ("--generate", "--devices", "8", "--device", "h100", "--prompt", "1000000", "--new-tokens", "500")
+
+
+@pytest.mark.parametrize("page", ["planning.md", "start.md"])
+def test_the_pages_show_what_is_printed(monkeypatch, capsys, page):
+    text = (Path(__file__).parents[3] / "docs" / page).read_text(encoding="utf-8")
+    shown = [block for block in re.findall(r"(?:^    .*\n|^\n)+", text, re.MULTILINE) if "    fits: " in block]
+    commands = (("--devices", "8", "--device", "h100", "--length", "524288"), GENERATED)
+    assert len(shown) == (2 if page == "planning.md" else 1)
+    for block, options in zip(shown, commands, strict=False):
+        printed_now = printed(monkeypatch, capsys, "--model", "llama-3.1-8b", *options)
+        assert " ".join(block.split()) in " ".join(printed_now.split())

@@ -29,7 +29,7 @@ def show(answer: Plan, result: dict[str, Any], mesh: str, layouts: Sequence[Layo
     facts(out, "memory per device at the peak", rows)
     here = min(answer.question.devices, answer.question.device.devices_per_node)
     per_device = [
-        (f"to {name}", shown_bytes(use) + (f", {shown_bytes(here * use)} a node" if use and here > 1 else ""))
+        (f"to {name}", shown_bytes(use) + (f", {shown_bytes(here * use)} per node" if use and here > 1 else ""))
         for name, use in result["host"].items()
     ]
     facts(out, "memory of the host per device", per_device)

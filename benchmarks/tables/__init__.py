@@ -1,0 +1,81 @@
+"""Tables of pages, computed or read from ``benchmarks/results``: ``python -m benchmarks.tables`` fills them in.
+
+A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``; a test fails when a page has another one.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from benchmarks.tables import counts, memory, speed
+
+DOCS: Final = Path(__file__).parents[2] / "docs"
+TABLES: Final[dict[str, Callable[[], str]]] = {
+    "overlap-devices": counts.overlap_devices,
+    "overlap": partial(counts.overlap, "overlap-cpu"),
+    "overlap-amd": partial(counts.overlap, "overlap-cpu-amd"),
+    "layouts": counts.layouts,
+    "states": counts.states,
+    "communication": counts.communication,
+    "errors-float": partial(counts.errors, "float32"),
+    "errors-bfloat": partial(counts.errors, "bfloat16"),
+    "faults": counts.faults,
+    "attention": partial(speed.attention, "attention-cpu"),
+    "attention-amd": partial(speed.attention, "attention-cpu-amd"),
+    "step": partial(speed.step, "step-cpu"),
+    "option-times": speed.option_times,
+    "jax": partial(speed.jax_attention, "jax-attention-cpu"),
+    "jax-amd": partial(speed.jax_attention, "jax-attention-cpu-amd"),
+    "peers-float": partial(speed.peers, "peers-cpu", "float32"),
+    "peers-bfloat": partial(speed.peers, "peers-cpu", "bfloat16"),
+    "peers-amd-float": partial(speed.peers, "peers-cpu-amd", "float32"),
+    "peers-amd-bfloat": partial(speed.peers, "peers-cpu-amd", "bfloat16"),
+    "routes": speed.routes,
+    "nodes": speed.nodes,
+    "packed": speed.packed,
+    "packed-layouts": speed.packed_layouts,
+    "windows": speed.windows,
+    "balance": speed.balance,
+    "kernel-rows": speed.kernel_rows,
+    "option-bytes": memory.option_bytes,
+    "kept-activations": memory.activations,
+    "blocks": memory.blocks,
+    "contexts-measured": memory.contexts,
+    "row-samples": memory.row_samples,
+    "tpus": memory.tpus,
+    "weights": memory.weights,
+    "traced": memory.traced,
+    "prompts": memory.prompts,
+    "ancestors": memory.ancestors,
+}
+PAGES: Final = (
+    "understand/overlap.md",
+    "understand/ancestors.md",
+    "memory.md",
+    "jax.md",
+    "performance.md",
+    "peers.md",
+    "overlap.md",
+    "error.md",
+    "published.md",
+    "routes.md",
+    "layouts.md",
+    "masks.md",
+    "generation.md",
+    "hybrids.md",
+    "weights.md",
+    "reliability.md",
+)
+
+
+def filled(text: str) -> str:
+    """A page with its tables made anew."""
+
+    def made(found: re.Match[str]) -> str:
+        if found[1] not in TABLES:  # of another module
+            return found[0]
+        return f"<!-- table {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- table ([a-z-]+) -->\n.*?<!-- end -->", made, text, flags=re.DOTALL)

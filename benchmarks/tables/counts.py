@@ -1,0 +1,155 @@
+"""Tables that no clock is needed for: the overlap law, the balance of layouts, errors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from benchmarks.result_files import read, table
+from ringspan.core.messages.units import shown_bandwidth, shown_speed
+from ringspan.plan.cluster.hardware import device, min_block_tokens
+
+_CODES: Final = {
+    "exact": "`exact`",
+    "bfloat16": "`bfloat16`",
+    "int8": "`int8`, a scale per head and block",
+    "float8": "`float8` (e4m3), a scale per head and block",
+    "gradients in bfloat16": '`gradient_comm_dtype="bfloat16"`',
+}
+_GROUPED: Final = 4  # query heads on a key/value head
+
+
+def overlap_devices() -> str:
+    """From how many tokens per rank on a ring hides, by data sheets."""
+    rows: list[Sequence[object]] = []
+    for name in ("a100-80gb", "h100", "b200", "tpu-v5p"):
+        each = device(name)
+        inside, between = each.intra_node_bandwidth, each.inter_node_bandwidth
+        tokens = (min_block_tokens(each.flops, inside), min_block_tokens(each.flops, between))
+        links = [shown_bandwidth(inside), shown_bandwidth(between)]
+        counts = [f"{count:,.0f}" for count in (*tokens, tokens[1] / _GROUPED)]
+        rows.append((each.title, shown_speed(each.flops), *links, *counts))
+    return table(
+        ("device", "F", "B in a node", "B between nodes", "c in a node", "c between nodes", "c, grouped heads"), rows
+    )
+
+
+def overlap(name: str) -> str:
+    """Where a transfer hides, as the law says and as it was measured."""
+    (found,) = read(name)
+    rows = [
+        (
+            f"{each['gigabits']:g} Gbit/s",
+            each["dtype"],
+            each["heads"] // each["kv_heads"],
+            f"{each['flops_per_second'] / 1e9:.0f}",
+            f"{each['bytes_per_second'] / 1e6:.1f}",
+            f"{each['predicted_tokens']:,.0f}",
+            f"{each['crossing_tokens']:,.0f}",
+            f"{each['crossing_over_predicted']:.2f}",
+        )
+        for each in found["result"]["sweeps"]
+    ]
+    head = ("link", "dtype", "query heads on one", "F (GFLOP/s)", "B (MB/s)", "predicted", "measured")
+    return table((*head, "measured / predicted"), rows, left=2)
+
+
+def layouts() -> str:
+    """Balance and bytes of documents on 16 ranks."""
+    kinds = {
+        "lognormal": "lognormal around 2K",
+        "code": "Python's source files",
+        "one_long": "one of 64K among short ones",
+    }
+    found = {
+        (row["layout"], row["documents"]): row
+        for row in read("layouts-counts")["rows"]
+        if (row["length_tokens"], row["ranks"]) == (1 << 20, 16)
+    }
+    names = ("balanced", "zigzag", "zigzag per document", "chunks")
+    rows: list[Sequence[object]] = []
+    for name in (*names, "ulysses"):
+        cells = [
+            shown
+            for kind in kinds
+            for row in (found[name, kind],)
+            for shown in (f"{row['most_work_over_mean']:.2f}", f"{row['sent_tokens']:,}")
+        ]
+        rows.append(("Ulysses" if name == "ulysses" else name, *cells))
+    head = [f"{shown}: work" if part == "work" else "sent" for shown in kinds.values() for part in ("work", "sent")]
+    return table(("1,048,576 tokens on 16 ranks", *head), rows)
+
+
+def states() -> str:
+    """Errors of layers with a state against float64, by ranks."""
+    rows = [
+        (each["layer"], f"{each['tokens']:,}", row["ranks"], f"{row['out']:.1e}", f"{row['worst_gradient']:.1e}")
+        for each in read("recurrence-error-cpu")["layers"]
+        for row in each["rows"]
+    ]
+    return table(("layer", "tokens", "ranks", "out", "worst gradient"), rows)
+
+
+def communication() -> str:
+    """Errors of coded keys, values and gradients."""
+    rows = {(row["code"], row["ranks"]): row for row in read("communication-error-cpu")["rows"]}
+    lines: list[Sequence[object]] = []
+    for code, shown in _CODES.items():
+        two, eight = rows[code, 2], rows[code, 8]
+        passes = ("forward_bytes", "backward_bytes")
+        shares = [f"{eight[each] / rows['exact', 8][each]:.2f}" for each in passes]
+        errors = [
+            f"{row[name]:.1e}" for row, name in ((two, "out"), *((eight, each) for each in ("out", "dq", "dk", "dv")))
+        ]
+        lines.append((shown, *shares, *errors))
+    head = ("sent as", "bytes, forward", "bytes, backward", "out, 2 ranks", "out, 8 ranks", "dq", "dk", "dv")
+    return table(head, lines)
+
+
+def errors(dtype: str) -> str:
+    """Errors on rings of growing length beside those of one process."""
+    (found,) = read("error-cpu")
+    (curve,) = [each for each in found["result"]["curves"] if each["dtype"] == dtype]
+    names = ("out", "dq", "dk", "dv")
+    rows = [("one process, SDPA", curve["one_process"]), *((f"ring of {row['ranks']}", row) for row in curve["rows"])]
+    return table(("", *names), [(title, *(f"{row[name]:.2e}" for name in names)) for title, row in rows])
+
+
+def faults() -> str:
+    """What real jobs did when they were struck."""
+    found = {row["name"]: row for row in read("faults-cpu") if row["name"] in _SEEN}
+    assert all(row["passed"] == row["tries"] for row in found.values()), "a promise was not kept"
+    rows: list[Sequence[object]] = []
+    for name, shown in _SEEN.items():
+        row = found[name]
+        title = f"no fault, steps of {row['figures']['step_seconds']:.1f} s" if name == "cost" else row["fault"]
+        rows.append((title, shown(row["figures"]), row["tries"]))
+    return table(("fault", "seen", "times"), rows, left=2)
+
+
+def _spread(figures: dict[str, float]) -> str:
+    return f"{figures['median']:.3g} s (at most {figures['largest']:.3g} s)"
+
+
+_SEEN: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
+    "kill": lambda figures: (
+        f"survivors gone after {_spread(figures['survivors_gone_seconds'])}, "
+        f"next step after {_spread(figures['next_step_seconds'])}; losses bit-equal"
+    ),
+    "stop": lambda figures: (
+        f"named after {_spread(figures['named_seconds'])}, "
+        f"with a time-out of {figures['min_timeout_seconds']:g} s; losses bit-equal"
+    ),
+    "term": lambda figures: f"saved and gone after {_spread(figures['saved_and_gone_seconds'])}; losses bit-equal",
+    "save": lambda figures: (
+        "the old or the new checkpoint loads, never neither, never a mixture; "
+        f"{figures['tries_with_leftovers']} left files to remove"
+    ),
+    "link": lambda figures: (
+        f"each host names the other after {_spread(figures['named_after_seconds'])}, "
+        f"with a time-out of {figures['timeout_seconds']:g} s; losses bit-equal after a restart"
+    ),
+    "worlds": lambda figures: (
+        f"the next {figures['losses']} losses within {max(figures['largest_relative_difference'].values()):.1e}"
+    ),
+    "clean": lambda _: "no false alarm",
+    "cost": lambda figures: f"guard, handshake and watchdog take {figures['share_of_step']:.1%} of a step",
+}
