@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint docs docs-serve docs-check package fuzz long faults models trainers compat bench clean
+.PHONY: help setup demo test lint docs docs-serve docs-check package mutants fuzz long faults models trainers compat bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile

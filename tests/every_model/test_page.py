@@ -21,6 +21,14 @@ def test_the_page_is_that_of_the_results():
     assert page(FACTS) == PAGE.read_text(encoding="utf-8")
 
 
+def test_the_readme_has_the_numbers_of_the_page():
+    text = (PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
+    runs = [row for row in FACTS["rows"] if "error" in row.get("sequence", {})]
+    generates = [row for row in runs if "error" in row[GENERATION]]
+    assert f"{len(runs)} types" in text and f"{len(runs)} model types" in text
+    assert f"{len(generates)} model types" in text
+
+
 def test_every_model_that_runs_is_exact_and_none_fails():
     outcomes = [row[trial] for row in FACTS["rows"] for trial in (*TRIALS, GENERATION) if trial in row]
     assert sum("error" in outcome for outcome in outcomes) > 100
