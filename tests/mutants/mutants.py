@@ -941,7 +941,7 @@ MUTANTS = [
     Mutant(
         "attention without its ALiBi",
         "torch/model/attention/function.py",
-        "slopes=alibi_slopes,",
+        "slopes=asked.slopes,",
         "slopes=None,",
         f"{OWN_CODE}[bloom]",
     ),

@@ -6,17 +6,14 @@ B batch, S global tokens, T local tokens, V vocabulary.
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import count
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
-from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.geometry.balanced import batch_layout
-from ringspan.core.messages.numbers import check_whole
 from ringspan.core.names import (
     BatchLayoutName,
     CheckpointName,
@@ -31,43 +28,32 @@ from ringspan.torch.consistency.fixed import note_buffers, note_data, refuse_cop
 from ringspan.torch.consistency.loop_watch import in_call, watch_loop
 from ringspan.torch.consistency.optimizers import watch_optimizers
 from ringspan.torch.consistency.weights import describe_weights, share_weights
-from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.generate.model import RingGenerator
 from ringspan.torch.layers.blockwise.blocks import run_in_blocks
-from ringspan.torch.layers.blockwise.feedforward import find_feedforwards, free_feedforwards
-from ringspan.torch.layers.blockwise.head import joined, kind_of_head, refuse_blocks_of_vocabulary, vocabularies
-from ringspan.torch.layers.blockwise.norm import find_norms
-from ringspan.torch.layers.compiled import check_compile, compile_layers
-from ringspan.torch.layers.decoder import (
-    decoder_of,
-    layer_kinds,
-    layers_of,
-    logit_scale,
-    logit_softcap,
-)
+from ringspan.torch.layers.blockwise.head import kind_of_head
+from ringspan.torch.layers.compiled import compile_layers
+from ringspan.torch.layers.decoder import layer_kinds, layers_of
 from ringspan.torch.layers.embedding import sum_embedding_gradients
 from ringspan.torch.layers.modules import mix_in, own_config, seen_as
 from ringspan.torch.layers.numbering import number_tokens, skipped_token
 from ringspan.torch.layers.rope import chunk_rotary_tables
-from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_router_loss, record_routers
-from ringspan.torch.memory.checkpointing import check_checkpointing, checkpoint_layers
+from ringspan.torch.layers.router_loss import record_routers
+from ringspan.torch.memory.checkpointing import checkpoint_layers
 from ringspan.torch.memory.sharding import shard_weights
 from ringspan.torch.memory.shared_blocks import join_shared_blocks
 from ringspan.torch.model.adapters import base_of, is_peft, put_on_ring
 from ringspan.torch.model.attention.function import register_attention
-from ringspan.torch.model.attention.own import own_attention, refuse_compiled, take_over_attention
+from ringspan.torch.model.attention.own import own_attention, take_over_attention
 from ringspan.torch.model.config_changes import copy_configs
-from ringspan.torch.model.recurrent import hook_stateful, refuse_spans, stateful_modules
-from ringspan.torch.model.support import FoundHead, refuse_kernel, refuse_route, refuse_unsupported, say_shifted
-from ringspan.torch.model.tasks.causal_lm import RingCausalLM
-from ringspan.torch.model.tasks.classifier import RingClassifier, is_classifier, refuse_classifier
-from ringspan.torch.model.tasks.hidden_states import RingDecoder, check_inner_call, is_headless, refuse_headless
-from ringspan.torch.multimodal.kinds import kind_of
+from ringspan.torch.model.recurrent import hook_stateful
+from ringspan.torch.model.tasks.classifier import RingClassifier, is_classifier
+from ringspan.torch.model.tasks.hidden_states import RingDecoder, check_inner_call
 from ringspan.torch.multimodal.towers import put_towers_on_ring
+from ringspan.torch.parts import Parts, check_parts, compute_dtype_of
 from ringspan.torch.recurrence.current import carry_passes
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.runtime.mesh import tensor_axis
-from ringspan.torch.tensor_parallel.split import refuse_split, split_model
+from ringspan.torch.tensor_parallel.split import split_model
 from ringspan.torch.weights.loading import fill_shards, set_aside, sources_in
 
 # How many models each mesh has been given, alike on all of its ranks.
@@ -178,11 +164,51 @@ def parallelize(
 def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> PreTrainedModel:
     """``parallelize`` with its options in one value."""
     mesh = ring_mesh(mesh)
-    given, parts = model, None
+    given = model
+    model, parts = _agreed(given, mesh, config)
+    share_weights(model, mesh)
+    # Nothing raises any more: from here on the model changes.
+    own_config(model)
+    sources = sources_in(model)
+    shared, layers = join_shared_blocks(model), [*layers_of(parts.decoder).values()]
+    _attend_over_ring(parts, mesh["ring"].get_group(), config)
+    is_stateful = _prepare_layers(model, layers, parts, config)
+    towers: list[nn.Module] = []
+    if parts.media is not None:
+        towers = put_towers_on_ring(model, parts.media, checkpointed=config.checkpoint != "none")
+    _call_over_ring(model, parts, mesh, config, is_stateful=is_stateful)
+    if (tp := tensor_axis(mesh)) is not None:
+        split_model(model, tp)
+    recorder = None if parts.router is None else parts.router.recorder
+    for modules, chunk_tokens, option, from_tokens in parts.in_blocks:
+        run_in_blocks(modules, chunk_tokens, option, from_tokens=from_tokens, recorder=recorder)
+    shard_weights(model, [*shared, *layers, *towers], mesh, compute_dtype_of(config))
+    if config.compile is not False:
+        compile_layers(parts.decoder, layers, layer_kinds(parts.decoder.config), config.compile)
+    watch_optimizers(model)
+    if config.watchdog:
+        watch_loop(mesh)
+    if sources:
+        with in_call("loading the weights"):
+            error = fill_shards(model, sources)
+            check_call(mesh, Call("the end of loading the weights", error=error))
+    _note_what_stays(model, layers, mesh)
+    if given is not model:
+        put_on_ring(given)
+    return given
+
+
+def _agreed(given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> tuple[PreTrainedModel, Parts]:
+    """The model inside of adapters and what may change of it, once all ranks were given the same.
+
+    Raises:
+        RingspanError: what ``parallelize`` says, on every rank.
+    """
+    model, parts = given, None
     try:
         model = base_of(given) if is_peft(given) else given
         set_aside(model)
-        parts = _check(model, mesh, config)
+        parts = check_parts(model, mesh, config)
         facts = {field.name: str(getattr(config, field.name)) for field in fields(StepConfig)}
         facts |= describe_weights(model)
         facts |= {f"config.{name}": str(value) for name, value in model.config.to_dict().items()}
@@ -191,28 +217,33 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         call = Call("parallelize", error=error)
     check_call(mesh, call)
     assert parts is not None, "an error is raised there"
-    share_weights(model, mesh)
-    # Nothing is refused any more: from here on the model changes.
-    own_config(model)
-    sources = sources_in(model)
+    return model, parts
+
+
+def _attend_over_ring(parts: Parts, ring: ProcessGroup, config: StepConfig) -> None:
+    """Let the decoder's attention modules call ``ring_attention``, and number tokens by their global positions."""
     decoder: Any = parts.decoder
-    ring, kinds = mesh["ring"].get_group(), layer_kinds(decoder.config)
-    shared, layers = join_shared_blocks(model), [*layers_of(decoder).values()]
-    implementation = register_attention(type(decoder).__name__, ring, kinds, config)
+    implementation = register_attention(type(decoder).__name__, ring, layer_kinds(decoder.config), config)
     if own_attention(decoder):  # transformers does not set one for these
         decoder.config._attn_implementation = implementation
         take_over_attention(decoder, implementation)
     else:
         decoder.set_attn_implementation(implementation)
     number_tokens(decoder)
-    media = None if parts.head is None else kind_of(model)
     attention: Any
     for attention in decoder.modules():
         if getattr(attention, "attn_temperature_tuning", False):
             # Llama 4 counts local tokens for it; ``attend`` does the same with their global positions.
             attention.attn_temperature_tuning, attention.ring_temperature = False, not attention.use_rope
-        if media is not None and media.is_prefix:
+        if parts.media is not None and parts.media.is_prefix:
             attention.is_causal = True  # all but the prompt, which the mask says
+
+
+def _prepare_layers(model: Any, layers: list[nn.Module], parts: Parts, config: StepConfig) -> bool:
+    """Make layers keep what ``config.checkpoint`` says and exchange what they need of other ranks beside keys and
+    values; whether some have a state.
+    """
+    decoder: Any = parts.decoder
     if parts.router is not None:
         record_routers(model, parts.router)
     # A model of the user's around a decoder need not say that its layers can be checkpointed.
@@ -223,177 +254,53 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         carry_passes(layers, keeps=is_stateful and config.checkpoint == "attention")
     chunk_rotary_tables(decoder)
     sum_embedding_gradients(decoder)
-    is_plain = parts.head is None and not is_classifier(model)
-    towers = [] if media is None else put_towers_on_ring(model, media, checkpointed=config.checkpoint != "none")
-    where = next(name for name, module in model.named_modules() if module is decoder)
+    return is_stateful
+
+
+def _call_over_ring(model: Any, parts: Parts, mesh: DeviceMesh, config: StepConfig, *, is_stateful: bool) -> None:
+    """Give the model a class whose calls are those of all ranks: a decoder's, a classifier's or a causal LM's."""
+    decoder: Any = parts.decoder
     about: dict[str, Any] = {
         "ring_mesh": mesh,
         "ring_layout": config.layout,
-        "ring_decoder": where,
+        "ring_decoder": next(name for name, module in model.named_modules() if module is decoder),
         "ring_configs": copy_configs((model.config, decoder.config)),
     }
-    if is_plain:
+    if parts.head is None and not is_classifier(model):
         mix_in(model, RingDecoder, **about)
         if decoder is not model:
             check_inner_call(model, decoder)
-    else:
-        if media is not None:
-            # ``generate`` asks the signature which images a model takes, and if it takes embeddings, which it then
-            # makes itself.
-            about["forward"] = seen_as(type(model).forward, RingGenerator.forward, without="mm_encoder_outputs")
-        mix_in(
-            model,
-            RingClassifier if parts.head is None else RingGenerator,
-            **about,
-            ring_loss=parts.loss,
-            ring_vocabularies=parts.vocabularies,
-            ring_skipped=skipped_token(decoder),
-            ring_head=None if parts.head is None else kind_of_head(parts.head),
-            ring_head_parts=parts.head_parts,
-            ring_stateful=is_stateful,
-            ring_compiled=config.compile is not False,
-            ring_router=parts.router,
-            ring_media=media,
-        )
-    if (tp := tensor_axis(mesh)) is not None:
-        split_model(model, tp)
-    recorder = None if parts.router is None else parts.router.recorder
-    for modules, chunk_tokens, option, from_tokens in parts.in_blocks:
-        run_in_blocks(modules, chunk_tokens, option, from_tokens=from_tokens, recorder=recorder)
-    shard_weights(model, [*shared, *layers, *towers], mesh, _compute_dtype(config))
-    if config.compile is not False:
-        compile_layers(decoder, layers, kinds, config.compile)
-    watch_optimizers(model)
-    if config.watchdog:
-        watch_loop(mesh)
-    if sources:
-        with in_call("loading the weights"):
-            error = fill_shards(model, sources)
-            check_call(mesh, Call("the end of loading the weights", error=error))
+        return
+    if parts.media is not None:
+        # ``generate`` asks the signature which images a model takes, and if it takes embeddings, which it then makes
+        # itself.
+        about["forward"] = seen_as(type(model).forward, RingGenerator.forward, without="mm_encoder_outputs")
+    mix_in(
+        model,
+        RingClassifier if parts.head is None else RingGenerator,
+        **about,
+        ring_loss=parts.loss,
+        ring_vocabularies=parts.vocabularies,
+        ring_skipped=skipped_token(decoder),
+        ring_head=None if parts.head is None else kind_of_head(parts.head),
+        ring_head_parts=parts.head_parts,
+        ring_stateful=is_stateful,
+        ring_compiled=config.compile is not False,
+        ring_router=parts.router,
+        ring_media=parts.media,
+    )
+
+
+def _note_what_stays(model: PreTrainedModel, layers: list[nn.Module], mesh: DeviceMesh) -> None:
+    """Note what must be as it is now at every later call, so that a change raises."""
     note_data(model)
     note_buffers(model, layers)
     kind: Any = type(model)
     kind.__deepcopy__, kind.ring_structure = refuse_copy, structure_of(model)
     kind.ring_loss_function, kind.ring_number = staticmethod(model.loss_function), _next_number(mesh)
-    if given is not model:
-        put_on_ring(given)
-    return given
 
 
 def _next_number(mesh: DeviceMesh) -> str:
     """By what ranks tell the models of one mesh apart."""
     ranks = tuple(mesh.mesh.flatten().tolist())
     return f"number {next(_numbers.setdefault(ranks, count(1)))}"
-
-
-class _Parts(NamedTuple):
-    """What ``parallelize`` has found in a model that it may change."""
-
-    decoder: PreTrainedModel
-    head: nn.Module | None
-    """None of a model that ends in hidden states."""
-    head_parts: tuple[str, ...]
-    """The modules that it is made of, where it is more than the output embedding."""
-    vocabularies: tuple[int, int]
-    loss: LossOptions
-    in_blocks: list[tuple[list[nn.Module], int, str, int]]
-    """Modules to run in blocks of so many tokens, by which option, and from how many tokens on."""
-    router: RouterLoss | None
-
-
-def _check(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> _Parts:
-    """Raise what ``parallelize`` cannot do with a model, and leave it as it is."""
-    tp = tensor_axis(mesh)
-    if isinstance(model, (RingCausalLM, RingDecoder)):
-        raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already")
-    headless = is_headless(model)
-    found = FoundHead()
-    if is_classifier(model):
-        refuse_classifier(model)
-    elif headless:
-        refuse_headless(model)
-    else:
-        found = refuse_unsupported(model)
-    decoder: Any = decoder_of(model)
-    if headless and config.compile is not False:
-        raise UnsupportedError(f"compile={config.compile!r}: {type(model).__name__} has no head; leave it out")
-    if headless and config.layout == "balanced" and not is_classifier(model):
-        raise UnsupportedError(
-            f"layout 'balanced' is made for documents, of which {type(model).__name__}, without a head, is not told; "
-            "use zigzag"
-        )
-    if tp is not None:
-        if headless:
-            raise UnsupportedError(f"{type(model).__name__} has no head, whose weights tp does not split yet; use tp=1")
-        refuse_split(model, tp.size())
-    batch_layout(config.layout, mesh["ring"].size(), mesh["ring"].size())
-    if config.layout == "balanced" and "ulysses" in config.route:
-        raise UnsupportedError(
-            f"layout 'balanced' has no Ulysses groups for route {config.route!r}; use another one, such as all-gather"
-        )
-    refuse_spans(decoder, config.layout, mesh["ring"].size(), 1 if tp is None else tp.size())
-    compute_dtype = _compute_dtype(config)
-    refuse_route(decoder.config, mesh["ring"].size(), config.route, config.comm_dtype, 1 if tp is None else tp.size())
-    refuse_kernel(decoder, config.kernel, compute_dtype, mesh["ring"])
-    layered = decoder if headless else model
-    check_checkpointing(layered, config.checkpoint, config.offload, config.layers_per_checkpoint)
-    refuse_compiled(decoder, config.compile)
-    check_compile(decoder, config, is_stateful=bool(stateful_modules(decoder)))
-    is_compiled = config.compile is not False  # blocks would break its programs
-    in_blocks: list[tuple[list[nn.Module], int, str, int]] = []
-    # Both try modules out, on this process alone: before attention is the ring's.
-    option = "feedforward_chunk_tokens"
-    if is_compiled:
-        pass
-    elif config.feedforward_chunk_tokens == "auto":
-        logs = mesh.get_rank() == int(mesh.mesh.min())
-        feedforwards = free_feedforwards(model, checkpointed=config.checkpoint != "none", logs=logs)
-        in_blocks.append((feedforwards, FREE_CHUNK_TOKENS, option, 0))
-    elif config.feedforward_chunk_tokens != 0:
-        check_whole(option, config.feedforward_chunk_tokens, 0)
-        in_blocks.append((find_feedforwards(model), config.feedforward_chunk_tokens, option, 0))
-    option = "norm_chunk_tokens"
-    if is_compiled:
-        pass
-    elif config.norm_chunk_tokens == "auto":
-        norms = [] if config.checkpoint == "none" else find_norms(decoder)
-        in_blocks.append((norms, FREE_CHUNK_TOKENS, option, FREE_NORM_TOKENS))
-    elif config.norm_chunk_tokens != 0:
-        check_whole(option, config.norm_chunk_tokens, 0)
-        in_blocks.append((find_norms(decoder), config.norm_chunk_tokens, option, 0))
-    if headless:
-        entries = vocabularies(model) if is_classifier(model) else (0, 0)
-        return _Parts(decoder, None, (), entries, LossOptions(), in_blocks, None)
-    if not found.shifts and mesh.get_rank() == int(mesh.mesh.min()):
-        say_shifted(model)
-    head: Any = model.get_output_embeddings()
-    if found.parts:
-        head = joined([model.get_submodule(name) for name in found.parts])
-    refuse_blocks_of_vocabulary(head, config.loss_chunk_vocabulary)
-    loss = LossOptions(
-        chunk_tokens=config.loss_chunk_tokens,
-        chunk_vocabulary=config.loss_chunk_vocabulary,
-        z_loss=config.z_loss,
-        label_smoothing=config.label_smoothing,
-        logit_scale=logit_scale(model.config),
-        softcap=logit_softcap(model.config),
-    )
-    router = find_router_loss(model)
-    if router is None and getattr(decoder.config, "output_router_logits", False):
-        raise no_router_loss(type(model).__name__)
-    return _Parts(decoder, head, found.parts, vocabularies(model), loss, in_blocks, router)
-
-
-def _compute_dtype(config: StepConfig) -> torch.dtype | None:
-    """What layers compute in; the parameters' own dtype when None.
-
-    Raises:
-        ConfigError: it is no dtype of real numbers.
-    """
-    if config.compute_dtype is None:
-        return None
-    dtype = getattr(torch, config.compute_dtype, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        shown = f"torch.{config.compute_dtype}" if isinstance(dtype, torch.dtype) else config.compute_dtype
-        raise ConfigError(f"compute_dtype must be a dtype such as torch.bfloat16, or None, got {shown}")
-    return dtype

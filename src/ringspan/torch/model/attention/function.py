@@ -1,11 +1,11 @@
 """The ring as an attention function of transformers: who sees whom in each layer, and what a layer may ask for.
 
-B batch, T local tokens.
+B batch, H heads, T local tokens, D head size.
 """
 
 import hashlib
 from collections.abc import Container, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.step_config import StepConfig
-from ringspan.torch.attention.cached import current_turn
+from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.attention.op import in_autocast, ring_attention
 from ringspan.torch.attention.traced import layer_attention, mask_of
 from ringspan.torch.kernels.score_mod import Scores
@@ -24,6 +24,8 @@ from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attenti
 from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.multimodal.token_types import Blocks
 from ringspan.torch.recurrence.current import current_pass
+
+Qkv = tuple[Tensor, Tensor, Tensor]
 
 _TAKE_MASKS: Final = ("MptModel",)  # decoders that call a method of their mask, which nobody looks at then
 _OVER_CACHE: Final = ("use_cache", "past_key_values", "logits_to_keep")  # which a pass over a cache honours elsewhere
@@ -61,63 +63,14 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
             kwargs = {name: value for name, value in kwargs.items() if name not in _OVER_CACHE}
         check_attention(module, kwargs | {"attention_mask": attention_mask, "dropout": dropout})
         kind = _kind_of_layer(module, kinds, sliding_window, masked)
+        asked = _Asked(scaling, softcap, s_aux, alibi_slopes)
         if turn is not None:
-            if getattr(module, "ring_temperature", False):
-                query = (query * _temperature(module, turn.positions[None]).to(query.device)).to(query.dtype)
-            scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
-            query, key, value = in_autocast(query, key, value)
-            key, value = key.to(query.dtype), value.to(query.dtype)  # written under autocast, or not
-            out = turn.attend(query, key, value, kind, scores, s_aux, config.kernel)
-            return out.transpose(1, 2).contiguous(), None  # some models view it as (batch, tokens, hidden size)
-        if is_program and not getattr(module, "ring_temperature", False):
-            out = layer_attention(
-                *(query, key, value, ring_packed.lengths if ring_packed else None),
-                window=kind.window,
-                chunk=kind.chunk,
-                layout=config.layout,
-                group=ring,
-                scale=scaling,
-                softcap=softcap,
-                sinks=s_aux,
-                route=config.route,
-                comm_dtype=config.comm_dtype,
-                kernel=config.kernel,
-            )
-            return out.transpose(1, 2), None
-        length = query.shape[2] * dist.get_world_size(ring)
-        if getattr(module, "ring_temperature", False):
-            if ring_packed:
-                positions = ring_packed.positions
-            else:
-                layout = batch_layout(config.layout, length, dist.get_world_size(ring))
-                positions = torch.from_numpy(layout.positions(dist.get_rank(ring)))[None]
-            factors = _temperature(module, positions)
-            query = (query * factors.to(query.device)).to(query.dtype)
-        documents_of: Sequence[tuple[int, ...] | None] = (None,)
-        blocks_of: Sequence[Blocks] = ((),)
-        split = None
-        if ring_packed:
-            split = ring_packed.split
-            ring_packed.is_seen, documents_of, blocks_of = True, ring_packed.rows, ring_packed.blocks
-        rows = [slice(None)] if len(documents_of) == 1 else [slice(row, row + 1) for row in range(len(documents_of))]
-        parts = [
-            ring_attention(
-                *(x[part] for x in (query, key, value)),
-                mask=mask_of(length, lengths, kind.window, kind.chunk, blocks),
-                layout=config.layout if split is None else split.of_row(row),  # pyright: ignore[reportArgumentType]
-                group=ring,
-                scale=scaling,
-                softcap=softcap,
-                slopes=alibi_slopes,
-                sinks=s_aux,
-                route=config.route,
-                comm_dtype=config.comm_dtype,
-                kernel=config.kernel,
-            )
-            for row, (part, lengths, blocks) in enumerate(zip(rows, documents_of, blocks_of, strict=True))
-        ]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out.transpose(1, 2), None
+            out = _over_cache(module, (query, key, value), turn, kind, asked, config)
+        elif is_program and not _has_temperature(module):
+            out = _as_program((query, key, value), ring_packed, ring, kind, asked, config)
+        else:
+            out = _over_ring(module, (query, key, value), ring_packed, ring, kind, asked, config)
+        return out, None
 
     def no_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
         """No S x S mask is ever built: the schedule knows who sees whom."""
@@ -133,6 +86,91 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, no_mask)
     return name
+
+
+class _Asked(NamedTuple):
+    """What a layer asks of attention beside its queries, keys and values."""
+
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    slopes: Tensor | None
+
+
+def _over_cache(module: Any, qkv: Qkv, turn: Turn, kind: LayerKind, asked: _Asked, config: StepConfig) -> Tensor:
+    """Attention of new tokens to a cache that is split over the ring: (B, T, H, D)."""
+    query, key, value = qkv
+    if _has_temperature(module):
+        query = _warmed(module, query, turn.positions[None])
+    scores = Scores(query.shape[-1] ** -0.5 if asked.scale is None else asked.scale, asked.softcap or 0.0)
+    query, key, value = in_autocast(query, key, value)
+    key, value = key.to(query.dtype), value.to(query.dtype)  # written under autocast, or not
+    out = turn.attend(query, key, value, kind, scores, asked.sinks, config.kernel)
+    return out.transpose(1, 2).contiguous()  # some models view it as (batch, tokens, hidden size)
+
+
+def _as_program(
+    qkv: Qkv, packed: Packed | None, ring: dist.ProcessGroup, kind: LayerKind, asked: _Asked, config: StepConfig
+) -> Tensor:
+    """The operator as ``torch.compile`` sees it, for any documents and lengths: (B, T, H, D)."""
+    out = layer_attention(
+        *(*qkv, packed.lengths if packed else None),
+        window=kind.window,
+        chunk=kind.chunk,
+        layout=config.layout,
+        group=ring,
+        scale=asked.scale,
+        softcap=asked.softcap,
+        sinks=asked.sinks,
+        route=config.route,
+        comm_dtype=config.comm_dtype,
+        kernel=config.kernel,
+    )
+    return out.transpose(1, 2)
+
+
+def _over_ring(
+    module: Any,
+    qkv: Qkv,
+    packed: Packed | None,
+    ring: dist.ProcessGroup,
+    kind: LayerKind,
+    asked: _Asked,
+    config: StepConfig,
+) -> Tensor:
+    """Attention over the ring, each row of a batch under the mask of its documents: (B, T, H, D)."""
+    length = qkv[0].shape[2] * dist.get_world_size(ring)
+    if _has_temperature(module):
+        if packed:
+            positions = packed.positions
+        else:
+            layout = batch_layout(config.layout, length, dist.get_world_size(ring))
+            positions = torch.from_numpy(layout.positions(dist.get_rank(ring)))[None]
+        qkv = _warmed(module, qkv[0], positions), *qkv[1:]
+    documents_of: Sequence[tuple[int, ...] | None] = (None,)
+    blocks_of: Sequence[Blocks] = ((),)
+    split = None
+    if packed:
+        split = packed.split
+        packed.is_seen, documents_of, blocks_of = True, packed.rows, packed.blocks
+    rows = [slice(None)] if len(documents_of) == 1 else [slice(row, row + 1) for row in range(len(documents_of))]
+    parts = [
+        ring_attention(
+            *(x[part] for x in qkv),
+            mask=mask_of(length, lengths, kind.window, kind.chunk, blocks),
+            layout=config.layout if split is None else split.of_row(row),  # pyright: ignore[reportArgumentType]
+            group=ring,
+            scale=asked.scale,
+            softcap=asked.softcap,
+            slopes=asked.slopes,
+            sinks=asked.sinks,
+            route=config.route,
+            comm_dtype=config.comm_dtype,
+            kernel=config.kernel,
+        )
+        for row, (part, lengths, blocks) in enumerate(zip(rows, documents_of, blocks_of, strict=True))
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(1, 2)
 
 
 def _kind_of_layer(
@@ -170,9 +208,15 @@ def _reach(window: Any) -> str:
     return "all earlier tokens" if window is None else f"the last {window} tokens"
 
 
-def _temperature(module: Any, positions: Tensor) -> Tensor:
-    """Llama 4's factor on the queries of a layer without RoPE: ``1 + attn_scale log(1 + floor((p + 1) / floor_scale))``
-    at position p. positions (B, T) -> (B, 1, T, 1).
+def _has_temperature(module: Any) -> bool:
+    """Whether queries of a layer are scaled by their positions (Llama 4), which ``parallelize`` noted."""
+    return getattr(module, "ring_temperature", False)
+
+
+def _warmed(module: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Queries (B, H, T, D) times Llama 4's factor of a layer without RoPE:
+    ``1 + attn_scale log(1 + floor((p + 1) / floor_scale))`` at position p. positions (B, T).
     """
     steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
-    return (torch.log1p(steps) * module.attn_scale + 1.0)[:, None, :, None]
+    factors = (torch.log1p(steps) * module.attn_scale + 1.0)[:, None, :, None]
+    return (query * factors.to(query.device)).to(query.dtype)

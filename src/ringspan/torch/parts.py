@@ -1,0 +1,188 @@
+"""What of a model ``parallelize`` may change, found before anything changes; what it cannot do raises here."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.geometry.balanced import batch_layout
+from ringspan.core.messages.numbers import check_whole
+from ringspan.core.step_config import StepConfig
+from ringspan.torch.data.loss_blocks import LossOptions
+from ringspan.torch.layers.blockwise.feedforward import find_feedforwards, free_feedforwards
+from ringspan.torch.layers.blockwise.head import joined, refuse_blocks_of_vocabulary, vocabularies
+from ringspan.torch.layers.blockwise.norm import find_norms
+from ringspan.torch.layers.compiled import check_compile
+from ringspan.torch.layers.decoder import decoder_of, logit_scale, logit_softcap
+from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_router_loss
+from ringspan.torch.memory.checkpointing import check_checkpointing
+from ringspan.torch.model.attention.own import refuse_compiled
+from ringspan.torch.model.recurrent import refuse_spans, stateful_modules
+from ringspan.torch.model.support import FoundHead, refuse_kernel, refuse_route, refuse_unsupported, say_shifted
+from ringspan.torch.model.tasks.causal_lm import RingCausalLM
+from ringspan.torch.model.tasks.classifier import is_classifier, refuse_classifier
+from ringspan.torch.model.tasks.hidden_states import RingDecoder, is_headless, refuse_headless
+from ringspan.torch.multimodal.kinds import Kind, kind_of
+from ringspan.torch.runtime.mesh import tensor_axis
+from ringspan.torch.tensor_parallel.split import refuse_split
+
+
+class InBlocks(NamedTuple):
+    """Modules that run in blocks of tokens."""
+
+    modules: list[nn.Module]
+    chunk_tokens: int
+    option: str
+    """Which option says so."""
+    from_tokens: int = 0
+    """Fewer local tokens than this are not cut."""
+
+
+class Parts(NamedTuple):
+    """What ``parallelize`` has found in a model that it may change."""
+
+    decoder: PreTrainedModel
+    in_blocks: list[InBlocks]
+    vocabularies: tuple[int, int] = (0, 0)
+    loss: LossOptions = LossOptions()
+    head: nn.Module | None = None
+    """None of a model that ends in hidden states."""
+    head_parts: tuple[str, ...] = ()
+    """The modules that it is made of, where it is more than the output embedding."""
+    router: RouterLoss | None = None
+    media: Kind | None = None
+    """How it sees or hears, where it does."""
+
+
+def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> Parts:
+    """Raise what ``parallelize`` cannot do with a model, and leave it as it is.
+
+    Raises:
+        RingspanError: what ``parallelize`` says.
+    """
+    if isinstance(model, (RingCausalLM, RingDecoder)):
+        raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already")
+    headless, found = is_headless(model), FoundHead()
+    if is_classifier(model):
+        refuse_classifier(model)
+    elif headless:
+        refuse_headless(model)
+    else:
+        found = refuse_unsupported(model)
+    decoder: Any = decoder_of(model)
+    if headless:
+        _refuse_without_head(model, mesh, config)
+    _refuse_options(model, decoder, mesh, config)
+    parts = Parts(decoder, list(_in_blocks(model, decoder, mesh, config)))
+    if headless:
+        return parts._replace(vocabularies=vocabularies(model)) if is_classifier(model) else parts
+    return _with_head(model, mesh, config, parts, found)
+
+
+def _refuse_without_head(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> None:
+    """Raise the options that need a head which predicts tokens."""
+    name = type(model).__name__
+    if config.compile is not False:
+        raise UnsupportedError(f"compile={config.compile!r}: {name} has no head; leave it out")
+    if config.layout == "balanced" and not is_classifier(model):
+        raise UnsupportedError(
+            f"layout 'balanced' is made for documents, of which {name}, without a head, is not told; use zigzag"
+        )
+    if tensor_axis(mesh) is not None:
+        raise UnsupportedError(f"{name} has no head, whose weights tp does not split yet; use tp=1")
+
+
+def _refuse_options(model: PreTrainedModel, decoder: Any, mesh: DeviceMesh, config: StepConfig) -> None:
+    """Raise the options that do not fit the model, the mesh or each other."""
+    axis, ring = tensor_axis(mesh), mesh["ring"].size()
+    tp = 1 if axis is None else axis.size()
+    if axis is not None:
+        refuse_split(model, tp)
+    batch_layout(config.layout, ring, ring)
+    if config.layout == "balanced" and "ulysses" in config.route:
+        raise UnsupportedError(
+            f"layout 'balanced' has no Ulysses groups for route {config.route!r}; use another one, such as all-gather"
+        )
+    refuse_spans(decoder, config.layout, ring, tp)
+    compute_dtype = compute_dtype_of(config)
+    refuse_route(decoder.config, ring, config.route, config.comm_dtype, tp)
+    refuse_kernel(decoder, config.kernel, compute_dtype, mesh["ring"])
+    layered = decoder if is_headless(model) else model
+    check_checkpointing(layered, config.checkpoint, config.offload, config.layers_per_checkpoint)
+    refuse_compiled(decoder, config.compile)
+    check_compile(decoder, config, is_stateful=bool(stateful_modules(decoder)))
+
+
+def _in_blocks(model: PreTrainedModel, decoder: Any, mesh: DeviceMesh, config: StepConfig) -> Iterator[InBlocks]:
+    """Feed-forwards and norms that run in blocks: each is tried out, on this process alone, before attention is the
+    ring's.
+    """
+    if config.compile is not False:  # blocks would break its programs
+        return
+    option, is_checkpointed = "feedforward_chunk_tokens", config.checkpoint != "none"
+    if config.feedforward_chunk_tokens == "auto":
+        feedforwards = free_feedforwards(model, checkpointed=is_checkpointed, logs=_is_first(mesh))
+        yield InBlocks(feedforwards, FREE_CHUNK_TOKENS, option)
+    elif config.feedforward_chunk_tokens != 0:
+        check_whole(option, config.feedforward_chunk_tokens, 0)
+        yield InBlocks(find_feedforwards(model), config.feedforward_chunk_tokens, option)
+    option = "norm_chunk_tokens"
+    if config.norm_chunk_tokens == "auto":
+        yield InBlocks(find_norms(decoder) if is_checkpointed else [], FREE_CHUNK_TOKENS, option, FREE_NORM_TOKENS)
+    elif config.norm_chunk_tokens != 0:
+        check_whole(option, config.norm_chunk_tokens, 0)
+        yield InBlocks(find_norms(decoder), config.norm_chunk_tokens, option)
+
+
+def _with_head(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig, parts: Parts, found: FoundHead) -> Parts:
+    """The parts of a model that predicts tokens: its head, its loss, and what it sees or hears."""
+    if not found.shifts and _is_first(mesh):
+        say_shifted(model)
+    head: Any = model.get_output_embeddings()
+    if found.parts:
+        head = joined([model.get_submodule(name) for name in found.parts])
+    refuse_blocks_of_vocabulary(head, config.loss_chunk_vocabulary)
+    loss = LossOptions(
+        chunk_tokens=config.loss_chunk_tokens,
+        chunk_vocabulary=config.loss_chunk_vocabulary,
+        z_loss=config.z_loss,
+        label_smoothing=config.label_smoothing,
+        logit_scale=logit_scale(model.config),
+        softcap=logit_softcap(model.config),
+    )
+    router = find_router_loss(model)
+    if router is None and getattr(parts.decoder.config, "output_router_logits", False):
+        raise no_router_loss(type(model).__name__)
+    return parts._replace(
+        vocabularies=vocabularies(model),
+        loss=loss,
+        head=head,
+        head_parts=found.parts,
+        router=router,
+        media=kind_of(model),
+    )
+
+
+def _is_first(mesh: DeviceMesh) -> bool:
+    """Whether this rank says what all ranks found."""
+    return mesh.get_rank() == int(mesh.mesh.min())
+
+
+def compute_dtype_of(config: StepConfig) -> torch.dtype | None:
+    """What layers compute in; the parameters' own dtype when None.
+
+    Raises:
+        ConfigError: it is no dtype of real numbers.
+    """
+    if config.compute_dtype is None:
+        return None
+    dtype = getattr(torch, config.compute_dtype, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        shown = f"torch.{config.compute_dtype}" if isinstance(dtype, torch.dtype) else config.compute_dtype
+        raise ConfigError(f"compute_dtype must be a dtype such as torch.bfloat16, or None, got {shown}")
+    return dtype
