@@ -1,29 +1,49 @@
 """Which examples a rank is given: the ranks of a ring the same ones, replicas different ones."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from itertools import islice
-from typing import Any
+from typing import Any, Final, cast
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ringspan.core.errors import ConfigError
+from ringspan.torch.data.order import shuffled
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
+
+_MOST_AT_ONCE: Final = 1 << 24  # examples whose whole order is drawn, in 128 MiB
+_PLACES: Final = 1 << 12  # of an order, looked up together
 
 
 class RingSampler(DistributedSampler[Any]):
-    """torch's DistributedSampler over the replicas of a mesh, which begins a new epoch by itself.
+    """torch's DistributedSampler over the replicas of a mesh, which begins a new epoch by itself and makes no list of
+    all indices.
 
-    Each pass over it is one epoch, in an order of its own when shuffled. ``set_epoch`` says which epoch comes next, as
+    Each pass over it is one epoch, in an order of its own when shuffled: DistributedSampler's, but above 2**24 examples
+    another one, that of ``shuffled``, of which nothing is drawn ahead. ``set_epoch`` says which epoch comes next, as
     after resuming.
     """
 
     def __iter__(self) -> Iterator[Any]:
-        order = super().__iter__()
+        order = self._examples(self.seed + self.epoch)
         self.set_epoch(self.epoch + 1)  # at once: a loop may leave its epoch early
         return order
+
+    def _examples(self, seed: int) -> Iterator[int]:
+        """Every R-th place of the order, which begins again behind its end until all replicas have as many."""
+        num_examples = len(cast(Sized, self.dataset))
+        drawn = None
+        if self.shuffle and num_examples <= _MOST_AT_ONCE:
+            drawn = torch.randperm(num_examples, generator=torch.Generator().manual_seed(seed)).numpy()
+        for first in range(0, self.num_samples, _PLACES):
+            numbers = np.arange(first, min(first + _PLACES, self.num_samples))
+            places = (self.rank + self.num_replicas * numbers) % num_examples
+            if self.shuffle:
+                places = shuffled(places, num_examples, seed) if drawn is None else drawn[places]
+            yield from places.tolist()
 
 
 def sampler(
@@ -34,7 +54,7 @@ def sampler(
     Args:
         dataset: anything with a length; every rank has the same one.
         mesh: as ``parallelize`` takes.
-        shuffle: draw another order in each epoch, from the seed.
+        shuffle: take another order in each epoch, from the seed.
         seed: alike on every rank.
         drop_last: leave out what does not come out even; otherwise some first examples are seen twice.
     """
