@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ringspan as rs
+from ringspan.core.geometry.layout import CustomLayout
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.transport.exchange import COUNTERS
 from tests.torch.models import relative
@@ -92,6 +93,41 @@ def balanced_apart(mesh):
 def test_ranks_with_other_layouts_are_refused(pool):
     for outcome in pool.outcomes(balanced_apart, 2):
         assert isinstance(outcome, rs.PeerMismatch) and "different layout" in str(outcome)
+
+
+def uneven(mesh, layout, is_first):
+    rank, group = mesh["ring"].get_local_rank(), mesh["ring"].get_group()
+    if not is_first:
+        q, k, v, _ = (rs.shard(x, rs.Layout("contiguous", 16, 2), rank, 2) for x in tensors(16))
+        rs.ring_attention(q, k, v, layout="contiguous", group=group)
+    tokens = [8 - rank, 5 - rank][layout == "zigzag"]
+    q, k, v, _ = tensors(tokens)
+    try:
+        rs.ring_attention(q, k, v, layout=layout, group=group)
+    except rs.RingspanError as error:
+        dist.barrier(group)  # they all go on
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    "layout", [rs.balanced(rs.documents([9, 7]), length=16, ranks=2), "zigzag"], ids=["balanced", "zigzag"]
+)
+def test_tensors_that_do_not_fit_the_layout_on_one_rank_are_refused_on_all(pool, layout, is_first):
+    for name, error in pool.run(uneven, 2, layout, is_first):
+        assert name == "PeerMismatch" and "different layout: rank 0: " in error
+        assert f"{7 if layout != 'zigzag' else 5} local tokens, but" in error
+
+
+def unequal_shares(mesh):
+    layout = CustomLayout.of([[(0, 5)], [(5, 3)]])
+    q, k, v, _ = tensors(layout.tokens_of(mesh["ring"].get_local_rank()))
+    rs.ring_attention(q, k, v, layout=layout, group=mesh["ring"])
+
+
+def test_a_layout_of_unequal_shares_is_refused_on_all_ranks(pool):
+    for outcome in pool.outcomes(unequal_shares, 2):
+        assert isinstance(outcome, rs.LayoutError) and "hold 3 to 5 tokens" in str(outcome)
 
 
 def few_queries(mesh, name, queries, keys, route):

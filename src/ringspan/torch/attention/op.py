@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.arguments import check_scores, find_layouts, find_mask
-from ringspan.core.errors import UnsupportedError
+from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import CommDtypeName, GradientCommDtypeName, KernelName, LayoutName, kernel_name
@@ -49,7 +49,7 @@ from ringspan.torch.attention.spec import AttentionSpec, padding_of
 from ringspan.torch.attention.ulysses import Ulysses
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.score_mod import Scores
-from ringspan.torch.transport.agreement import agree, one_at_a_time
+from ringspan.torch.transport.agreement import agree, compare_refused, one_at_a_time
 from ringspan.torch.transport.protocol import Transport, transport_of
 
 _log: Final = logging.getLogger(__name__)
@@ -157,9 +157,13 @@ def checked(
     check_differentiation("ring_attention", q, k, v, sinks)
     group = find_group(group)
     ranks = dist.get_world_size(group) if group is not None else 1
-    layout, key_layout = find_layouts(
-        layout, key_layout, ranks, q.shape[2], k.shape[2], remedy="rs.shard or rs.shard_batch"
-    )
+    try:
+        layout, key_layout = find_layouts(
+            layout, key_layout, ranks, q.shape[2], k.shape[2], remedy="rs.shard or rs.shard_batch"
+        )
+    except LayoutError as error:  # of which another rank, with other tensors, may know nothing
+        compare_refused(group, {"layout": str(error)})
+        raise
     mask = find_mask(mask)
     if route == "auto":
         route = _choose(layout, key_layout, mask, q, k, v, comm_dtype)
@@ -315,11 +319,11 @@ def _prepare(
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     layout, keys = spec.layouts(q.shape[2], k.shape[2], ranks)
     facts = {
+        "layout": f"{_named(spec.layout)} over {ranks} ranks for {layout.length} tokens and {keys.length} keys",
         "queries": tuple(q.shape),
         "keys": tuple(k.shape),
         "values": tuple(v.shape),
         "dtype": str(q.dtype),
-        "layout": f"{_named(spec.layout)} over {ranks} ranks for {layout.length} tokens and {keys.length} keys",
         "keys' layout": _named(spec.key_layout or spec.layout),
         "mask": spec.mask,
         "route": spec.route,

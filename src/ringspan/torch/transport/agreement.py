@@ -76,6 +76,19 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
         here.known.popitem(last=False)
 
 
+def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
+    """Before this rank refuses a call: if only some ranks do, the others must not wait for it.
+
+    Only where they notice, which is before anything has been agreed on, and where ranks share memory.
+
+    Raises:
+        PeerMismatch: on every rank alike, where the others were given other facts.
+    """
+    if _talks(group) and ((here := _groups.setdefault(group, _Group())).queues or not here.known):
+        here.facts = facts
+        _compare(group, here)
+
+
 @contextmanager
 def one_at_a_time(group: dist.ProcessGroup | None) -> Iterator[None]:
     """A pass of this thread over a group; another thread's would take its messages, which look alike.
