@@ -822,16 +822,30 @@ MUTANTS = [
     Mutant(
         "a chunk of a cut document lost",
         "core/geometry/balanced.py",
-        "            start += count\n            if start == stop:",
-        "            start = stop\n            if start == stop:",
+        "ranks, edges = ranks[: (number := int(edges.searchsorted(stop)))], edges[: number + 1]",
+        "ranks, edges = ranks[: (number := int(edges.searchsorted(stop)) - 1)], edges[: number + 1]",
         f"{BALANCED}test_every_position_is_held_once_and_every_rank_holds_as_many",
     ),
     Mutant(
         "documents placed without looking at their work",
         "core/geometry/balanced.py",
-        "        self.lacking[rank] -= pairs\n",
+        "            excess[rank] = excesses[rank] = excesses[rank] - (work - density * tokens)\n",
         "",
         f"{BALANCED}test_documents_as_they_come_are_balanced[0-16]",
+    ),
+    Mutant(
+        "a small document placed on two ranks",
+        "core/geometry/balanced.py",
+        "self.runs[rank].append((start, tokens))",
+        "[self.runs[one].append((start, tokens)) for one in {rank, rank - 1}]",
+        f"{BALANCED}test_every_position_is_held_once_and_every_rank_holds_as_many",
+    ),
+    Mutant(
+        "documents that were tried left on their ranks",
+        "core/geometry/balanced.py",
+        "                self.free, self.lacking = before\n",
+        "",
+        f"{BALANCED}test_every_position_is_held_once_and_every_rank_holds_as_many",
     ),
     Mutant(
         "runs of a layout stored in another order than said",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.core.errors import LayoutError
-from ringspan.core.geometry.balanced import balanced
+from ringspan.core.geometry.balanced import _Placing, balanced
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.pairs import pairs_before, stretches
 from ringspan.core.schedule.schedule import make_schedule
@@ -94,6 +94,16 @@ def test_few_documents_are_cut():
     layout = balanced(mask, length=sum(lengths), ranks=4)
     zigzag = rs.Layout("zigzag", sum(lengths), 4)
     assert sent(layout, mask) <= sent(zigzag, mask) / 20
+
+
+def test_thousands_of_documents_ask_rarely_whether_all_can_still_be_balanced(monkeypatch):
+    """It takes as long as placing dozens of them, and most of these are placed as they come."""
+    asked, missing = [], _Placing._missing
+    monkeypatch.setattr(_Placing, "_missing", lambda *given: asked.append(1) or missing(*given))
+    lengths = lognormal(1 << 22)
+    layout = balanced(rs.documents(lengths), length=sum(lengths), ranks=16)
+    pairs = work(layout, rs.documents(lengths))
+    assert len(lengths) > 1000 and len(asked) < 20 and pairs.max() / pairs.mean() <= 1.03
 
 
 @pytest.mark.parametrize("mask", [rs.causal(), rs.full(), rs.prefix_lm(700)])

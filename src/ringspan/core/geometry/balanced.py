@@ -5,9 +5,9 @@ most work per token to the least. What counts of a rank is its excess: the work 
 if all its free tokens were filled with the average of the documents still to come.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final
 
 import numpy as np
@@ -77,8 +77,8 @@ class _Placing:
         self.cut, self.length, self.ranks, self.chunk_tokens = cut, length, ranks, chunk_tokens
         self.mean = float(cut.pairs.sum()) / ranks
         self.slack = _TOLERANCE * self.mean
-        self.free = np.full(ranks, -(-length // ranks), np.int64)
-        self.lacking = np.full(ranks, self.mean)
+        self.free: IntArray = np.full(ranks, -(-length // ranks), np.int64)
+        self.lacking: FloatArray = np.full(ranks, self.mean)
         self.numbers = np.arange(1, ranks + 1)
         self.runs: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         tokens = cut.stops - cut.starts
@@ -94,14 +94,48 @@ class _Placing:
         densities = self.least_pairs[rest] / np.maximum(self.least_tokens[rest], 1)
         is_large = pairs - densities * tokens > _LARGE * self.mean
         large = int(np.flatnonzero(is_large).max(initial=-1)) + 1
-        for stretch, density in zip(self.order[:large].tolist(), densities[:large].tolist(), strict=True):
-            self._place(stretch, density)
+        self._place_large(self.order[:large].tolist(), densities[:large].tolist())
         for first in range(large, len(self.order), self.ranks):
             self._place_small(self.order[first : first + self.ranks], float(densities[first]))
 
-    def _place(self, stretch: int, density: float) -> None:
+    def _place_large(self, documents: list[int], densities: list[float]) -> None:
+        """Documents that are much of a rank's work: whole if what comes can then still balance all ranks.
+
+        What can be balanced after some documents can be before the last of them. So ever more are placed at a time,
+        and fewer again where that fails.
+        """
+        done, together = 0, 1
+        while done < len(documents):
+            if together == 1:
+                is_balanced = self._place(documents[done], densities[done])
+                done, together = done + 1, 2 if is_balanced else 1
+                continue
+            before = self.free.copy(), self.lacking.copy()
+            some = slice(done, done + together)
+            placed = list(self._placed_whole(documents[some], densities[some]))
+            if placed and self._missing(self.free, self.lacking) <= self.slack:
+                for rank, run in placed:
+                    self.runs[rank].append(run)
+                done, together = done + len(placed), 2 * together
+            else:
+                self.free, self.lacking = before
+                together = max(1, len(placed) // 2)
+
+    def _placed_whole(self, documents: list[int], densities: list[float]) -> Iterator[tuple[int, tuple[int, int]]]:
+        """A rank for each document and its run there, as long as they fit: the one with the largest excess."""
+        starts, stops, pairs = (of[documents].tolist() for of in (self.cut.starts, self.cut.stops, self.cut.pairs))
+        for start, stop, work, density in zip(starts, stops, pairs, densities, strict=True):
+            tokens = stop - start
+            rank = int(np.where(self.free >= tokens, self.lacking - density * self.free, -np.inf).argmax())
+            if self.free[rank] < tokens:
+                return
+            self.free[rank] -= tokens
+            self.lacking[rank] -= work
+            yield rank, (start, tokens)
+
+    def _place(self, stretch: int, density: float) -> bool:
         """A document that is much of a rank's work: whole on one rank if the others can then still be balanced by what
-        comes, else over the fewest ranks for which that holds.
+        comes, which is returned, else over the fewest ranks for which that holds.
         """
         start, stop, pairs = (int(of[stretch]) for of in (self.cut.starts, self.cut.stops, self.cut.pairs))
         tokens, excess = stop - start, self.lacking - density * self.free
@@ -109,36 +143,37 @@ class _Placing:
         best, above = -1, np.inf  # the rank that would have all of it, and how much work that would leave to no rank
         if fits.any():
             best = int(np.where(fits, excess, -np.inf).argmax())
-            above = self._missing(np.array([best]), np.array([tokens]), np.array([float(pairs)]))
+            above = self._missing_after(np.array([best]), np.array([tokens]), np.array([float(pairs)]))
             if above <= self.slack:
                 self._take(best, start, tokens, pairs)
-                return
+                return True
         wanted = pairs - density * tokens
         able = np.flatnonzero(self.free > 0)
         able = able[np.lexsort((able, -self.free[able], -excess[able]))]
         fewest = max(2, int((self.free[able].cumsum() >= tokens).argmax()) + 1)
         able = able[: max(fewest, tokens // (2 * self.chunk_tokens))]  # two chunks each
         widest = self._shared(tokens, wanted, density, excess, able)
-        bound = max(self.slack, self._missing(*widest) + self.slack / 4)
+        bound = max(self.slack, self._missing_after(*widest) + self.slack / 4)
         if above <= bound:
             self._take(best, start, tokens, pairs)
-            return
+            return False
         # Double the ranks until they are enough, then halve the step.
         low, high = fewest - 1, min(fewest, len(able))
         found = widest
         while high < len(able):
             found = self._shared(tokens, wanted, density, excess, able[:high])
-            if self._missing(*found) <= bound:
+            if self._missing_after(*found) <= bound:
                 break
             low, high, found = high, min(2 * high, len(able)), widest
         while high - low > 1:
             middle = (low + high) // 2
             tried = self._shared(tokens, wanted, density, excess, able[:middle])
-            if self._missing(*tried) <= bound:
+            if self._missing_after(*tried) <= bound:
                 high, found = middle, tried
             else:
                 low = middle
         self._cut(stretch, *found)
+        return False
 
     def _shared(
         self, tokens: int, wanted: float, density: float, excess: FloatArray, ranks: IntArray
@@ -149,13 +184,17 @@ class _Placing:
         counts = _split(tokens, shares, self.free[ranks])
         return ranks, counts, density * counts + wanted * shares
 
-    def _missing(self, ranks: IntArray, tokens: IntArray, work: FloatArray) -> float:
-        """By how much work ranks would be above the mean after these took so many tokens and so much work, if documents
-        still to come could be cut at will: the ranks that need the least work per token get the least there is.
-        """
+    def _missing_after(self, ranks: IntArray, tokens: IntArray, work: FloatArray) -> float:
+        """``_missing`` after these ranks took so many tokens and so much work."""
         free, lacking = self.free.copy(), self.lacking.copy()
         free[ranks] -= tokens
         lacking[ranks] -= work
+        return self._missing(free, lacking)
+
+    def _missing(self, free: IntArray, lacking: FloatArray) -> float:
+        """By how much work ranks would be above the mean if documents still to come could be cut at will: the ranks
+        that need the least work per token get the least there is.
+        """
         needed = np.where(free > 0, lacking / np.maximum(free, 1), np.where(lacking < 0, -np.inf, np.inf))
         order = np.argsort(needed, kind="stable")
         least = np.interp(free[order].cumsum(), self.least_tokens, self.least_pairs)
@@ -163,25 +202,33 @@ class _Placing:
 
     def _place_small(self, documents: IntArray, density: float) -> None:
         """Each document to the rank with the largest excess that has room for it."""
-        excess, heap = self._ranked(density)
         starts, stops, pairs = (of[documents].tolist() for of in (self.cut.starts, self.cut.stops, self.cut.pairs))
+        excess, heap = self._ranked(density)
+        # There are thousands of them, and Python reads one number at a time faster from a list than from an array.
+        free, lacking, excesses = (of.tolist() for of in (self.free, self.lacking, excess))
         for stretch, start, stop, work in zip(documents.tolist(), starts, stops, pairs, strict=True):
             tokens = stop - start
-            while -heap[0][0] != excess[heap[0][1]]:  # what it said of a rank holds no longer
+            while -heap[0][0] != excesses[heap[0][1]]:  # what it said of a rank holds no longer
                 heappop(heap)
             rank = heap[0][1]
-            if self.free[rank] < tokens:
+            if free[rank] < tokens:
                 rank = int(np.where(self.free >= tokens, excess, -np.inf).argmax())
-            if self.free[rank] < tokens:
+            if free[rank] < tokens:
+                self.lacking[:] = lacking
                 self._fill(stretch)
                 excess, heap = self._ranked(density)
+                free, lacking, excesses = (of.tolist() for of in (self.free, self.lacking, excess))
                 continue
-            self._take(rank, start, tokens, work)
-            excess[rank] -= work - density * tokens
-            heappush(heap, (-float(excess[rank]), rank))
+            self.runs[rank].append((start, tokens))
+            lacking[rank] -= work
+            self.free[rank] = free[rank] = free[rank] - tokens
+            excess[rank] = excesses[rank] = excesses[rank] - (work - density * tokens)
+            place = heapreplace if rank == heap[0][1] else heappush
+            place(heap, (-excesses[rank], rank))
+        self.lacking[:] = lacking
 
     def _ranked(self, density: float) -> tuple[FloatArray, list[tuple[float, int]]]:
-        """The excess of each rank, and a heap of ranks with the largest one first."""
+        """The excess of each rank, and a heap of (minus its excess, rank)."""
         excess = self.lacking - density * self.free
         heap = [(-each, rank) for rank, each in enumerate(excess.tolist())]
         heapify(heap)
@@ -190,13 +237,14 @@ class _Placing:
     def _fill(self, stretch: int) -> None:
         """A document with little work that fits nowhere: runs of it, to the ranks with the most room."""
         start, stop = int(self.cut.starts[stretch]), int(self.cut.stops[stretch])
-        for rank in np.argsort(-self.free, kind="stable").tolist():
-            count = min(stop - start, int(self.free[rank]))
-            edges = self.cut.before(stretch, np.array([start, start + count]))
-            self._take(rank, start, count, int(edges[1] - edges[0]))
-            start += count
-            if start == stop:
-                return
+        ranks = np.argsort(-self.free, kind="stable")
+        edges = np.concatenate(([start], np.minimum(start + self.free[ranks].cumsum(), stop)))
+        ranks, edges = ranks[: (number := int(edges.searchsorted(stop)))], edges[: number + 1]
+        pairs = np.diff(self.cut.before(stretch, edges))
+        for rank, first, count, work in zip(
+            ranks.tolist(), edges.tolist(), np.diff(edges).tolist(), pairs.tolist(), strict=False
+        ):
+            self._take(rank, first, count, work)
 
     def _take(self, rank: int, start: int, count: int, pairs: int) -> None:
         if count:
@@ -233,11 +281,13 @@ class _Placing:
         parts: list[list[tuple[int, int]]] = []
         for runs, free in zip(self.runs, self.free.tolist(), strict=True):
             joined: list[tuple[int, int]] = []
+            end = -1
             for start, count in sorted(runs):
-                if joined and joined[-1][0] + joined[-1][1] == start:
+                if start == end:
                     joined[-1] = (joined[-1][0], joined[-1][1] + count)
                 else:
                     joined.append((start, count))
+                end = start + count
             if free:
                 joined.append((padding, free))
                 padding += free

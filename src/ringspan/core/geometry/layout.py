@@ -6,6 +6,8 @@ S global tokens, N ranks, T = padded S / N tokens per rank. A position is an ind
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain, starmap
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +28,11 @@ def layout_name(name: str) -> LayoutName:
     return find_name("layout", name, LAYOUT_NAMES, LayoutError)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):  # not a data class, of which thousands take long to make and to hash
     """An arithmetic run of positions: ``start, start + step, ..., start + (count - 1) * step``."""
 
     start: int
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     step: int = 1
 
     @property
@@ -170,9 +171,10 @@ class CustomLayout(Layout):
     @staticmethod
     def of(parts: Iterable[Iterable[tuple[int, int]]], length: int | None = None) -> "CustomLayout":
         """From runs (start, count) of each rank; as long as the last position says when ``length`` is None."""
-        spans = tuple(tuple(Span(*run) for run in runs) for runs in parts)
-        last = max((span.start + span.count for held in spans for span in held), default=0)
-        return CustomLayout("custom", last if length is None else length, len(spans), parts=spans)  # pyright: ignore[reportArgumentType]
+        spans = tuple(tuple(starmap(Span, runs)) for runs in parts)
+        if length is None:
+            length = max((span.start + span.count for held in spans for span in held), default=0)
+        return CustomLayout("custom", length, len(spans), parts=spans)  # pyright: ignore[reportArgumentType]
 
     @property
     def spec(self) -> str:
@@ -201,14 +203,18 @@ class CustomLayout(Layout):
             raise LayoutError(
                 f"a layout needs at least one rank and one token, got {len(self.parts)} and {self.length}"
             )
-        end = 0
-        for span in sorted((span for held in self.parts for span in held), key=lambda span: span.start):
-            if span.count < 1 or span.step != 1 or span.start < end:
-                raise LayoutError(
-                    f"positions {span.start} to {span.start + span.count - 1} of a custom layout: runs must have at "
-                    f"least one position each, and none that is negative or in another run"
-                )
-            end = span.start + span.count
+        # There may be thousands: as an array of start, count and step, in the order of positions.
+        numbers = chain.from_iterable(chain.from_iterable(self.parts))
+        spans = np.fromiter(numbers, np.int64).reshape(-1, 3)
+        spans = spans[spans[:, 0].argsort(kind="stable")]
+        ends = np.concatenate(([0], spans[:, 0] + spans[:, 1]))
+        wrong = np.flatnonzero((spans[:, 1] < 1) | (spans[:, 2] != 1) | (spans[:, 0] < ends[:-1]))
+        if wrong.size:
+            start, count, _ = spans[wrong[0]].tolist()
+            raise LayoutError(
+                f"positions {start} to {start + count - 1} of a custom layout: runs must have at least one position "
+                "each, and none that is negative or in another run"
+            )
 
     @property
     def granularity(self) -> int:

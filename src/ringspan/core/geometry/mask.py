@@ -7,6 +7,7 @@ global.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -189,7 +190,8 @@ class Mask:
         """The regions clipped to a problem of that size, empty ones dropped: columns q0, q1, k0, k1, lo, hi. Shape (R,
         6).
         """
-        rows = np.array(self.regions, dtype=np.int64).reshape(-1, 6).copy()
+        # Number by number, which for thousands of regions is faster than tuple by tuple.
+        rows = np.fromiter(chain.from_iterable(self.regions), np.int64, 6 * len(self.regions)).reshape(-1, 6)
         rows[:, 1] = np.minimum(rows[:, 1], num_queries)
         rows[:, 3] = np.minimum(rows[:, 3], num_keys)
         return rows[(rows[:, 0] < rows[:, 1]) & (rows[:, 2] < rows[:, 3])]
