@@ -1,6 +1,7 @@
 """The suite passes what is right, ours or not, and catches each wrong attention by the case that is named for it."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from ringspan.conformance import own
 from ringspan.conformance.__main__ import app, judged
 from ringspan.conformance.cases import CASES, Setting
-from ringspan.conformance.ranks import outcome
+from ringspan.conformance.ranks import Ranks, outcome
 from tests.conformance import wrong
 from tests.pool import Pool
 
@@ -81,6 +82,23 @@ def test_the_command_reports_and_exits_with_what_it_found():
     failed = {each["case"] for each in report["rows"] if each["outcome"] == "failed"}
     assert (result.exit_code, failed) == (1, {"documents", "document leak"})
     assert {each["case"] for each in report["rows"] if each["outcome"] == "not asked"} == {"loss"}
+
+
+def test_imports_are_no_hang_and_what_is_not_supported_restarts_nothing(tmp_path: Path, monkeypatch: Any):
+    (tmp_path / "slow.py").write_text(
+        "import multiprocessing, time\n"
+        "if multiprocessing.current_process().name != 'MainProcess': time.sleep(4)\n"
+        "def attention(*args, **options): raise NotImplementedError('anything')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    ranks = Ranks(2, "slow:attention", None, "zigzag", "cpu", seconds=3.0)
+    try:
+        assert ranks.run(0) == ["not supported: anything"] * 2
+        processes = list(ranks._processes)
+        assert ranks.run(1) == ["not supported: anything"] * 2
+        assert ranks._processes == processes
+    finally:
+        ranks.close()
 
 
 @pytest.mark.parametrize(

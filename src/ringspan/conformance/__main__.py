@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ringspan.conformance.cases import CASES, Case
-from ringspan.conformance.ranks import Ranks, find, joined
+from ringspan.conformance.ranks import Ranks, find, is_unsupported, joined
 from ringspan.core.names import LAYOUT_NAMES
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -24,7 +24,9 @@ def main(
     layout: Annotated[str, typer.Option(help=f"Which positions a rank holds: {', '.join(LAYOUT_NAMES)}.")] = "zigzag",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,3,4",
     device: Annotated[str, typer.Option(help="cpu, with gloo, or cuda, with NCCL and a GPU per rank.")] = "cpu",
-    seconds: Annotated[float, typer.Option(help="After which a rank that does not answer hangs.")] = 30.0,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds after which a rank that does not answer counts as hanging.")
+    ] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="One object on stdout.")] = False,
 ) -> None:
     """Test a context-parallel attention against float64: leaks, stale keys, gradients, windows, lengths, losses."""
@@ -32,7 +34,10 @@ def main(
     try:
         sizes = [int(each) for each in ranks.split(",")]
         if min(sizes) < 1 or layout not in LAYOUT_NAMES or device not in ("cpu", "cuda"):
-            raise ValueError(f"--ranks {ranks}, --layout {layout} or --device {device} is none that there is")
+            raise ValueError(
+                f"--ranks {ranks}, --layout {layout} or --device {device} is wrong: give numbers of ranks, one of "
+                f"{', '.join(LAYOUT_NAMES)}, and cpu or cuda"
+            )
         find(attention)
         find(loss or attention)
     except ValueError as error:
@@ -65,11 +70,11 @@ def _rows(team: Ranks, has_loss: bool) -> Iterator[dict[str, Any]]:
 
 def judged(case: Case, ranks: int, found: list[Any]) -> dict[str, Any]:
     """A row of the report from what the ranks found."""
+    if all(map(is_unsupported, found)):
+        return _row(case, ranks, "not supported", found[0].partition(": ")[2])
     said = [each for each in found if isinstance(each, str)]
-    if said and all(each.startswith("not supported") for each in said) and len(said) == len(found):
-        return _row(case, ranks, "not supported", said[0].partition(": ")[2])
     if said:
-        first = next((each for each in said if "not supported" not in each), said[0])
+        first = next((each for each in said if not is_unsupported(each)), said[0])
         return _row(case, ranks, "failed", f"rank {found.index(first)}: {first}")
     if None in found:
         return _row(case, ranks, "failed", f"rank {found.index(None)} did not answer")

@@ -8,12 +8,15 @@ from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from ringspan.conformance.cases import CASES, Setting
+
+READY: Final = "ready"
+START_SECONDS: Final = 300.0
 
 
 class Ranks:
@@ -29,16 +32,21 @@ class Ranks:
         """What each rank found: parts of an error, text of what was raised, or None of a rank that did not answer."""
         if not self._processes:
             self._start()
+            # Imports may take longer than any case; communication begins when all ranks have theirs behind them.
+            found = [self._answer(pipe, START_SECONDS) for pipe in self._pipes]
+            if found != [READY] * self.size:
+                self.close()
+                return ["did not start" if each in (None, READY) else each for each in found]
         for pipe in self._pipes:
             pipe.send(case)
-        found = [self._answer(pipe) for pipe in self._pipes]
-        if any(not isinstance(each, dict) for each in found):
+        found = [self._answer(pipe, self._seconds) for pipe in self._pipes]
+        if not all(isinstance(each, dict) or is_unsupported(each) for each in found):
             self.close()
         return found
 
-    def _answer(self, pipe: Connection) -> Any:
+    def _answer(self, pipe: Connection, seconds: float) -> Any:
         try:
-            return pipe.recv() if pipe.poll(self._seconds) else None
+            return pipe.recv() if pipe.poll(seconds) else None
         except (EOFError, ConnectionError):
             return "the process ended"
 
@@ -89,19 +97,25 @@ def _serve(
 
     sys.path.insert(0, folder)
     torch.set_num_threads(1)
+    functions = find(attention), find(loss) if loss else None
+    pipe.send(READY)
+    try:
+        case = CASES[pipe.recv()]
+    except EOFError:
+        return
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=size,
         timeout=timedelta(seconds=seconds),
     )  # fmt: skip
-    setting = Setting(find(attention), find(loss) if loss else None, layout, dist.group.WORLD, torch.device(device))
+    setting = Setting(*functions, layout, dist.group.WORLD, torch.device(device))
     while True:
+        pipe.send(outcome(case.run, setting, case.problem))
         try:
             case = CASES[pipe.recv()]
         except EOFError:
             return
-        pipe.send(outcome(case.run, setting, case.problem))
 
 
 def outcome(run: Any, setting: Setting, problem: Any) -> dict[str, tuple[float, float]] | str:
@@ -112,6 +126,11 @@ def outcome(run: Any, setting: Setting, problem: Any) -> dict[str, tuple[float, 
         return f"not supported: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def is_unsupported(found: Any) -> bool:
+    """Whether a rank's answer is that the function does not do what a case asks for."""
+    return isinstance(found, str) and found.startswith("not supported: ")
 
 
 def joined(found: Sequence[dict[str, tuple[float, float]]]) -> dict[str, float]:
