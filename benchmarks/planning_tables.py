@@ -151,7 +151,6 @@ def _context_row(title: str, kind: str, devices: int, model: str, blockwise: int
     memory = training_memory(shape, on_devices)
     again = on_devices.number_bytes * shape.hidden * (on_devices.layers_per_checkpoint - 1)
     kept = on_devices.tokens * (saved_per_token(shape, on_devices, shape.layers) + again) / memory.peak_bytes
-    chunks = ", feed-forward in chunks" if on_devices.feedforward_tokens else ""
     return (
         title,
         model,
@@ -160,7 +159,6 @@ def _context_row(title: str, kind: str, devices: int, model: str, blockwise: int
         f"{need / 1e9:.1f} of {device.memory_bytes / 1e9:.0f} GB",
         f"{on_devices.length // K:,}K",
         f"{on_devices.length / (ring * K):.1f}x",
-        f"{on_devices.route}{chunks}",
         f"{memory.moment}, {kept:.0%} inputs",
         f"{with_host.length // K:,}K" if with_host else "",
         f"{with_host.length / (ring * K):.1f}x" if with_host else "",
@@ -170,7 +168,7 @@ def _context_row(title: str, kind: str, devices: int, model: str, blockwise: int
 def contexts() -> str:
     """The longest context of each published row, and what we reach on the same devices."""
     rows = [_context_row(*row) for row in PUBLISHED_CONTEXT]
-    ours = ("ours", "ours / ring", "route", "bound by", "with hosts", "with hosts / ring")
+    ours = ("ours", "ours / ring", "bound by", "with hosts", "with hosts / ring")
     return _table(("hardware", "model", "blockwise", "ring", "published, our bytes", *ours), rows)
 
 

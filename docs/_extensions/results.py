@@ -15,7 +15,11 @@ class Results(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         for path in RESULTS.glob("*.json"):
             self.env.note_dependency(str(path))
-        return self.parse_text_to_nodes(files())
+        found = self.parse_text_to_nodes(files())
+        for table in found:
+            if isinstance(table, nodes.Element):
+                table["classes"].append("results")  # whose dates stay in one line
+        return found
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

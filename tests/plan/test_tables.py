@@ -32,7 +32,7 @@ def test_a_changed_number_is_noticed():
 def test_what_the_pages_say_about_their_tables():
     assert rows("flops-ratios")[-1][3] == "14.4"
     on_devices = [float(row[6].rstrip("x")) >= 4 for row in rows("contexts")]
-    with_hosts = [float((row[10] or row[6]).rstrip("x")) >= 4 for row in rows("contexts")]
+    with_hosts = [float((row[9] or row[6]).rstrip("x")) >= 4 for row in rows("contexts")]
     assert (sum(on_devices), sum(with_hosts), len(with_hosts)) == (12, 13, 13)
     beyond = [(row[0], row[1]) for row in rows("contexts") if float(row[4].split()[0]) > float(row[4].split()[2])]
     assert beyond == [("32x A100 InfiniBand", "llama-7b")]
@@ -42,6 +42,7 @@ def test_what_the_pages_say_about_their_tables():
     assert f"it would be {float(short[5].rstrip('K').replace(',', '')) / 1024:.1f}x" in PAGE
     for _, kind, devices, model, _, _ in PUBLISHED_CONTEXT:
         on_device, with_host = longest_contexts(kind, devices, model)
+        assert on_device.route == "bidirectional" and on_device.feedforward_tokens
         assert training_memory(MODELS[model], on_device).peak_bytes <= DEVICES[kind].memory_bytes
         if with_host:
             assert host_bytes(MODELS[model], with_host) <= DEVICES[kind].host_memory_bytes
