@@ -829,7 +829,7 @@ MUTANTS = [
     Mutant(
         "documents placed without looking at their work",
         "core/geometry/balanced.py",
-        "            excess[rank] = excesses[rank] = excesses[rank] - (work - density * tokens)\n",
+        "        self.lacking[rank] -= pairs\n",
         "",
         f"{BALANCED}test_documents_as_they_come_are_balanced[0-16]",
     ),
@@ -841,9 +841,9 @@ MUTANTS = [
         f"{BALANCED}test_every_position_is_held_once_and_every_rank_holds_as_many",
     ),
     Mutant(
-        "documents that were tried left on their ranks",
+        "documents that are placed together in no run",
         "core/geometry/balanced.py",
-        "                self.free, self.lacking = before\n",
+        "                for rank, run in placed:\n                    self.runs[rank].append(run)\n",
         "",
         f"{BALANCED}test_every_position_is_held_once_and_every_rank_holds_as_many",
     ),
