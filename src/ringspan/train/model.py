@@ -30,6 +30,7 @@ from ringspan.torch.weights.loaded import first_of
 from ringspan.torch.weights.loading import auto_class, unread_model
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.documents import load_documents
+from ringspan.train.data.seen import VIDEO_REMEDY
 from ringspan.train.data.tokens import train_tokenizer
 
 if TYPE_CHECKING:
@@ -189,7 +190,12 @@ def load_processor(config: TrainConfig, model_config: PreTrainedConfig, kept: Pa
             processor: Any = AutoProcessor.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
     except ConfigError:
         raise
-    except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
+    except ImportError as error:
+        raise ConfigError(
+            f"model.tokenizer = {source!r}: its processor needs a package that is missing: {one_line(error)}; "
+            f"{VIDEO_REMEDY}"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"model.tokenizer = {source!r}: has no processor: {one_line(error)}") from error
     tokenizer = getattr(processor, "tokenizer", processor)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):

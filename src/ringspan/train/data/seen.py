@@ -20,6 +20,10 @@ from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.data.media import MEDIA as INPUTS
 from ringspan.train.data.messages import MEDIA, Example
 
+VIDEO_REMEDY: Final = (
+    "processors of video take torchvision, of the release that fits this torch, and read files with torchcodec: pip "
+    "install torchvision torchcodec"
+)
 # Of each token; the rest of what a processor returns is of images.
 _OF_TOKENS: Final = ("token_type_ids", "mm_token_type_ids")
 
@@ -126,6 +130,11 @@ class SeenSequences:
             options["return_assistant_tokens_mask"] = True
         try:
             made = dict(self._processor.apply_chat_template([messages], **options))
+        except ImportError as error:
+            raise ConfigError(
+                f"{example.place}: {type(self._processor).__name__} needs a package that is missing: "
+                f"{one_line(error)}; {VIDEO_REMEDY}"
+            ) from error
         except Exception as error:  # of any processor and template: a size that it refuses, a file that is no image
             raise ConfigError(
                 f"{example.place}: {type(self._processor).__name__} refuses it: {one_line(error)}; correct the example"
