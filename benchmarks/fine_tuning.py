@@ -16,7 +16,7 @@ from matplotlib import pyplot
 
 from ringspan.measure.trace.dry_run import hugging_face_config, thinned, trace
 from ringspan.plan.cost.setting import Setting
-from ringspan.plan.model.shapes import MODELS
+from ringspan.plan.model.configs import MODELS
 from ringspan.report.profile_page import COLOURS
 
 RESULT: Final = Path(__file__).parent / "results" / "fine-tuning-trace.json"

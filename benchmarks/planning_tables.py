@@ -12,7 +12,7 @@ from ringspan.plan.cluster.hardware import DEVICES, Device, min_block_tokens, mi
 from ringspan.plan.cost.cost import dataset_flops_ratio
 from ringspan.plan.cost.memory import Memory, saved_per_token, training_memory
 from ringspan.plan.cost.setting import Setting
-from ringspan.plan.model.shapes import MODELS
+from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question, longest_setting
 

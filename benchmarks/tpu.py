@@ -33,7 +33,7 @@ from ringspan.jax import sharded_ring_attention
 from ringspan.jax.llama import Llama, LlamaConfig, mean_loss, shardings
 from ringspan.jax.mesh import BATCH_AXES
 from ringspan.measure.bench.machine import describe_machine
-from ringspan.plan.model.shapes import MODELS
+from ringspan.plan.model.configs import MODELS
 
 RESULT: Final = Path(__file__).parent / "results" / "tpu-compiled.json"
 CASES: Final = (

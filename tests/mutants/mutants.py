@@ -1080,6 +1080,20 @@ MUTANTS = [
         f"{SEEN}test_token_types.py::test_blocks_see_their_later_tokens[None-None]",
     ),
     Mutant(
+        "a plan counts the images of a whole ring on each rank",
+        "plan/model/kinds.py",
+        "return -(-batch * self.units // ranks)",
+        "return batch * self.units",
+        "plan/model/test_towers.py::test_what_towers_keep_falls_with_the_ring",
+    ),
+    Mutant(
+        "a plan leaves out what layers of towers keep",
+        "plan/model/measured.py",
+        "sum(x.untyped_storage().nbytes() for x in kept.values())",
+        "sum(x.untyped_storage().nbytes() for x in [*kept.values()][::2])",
+        "plan/model/test_towers.py::test_what_a_rank_keeps_and_sends_is_predicted_to_the_byte[0-llava-none]",
+    ),
+    Mutant(
         "a beam sees the images of another prompt",
         "torch/multimodal/prompts.py",
         "[:, self._columns].repeat_interleave(self._repeats, 0)",

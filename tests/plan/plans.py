@@ -15,7 +15,7 @@ from typing import Any, Final
 from ringspan.core.errors import RingspanError
 from ringspan.plan.cluster.devices import DEVICES
 from ringspan.plan.cost.setting import Setting
-from ringspan.plan.model.shapes import MODELS
+from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import Plan, make_plan
 from ringspan.plan.search import Question
 

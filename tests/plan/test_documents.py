@@ -11,7 +11,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.geometry.layout import Layout
 from ringspan.plan.cluster import hardware
 from ringspan.plan.documents import compare_layouts, read_documents
-from ringspan.plan.model.shapes import model_shape
+from ringspan.plan.model.configs import model_shape
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question
 

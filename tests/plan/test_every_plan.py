@@ -12,7 +12,7 @@ from ringspan.cli.commands.plan import shown_mesh
 from ringspan.cli.tables.plan import show
 from ringspan.core.errors import RingspanError
 from ringspan.plan.cluster.devices import DEVICES
-from ringspan.plan.model.shapes import MODELS
+from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import MOST, Question
 from tests.fuzz import examples

@@ -15,7 +15,7 @@ from ringspan.plan.cost import loop
 from ringspan.plan.cost.cost import step_cost
 from ringspan.plan.cost.memory import attention_backward_bytes, training_memory
 from ringspan.plan.cost.passes import attention_passes
-from ringspan.plan.model.shapes import MODELS
+from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import _Race, make_plan, weighed_seconds
 from ringspan.plan.search import Question, longest, meshes, policies, routes
 from ringspan.plan.snippet import python_call, toml_tables

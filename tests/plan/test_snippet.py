@@ -12,7 +12,7 @@ import ringspan as rs
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.plan.cluster.hardware import device
 from ringspan.plan.cost.setting import Setting
-from ringspan.plan.model.shapes import MODELS
+from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question
 from ringspan.plan.snippet import python_call, toml_tables, train_command

@@ -10,7 +10,7 @@ from benchmarks.planning_tables import DOCS, PAGES, PUBLISHED_CONTEXT, TABLES, f
 from ringspan.plan.cluster.hardware import DEVICES
 from ringspan.plan.cost.memory import host_bytes, training_memory
 from ringspan.plan.cost.setting import Setting
-from ringspan.plan.model.shapes import MODELS
+from ringspan.plan.model.configs import MODELS
 
 PAGE = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in PAGES)
 

@@ -81,11 +81,12 @@ def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ..
 
     Raises:
         ConfigError: the ring has more than 64 ranks.
-        UnsupportedError: the model's layers have states.
+        UnsupportedError: the model's layers have states, or it has towers.
     """
-    if question.shape.has_states:
+    if not question.shape.is_plain:
+        what = "towers" if question.shape.sees else "layers with states"
         raise UnsupportedError(
-            f"--documents: {question.shape.name} has layers with states, which are not timed by documents; leave it out"
+            f"--documents: {question.shape.name} has {what}, which are not timed by documents; leave it out"
         )
     if setting.ring > _MOST_RANKS:
         raise ConfigError(

@@ -7,10 +7,12 @@ from functools import partial
 from itertools import groupby, product
 from typing import Any, Final
 
+from ringspan.core.errors import ConfigError
 from ringspan.core.names import CHECKPOINT_NAMES
 from ringspan.core.schedule.choice import WORTH_IT
 from ringspan.plan.cluster.hardware import min_block_tokens, min_tokens_per_device
 from ringspan.plan.cost.cost import StepCost
+from ringspan.plan.cost.kept import pixel_bytes, seen_bytes
 from ringspan.plan.cost.memory import Memory, host_bytes, host_use, training_memory
 from ringspan.plan.cost.passes import even_passes
 from ringspan.plan.cost.setting import Setting
@@ -90,6 +92,31 @@ class Plan:
             "tokens_per_second": self.cost.tokens_per_second,
             "flops_per_step": self.cost.flops,
             "reasons": list(self.reasons),
+            **self._towers(),
+        }
+
+    def _towers(self) -> dict[str, Any]:
+        """What a model that sees or hears makes of a sequence, and what a rank keeps of a micro-step's images."""
+        shape, setting = self.question.shape, self.setting
+        if not shape.sees:
+            return {}
+        rows = [
+            {
+                "modality": tower.modality,
+                "units": tower.units,
+                "units_per_rank": tower.share(setting.batch, setting.ring),
+                "tokens": tower.tokens,
+                "flops": tower.units * tower.flops.at(1),
+            }
+            for tower in shape.towers
+        ]
+        return {
+            "towers": {
+                "parameters": sum(shape.tower_layers) + shape.tower_root,
+                "saved_bytes": seen_bytes(shape, setting),
+                "pixel_bytes_on_host": pixel_bytes(shape, setting),
+                "inputs": rows,
+            }
         }
 
 
@@ -100,11 +127,20 @@ def make_plan(question: Question) -> Plan:
         ConfigError: the batch and the devices allow no mesh.
         UnsupportedError: the route that is given exists on no mesh.
     """
+    shape = question.shape
+    if shape.placed_tokens > question.length:
+        options = ", ".join(f"{tower.units:,} of {tower.modality}" for tower in shape.towers)
+        raise ConfigError(
+            f"--length {question.length}: what it holds ({options}) makes {shape.placed_tokens:,} tokens alone; give "
+            "more, or fewer or smaller images"
+        )
     setting = _fastest(question)
     if setting is None:
         setting = min(_settings(question), key=partial(_shortage, question))
     memory, cost = training_memory(question.shape, setting), question.step_cost(setting)
     longest = longest_setting(question)
+    if longest and longest.length < shape.placed_tokens:  # which it cannot hold
+        longest = None
     return Plan(
         question=question,
         setting=setting,

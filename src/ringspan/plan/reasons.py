@@ -8,6 +8,7 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.messages.units import shown_bytes, shown_seconds
 from ringspan.core.names import CHECKPOINT_NAMES
 from ringspan.plan.cost.cost import StepCost, block_tokens_for_overlap
+from ringspan.plan.cost.kept import pixel_bytes, seen_bytes
 from ringspan.plan.cost.memory import Memory, host_bytes, host_use, training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.states import state_bytes
@@ -45,6 +46,7 @@ def why(question: Question, setting: Setting, memory: Memory, cost: StepCost, lo
     yield f"the peak is in the {memory.moment}: {shown_bytes(memory.peak_bytes)} of {shown_bytes(device.memory_bytes)}"
     yield from _about_host(question, setting)
     yield from _about_states(question, setting)
+    yield from _about_towers(question, setting)
     yield from _about_links(question, setting, cost)
     if shape.positions and question.length > shape.positions:
         yield f"{shape.name} has {shape.positions:,} learned positions; {question.length:,} tokens need new ones"
@@ -216,6 +218,31 @@ def _about_states(question: Question, setting: Setting) -> Iterator[str]:
             "states are counted as in fused kernels (flash-linear-attention, mamba-ssm); transformers' PyTorch code, "
             "which runs without them, holds more and takes longer"
         )
+
+
+def _about_towers(question: Question, setting: Setting) -> Iterator[str]:
+    """What towers make of a sequence, and of it on each rank."""
+    shape = question.shape
+    if not shape.sees:
+        return
+    if not shape.towers:
+        yield (
+            f"{shape.name} has towers, which rest without --images, --frames or --sound; their "
+            f"{sum(shape.tower_layers) + shape.tower_root:,} parameters are counted"
+        )
+        return
+    names = {"image": "images", "video": "frames, or pairs of them that a tower joins", "audio": "windows of sound"}
+    for tower in shape.towers:
+        yield (
+            f"{tower.units:,} {names[tower.modality]} make {tower.tokens:,} of {question.length:,} tokens; a rank's "
+            f"tower takes {tower.share(setting.batch, setting.ring):,} of {setting.batch * tower.units:,}"
+        )
+    yield (
+        f"towers keep {shown_bytes(seen_bytes(shape, setting))} a device until the end of backward; all pixels, "
+        f"{shown_bytes(pixel_bytes(shape, setting))}, are in the host's memory on every rank"
+    )
+    if shape.later_pairs:
+        yield "attention is timed as causal, without what the tokens of an image see of its later ones"
 
 
 def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:

@@ -14,7 +14,7 @@ from ringspan.plan.cost.cost import (
     step_cost,
 )
 from ringspan.plan.cost.setting import Setting
-from ringspan.plan.model.shapes import MODELS
+from ringspan.plan.model.configs import MODELS
 from ringspan.train.model import flops_per_token
 
 LLAMA = MODELS["llama-3.1-8b"]

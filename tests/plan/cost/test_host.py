@@ -5,7 +5,7 @@ from dataclasses import replace
 from ringspan.plan.cluster.devices import DEVICES
 from ringspan.plan.cost.memory import host_bytes, host_use, local_parameter_bytes
 from ringspan.plan.cost.setting import Setting
-from ringspan.plan.model.shapes import MODELS
+from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import Plan, make_plan
 from ringspan.plan.search import Question
 

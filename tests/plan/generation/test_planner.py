@@ -8,7 +8,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.plan.cluster.hardware import device
 from ringspan.plan.generation.cost import text_bytes, text_cost
 from ringspan.plan.generation.planner import TextQuestion, plan_text
-from ringspan.plan.model.shapes import model_shape
+from ringspan.plan.model.configs import model_shape
 
 
 def question(model="llama-3.1-8b", kind="h100", devices=8, prompt=131_072, new_tokens=200, batch=1):

@@ -21,8 +21,9 @@ from ringspan.plan.cost.cost import model_flops, step_cost
 from ringspan.plan.cost.memory import training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.states import state_bytes
+from ringspan.plan.model.configs import model_shape
 from ringspan.plan.model.hybrids import hybrid_values
-from ringspan.plan.model.shapes import ModelShape, model_shape
+from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question
 from ringspan.torch.transport.exchange import COUNTERS

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ringspan.core.errors import ConfigError, RingspanError, UnsupportedError
-from ringspan.plan.model.shapes import MODELS, model_shape
+from ringspan.plan.model.configs import MODELS, model_shape
 from ringspan.torch.layers.decoder import layer_kinds
 from tests.torch import models
 

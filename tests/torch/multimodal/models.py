@@ -168,8 +168,11 @@ def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
 Example = Sequence[int | str]
 
 
-def batch_of(kind: str, examples: Sequence[Example], seed: int = 1, dtype: torch.dtype = torch.float64) -> Any:
-    """What a processor would return for examples of so many tokens of text, images (``i``) and videos (``v``).
+def batch_of(
+    kind: str, examples: Sequence[Example], seed: int = 1, dtype: torch.dtype = torch.float64, *, alike: bool = False
+) -> Any:
+    """What a processor would return for examples of so many tokens of text, images (``i``) and videos (``v``), which
+    have different sizes unless they are ``alike``.
 
     Shorter examples are padded on the right.
     """
@@ -179,7 +182,7 @@ def batch_of(kind: str, examples: Sequence[Example], seed: int = 1, dtype: torch
     inputs: dict[str, Tensor] = {}
     sizes: list[int] = []
     if sum(images):
-        inputs, sizes = _images(kind, images, generator, dtype)
+        inputs, sizes = _images(kind, images, generator, dtype, alike=alike)
     video_sizes: list[list[int]] = []
     if videos:
         more, video_sizes = _videos(kind, videos, generator, dtype)
@@ -214,11 +217,11 @@ def batch_of(kind: str, examples: Sequence[Example], seed: int = 1, dtype: torch
 
 
 def _images(
-    kind: str, per_example: list[int], generator: torch.Generator, dtype: torch.dtype
+    kind: str, per_example: list[int], generator: torch.Generator, dtype: torch.dtype, *, alike: bool
 ) -> tuple[dict[str, Tensor], list[int]]:
     count = sum(per_example)
     random = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
-    cycle = lambda values: [values[number % len(values)] for number in range(count)]  # noqa: E731
+    cycle = lambda values: [values[0 if alike else number % len(values)] for number in range(count)]  # noqa: E731
     match kind:
         case "llava":
             return {"pixel_values": random(count, 3, 8, 8)}, [4] * count
@@ -237,7 +240,7 @@ def _images(
         case "mistral3" | "llava-pixtral":
             sizes = cycle(_SIZES)
             side = 8 if kind == "mistral3" else 4
-            pixels = random(count, 3, 16, 16)
+            pixels = random(count, 3, *(_SIZES[0] if alike else (16, 16)))
             for image, (height, width) in enumerate(sizes):
                 pixels[image, :, height:], pixels[image, :, :, width:] = 0, 0
             return {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}, [h * w // side**2 for h, w in sizes]
@@ -247,11 +250,11 @@ def _images(
             mask = torch.ones(len(per_example), most, 16, 16, dtype=torch.bool)
             for example, number in enumerate(per_example):
                 pixels[example, number:] = 0
-                mask[example, 1:2, :, 12:] = False  # the second image of each is narrower
+                mask[example, 1:2, :, 16 if alike else 12 :] = False  # the second image of each is narrower
             return {"pixel_values": pixels, "pixel_attention_mask": mask}, [4] * count
         case "llava_onevision":
             sizes = cycle(_ORIGINALS)
-            tiles = random(count, 5, 3, 8, 8)
+            tiles = random(count, 3 if alike else 5, 3, 8, 8)  # an image of 8 x 16 has three
             numbers = torch.tensor(per_example)
             inputs = {"pixel_values": tiles, "image_sizes": torch.tensor(sizes), "batch_num_images": numbers}
             made = build(kind, dtype=dtype).get_image_features(**inputs, return_dict=True).pooler_output

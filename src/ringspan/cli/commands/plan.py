@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ringspan.plan.cluster.devices import Device as Accelerator
     from ringspan.plan.documents import LayoutCost
     from ringspan.plan.generation.planner import TextPlan
+    from ringspan.plan.model.media import Media
     from ringspan.plan.planner import Plan
 
 EPILOG = (
@@ -61,7 +62,10 @@ CommDtype = Annotated[
 
 
 # What says how to train, and has no part in generation.
-_OF_TRAINING = ("length", "parameter_dtype", "route", "comm_dtype", "documents", "trace", "rank", "picture")
+_OF_TRAINING = (
+    "length", "parameter_dtype", "route", "comm_dtype", "images", "frames", "sound", "documents", "trace", "rank",
+    "picture",
+)  # fmt: skip
 
 
 def command(
@@ -76,6 +80,18 @@ def command(
     parameter_dtype: ParameterDtype = "float32",
     route: Route = "auto",
     comm_dtype: CommDtype = "exact",
+    images: Annotated[
+        str | None,
+        typer.Option(
+            help="Images of a sequence, for a model that sees: a number, or 8x448x448 (with height and width)."
+        ),
+    ] = None,
+    frames: Annotated[
+        str | None, typer.Option(help="Frames of a sequence's videos, in the same form: 3600x448x448.")
+    ] = None,
+    sound: Annotated[
+        int | None, typer.Option(min=1, help="Windows of sound in a sequence, for a model that hears.")
+    ] = None,
     documents: Annotated[
         str | None,
         typer.Option(
@@ -141,7 +157,8 @@ def command(
     lengths = _lengths(documents, length) if documents is not None else ()
     if rank is not None and not trace:
         raise ConfigError(f"--rank {rank} is the rank that a trace plays; add --trace")
-    answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route, comm_dtype)
+    media = _media(images, frames, sound)
+    answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route, comm_dtype, media)
     result = answer.as_json()
     if trace:
         result |= _traced(answer, rank or 0, quiet=as_json)
@@ -165,6 +182,12 @@ def command(
     from ringspan.cli.tables.plan import show
 
     show(answer, result, shown_mesh(result), layouts)
+
+
+def _media(images: str | None, frames: str | None, sound: int | None) -> "Media":
+    from ringspan.plan.model.media import read_media
+
+    return read_media(images, frames, sound)
 
 
 def _lengths(documents: str, length: int) -> tuple[int, ...]:
@@ -205,6 +228,7 @@ def planned(
     parameter_dtype: str,
     route: str,
     comm_dtype: str = "exact",
+    media: "Media | None" = None,
 ) -> "Plan":
     """The plan that the options of the command line ask for.
 
@@ -213,7 +237,7 @@ def planned(
     """
     from ringspan.core.errors import ConfigError
     from ringspan.core.names import COMM_DTYPE_NAMES, find_name
-    from ringspan.plan.model.shapes import model_shape
+    from ringspan.plan.model.configs import model_shape
     from ringspan.plan.planner import make_plan
     from ringspan.plan.search import Question
 
@@ -221,7 +245,7 @@ def planned(
     return make_plan(
         Question(
             device=_kind(device, devices, nodes),
-            shape=model_shape(model),
+            shape=model_shape(model, media or {}, dtype),
             devices=devices,
             length=length,
             batch=batch,
@@ -243,7 +267,7 @@ def planned_text(
     """
     from ringspan.plan.cost.setting import dtype_bytes
     from ringspan.plan.generation.planner import TextQuestion, plan_text
-    from ringspan.plan.model.shapes import model_shape
+    from ringspan.plan.model.configs import model_shape
 
     refuse_float16(dtype)
     dtype_bytes(dtype)

@@ -57,7 +57,7 @@ def command(
     from ringspan.measure.trace.dry_run import hugging_face_config
     from ringspan.measure.trace.rehearsal import refuse_local_ranks
     from ringspan.plan.cost.setting import Setting, dtype_bytes
-    from ringspan.plan.model.shapes import model_shape
+    from ringspan.plan.model.configs import model_shape
     from ringspan.torch.model.support import refuse_route
     from ringspan.torch.runtime.environment import is_rank
 

@@ -19,7 +19,7 @@ from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.thin import thin_attention
 from ringspan.plan.cost.memory import saved_per_token
 from ringspan.plan.cost.setting import Setting
-from ringspan.plan.model.shapes import from_config
+from ringspan.plan.model.configs import from_config
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device

@@ -212,7 +212,7 @@ def hugging_face_config(shape: ModelShape, length: int) -> PreTrainedConfig:
     Raises:
         UnsupportedError: a family that the ring does not run.
     """
-    if shape.family == "gpt2" or shape.has_states:
+    if shape.family == "gpt2" or not shape.is_plain:
         kind = shape.model_type
         raise UnsupportedError(f"{shape.name}: --trace builds llama, mistral, qwen2 and qwen3 models, not {kind}")
     window = next((w for w in shape.layer_windows if w is not None), None)

@@ -58,10 +58,13 @@ class StepCost:
 
 
 def model_flops(shape: ModelShape, length: int) -> float:
-    """Model FLOPs of forward and backward over one sequence, see ``training_flops``; those of states thrice."""
-    pairs = sum(causal_pairs(length, window) for window in shape.layer_windows)
+    """Model FLOPs of forward and backward over one sequence, see ``training_flops``; those of states thrice, of towers
+    for each image by itself.
+    """
+    pairs = sum(causal_pairs(length, window) + shape.later_pairs for window in shape.layer_windows)
     scanned = 3 * length * sum(kind.scan_flops for kind in shape.layer_kinds)
-    return training_flops(shape.matrix_parameters, length, shape.query_size * pairs) + scanned
+    seen = sum(tower.units * tower.flops.at(1) for tower in shape.towers)
+    return training_flops(shape.matrix_parameters, length, shape.query_size * pairs) + scanned + seen
 
 
 def step_cost(
@@ -80,6 +83,8 @@ def step_cost(
     for repeats, is_last in (step for step in steps if step[0]):
         times = _LayerTimes(shape, setting, device, attention, is_last=is_last)
         parts.append((repeats, times.root()))
+        if shape.towers:
+            parts.append((repeats, times.towers()))
         parts += [(repeats * count, times.layer(kind)) for kind, count in kinds.items()]
 
     def total(field: str) -> float:
@@ -149,6 +154,22 @@ class _LayerTimes:
         """Embedding, head and loss."""
         compute = 3 * self.matrices(self.shape.vocab * self.shape.hidden)
         return self._time(compute, compute, self.shape.root_parameters, Pass(0, 0, 0, 0), sums=self.root_sums, kept=0)
+
+    def towers(self) -> _Time:
+        """Towers and projectors on the largest share of the images, and the way of embeddings to their tokens and of
+        gradients back.
+        """
+        setting, towers = self.setting, self.shape.towers
+        flops = sum(tower.flops.at(tower.share(setting.batch, setting.ring)) for tower in towers)
+        compute = flops * (4 / 3 if self.again else 1.0) / (self.peak * self.device.matmul_efficiency)
+        placed = setting.batch * sum(tower.tokens * tower.row for tower in towers) / setting.ring
+        others = max(1, setting.ring - 1)
+        near = min(setting.ring, max(1, self.device.devices_per_node // setting.tp)) - 1
+        each = 2 * setting.number_bytes * placed / setting.ring  # of one other rank, there and back
+        inside, outside = near * each, (others - near) * each if setting.ring > 1 else 0.0
+        sent = inside / self.device.intra_node_bandwidth + outside / self.device.inter_node_bandwidth
+        exchange = Pass(compute + sent, compute, inside, outside)
+        return self._time(compute, compute + sent, sum(self.shape.tower_layers), exchange, sums=0, kept=0)
 
     def layer(self, kind: LayerKind) -> _Time:
         """One layer, forward and backward."""

@@ -78,5 +78,26 @@ def mixing_backward_bytes(kind: LayerKind, setting: Setting) -> int:
     return round(setting.tokens * here) + 2 * span_bytes(kind, setting)
 
 
+def seen_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Bytes that towers keep of the largest share of a micro-step's images, from the first of forward to the last of
+    backward; and all its pixels where the device is their host.
+    """
+    found = 0
+    for tower in shape.towers:
+        growth = tower.saved if setting.checkpoint == "none" else tower.checkpointed
+        found += growth.at(tower.share(setting.batch, setting.ring))
+    return found + (0 if setting.on_gpu else pixel_bytes(shape, setting))
+
+
+def tower_layer_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Bytes that one layer of a tower keeps without a checkpoint, of that share."""
+    return max(tower.saved.at(tower.share(setting.batch, setting.ring)) // tower.layers for tower in shape.towers)
+
+
+def pixel_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Bytes of all pixels of a micro-step, which every rank of a ring has in its host's memory."""
+    return _FLOAT32 * setting.batch * sum(tower.pixels for tower in shape.towers)
+
+
 def _out(kind: LayerKind) -> int:
     return kind.scan.out if kind.scan else kind.channels

@@ -49,7 +49,8 @@ def training_memory(shape: ModelShape, setting: Setting) -> Memory:
     check_setting(shape, setting)
     step = _Step(shape, setting)
     moments = (
-        step.gather(), step.loss(), step.loss_gradient(), *step.layers(), *step.embedding(), step.update()
+        step.gather(), step.loss(), step.loss_gradient(), *step.layers(), *step.towers(), *step.embedding(),
+        step.update(),
     )  # fmt: skip
     return max(moments, key=lambda memory: memory.peak_bytes)
 
@@ -73,6 +74,7 @@ class _Step:
         self.states = partial(kept.states_bytes, self.shape, setting)
         rotary = 2 * self.a * shape.head_dim if shape.family == "llama" else 0
         self.inputs = self.tokens * (_INDICES + rotary)
+        self.seen = kept.seen_bytes(shape, setting)
         self.head = self.shape.vocab * shape.hidden
         self.gathered = self.a * self.root  # the root's parameters stay whole from the first layer to the last gradient
 
@@ -143,7 +145,7 @@ class _Step:
     def _in_loss(self, moment: str, temporaries: int) -> Memory:
         return self.memory(
             moment,
-            activations=self.kept(self.shape.layers) + self._last_norm,
+            activations=self.kept(self.shape.layers) + self._last_norm + self.seen,
             temporaries=self._loss.sums + temporaries + self.hidden,
             communication=self.gathered + self.a * self.layer,
         )
@@ -176,7 +178,7 @@ class _Step:
         prefetched = self.a * self.layer if done + 1 < layers else 0
         return self.memory(
             moment,
-            activations=self.kept(layers - 1 - done, backward=True) + activations,
+            activations=self.kept(layers - 1 - done, backward=True) + activations + self.seen,
             temporaries=self.a * self.head + self.hidden + temporaries,
             communication=self.gathered + self.a * self.layer + prefetched + reducing + communication,
             gradients=self.p * self.shape.parameters_of_layers(done) // self.ranks,
@@ -242,6 +244,27 @@ class _Step:
         dout = self.tokens * self.a * shape.query_size
         held, in_transit = self._attention_bytes
         return self._backward(ATTENTION_MOMENT, done, ours, dout + weights + held, in_transit)
+
+    def towers(self) -> list[Memory]:
+        """In the backward pass of a tower's last layer, behind the decoder's: the layer that is made again, as much for
+        its gradients, and the gradients of embeddings.
+        """
+        shape, setting = self.shape, self.setting
+        if not shape.towers:
+            return []
+        largest, placed = max(shape.tower_layers), sum(tower.tokens * tower.row for tower in shape.towers)
+        made = sum(tower.share_of_tokens(setting.batch, self.ranks) * tower.row for tower in shape.towers)
+        layer = kept.tower_layer_bytes(shape, setting)
+        again = 0 if setting.checkpoint == "none" else layer
+        return [
+            self.memory(
+                "tower backward",
+                activations=self.seen + again,
+                temporaries=self.a * (self.head + round(made) + setting.batch * placed // self.ranks) + layer,
+                communication=self.gathered + (2 * self.a + _FLOAT32) * largest,
+                gradients=self.p * shape.parameters_of_layers(shape.layers) // self.ranks,
+            )
+        ]
 
     def embedding(self) -> list[Memory]:
         """When the root has its gradients after all layers, when they are copied to be reduced, and when they are."""

@@ -44,9 +44,10 @@ class TextQuestion:
         for name, most in _MOST.items():
             if not 1 <= (value := getattr(self, name)) <= most:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1, and at most {most:,}, is needed")
-        if self.shape.has_states:
+        if not self.shape.is_plain:
+            what = "of images" if self.shape.sees else "of states"
             raise UnsupportedError(
-                f"--model {self.shape.name}: a plan of generation counts caches of keys and values, not of states; "
+                f"--model {self.shape.name}: a plan of generation counts caches of keys and values, not {what}; "
                 "plan its training, without --generate"
             )
         if not self.device.memory_bandwidth:

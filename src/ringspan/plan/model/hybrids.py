@@ -36,16 +36,37 @@ def hybrid_values(values: Mapping[str, Any], name: str) -> dict[str, Any] | None
     kind = values["model_type"]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
-    try:
-        config = CONFIG_MAPPING[kind](**{key: _number(value) for key, value in values.items() if key != "model_type"})
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # of config classes and modules of any kind
-        raise ConfigError(f"{name}: transformers builds no {kind} model of its config: {one_line(error)}") from error
+    model = built(AutoModelForCausalLM, values, name)
     decoder = decoder_of(model)
     if not stateful_modules(decoder):
         return None
+    return decoder_values(model, name)
+
+
+def built(auto: Any, values: Mapping[str, Any], name: str) -> Any:
+    """The model of a config, by an auto class of transformers, on the meta device.
+
+    Raises:
+        ConfigError: transformers makes none of these values.
+    """
+    kind = values["model_type"]
+    try:
+        config = CONFIG_MAPPING[kind](**{key: _number(value) for key, value in values.items() if key != "model_type"})
+        with torch.device("meta"):
+            return auto.from_config(config, dtype=torch.float32)
+    except Exception as error:  # of config classes and modules of any kind
+        raise ConfigError(f"{name}: transformers builds no {kind} model of its config: {one_line(error)}") from error
+
+
+def decoder_values(model: Any, name: str) -> dict[str, Any]:
+    """Sizes and layer kinds of a ``ModelShape`` for a model's decoder, counted layer by layer.
+
+    Raises:
+        UnsupportedError: a layer whose parts the planner does not know; the message names it.
+    """
+    decoder: Any = decoder_of(model)
     config = decoder.config
+    kind = config.model_type
     layers = [*layers_of(decoder).values()]
     held = [id(parameter) for layer in layers for parameter in layer.parameters()]
     if len(set(held)) < len(held):
@@ -68,7 +89,7 @@ def hybrid_values(values: Mapping[str, Any], name: str) -> dict[str, Any] | None
         "tied": output is None or output.weight is model.get_input_embeddings().weight,
         "root": model.num_parameters() - sum(each.parameters for each in kinds),
         "kinds": tuple(kinds),
-        "model_type": kind,
+        "model_type": model.config.model_type,
     }
 
 

@@ -49,3 +49,57 @@ class LayerKind:
     def scan_flops(self) -> float:
         """FLOPs of a token's recurrence in forward."""
         return self.scan.flops if self.scan else 0.0
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A cost of n units that a tower takes at once: ``constant + units n + pairs n^2``.
+
+    ``pairs`` is of towers that lay images beside each other and mask what is outside of each (Pixtral).
+    """
+
+    constant: int = 0
+    units: int = 0
+    pairs: int = 0
+
+    @classmethod
+    def through(cls, two: int, three: int, four: int | None = None) -> "Growth":
+        """The growth of which these are values; along a line without the last.
+
+        Not the first: what is repeated for each of several units is not copied for a single one.
+        """
+        pairs = 0 if four is None else (four - 2 * three + two) // 2
+        units = three - two - 5 * pairs
+        return cls(two - 2 * units - 4 * pairs, units, pairs)
+
+    def at(self, count: int) -> int:
+        return self.constant + self.units * count + self.pairs * count**2 if count else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tower:
+    """What a tower and its projector make of the images, frames or windows of one sequence.
+
+    ``units``: images, frames (pairs of frames where a tower joins two) or windows, each of which it treats by itself.
+    ``tokens``: of the text, that stand for what it makes. ``row``: numbers in what is placed on one of them, in deeper
+    layers too. ``pixels``: numbers that it is given. ``flops``: forward and backward. ``saved`` and ``checkpointed``:
+    bytes kept for backward, without and with checkpoints of its ``layers``.
+    """
+
+    modality: str
+    units: int
+    tokens: int
+    row: int
+    pixels: int
+    flops: Growth
+    saved: Growth
+    checkpointed: Growth
+    layers: int
+
+    def share(self, batch: int, ranks: int) -> int:
+        """Units of the rank that has most; each has at least one, since the weights are gathered by all together."""
+        return -(-batch * self.units // ranks)
+
+    def share_of_tokens(self, batch: int, ranks: int) -> float:
+        """Embeddings of that rank."""
+        return self.share(batch, ranks) * self.tokens / self.units

@@ -1,0 +1,131 @@
+"""What a tower costs, from running its own code on the meta device: FLOPs, embeddings, and bytes kept for backward.
+
+Floating-point tensors have shapes alone there. Integers, of which grids and masks are computed, stay on the CPU with
+their values, since towers loop over them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+from transformers import AttentionInterface
+
+from ringspan.torch.multimodal.cuts import pieces_of
+
+ATTENTION: Final = "ringspan_planned"
+"""Attention that keeps what a fused kernel keeps, on a device without kernels."""
+_FUSED: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FUSED_BACKWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Measured(NamedTuple):
+    """Of some units."""
+
+    rows: int
+    row: int
+    """Numbers in each, those of deeper layers included."""
+    saved_bytes: int
+    flops: int | None
+
+
+def measure(
+    model: nn.Module, compute: Callable[..., Any], inputs: Mapping[str, Tensor], *, count_flops: bool
+) -> Measured:
+    """Run a tower, and its backward pass where FLOPs are counted.
+
+    Args:
+        model: on the meta device, whose weights are not counted as kept.
+        compute: what gives the embeddings.
+        inputs: what it is called with.
+        count_flops: takes several times as long.
+    """
+    weights = {id_of(weight) for weight in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def note(x: Tensor) -> Tensor:
+        if id_of(x) not in weights:
+            kept.setdefault(id_of(x), x)  # held, so that its number is given to no other
+        return x
+
+    counter = FlopCounterMode(display=False, custom_mapping={_FUSED: _forward, _FUSED_BACKWARD: _backward})
+    with _WithIntegers(), saved_tensors_hooks(note, lambda x: x):
+        output = compute(**inputs, return_dict=True)
+    pieces = pieces_of(output.pooler_output)
+    deeper = [piece for each in getattr(output, "deepstack_features", None) or () for piece in pieces_of(each)]
+    rows = sum(map(len, pieces))
+    saved = sum(x.untyped_storage().nbytes() for x in kept.values())
+    flops = None
+    if count_flops:
+        kept.clear()
+        with counter, _WithIntegers():
+            output = compute(**inputs, return_dict=True)
+            made = pieces_of(output.pooler_output)
+            made += [piece for each in getattr(output, "deepstack_features", None) or () for piece in pieces_of(each)]
+            torch.autograd.backward(made, [torch.empty_like(piece) for piece in made])
+        flops = counter.get_total_flops()
+    return Measured(rows, sum(piece.numel() for piece in (*pieces, *deeper)) // rows, saved, flops)
+
+
+def id_of(x: Tensor) -> int:
+    """Of a tensor's storage."""
+    return x.untyped_storage()._cdata
+
+
+def _fused(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **others: Any
+) -> tuple[Tensor, None]:
+    del module
+    out = _FUSED(query, key, value, 0.0, False, attn_mask=attention_mask, scale=others.get("scaling"))[0]
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _fused)
+
+
+def _forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return sdpa_flop(query, key, value)
+
+
+def _backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
+    return 2 * sdpa_flop(query, key, value)  # of the model, without the scores that a kernel computes again
+
+
+class _WithIntegers(TorchDispatchMode):
+    """Make integers on the CPU where they are asked for on the meta device, and let both meet."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = dict(kwargs or {})
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(x.is_meta for x in tensors):
+            if func.overloadpacket == torch.ops.aten.index:
+                args = args[0], [place for index in args[1] for place in _places(index)]
+            args, kwargs = tree_map(_without_values, (args, kwargs))
+        elif str(kwargs.get("device")) == "meta" and _is_of_integers(func, tensors, args, kwargs):
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
+def _places(index: Tensor | None) -> list[Tensor | None]:
+    """What a mask with values names, whose number its shape does not say."""
+    if index is None or index.is_meta or index.dtype != torch.bool:
+        return [index]
+    return [*index.nonzero(as_tuple=True)]
+
+
+def _without_values(x: Any) -> Any:
+    """A tensor of the CPU as its shape alone."""
+    return x.to("meta") if isinstance(x, Tensor) and not x.is_meta and x.ndim else x
+
+
+def _is_of_integers(func: Any, tensors: list[Tensor], args: Any, kwargs: Mapping[str, Any]) -> bool:
+    if kwargs.get("dtype") is not None:
+        return not kwargs["dtype"].is_floating_point
+    if tensors:
+        return not tensors[0].is_floating_point()
+    return func.overloadpacket == torch.ops.aten.arange and all(isinstance(number, int) for number in args)

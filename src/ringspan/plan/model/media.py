@@ -1,0 +1,55 @@
+"""What a sequence holds beside text, as ``ringspan plan`` is told: images, frames of video, windows of sound."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from ringspan.core.errors import ConfigError
+
+_FORM: Final = re.compile(r"(\d+)(?:x(\d+)x(\d+))?")
+_MOST: Final = 1 << 30  # a slip of the keyboard, as in ``search.MOST``
+
+
+@dataclass(frozen=True)
+class Units:
+    """So many images or frames of one size, or windows of sound."""
+
+    option: str
+    """That they were given by."""
+    count: int
+    size: tuple[int, int] | None = None
+    """Height and width in pixels; None for the size that the model takes."""
+
+
+Media = Mapping[str, Units]
+NO_MEDIA: Final[Media] = MappingProxyType({})
+
+
+def read_media(images: str | None, frames: str | None, sound: int | None) -> Media:
+    """What each kind of tower is shown of one sequence, by the name of its modality.
+
+    Args:
+        images: ``COUNT`` or ``COUNTxHEIGHTxWIDTH``.
+        frames: of all videos, in the same form.
+        sound: windows.
+
+    Raises:
+        ConfigError: neither of these forms, or none of anything.
+    """
+    found: dict[str, Units] = {}
+    for name, option, text in (("image", "--images", images), ("video", "--frames", frames)):
+        if text is not None:
+            found[name] = _read(option, text)
+    if sound is not None:
+        found["audio"] = Units("--sound", sound)
+    return found
+
+
+def _read(option: str, text: str) -> Units:
+    match = _FORM.fullmatch(text.strip().lower())
+    numbers = [int(number) for number in match.groups() if number] if match else []
+    if not numbers or not all(0 < number <= _MOST for number in numbers):
+        raise ConfigError(f"{option} {text}: give COUNT, or COUNTxHEIGHTxWIDTH in pixels, such as 64x448x448")
+    return Units(option, numbers[0], (numbers[1], numbers[2]) if len(numbers) == 3 else None)

@@ -1,0 +1,277 @@
+"""The towers of a model that sees or hears, as the planner counts them: transformers' own modules on the meta device.
+
+C channels, T tokens of the text.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.messages.lines import one_line
+from ringspan.plan.model.hybrids import built, decoder_values
+from ringspan.plan.model.kinds import Growth, Tower
+from ringspan.plan.model.measured import ATTENTION, Measured, measure
+from ringspan.plan.model.media import Media, Units
+from ringspan.plan.model.shapes import ModelShape
+from ringspan.torch.layers.decoder import decoder_of, layer_kinds, layers_of
+from ringspan.torch.memory.checkpointing import checkpoint_all
+from ringspan.torch.multimodal.cuts import (
+    Cut,
+    FramesOfGrid,
+    FramesOfVideos,
+    ImagesOfExamples,
+    ImagesOfTiles,
+    Inputs,
+    WindowsOfSound,
+    image_size_to_num_patches,
+)
+from ringspan.torch.multimodal.kinds import KINDS, Kind, Modality, inner_of, towers_of
+
+_OPTIONS: Final = {"image": "--images", "video": "--frames", "audio": "--sound"}
+# Text models whose layers are those of another type that the planner knows by its sizes.
+_TEXTS: Final = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+
+
+def seeing_shape(
+    values: Mapping[str, Any],
+    name: str,
+    media: Media,
+    dtype: str,
+    text_shape: Callable[[Mapping[str, Any], str], ModelShape | None],
+) -> ModelShape | None:
+    """The shape that the values of a config with towers describe; None of one that has none.
+
+    Args:
+        values: of a ``config.json``.
+        name: of the model, in errors.
+        media: what each sequence holds.
+        dtype: that layers compute in.
+        text_shape: of a language model that is counted by its sizes, for its values; None of another one.
+
+    Raises:
+        ConfigError: values of which transformers builds no model, or sizes of images that it does not take.
+        UnsupportedError: parts that the planner does not know; the message names them.
+    """
+    kind = values["model_type"]
+    if kind not in KINDS:
+        return None
+    of_sequences = kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    model = built(AutoModelForSeq2SeqLM if of_sequences else AutoModelForMultimodalLM, values, name)
+    _refuse(model, name)
+    decoder, output = decoder_of(model), model.get_output_embeddings()
+    layers = [layer for tower in towers_of(model) for layer in layers_of(tower).values()]
+    in_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    text = decoder.config.to_dict()
+    text["model_type"] = _TEXTS.get(text["model_type"], text["model_type"])
+    text["tie_word_embeddings"] = output.weight is model.get_input_embeddings().weight
+    shape, root = text_shape(text, name), 0
+    if shape is None:  # layer by layer; its root is all that is in no layer of the decoder
+        sizes = decoder_values(model, name)
+        has_norms = any(hasattr(module, "q_norm") for module in decoder.modules())
+        shape = ModelShape(name=name, qk_norm=has_norms, **sizes | {"root": sizes["root"] - sum(in_layers)})
+    else:
+        counted = {id(p) for module in (decoder, output, *layers) for p in module.parameters()}
+        root = sum(p.numel() for p in model.parameters() if id(p) not in counted)
+    shown = [(modality, media[modality.name]) for modality in _shown(model, media, name)]
+    model.to(getattr(torch, dtype)).train()
+    towers = [_tower(model, modality, units, name) for modality, units in shown]
+    return replace(
+        shape,
+        model_type=kind,
+        towers=tuple(towers),
+        tower_layers=tuple(in_layers),
+        tower_root=root,
+        later_pairs=sum(_later_pairs(tower) for tower in towers) if KINDS[kind].blocks else 0,
+    )
+
+
+def _later_pairs(tower: Tower) -> int:
+    """Of the tokens of each image, which all see each other."""
+    each = tower.tokens // tower.units
+    return tower.units * each * (each - 1) // 2
+
+
+def _refuse(model: Any, name: str) -> None:
+    """Raise an UnsupportedError for text whose attention is none that the planner counts."""
+    kind: Kind = KINDS[model.config.model_type]
+    if kind.is_prefix:
+        raise UnsupportedError(
+            f"{name}: a {model.config.model_type} prompt sees itself both ways, and no option says how long it is; the "
+            "planner does not count it"
+        )
+    if any(layer.chunk for layer in layer_kinds(decoder_of(model).config)):
+        raise UnsupportedError(
+            f"{name}: {model.config.model_type} has layers that attend in chunks, which the planner does not count"
+        )
+
+
+def _shown(model: Any, media: Media, name: str) -> list[Modality]:
+    """The modalities that sequences hold some of."""
+    modalities = {modality.name: modality for modality in KINDS[model.config.model_type].modalities}
+    for modality, units in media.items():
+        if modality not in modalities:
+            takes = " and ".join(
+                {"image": "--images", "video": "--frames", "audio": "--sound"}[each] for each in modalities
+            )
+            raise ConfigError(f"{units.option}: {name} ({model.config.model_type}) does not take it; it takes {takes}")
+    return [modalities[modality] for modality in media]
+
+
+def _tower(model: Any, modality: Modality, given: Units, name: str) -> Tower:
+    """What some units cost, measured on few of them."""
+    parts = towers_of(model)
+    for part in parts:
+        part.set_attn_implementation(ATTENTION)
+    compute = _features(model, modality)
+    units, inputs = _inputs(model, modality.cut, given)
+
+    def run(count: int, *, count_flops: bool = False) -> Measured:
+        try:
+            made = inputs(count)
+            return measure(model, compute, _cast(made, model.dtype), count_flops=count_flops)
+        except (NotImplementedError, RuntimeError) as error:  # of values that the meta device has not
+            raise UnsupportedError(
+                f"{name}: the planner cannot run the tower of {model.config.model_type} without values: "
+                f"{one_line(error)}"
+            ) from error
+
+    one = run(1, count_flops=True)
+    assert one.flops is not None
+    counts, flops = (2, 3), Growth(units=one.flops)
+    if "pixtral" in [part.config.model_type for part in parts]:  # whose images lie beside each other
+        counts, two = (2, 3, 4), run(2, count_flops=True).flops
+        assert two is not None
+        pairs = (two - 2 * one.flops) // 2
+        flops = Growth(units=one.flops - pairs, pairs=pairs)
+    saved = Growth.through(*(run(count).saved_bytes for count in counts))
+    for part in parts:
+        if part.supports_gradient_checkpointing:
+            checkpoint_all(part, {"use_reentrant": False})
+    checkpointed = Growth.through(*(run(count).saved_bytes for count in counts))
+    for part in parts:  # under its name before transformers 5.2x too
+        getattr(part, "activation_checkpointing_disable", part.gradient_checkpointing_disable)()
+    pixels = sum(each.numel() for each in inputs(1).values() if each.is_meta)
+    breaks = int(isinstance(modality.cut, FramesOfVideos))  # behind the last frame of a video alone
+    return Tower(
+        modality=modality.name,
+        units=units,
+        tokens=units * (one.rows - breaks) + breaks,
+        row=one.row,
+        pixels=units * pixels,
+        flops=flops,
+        saved=saved,
+        checkpointed=checkpointed,
+        layers=sum(len(layers_of(part)) for part in parts),
+    )
+
+
+def _cast(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: x.to(dtype) if x.is_meta else x for name, x in inputs.items()}
+
+
+def _features(model: Any, modality: Modality) -> Callable[..., Any]:
+    """What gives the embeddings of a modality."""
+    inner, kind = inner_of(model), KINDS[model.config.model_type]
+    if isinstance(modality.cut, ImagesOfExamples):
+        return partial(_idefics_images, inner)
+    return getattr(inner, f"get_{modality.name}_features") if kind.features is None else partial(kind.features, inner)
+
+
+def _idefics_images(inner: Any, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
+    """As Idefics' own method, which first looks at pixels for images that are padding."""
+    side = inner.config.vision_config.patch_size
+    height, width = pixel_values.shape[-2:]
+    mask = torch.ones(len(pixel_values), height // side, width // side, dtype=torch.bool, device="cpu")
+    seen = inner.vision_model(pixel_values=pixel_values, patch_attention_mask=mask, return_dict=True)
+    return BaseModelOutputWithPooling(pooler_output=inner.connector(seen.last_hidden_state))
+
+
+def _inputs(model: Any, cut: Cut, given: Units) -> tuple[int, Callable[[int], dict[str, Tensor]]]:
+    """The units of one sequence, and what a tower is called with for some of them.
+
+    Raises:
+        ConfigError: a size that the tower does not take.
+    """
+    config = model.config
+    if isinstance(cut, WindowsOfSound):
+        return given.count, partial(_windows, cut, config.audio_config)
+    tower = config.vision_config
+    if isinstance(cut, FramesOfGrid):
+        return _frames_of_grid(cut, tower, given)
+    whole = tower.image_size
+    whole = (whole, whole) if isinstance(whole, int) else (*whole,)
+    size = given.size or whole
+    if tower.model_type == "pixtral":
+        _check_multiple(given, size, tower.patch_size * getattr(config, "spatial_merge_size", 1))
+        whole = size
+    elif not isinstance(cut, ImagesOfTiles) and size != whole:
+        raise ConfigError(
+            f"{given.option} {_shown_size(given)}: {config.model_type} takes images, or tiles, of "
+            f"{whole[0]} x {whole[1]}; give their number alone"
+        )
+    shape = getattr(tower, "num_channels", 3), *whole
+    if isinstance(cut, FramesOfVideos):
+        return given.count, lambda count: {cut.pixels: _pixels(count, 1, *shape)}
+    if isinstance(cut, ImagesOfTiles):
+        tiles = image_size_to_num_patches(list(size), config.image_grid_pinpoints, whole[0])
+        return given.count, lambda count: {
+            cut.pixels: _pixels(count, tiles, *shape),
+            "image_sizes": torch.tensor([size] * count),
+            "batch_num_images": torch.ones(count, dtype=torch.int64),
+        }
+    sizes = {"image_sizes": size} if tower.model_type == "pixtral" else {}
+    return given.count, lambda count: {
+        cut.pixels: _pixels(count, *shape),
+        **{name: torch.tensor([each] * count) for name, each in sizes.items()},
+    }
+
+
+def _frames_of_grid(cut: FramesOfGrid, tower: Any, given: Units) -> tuple[int, Callable[[int], dict[str, Tensor]]]:
+    side, merged = tower.patch_size, tower.patch_size * tower.spatial_merge_size
+    if given.size is None:
+        raise ConfigError(
+            f"{given.option} {given.count}: {tower.model_type} takes any size that {merged} divides; give it too, "
+            f"{given.count}x{16 * merged}x{16 * merged} say"
+        )
+    _check_multiple(given, given.size, merged)
+    rows, columns = given.size[0] // side, given.size[1] // side
+    values = getattr(tower, "in_channels", 3) * tower.temporal_patch_size * side**2
+    is_video = given.option == "--frames"
+    units = -(-given.count // tower.temporal_patch_size) if is_video else given.count
+
+    def inputs(count: int) -> dict[str, Tensor]:
+        grid = [[count, rows, columns]] if is_video else [[1, rows, columns]] * count
+        return {cut.pixels: _pixels(count * rows * columns, values), cut.grid: torch.tensor(grid)}
+
+    return units, inputs
+
+
+def _windows(cut: WindowsOfSound, tower: Any, count: int) -> dict[str, Tensor]:
+    steps = 2 * tower.max_source_positions
+    masks = {name: torch.ones(count, steps, dtype=torch.int64) for name in cut.names[1:]}
+    return {cut.pixels: _pixels(count, tower.num_mel_bins, steps), **masks}
+
+
+def _pixels(*shape: int) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def _check_multiple(given: Units, size: Sequence[int], side: int) -> None:
+    if any(number % side for number in size):
+        near = "x".join(str(max(1, round(number / side)) * side) for number in size)
+        raise ConfigError(
+            f"{given.option} {_shown_size(given)}: the tower takes heights and widths that {side} divides; processors "
+            f"scale to them, here to about {near}"
+        )
+
+
+def _shown_size(given: Units) -> str:
+    return "x".join(map(str, (given.count, *(given.size or ()))))
