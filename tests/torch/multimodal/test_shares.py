@@ -1,13 +1,19 @@
 """Who makes which embeddings, and where they go."""
 
+from functools import partial
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ringspan.core.geometry.layout import Layout
 from ringspan.torch.data.batch_layout import BatchLayout
+from ringspan.torch.multimodal.kinds import inner_of, kind_of
 from ringspan.torch.multimodal.shares import make_plan, share_out
+from tests.torch.models import relative
+from tests.torch.multimodal.models import KINDS, Example, batch_of, build
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 8))
@@ -48,3 +54,32 @@ def test_every_embedding_comes_to_its_token(problem):
         assert [len(pieces[owner][rank]) for owner in range(3)] == plans[rank].receive_counts
         local = whole[:, layout.positions(rank)]
         assert arrived[plans[rank].order].tolist() == local[local >= 0].tolist()
+
+
+# Three images or windows each in an example of its own, and a video where the model takes some.
+THREE: list[Example] = [[3, "i", 2], [1, "i", 4], [2, "i", 1]]
+VIDEOS: list[Example] = [[3, "v", 2], [1, "v", 4]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tower_treats_each_unit_by_itself(kind):
+    """So none of them needs a ring: a video is cut between any two frames."""
+    dtype = torch.float32 if "llama4" in kind or "qwen3_5" in kind or "moe" in kind else torch.float64
+    model = build(kind, dtype=dtype).eval()
+    seen = kind_of(model)
+    assert seen is not None
+    for modality, examples in zip(seen.modalities, (THREE, VIDEOS), strict=False):
+        inputs, cut = batch_of(kind, examples, dtype=dtype), modality.cut
+        inner = inner_of(model)
+        method = partial(seen.features, inner) if seen.features else getattr(inner, f"get_{modality.name}_features")
+
+        def rows(units: range, cut=cut, inputs=inputs, method=method) -> list[torch.Tensor]:
+            with torch.no_grad():
+                output = method(**cut.take(inputs, units), return_dict=True)
+            return cut.rows(output.pooler_output, inputs, units)
+
+        count = len(cut.costs(inputs))
+        assert count >= 3
+        whole = torch.cat(rows(range(count)))
+        alone = torch.cat([row for unit in range(count) for row in rows(range(unit, unit + 1))])
+        assert relative(alone, whole) < (1e-5 if dtype == torch.float32 or "gemma" in kind else 1e-9)
