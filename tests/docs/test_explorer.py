@@ -121,7 +121,7 @@ def test_numbers_are_those_of_core_for_sixty_settings(page: Any, settings: Modul
                 assert sorted(
                     (int(peer), int(count)) for count, peer in re.findall(r"(\d+) to (\d+)", row[4])
                 ) == sorted(
-                    (groups.group_ranks(send.peer)[place], size(send.ranges)) for _, send in here.sends if send.ranges
+                    (groups.group_ranks(send.peer)[place], size(send.ranges)) for send in here.all_sends if send.ranges
                 ), where
             computing = [stretch.stop for stretch in timeline(part, speeds)][-1]
             ends.append(computing + sum(each.seconds for each in trades))

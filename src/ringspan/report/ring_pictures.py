@@ -281,8 +281,7 @@ def _draw_block(page: "Axes", layout: Layout, rank: int, hop: Hop, x: float, y: 
     tokens = layout.tokens_per_rank
     present: Ranges = hop.arrives.ranges if hop.index else ((0, tokens),)
     share = f"{100 * size(present) / tokens:.0f} %"
-    verb = "computes with" if hop.num_pairs else "only passes on"
-    title = f"hop {hop.index}: rank {rank} {verb} {size(present):,} of {tokens:,} tokens of rank {hop.owner}"
+    title = f"hop {hop.index}: rank {rank} computes with {size(present):,} of {tokens:,} tokens of rank {hop.owner}"
     rectangle(page, x, y, width, 16, GROUND, edge=GRID)
     for start, stop in present:
         rectangle(
@@ -294,7 +293,6 @@ def _draw_block(page: "Axes", layout: Layout, rank: int, hop: Hop, x: float, y: 
             RANK_COLOURS[hop.owner],
             kind="carried",
             title=title,
-            opacity=1.0 if hop.num_pairs else 0.4,
         )
     told = "own" if hop.index == 0 else f"r{hop.owner}: {share}" if present else "nothing"
     text(page, x + width / 2, y + 30, told, SOFT, "center", size=11)

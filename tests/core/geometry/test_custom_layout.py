@@ -66,7 +66,8 @@ def test_what_is_sent_is_what_the_other_rank_receives(layout, mask, route):
         (rank, peer, schedules[peer].hops[later].owner, ranges)
         for rank, schedule in enumerate(schedules)
         for hop in schedule.hops
-        for later, (peer, ranges) in hop.sends
+        for (later, onward), straight in zip(hop.sends, hop.straight, strict=True)
+        for peer, ranges in (onward, straight)
         if ranges
     }
     received = {

@@ -10,10 +10,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import ringspan as rs
+from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.ranges import minus, size, union
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.schedule.schedule import make_schedule
-from tests.core.strategies import layouts, masks
+from tests.core.strategies import custom_layouts, layouts, masks
 from tests.fuzz import examples
 
 
@@ -67,17 +68,25 @@ def test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once
     schedules = [make_schedule(layout, mask, rank, None, route) for rank in range(layout.ranks)]
     returned = np.zeros((layout.ranks, layout.tokens_per_rank), int)
     added = np.zeros((layout.ranks, layout.tokens_per_rank), int)
+    sums = np.ones(layout.ranks, int)  # of an owner's gradient: one goes around, one more from each rank it sends to
+    messages = received = 0
     for rank, schedule in enumerate(schedules):
         for hop in schedule.hops:
-            for index, (peer, ranges) in hop.sends:
-                there = schedules[peer].hops[index]
-                held = hop.arrives.ranges if hop.index else ((0, layout.tokens_per_rank),)
-                assert there.owner == hop.owner and there.arrives == (rank, ranges) and not minus(ranges, held)
+            everything = ((0, layout.tokens_per_rank),)
+            for (index, onward), straight in zip(hop.sends, hop.straight, strict=True):
+                of_block = hop.owner, onward, hop.arrives.ranges if hop.index else everything
+                for owner, (peer, ranges), held in (of_block, (rank, straight, everything)):
+                    there = schedules[peer].hops[index]
+                    assert there.owner == owner and not minus(ranges, held)
+                    assert not ranges or there.arrives == (rank, ranges)
+                    messages += bool(ranges)
+                sums[rank] += bool(straight.ranges)
             needed = union((t.q0, t.q1) if route == "pass-q" else (t.k0, t.k1) for t in hop.tiles)
             if hop.index == 0:
                 assert hop.gradient == hop.gradient_on.ranges == hop.gradient_to_owner == ()
                 continue
             assert sum(hop.index in dict(earlier.sends) for earlier in schedule.hops[: hop.index]) == 1
+            received += bool(hop.arrives.ranges)
             assert not minus(needed, hop.arrives.ranges)
             assert not minus(union(needed, hop.gradient_in.ranges), hop.gradient)
             assert union(hop.gradient_on.ranges, hop.gradient_to_owner) == hop.gradient
@@ -91,8 +100,37 @@ def test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once
             for start, stop in hop.gradient_to_owner:
                 returned[hop.owner, start:stop] += 1
     if route in ("ring", "bidirectional"):
-        assert (returned <= 1).all()  # one sum goes around; the others have one for each node or rank
-    assert (returned >= added).all()
+        assert (returned <= sums[:, None]).all()  # the others have one for each node or rank
+    assert (returned >= added).all() and messages == received
+
+
+@given(layouts | st.integers(1, 8).flatmap(custom_layouts), masks, st.sampled_from(ROUTES))
+@examples(300)
+def test_every_rank_computes_with_every_block_that_it_receives(layout, mask, route):
+    assume(exists(route, layout.ranks))
+    for rank in range(layout.ranks):
+        for hop in make_schedule(layout, mask, rank, None, route).hops[1:]:
+            assert bool(hop.arrives.ranges) == bool(hop.num_pairs)
+
+
+def test_what_a_neighbour_has_no_use_for_comes_from_its_owner():
+    """Rank 0 shares documents with ranks 1 and 3 of 5, not with rank 2."""
+    layout = CustomLayout.of([[(0, 4), (20, 4)], [(4, 4)], [(8, 4)], [(24, 4)], [(12, 8)]], 28)
+    mask = rs.documents([8, 12, 8])
+    first, second, third = (make_schedule(layout, mask, rank).hops for rank in (1, 2, 3))
+    assert [hop.arrives for hop in first if hop.arrives.ranges] == [(0, ((0, 4),))]
+    assert not any(hop.arrives.ranges for hop in second)
+    assert [(hop.index, hop.arrives) for hop in third if hop.arrives.ranges] == [(3, (0, ((4, 8),)))]
+    owner = make_schedule(layout, mask, 0).hops
+    assert [send for hop in owner for send in hop.straight if send.ranges] == [(3, ((4, 8),))]
+    assert owner[3].from_visitor == (3, ((4, 8),)), "and so does its gradient"
+
+
+@pytest.mark.parametrize(("layout", "messages", "tokens"), [("zigzag", 14, 14 * 4095), ("contiguous", 7, 7 * 4095)])
+def test_a_window_needs_a_message_for_each_cut_of_the_sequence(layout, messages, tokens):
+    schedules = [make_schedule(rs.Layout(layout, 65_536, 8), rs.sliding_window(4096), rank) for rank in range(8)]
+    received = [hop.arrives.ranges for schedule in schedules for hop in schedule.hops if hop.arrives.ranges]
+    assert (len(received), sum(map(size, received))) == (messages, tokens)
 
 
 def exists(route, ranks):

@@ -134,3 +134,13 @@ def test_a_chunk_of_new_queries_sees_a_long_cache(route):
     )
     for mask in (rs.causal(), rs.sliding_window(9), rs.sliding_window(40)):
         assert max(Problem(new, cache, mask, has_sinks=True).errors(route)) < FLOAT32_LIMIT
+
+
+@pytest.mark.parametrize("route", ["ring", "bidirectional", "double-ring:5", "pass-q"])
+def test_a_document_that_skips_ranks_comes_from_its_owner(route):
+    """Of 5 ranks the first shares a document with the fourth; the second and the third share others with the first."""
+    layout = CustomLayout.of([[(0, 4), (8, 4), (20, 4)], [(4, 4), (16, 2)], [(12, 4), (18, 2)], [(24, 4)], [(28, 4)]])
+    mask = rs.documents([8, 8, 4, 8, 4])
+    hops = [hop for rank in range(5) for hop in make_schedule(layout, mask, rank, None, route).hops]
+    assert any(send.ranges for hop in hops for send in hop.straight)
+    assert max(Problem(layout, layout, mask).errors(route)) < FLOAT32_LIMIT

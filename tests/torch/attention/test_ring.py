@@ -384,7 +384,7 @@ def test_exactly_the_scheduled_messages_are_sent(layout, mask, route):
     _, sent, sent_back = Problem(64, mask, groups=groups).on_ring(layout, ranks, route)
     for rank in range(ranks):
         schedule = make_schedule(rs.Layout(layout, 64, ranks), mask, rank, None, route)
-        keys_values = sum(bool(send.ranges) for hop in schedule.hops for _, send in hop.sends)
+        keys_values = sum(bool(send.ranges) for hop in schedule.hops for send in hop.all_sends)
         returned = sum(bool(hop.gradient_on.ranges) + bool(hop.gradient_to_owner) for hop in schedule.hops)
         assert sent[rank].num_sends == keys_values * groups <= len(schedule.hops[1:]) * groups
         assert sent_back[rank].num_sends == (keys_values + returned) * groups
@@ -404,7 +404,7 @@ def test_queries_travel_in_their_own_messages_and_partials_straight_to_their_own
         schedule, back = (
             make_schedule(*sizes, rank, rs.Layout(layout, keys, ranks), route) for route in ("pass-q", "ring")
         )
-        queries = sum(bool(send.ranges) for hop in schedule.hops for _, send in hop.sends)
+        queries = sum(bool(send.ranges) for hop in schedule.hops for send in hop.all_sends)
         partials = sum(bool(hop.gradient_to_owner) for hop in schedule.hops)
         assert sent[rank].num_sends == (queries + partials) * groups <= 2 * (ranks - 1) * groups
         assert not any(hop.gradient_on.ranges for hop in schedule.hops)
@@ -424,6 +424,17 @@ def test_a_coded_block_costs_the_same_error_on_any_number_of_ranks(comm_dtype, l
     assert limit / 10 < min(errors) and max(errors) < limit
     exact, coded = (problem.on_ring("zigzag", 4, comm_dtype=w)[1][0].sent_bytes for w in ("exact", comm_dtype))
     assert coded < exact * (0.51 if comm_dtype == "bfloat16" else 0.27)
+
+
+@pytest.mark.parametrize(("comm_dtype", "limit"), [("bfloat16", 3e-3), ("int8", 1.2e-2)])
+def test_what_an_owner_sends_past_idle_ranks_is_coded_as_well(comm_dtype, limit):
+    """A window on zigzag: the late chunk of a rank is needed by the rank before it alone."""
+    problem = Problem(256, rs.sliding_window(12), batch=2, heads=4, groups=2, size=32)
+    assert any(
+        send.ranges for hop in make_schedule(rs.Layout("zigzag", 256, 4), problem.mask, 1).hops for send in hop.straight
+    )
+    exact = problem.errors("zigzag", 4)
+    assert max(exact) < FLOAT32_LIMIT < max(problem.errors("zigzag", 4, comm_dtype=comm_dtype)) < limit
 
 
 def test_gradients_may_travel_in_bfloat16():

@@ -272,16 +272,21 @@ class _Walk:
             block, coded = self.own, self.own
             if hop.sends and self.is_converted:
                 coded = yield from self._encode()
+        is_straight = any(send.ranges for send in hop.straight)
+        mine = (yield from self._encode()) if is_straight and self.is_converted else self.own
         packed: dict[Ranges, Buffer] = {}
-        for index, (peer, ranges) in hop.sends:
+        for (index, (peer, ranges)), straight in zip(hop.sends, hop.straight, strict=True):
             if ranges not in packed:
-                can_hand_on = coded is not self.own
-                packed[ranges] = yield from _pack(coded, ranges, self.sent_token, self.factors, can_hand_on=can_hand_on)
-            receives = [(self.hops[index].arrives, self.sent_token)]
-            sends = [(peer, packed[ranges])]
+                packed[ranges] = yield from self._pack(coded, ranges)
+            own = [(straight.peer, (yield from self._pack(mine, straight.ranges)))] if straight.ranges else []
+            sends, receives = [(peer, packed[ranges]), *own], [(self.hops[index].arrives, self.sent_token)]
             (self.under_way[index],) = yield from self._post(MESSAGES_PER_HOP * index, sends, receives, self.factors)
-        yield from _drop(coded, *packed.values())
+            yield from _drop(*(buffer for _, buffer in own))
+        yield from _drop(coded, mine, *packed.values())
         return block
+
+    def _pack(self, whole: Buffer, ranges: Ranges) -> Steps[Buffer]:
+        return _pack(whole, ranges, self.sent_token, self.factors, can_hand_on=whole is not self.own)
 
     def _encode(self) -> Steps[Buffer]:
         """A rank's own block as it is sent."""

@@ -28,7 +28,8 @@ IntArray = NDArray[np.int64]
 class Route:
     """How queries and keys of all ranks meet: mostly keys and values travel, from every rank to every other one.
 
-    ``ring``: from neighbour to neighbour (Liu et al. 2023). ``bidirectional``: half of each block goes either way.
+    ``ring``: from neighbour to neighbour (Liu et al. 2023), and past neighbours that do not need a block straight from
+    its owner to those that do. ``bidirectional``: half of each block goes either way.
     ``double-ring``: around inner rings of ``inner`` consecutive ranks (a node), while a copy travels to the next node
     (LoongTrain, Gu et al. 2024). ``all-gather``: from the owner straight to everybody. ``pass-q``: queries go around
     the ring, and what each rank's keys make of them goes straight to the owner (Yang et al. 2024, "Context Parallelism

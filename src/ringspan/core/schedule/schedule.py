@@ -2,8 +2,10 @@
 
 The block of an owner is passed on from rank to rank in the order of the route. It holds only the keys that some later
 rank needs, so it shrinks from hop to hop and is not sent on when nobody needs it: a window of w tokens over chunks of c
-reaches ceil((w - 1) / c) neighbours, and a causal zigzag block drops its late chunk half way. Its gradient
-follows one hop behind; each part of it is sent to its owner by the last rank that adds to it.
+reaches ceil((w - 1) / c) neighbours, and a causal zigzag block drops its late chunk half way. No rank passes on what it
+has little use for itself: there the owner, which always has its block, sends it straight to whoever is next. So every
+rank computes with every block that it receives. The block's gradient follows one hop behind; each part of it is sent to
+its owner by the last rank that adds to it.
 
 On the route ``pass-q`` the blocks are queries, needed by the keys that they see: the schedule of the transposed mask.
 What a visited rank computes with them, a partial result, is sent to their owner directly.
@@ -11,18 +13,17 @@ What a visited rank computes with them, a partial result, is sent to their owner
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.geometry.layout import Layout, Span
-from ringspan.core.geometry.mask import UNBOUNDED, Mask
+from ringspan.core.geometry.mask import Mask
 from ringspan.core.geometry.ranges import Ranges, minus, size, union
-from ringspan.core.geometry.tile import MAX_MEETINGS, Tile, bands_between, meet
-from ringspan.core.schedule.route import IntArray, Itinerary, Route
-
-_FEW_MEETINGS: Final = 1 << 12  # below, Python takes longer to call numpy than numpy to answer
+from ringspan.core.geometry.tile import Tile, bands_between
+from ringspan.core.schedule.paths import NOTHING, Paths, find_paths, part_of
+from ringspan.core.schedule.route import IntArray, Route
 
 
 class Send(NamedTuple):
@@ -47,6 +48,7 @@ class Hop:
     bands: tuple[Tile, ...]
     arrives: Send  # the block, and who sent it
     sends: tuple[tuple[int, Send], ...]  # what of this block goes out, and for which hop of whoever gets it
+    straight: tuple[Send, ...]  # for each of ``sends`` what goes out of the rank's own block, for the same hop
     gradient: Ranges  # held after this hop: the sum over earlier ranks and this one
     gradient_in: Send  # what of it an earlier rank sent here
     gradient_on: Send  # what of it is sent to a later rank, for its hop ``gradient_next``
@@ -61,6 +63,11 @@ class Hop:
     @cached_property
     def num_pairs(self) -> int:
         return sum(band.num_pairs for band in self.bands)
+
+    @property
+    def all_sends(self) -> tuple[Send, ...]:
+        """What goes out at the start of this hop, of this block and of the rank's own."""
+        return tuple(send for _, send in self.sends) + self.straight
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class Schedule:
     @property
     def sent_tokens(self) -> int:
         """Tokens of keys and values, or of queries, that this rank sends in forward."""
-        return sum(size(send.ranges) for hop in self.hops for _, send in hop.sends)
+        return sum(size(send.ranges) for hop in self.hops for send in hop.all_sends)
 
     @property
     def sent_gradient_tokens(self) -> int:
@@ -116,11 +123,11 @@ def make_schedule(
     if route.ulysses > 1:
         raise UnsupportedError(f"{route} has Ulysses groups; plan the route between them on the layout of the groups")
     blocks = layout if route.passes_queries else keys
-    paths = _paths(layout, keys, mask, route)
+    paths = find_paths(layout, keys, mask, route)
     way = paths.itinerary
     regions = mask.table(layout.length, keys.length)
     owners: list[int] = way.owner[:, rank].tolist()
-    parts = [_part(half, blocks.tokens_of(owner)) for half, owner in zip(way.half.tolist(), owners, strict=True)]
+    parts = [part_of(half, blocks.tokens_of(owner)) for half, owner in zip(way.half.tolist(), owners, strict=True)]
     held = [_cut(blocks.spans(owner), *part) for owner, part in zip(owners, parts, strict=True)]
     mine = (keys if route.passes_queries else layout).spans(rank)
     found = bands_between([(block, mine) if route.passes_queries else (mine, block) for block in held], regions)
@@ -136,6 +143,7 @@ def make_schedule(
                 bands=bands,
                 arrives=transfers.arrives[index],
                 sends=tuple((later, transfers.sent[later]) for later in way.sent_at[index]),
+                straight=tuple(transfers.straight[later] for later in way.sent_at[index]),
                 gradient=transfers.gradient[index],
                 gradient_in=transfers.gradient_in[index],
                 gradient_on=transfers.gradient_on[index],
@@ -145,21 +153,6 @@ def make_schedule(
             )
         )
     return Schedule(rank, layout.ranks, tuple(hops), paths.tile_pairs, route.passes_queries)
-
-
-def arrivals(layout: Layout, mask: Mask, key_layout: Layout, route: Route) -> tuple[IntArray, IntArray]:
-    """Who sends each rank its block of each hop, and how many tokens of it: ``arrives`` of all hops of all ranks, both
-    (hops, ranks).
-    """
-    paths = _paths(layout, key_layout, mask, route)
-    way = paths.itinerary
-    return way.source, np.take_along_axis(_sizes(paths.carried).sum(-1), way.owner, 1)
-
-
-def _part(half: int, tokens: int) -> tuple[int, int]:
-    """The storage indices that a hop's block is about: all, or either half."""
-    middle = tokens // 2
-    return {-1: (0, tokens), 0: (0, middle), 1: (middle, tokens)}[half]
 
 
 def _cut(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
@@ -174,25 +167,14 @@ def _cut(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
     return tuple(kept)
 
 
-@dataclass(frozen=True)
-class _Paths:
-    """What is sent of every owner's block: per (hop, owner, span) the hull of storage indices, see ``_hull``.
-
-    ``handed_on`` is the part of a gradient that the rank of a hop gets from the rank before it.
-    """
-
-    itinerary: Itinerary
-    carried: IntArray
-    gradient: IntArray
-    handed_on: IntArray
-    tile_pairs: int
-
-
 class _Transfers(NamedTuple):
-    """The fields of ``Hop`` about messages, for each of one rank's hops; ``sent`` is by the hop that it is sent for."""
+    """The fields of ``Hop`` about messages, for each of one rank's hops; ``sent`` and ``straight`` are by the hop that
+    they are sent for.
+    """
 
     arrives: list[Send]
     sent: list[Send]
+    straight: list[Send]
     gradient: list[Ranges]
     gradient_in: list[Send]
     gradient_on: list[Send]
@@ -200,16 +182,19 @@ class _Transfers(NamedTuple):
     from_visitor: list[Send]
 
 
-def _transfers(paths: _Paths, rank: int) -> _Transfers:
+def _transfers(paths: Paths, rank: int) -> _Transfers:
     way = paths.itinerary
     hops, owners, following = np.arange(len(way.owner)), way.owner[:, rank], np.array(way.following)
     # A block is handed on from the hop at which it is posted, so that it travels while another one is computed.
     owned_before = owners[way.posted]  # whose block was here when a later hop's was sent
+    sent = np.where(paths.is_straight[hops, owned_before, None, None], NOTHING, paths.carried[hops, owned_before])
+    straight = np.where(paths.is_straight[:, rank, None, None], paths.carried[:, rank], NOTHING)
     gradient, on = _listed(paths.gradient[hops, owners]), _listed(paths.handed_on[following, owners])
     mine, mine_on = _listed(paths.gradient[:, rank]), _listed(paths.handed_on[following, rank])
     return _Transfers(
-        arrives=_sends(way.source[:, rank], _listed(paths.carried[hops, owners])),
-        sent=_sends(way.visitor[hops, owned_before], _listed(paths.carried[hops, owned_before])),
+        arrives=_sends(paths.source[:, rank], _listed(paths.carried[hops, owners])),
+        sent=_sends(way.visitor[hops, owned_before], _listed(sent)),
+        straight=_sends(way.visitor[:, rank], _listed(straight)),
         gradient=gradient,
         gradient_in=_sends(way.visitor[way.behind, owners], _listed(paths.handed_on[hops, owners])),
         gradient_on=_sends(way.visitor[following, owners], on),
@@ -220,121 +205,6 @@ def _transfers(paths: _Paths, rank: int) -> _Transfers:
 
 def _sends(peers: IntArray, ranges: list[Ranges]) -> list[Send]:
     return list(map(Send, peers.tolist(), ranges))
-
-
-@lru_cache(maxsize=64)
-def _paths(layout: Layout, keys: Layout, mask: Mask, route: Route) -> _Paths:
-    needed, tile_pairs = _needed(layout, keys, mask, route.passes_queries)
-    blocks = layout if route.passes_queries else keys
-    tokens = [blocks.tokens_of(owner) for owner in range(blocks.ranks)]
-    candidates = (_paths_along(needed, way, tokens, tile_pairs) for way in route.itineraries(layout.ranks))
-    # Of the two directions around a ring, under a causal mask one sends less: the layout decides which.
-    return min(candidates, key=lambda paths: int(_sizes(paths.carried).sum()))
-
-
-def _paths_along(needed: IntArray, way: Itinerary, tokens: list[int], tile_pairs: int) -> _Paths:
-    """Order the needs (owner, visitor, span, bound) by hop; a block is cut to the hull of what is still needed.
-
-    ``tokens`` are those of each owner.
-    """
-    parts = np.array([[_part(half, count) for count in tokens] for half in way.half.tolist()]) * _SIGNS
-    by_hop = _overlap(needed[np.arange(len(needed)), way.visitor], parts[:, :, None])
-    carried = by_hop.copy()
-    # From the last hop back: what a later rank still needs has to pass through every earlier one.
-    for hop in range(len(by_hop) - 1, 0, -1):
-        earlier = way.posted[hop]
-        carried[earlier] = _hull(carried[earlier], carried[hop])
-    # At hop 0 each rank has its own block: nothing arrives, and its gradient stays.
-    carried[0] = _NOTHING
-    # A gradient covers what its ranks have seen so far, so it grows on its way as the block shrinks. A rank that no
-    # longer gets some rows of the block cannot add to theirs: they go to the owner from here (``_left``).
-    gradient, handed_on = by_hop.copy(), np.full_like(by_hop, _NOTHING)
-    gradient[0] = _NOTHING
-    for hop in range(1, len(by_hop)):
-        if way.behind[hop]:
-            handed_on[hop] = _overlap(gradient[way.behind[hop]], carried[hop])
-            gradient[hop] = _hull(handed_on[hop], gradient[hop])
-    return _Paths(way, carried, gradient, handed_on, tile_pairs)
-
-
-@lru_cache(maxsize=32)
-def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> tuple[IntArray, int]:
-    """Hull of the keys of each (owner, visitor, owner's span) that the visitor sees, in the owner's storage indices;
-    and the pairs of a mean meeting of two spans and a region. With queries as blocks, of those that see its keys.
-    """
-    regions = mask.table(layout.length, keys.length)
-    if passes_queries:  # transposed: k - q instead of q - k
-        layout, keys, regions = keys, layout, regions[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])
-    queries = _span_table(layout)[:, :, None]
-    spans = [
-        (owner, number, span, sum(before.count for before in owned[:number]))
-        for owner, owned in enumerate(map(keys.spans, range(keys.ranks)))
-        for number, span in enumerate(owned)
-    ]
-    meetings = pairs = 0
-    needed = np.full((layout.ranks, layout.ranks, _most_spans(keys), 2), _NOTHING, dtype=np.int64)
-    # Spans are met some at a time: one by one is slow for many short ones, all at once takes memory by their square.
-    together = max(1, _FEW_MEETINGS // (layout.ranks * max(1, len(regions))))
-    for some in (spans[first : first + together] for first in range(0, len(spans), together)):
-        owners, numbers, met_spans, stored = zip(*some, strict=True)
-        starts, counts, storage = (
-            np.array(column)[:, None, None, None]
-            for column in ([span.start for span in met_spans], [span.count for span in met_spans], stored)
-        )
-        # Of thousands of documents most are nowhere near these spans.
-        stop = max(span.start + span.step * (span.count - 1) for span in met_spans)
-        near = regions[(regions[:, 2] <= stop) & (regions[:, 3] > starts.min())]
-        at_once = max(1, MAX_MEETINGS // max(1, queries.shape[1] * len(some) * len(near)))
-        for first in range(0, layout.ranks, at_once):
-            visitors = slice(first, first + at_once)
-            met = meet(queries[visitors, ..., 0], queries[visitors, ..., 1], starts, counts, met_spans[0].step, near)
-            needed[owners, visitors, numbers] = _keys_seen(met) + storage[..., 0] * _SIGNS
-            meetings += int(np.count_nonzero(met[..., 1] > met[..., 0]))
-            pairs += int(_num_pairs(met).sum())
-    return needed, pairs // max(1, meetings)
-
-
-def _keys_seen(met: IntArray) -> IntArray:
-    """Hull of the indices of a key span that each visitor sees."""
-    seen = met[..., 1] > met[..., 0]
-    return np.where(seen[..., None], met[..., 2:4] * _SIGNS, _NOTHING).min((-3, -2), initial=_NOTHING)
-
-
-def _num_pairs(met: IntArray) -> IntArray:
-    """Pairs of each meeting, or a few more: as if each row saw as many keys as the band is wide."""
-    i0, i1, j0, j1, lo, hi = np.moveaxis(met, -1, 0)
-    return np.maximum(i1 - i0, 0) * np.minimum(j1 - j0, hi - lo + 1)
-
-
-def _most_spans(layout: Layout) -> int:
-    return max(1, *(len(layout.spans(rank)) for rank in range(layout.ranks)))
-
-
-def _span_table(layout: Layout) -> IntArray:
-    """Start and count of each rank's spans, missing ones with count 0. Shape (ranks, spans, 2)."""
-    table = np.zeros((layout.ranks, _most_spans(layout), 2), dtype=np.int64)
-    for rank in range(layout.ranks):
-        for number, span in enumerate(layout.spans(rank)):
-            table[rank, number] = span.start, span.count
-    return table
-
-
-# A hull is its first index and minus the one past its last, so that the wider of two bounds is the smaller number.
-_NOTHING: Final = UNBOUNDED
-_SIGNS: Final = np.array([1, -1])
-
-
-_hull = np.minimum
-
-
-def _overlap(a: IntArray, b: IntArray) -> IntArray:
-    both = np.maximum(a, b)
-    return np.where(both.sum(-1, keepdims=True) < 0, both, _NOTHING)
-
-
-def _sizes(hulls: IntArray) -> IntArray:
-    """Indices in each hull."""
-    return np.maximum(-hulls.sum(-1), 0)
 
 
 def _listed(hulls: IntArray) -> list[Ranges]:

@@ -14,8 +14,9 @@ import numpy as np
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.schedule.events import Compute, Part, Post, Wait, backward, forward
+from ringspan.core.schedule.paths import loads
 from ringspan.core.schedule.route import Route, member_heads
-from ringspan.core.schedule.schedule import arrivals, make_schedule
+from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.workspace import Shape
 
 FORWARD_PRODUCTS: Final = 2  # matrix products of attention: scores and weighted values
@@ -110,7 +111,7 @@ def _slow_ranks(layout: Layout, keys: Layout, mask: Mask, route: Route, speeds: 
     """The first rank, the first of the last node and the last, of which one computes most; and those that get most
     from their node and from outside of it, which depends on the way around that a ring takes.
     """
-    sources, tokens = arrivals(layout, mask, keys, route)
+    sources, tokens = loads(layout, mask, keys, route).blocks
     everyone, last = np.arange(layout.ranks), layout.ranks - 1
     inside = sources // speeds.ranks_per_node == everyone // speeds.ranks_per_node
     most = (int((tokens * which).sum(0).argmax()) for which in (inside, ~inside))

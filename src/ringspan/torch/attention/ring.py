@@ -2,9 +2,9 @@
 
 At each hop: post the exchange of the blocks that follow, compute on the block that is here. Blocks are keys and values,
 or on the route ``pass-q`` queries, whose partials are sent to the owner as soon as they are computed. On the route
-``ring`` a rank holds at most two key/value blocks, and in backward two gradient blocks; of one group of heads at a
-time, so that the last gradients of a group reach their owner while the next one computes. B batch, H query heads, G
-key/value heads, T local tokens, D head size, E value head size.
+``ring`` a rank holds at most two key/value blocks of others and a copy of what it sends, and in backward two gradient
+blocks; of one group of heads at a time, so that the last gradients of a group reach their owner while the next one
+computes. B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -130,15 +130,20 @@ def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, 
             block = decode(coded, own.k.dtype)
         else:
             block, coded = own, encode(own, ring.spec.comm_dtype) if hop.sends else own
+        mine = encode(own, ring.spec.comm_dtype) if any(send.ranges for send in hop.straight) else own
         packed: dict[Ranges, Block] = {}
-        for index, (peer, ranges) in hop.sends:
+        for (index, (peer, ranges)), straight in zip(hop.sends, hop.straight, strict=True):
             if ranges not in packed:
                 packed[ranges] = coded.pack(ranges, ring.exchange.empty)
+            sends = [(peer, packed[ranges])]
+            if straight.ranges:
+                sends.append((straight.peer, mine.pack(straight.ranges, ring.exchange.empty)))
             source, carried = hops[index].arrives
             spec = PackedSpec.of(carried, coded.k, coded.v, scaled=coded.scales is not None)
             message = MESSAGES_PER_HOP * (number * len(hops) + index)
-            under_way[index], *_ = _post(ring, [(peer, packed[ranges])], [(source, spec)], message)
-        del coded, packed
+            under_way[index], *_ = _post(ring, sends, [(source, spec)], message)
+            del sends
+        del coded, mine, packed
         record = None
         if COUNTERS.hops is not None:
             record = HopRecord(hop.owner, hop.num_pairs, now(own.k.device))
