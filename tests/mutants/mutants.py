@@ -369,18 +369,18 @@ MUTANTS = [
         "core/schedule/test_schedule.py::test_what_a_neighbour_has_no_use_for_comes_from_its_owner",
     ),
     Mutant(
-        "a gradient handed to a rank that has the block from its owner",
-        "core/schedule/paths.py",
-        "received = np.where(is_straight[hop, :, None, None], NOTHING, carried[hop])",
-        "received = carried[hop]",
-        "core/schedule/test_schedule.py::test_what_a_neighbour_has_no_use_for_comes_from_its_owner",
-    ),
-    Mutant(
         "another rank's block sent in place of the own one",
         "torch/attention/ring.py",
         "mine.pack(straight.ranges, ring.exchange.empty)",
         "coded.pack(straight.ranges, ring.exchange.empty)",
         "torch/attention/test_custom_layout.py::test_a_document_that_skips_ranks_comes_from_its_owner",
+    ),
+    Mutant(
+        "ranks that compute most not looked at",
+        "core/schedule/timing.py",
+        "in (computing, inside, outside, computing + inside + outside))",
+        "in (outside,))",
+        "core/schedule/test_timing.py::test_under_a_window_the_rank_between_the_first_and_the_last_is_looked_at",
     ),
     Mutant(
         "whole blocks sent where a part would do",

@@ -117,18 +117,37 @@ def test_pass_q_goes_back_by_keys_and_values():
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (6, 3), (8, 2), (8, 4), (12, 4)])
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
-def test_no_rank_takes_much_longer_than_those_that_are_looked_at(layout, ranks, per_node):
+@pytest.mark.parametrize("mask", [rs.causal(), rs.sliding_window(700)], ids=str)
+def test_no_rank_takes_much_longer_than_those_that_are_looked_at(layout, ranks, per_node, mask):
     split = rs.Layout(layout, 512 * ranks, ranks)
     routes = "ring", "bidirectional", "all-gather", "pass-q", f"double-ring:{per_node}"
     for name, flops, is_backward in product(routes, (1e10, 1e12), (False, True)):
         route, speeds = Route.parse(name, ranks), Speeds(flops, 1e9, 1e8, per_node)
         way = route.backward if is_backward else route
-        looked_at = timing.passes(split, rs.causal(), route, HEADS, speeds, is_backward=is_backward)
+        looked_at = timing.passes(split, mask, route, HEADS, speeds, is_backward=is_backward)
         for rank in range(ranks):
             one = timing._walk(
-                Part(make_schedule(split, rs.causal(), rank, split, way), HEADS), speeds, is_backward=is_backward
+                Part(make_schedule(split, mask, rank, split, way), HEADS), speeds, is_backward=is_backward
             )
             assert one.seconds < 1.1 * timing.slowest(looked_at).seconds, name
+
+
+def test_under_a_window_the_rank_between_the_first_and_the_last_is_looked_at():
+    """Where queries travel the first rank gets no results of other ranks, and the last one no queries."""
+    layout, mask, speeds = rs.Layout("contiguous", 48, 3), rs.sliding_window(12), Speeds(1e12, 1e6, 1e6, 8)
+    alone = [
+        timing._walk(Part(make_schedule(layout, mask, rank, None, "pass-q"), HEADS), speeds, is_backward=False)
+        for rank in range(3)
+    ]
+    assert alone[1].seconds > 1.2 * max(alone[0].seconds, alone[2].seconds)
+    assert forward_pass(layout, mask, "pass-q", HEADS, speeds) == alone[1]
+
+
+def test_of_packed_documents_the_rank_with_the_longest_one_is_looked_at():
+    layout, mask = rs.Layout("contiguous", 6 * 32, 6), rs.documents([8] * 8 + [32] + [8] * 12)
+    assert forward_pass(layout, mask, "all-gather", HEADS, NEAR).compute_seconds == pytest.approx(
+        max(make_schedule(layout, mask, rank).num_pairs for rank in range(6)) * 4 * 8 * 16 / 1e12
+    )
 
 
 def test_a_ring_over_two_nodes_waits_for_the_rank_to_which_most_comes_from_the_other():

@@ -90,7 +90,7 @@ def passes(
         # Members of one place in their groups are as far apart as the groups.
         speeds = replace(speeds, ranks_per_node=max(1, speeds.ranks_per_node // route.ulysses))
     between = replace(route, ulysses=1)
-    ranks = _slow_ranks(layout, keys, mask, between, speeds)
+    ranks = _slow_ranks(layout, keys, mask, between, shape, speeds, is_backward=is_backward)
     schedules = {rank: make_schedule(layout, mask, rank, keys, between) for rank in ranks}
     alone = {
         rank: _walk(Part(schedule, shape, comm_dtype=comm_dtype), speeds, is_backward=is_backward)
@@ -107,14 +107,27 @@ def passes(
     )
 
 
-def _slow_ranks(layout: Layout, keys: Layout, mask: Mask, route: Route, speeds: Speeds) -> tuple[int, ...]:
-    """The first rank, the first of the last node and the last, of which one computes most; and those that get most
-    from their node and from outside of it, which depends on the way around that a ring takes.
+def _slow_ranks(
+    layout: Layout, keys: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, *, is_backward: bool
+) -> tuple[int, ...]:
+    """The first rank, the first of the last node and the last; and those that compute most, that get most from their
+    node and from outside of it, and for which all of this together takes longest.
     """
-    sources, tokens = loads(layout, mask, keys, route).blocks
+    found = loads(layout, mask, keys, route)
+    token = shape.kv_numbers * shape.itemsize
+    arrivals = [(found.blocks, shape.query_bytes if route.passes_queries else token)]
+    if route.passes_queries:
+        arrivals.append((found.returned, shape.batch * shape.heads * shape.sum_itemsize * (shape.value_dim + 1)))
+    elif is_backward:
+        arrivals += [(of, shape.kv_numbers * shape.sum_itemsize) for of in (found.gradients, found.returned)]
     everyone, last = np.arange(layout.ranks), layout.ranks - 1
-    inside = sources // speeds.ranks_per_node == everyone // speeds.ranks_per_node
-    most = (int((tokens * which).sum(0).argmax()) for which in (inside, ~inside))
+    inside, outside = np.zeros((2, layout.ranks))
+    for (peers, tokens), num_bytes in arrivals:
+        is_inside = peers // speeds.ranks_per_node == everyone // speeds.ranks_per_node
+        inside += (tokens * is_inside).sum(0) * num_bytes / speeds.intra_node_bytes
+        outside += (tokens * ~is_inside).sum(0) * num_bytes / speeds.inter_node_bytes
+    computing = found.pairs * pair_flops(shape, is_backward=is_backward) / speeds.flops
+    most = (int(of.argmax()) for of in (computing, inside, outside, computing + inside + outside))
     return 0, last // speeds.ranks_per_node * speeds.ranks_per_node, last, *most
 
 
