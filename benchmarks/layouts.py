@@ -22,10 +22,13 @@ from time import perf_counter
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 import ringspan as rs
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.pairs import pairs_before, stretches
+from ringspan.core.schedule.paths import find_paths
+from ringspan.core.schedule.route import IntArray, Route
 
 RESULT: Final = Path(__file__).parent / "results" / "layouts-counts.json"
 LENGTHS: Final = (65_536, 262_144, 1_048_576)
@@ -134,6 +137,37 @@ def counted(layout: Layout, documents: list[int]) -> tuple[float, int]:
     return float(work.max() / work.mean()), sent
 
 
+def carried(layout: Layout, documents: list[int]) -> dict[str, object]:
+    """Blocks that ranks receive, of these how many they do not compute with, and tokens: on the route ring, and if
+    blocks were passed on through every rank until nobody needs them.
+    """
+    ring, straight = (
+        find_paths(layout, layout, rs.documents(documents), Route.parse(name, layout.ranks))
+        for name in ("ring", "all-gather")
+    )
+    needed = straight.carried[1:]  # by the rank that is so many steps behind the owner
+    is_needed = _tokens(needed) > 0
+    # What ranks farther on need as well, either way around.
+    on = np.minimum.accumulate(needed[::-1])[::-1], np.minimum.accumulate(needed)
+    passed = min(on, key=lambda each: int(_tokens(each).sum()))
+    arrives = _tokens(ring.carried)[1:]
+    is_needed_on_ring = is_needed if ring.itinerary.visitor[1, 0] == 1 else is_needed[::-1]
+    return {
+        "ring": _counted(arrives, is_needed_on_ring),
+        "passed_on": _counted(_tokens(passed), is_needed),
+    }
+
+
+def _tokens(hulls: IntArray) -> IntArray:
+    """Tokens of each hop's and owner's hulls, see ``Paths``."""
+    return np.maximum(-hulls.sum(-1), 0).sum(-1)
+
+
+def _counted(tokens: IntArray, is_needed: NDArray[np.bool_]) -> dict[str, int]:
+    unused = (tokens > 0) & ~is_needed
+    return {"received": int((tokens > 0).sum()), "unused": int(unused.sum()), "tokens": int(tokens.sum())}
+
+
 def rows() -> Iterator[dict[str, object]]:
     for distribution in (lognormal, code, one_long):
         for length in LENGTHS:
@@ -153,7 +187,7 @@ def rows() -> Iterator[dict[str, object]]:
                         "most_work_over_mean": round(balance, 4),
                         "sent_tokens": sent,
                         "seconds": round(seconds, 4),
-                    }
+                    } | (carried(layout, documents) if name in ("balanced", "zigzag") else {})
                 yield {
                     "documents": distribution.__name__,
                     "num_documents": len(documents),

@@ -17,6 +17,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "overlap": partial(counts.overlap, "overlap-cpu"),
     "overlap-amd": partial(counts.overlap, "overlap-cpu-amd"),
     "layouts": counts.layouts,
+    "received": counts.received,
     "states": counts.states,
     "communication": counts.communication,
     "errors-float": partial(counts.errors, "float32"),

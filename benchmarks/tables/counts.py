@@ -78,6 +78,22 @@ def layouts() -> str:
     return table(("1,048,576 tokens on 16 ranks", *head), rows)
 
 
+def received() -> str:
+    """Blocks that ranks receive on the route ring, and if each were passed on through all ranks."""
+    numbers = ("received", "unused", "tokens")
+    rows = [
+        (
+            f"{row['layout']}, {row['documents'].replace('_', ' ')}, {row['ranks']} ranks",
+            *(f"{row[how][number]:,}" for how in ("ring", "passed_on") for number in numbers),
+        )
+        for row in read("layouts-counts")["rows"]
+        if row["length_tokens"] == 1 << 18 and row["layout"] in ("balanced", "zigzag") and row["ranks"] > 4
+    ]
+    return table(
+        ("262,144 tokens", "`ring`: blocks", "unused", "tokens", "passed on: blocks", "unused", "tokens"), rows
+    )
+
+
 def states() -> str:
     """Errors of layers with a state against float64, by ranks."""
     rows = [
