@@ -80,7 +80,7 @@ compat: ## run the trainers' tests with the oldest transformers and PyTorch that
 	@[ -x .venv-oldest/bin/python ] || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install -q torch==2.11.0
 	.venv-oldest/bin/python -m pip install -q -e '.[hf,lightning]' transformers==5.17.0 trl==1.16.0 peft \
-		pytest pytest-timeout pytest-xdist hypothesis
+		pillow pytest pytest-timeout pytest-xdist hypothesis
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest tests/hf tests/lightning $(ARGS)
 
 bench: $(STAMP) ## measure what docs/performance.md quotes (ARGS="attention"); leave the machine alone meanwhile

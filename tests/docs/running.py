@@ -161,6 +161,7 @@ ELSEWHERE: Final = {
     "from ringspan.jax import init_mesh": "tests/jax/test_attention.py",
     "from ringspan.jax.recurrence import": "tests/jax/recurrence",
     "from ringspan.jax.checkpoint import": "tests/jax/test_llama.py",
+    "TorchAoConfig(Int8WeightOnlyConfig())": "tests/torch/model/test_packed.py",
 }
 
 

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TorchAoConfig, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from ringspan.hf import RingConfig, RingTrainerMixin
@@ -105,6 +105,15 @@ def made(model: str) -> Any:
     return build(kind, **({"output_router_logits": True} if router else {}))
 
 
+def packed(model: Any, folder: str) -> Any:
+    """A model as transformers opens it with weights in 8 bits."""
+    from torchao.quantization import Int8WeightOnlyConfig  # two seconds that no other test needs
+
+    model.save_pretrained(f"{folder}/base")
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    return AutoModelForCausalLM.from_pretrained(f"{folder}/base", quantization_config=config, dtype=torch.float32)
+
+
 def arguments(folder: str, kind: type = TrainingArguments, **options: Any) -> Any:
     """What both have: ten steps of two accumulated batches."""
     return kind(output_dir=folder, **COMMON | options)
@@ -126,7 +135,8 @@ def sft(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options
     # Without the last rows: of those that do not come out even, replicas would see some twice.
     options = {"bf16": False, "max_length": 24, "dataloader_drop_last": True} | options
     column, lora = options.pop("column", None), options.pop("lora", False)
-    given = {"model": made(model), "args": arguments(folder, SFTConfig, **options), "processing_class": tokenizer()}
+    of = packed(made(model), folder) if options.pop("packed", False) else made(model)
+    given = {"model": of, "args": arguments(folder, SFTConfig, **options), "processing_class": tokenizer()}
     given |= {"train_dataset": conversations(200, 0, column), "eval_dataset": conversations(36, 1, column)}
     if lora:
         given["peft_config"] = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")

@@ -23,6 +23,7 @@ from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_r
 from ringspan.torch.memory.checkpointing import check_checkpointing
 from ringspan.torch.model.attention.own import refuse_compiled
 from ringspan.torch.model.recurrent import refuse_spans, stateful_modules
+from ringspan.torch.model.splittable import refuse_cast
 from ringspan.torch.model.support import FoundHead, refuse_kernel, refuse_route, refuse_unsupported, say_shifted
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.model.tasks.classifier import is_classifier, refuse_classifier
@@ -110,6 +111,7 @@ def _refuse_options(model: PreTrainedModel, decoder: Any, mesh: DeviceMesh, conf
         )
     refuse_spans(decoder, config.layout, ring, tp)
     compute_dtype = compute_dtype_of(config)
+    refuse_cast(model, compute_dtype)
     refuse_route(decoder.config, ring, config.route, config.comm_dtype, tp)
     refuse_kernel(decoder, config.kernel, compute_dtype, mesh["ring"])
     layered = decoder if is_headless(model) else model

@@ -85,6 +85,7 @@ def test_a_hub_id_of_a_built_in_model_needs_no_network():
         ("{folder}/t5.json", UnsupportedError, "model_type='t5'"),
         ("{folder}/bamba.json", ConfigError, "builds no bamba model"),
         ("{folder}/heads.json", UnsupportedError, "num_key_value_heads=3"),
+        ("{folder}/packed.json", UnsupportedError, r"is quantised \(torchao\), and plans count weights of 16"),
         ("{folder}/missing.json", ConfigError, "hidden_size=None"),
     ],
 )
@@ -95,6 +96,7 @@ def test_what_is_no_model_is_refused(tmp_path, name, error, message):
     for kind in ("bert", "t5"):
         (tmp_path / f"{kind}.json").write_text(json.dumps({"model_type": kind}))
     (tmp_path / "bamba.json").write_text(json.dumps({"model_type": "bamba", "num_hidden_layers": "two"}))
+    (tmp_path / "packed.json").write_text(json.dumps({**llama, "quantization_config": {"quant_method": "torchao"}}))
     (tmp_path / "missing.json").write_text(json.dumps(llama))
     (tmp_path / "heads.json").write_text(json.dumps({**llama, "hidden_size": 8, "num_key_value_heads": 3}))
     with pytest.raises(error, match=message):

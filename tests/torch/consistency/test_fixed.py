@@ -220,20 +220,6 @@ def packed() -> Any:
     return model
 
 
-class Int8Tensor(Tensor):
-    """As torchao's, which PyTorch's own linear layers hold."""
-
-
-Int8Tensor.__module__ = "torchao.quantization"
-
-
-def of_torchao() -> Any:
-    model = build("llama")
-    weight = torch.zeros(64, 64).as_subclass(Int8Tensor)
-    model.model.layers[0].self_attn.q_proj.weight = nn.Parameter(weight, requires_grad=False)
-    return model
-
-
 def of_integers() -> Any:
     model = build("llama")
     weight = torch.zeros(64, 64, dtype=torch.int8)
@@ -261,7 +247,6 @@ def over_the_same_memory() -> Any:
         (lambda: with_embedding(scale_grad_by_freq=True), "scale_grad_by_freq=True"),
         (quantised, "quantised"),
         (packed, r"LlamaForCausalLM is quantised \(bitsandbytes\), .*model.dequantize\(\), then save_pretrained"),
-        (of_torchao, r"is quantised \(model.layers.0.self_attn.q_proj.weight is a Int8Tensor\).*model.dequantize\(\)"),
         (of_integers, r"q_proj.weight is torch\.int8"),
         (with_own_forward, "del model.forward"),
         (over_the_same_memory, "two parameters over the same memory"),

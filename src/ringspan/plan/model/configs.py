@@ -170,9 +170,14 @@ def from_config(values: Mapping[str, Any], name: str, media: Media = NO_MEDIA, d
     """The shape that the values of a Hugging Face config describe; see ``read_config``.
 
     Raises:
-        UnsupportedError: a model type that the planner does not know, or heads that do not divide.
+        UnsupportedError: a model type that the planner does not know, packed weights, or heads that do not divide.
     """
     kind = values.get("model_type")
+    if isinstance(packed := values.get("quantization_config"), dict):
+        raise UnsupportedError(
+            f"{name}: is quantised ({packed.get('quant_method')}), and plans count weights of 16 or 32 bits, which are "
+            "trained; take quantization_config out of a copy of its config.json to plan without"
+        )
     if kind not in _FAMILIES:
         return _built(values, name, media, dtype)
     _refuse_media(name, media)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringspan.torch.layers.packed import plain_parts
 from ringspan.torch.transport.collectives import gather_over
 from ringspan.torch.transport.digest import digest_values
 
@@ -54,7 +55,9 @@ def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
+    """Packed weights by their parts, which are what is alike or not, and can be copied into."""
+    for name, parameter in model.named_parameters():
+        yield from plain_parts(name, parameter)
     yield from model.named_buffers()
 
 

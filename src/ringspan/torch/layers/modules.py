@@ -24,6 +24,13 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def example_of(module: nn.Module) -> nn.Parameter:
+    """The first of a module's parameters that is of real numbers, as what it computes with is: parts of packed weights
+    are not.
+    """
+    return next(parameter for parameter in module.parameters() if parameter.is_floating_point())
+
+
 def autocast_now(kind: str) -> Callable[[], torch.autocast]:
     """What makes contexts with the autocast that is on now for a kind of device, for what is computed again later."""
     dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.layers.packed import split_into_parts
 
 
 def shard_weights(
@@ -22,6 +23,7 @@ def shard_weights(
 
     Gradients are summed over all ranks in float32, or in float64 where parameters are.
     """
+    split_into_parts(model)
     dtype = torch.float32
     for parameter in model.parameters():
         dtype = torch.promote_types(dtype, parameter.dtype) if parameter.is_floating_point() else dtype

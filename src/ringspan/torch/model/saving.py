@@ -18,6 +18,8 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
+from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.packed import has_packed
 from ringspan.torch.layers.positions import as_trained
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.transport.collectives import gather_over
@@ -64,6 +66,11 @@ def refuse_saving(model: Any, options: dict[str, Any]) -> None:
     for name, remedy in remedies.items():
         if options.pop(name, False):
             error = UnsupportedError(f"save_pretrained({name}=True) is not for a model on a ring; {remedy}")
+    if has_packed(model):
+        error = UnsupportedError(
+            f"{class_name(model)} has packed weights, which training does not change; save its adapter (PEFT's "
+            "save_pretrained), and the model before parallelize"
+        )
     given = {name: options.get(name) for name in ("max_shard_size", "variant", "save_original_format")}
     check_call(model.ring_mesh, Call("saving the model", {**optimizer_facts(model), **given}, error=error))
 

@@ -1,7 +1,7 @@
 """What a model's weights must be to be split over ranks, or why not."""
 
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.fixed import HOOKED
+from ringspan.torch.layers.blockwise.blocks import mixes_tokens
 from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.layers.embedding import own_gradient
+from ringspan.torch.layers.packed import is_packed, packed_weights, plain_parts
 from ringspan.torch.memory.shared_blocks import find_shared_blocks
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -22,7 +24,8 @@ _QUANTISED: Final = ("torch.ao.nn", "bitsandbytes", "torchao")  # where packed w
 DEQUANTISE: Final = (
     "load it without quantization_config or, where its files are quantised, dequantise it in one process: "
     "from_pretrained(..., quantization_config=<its config class>(dequantize=True)) or model.dequantize(), then "
-    "save_pretrained"
+    "save_pretrained. Frozen weights that are quantised by torchao (Int8WeightOnlyConfig, IntxWeightOnlyConfig) can be "
+    "split: quantise with that, and train adapters"
 )
 
 
@@ -31,25 +34,26 @@ def refuse_weights(model: PreTrainedModel) -> None:
     sees.
     """
     name = type(model).__name__
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        method = getattr(model, "quantization_method", None)
-        how = f" ({getattr(method, 'value', method)})" if method else ""
+    method = getattr(model, "quantization_method", None)
+    method = getattr(method, "value", method)
+    is_quantised = getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False)
+    if is_quantised and method != "torchao":
+        how = f" ({method})" if method else ""
         raise UnsupportedError(f"{name} is quantised{how}, and packed weights cannot be split over ranks; {DEQUANTISE}")
     for path, module in model.named_modules():
         _refuse_module(name, path, module)
     for path, parameter in model.named_parameters():
         if isinstance(parameter.data, DTensor):
             raise UnsupportedError(f"{name} was sharded before ({path} is a DTensor); give the model as it was")
-        if type(parameter.data).__module__.startswith(_QUANTISED):
-            raise UnsupportedError(
-                f"{name} is quantised ({path} is a {type(parameter.data).__name__}), and packed weights cannot be "
-                f"split over ranks; {DEQUANTISE}"
-            )
+        if is_packed(parameter):
+            _refuse_packed(name, path, parameter)
+            continue
         if type(parameter.data) not in (Tensor, FakeTensor) or parameter.dtype not in _DTYPES:
             given = parameter.dtype if parameter.dtype not in _DTYPES else f"a {type(parameter.data).__name__}"
             raise UnsupportedError(f"{name}: {path} is {given}, not supported yet; use float32, bfloat16 or float16")
         if parameter._backward_hooks:
             raise UnsupportedError(f"{name}: {path} {HOOKED}")
+    _refuse_mixing(name, model)
     _refuse_shared_memory(name, model)
     find_shared_blocks(model)
     for part in shards_of(model):
@@ -85,10 +89,54 @@ def _refuse_module(name: str, path: str, module: nn.Module) -> None:
         )
 
 
+def _refuse_packed(name: str, path: str, weight: Any) -> None:
+    """Refuse packed weights that would train, or that are no plain tensors below either."""
+    kind = type(weight).__name__
+    if weight.requires_grad:
+        raise UnsupportedError(
+            f"{name}: {path} is packed (a {kind}) and would be trained; freeze it with requires_grad_(False), and "
+            "train adapters (PEFT)"
+        )
+    for part, tensor in plain_parts(path, weight):
+        if type(tensor) not in (Tensor, FakeTensor) or not tensor.ndim:
+            what = f"a {type(tensor).__name__}" if tensor.ndim else "one number"
+            raise UnsupportedError(
+                f"{name}: {path} is packed (a {kind}) in a way that cannot be split over ranks ({part} is {what}); "
+                "quantise with a scale per row or per group, such as Int8WeightOnlyConfig() of torchao"
+            )
+
+
+def refuse_cast(model: PreTrainedModel, compute_dtype: torch.dtype | None) -> None:
+    """Raise an UnsupportedError that names packed weights whose parts would be cast as if they were weights."""
+    path, _, _, weight = next(packed_weights(model), ("", None, "", None))
+    if compute_dtype is not None and weight is not None:
+        raise UnsupportedError(
+            f"compute_dtype={compute_dtype}: {path} of {type(model).__name__} is packed (a {type(weight).__name__}), "
+            "and its parts would be cast; leave it out, and load the model in that dtype before it is quantised"
+        )
+
+
+def _refuse_mixing(name: str, model: nn.Module) -> None:
+    """Refuse projections whose activations are quantised by what all tokens are, of which each rank has some."""
+    tried: set[Any] = set()
+    for path, module, _, weight in packed_weights(model):
+        kind = type(module), repr(weight.__tensor_flatten__()), tuple(weight.shape)
+        if not isinstance(module, nn.Linear) or kind in tried or weight.is_meta:
+            continue
+        tried.add(kind)
+        gives, size = weight.shape
+        if reason := mixes_tokens(module, size, gives=gives):
+            raise UnsupportedError(
+                f"{name}: {path}, quantised with its activations, {reason}, of which each rank has some; use a scale "
+                "per token (granularity=PerRow()), or quantise weights alone (Int8WeightOnlyConfig)"
+            )
+
+
 def _refuse_shared_memory(name: str, model: nn.Module) -> None:
     """Refuse two parameters over the same memory, which would part; one parameter in two places stays one."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
-    for path, parameter in model.named_parameters():
+    parameters = (part for path, weight in model.named_parameters() for part in plain_parts(path, weight))
+    for path, parameter in parameters:
         sizes = zip(parameter.shape, parameter.stride(), strict=True)
         first = int(parameter.storage_offset())
         last = first + (sum((size - 1) * stride for size, stride in sizes) if parameter.numel() else -1)

@@ -101,6 +101,11 @@ def refuse_quantised(config: PreTrainedConfig) -> None:
     """
     if (packed := getattr(config, "quantization_config", None)) is not None:
         values = packed if isinstance(packed, dict) else packed.to_dict()
+        if values.get("quant_method") == "torchao":
+            raise UnsupportedError(
+                f"{config.model_type} is quantised (torchao), and packed weights are not read in parts; open it with "
+                "from_pretrained of transformers, add an adapter (PEFT), and use rs.parallelize"
+            )
         raise UnsupportedError(
             f"{config.model_type} is quantised ({values.get('quant_method')}), and packed weights cannot be split over "
             f"ranks; {DEQUANTISE}"

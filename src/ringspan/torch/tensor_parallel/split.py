@@ -24,6 +24,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.blockwise.head import vocabularies
 from ringspan.torch.layers.decoder import of_layers, text_config
 from ringspan.torch.layers.modules import Mixin, computes_as, hooks_of, local_part, mix_in
+from ringspan.torch.layers.packed import is_packed
 from ringspan.torch.tensor_parallel.lora import WHOLE, with_adapters
 from ringspan.torch.transport.sums import Sum, SumOfGradients
 
@@ -90,6 +91,8 @@ def _refuse_module(name: str, path: str, module: nn.Module | None, style: str, r
             f"{name}: {path} has hooks, a parametrization or a forward of its own, which would see the share of one "
             "rank; use tp=1"
         )
+    if is_packed(module.weight):
+        raise UnsupportedError(f"{name}: {path} is packed (a {type(module.weight).__name__}); use tp=1")
     size = module.weight.shape[1 if style == "rowwise" else 0]
     if size % ranks:
         raise UnsupportedError(f"{name}: tp={ranks} does not divide the {size} features of {path}; choose a divisor")

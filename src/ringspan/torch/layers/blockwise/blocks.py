@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.numbers import check_whole
 from ringspan.torch.kernels.device import rules_of
-from ringspan.torch.layers.modules import autocast_now, hidden_of, hooks_of, local_part, mix_in
+from ringspan.torch.layers.modules import autocast_now, example_of, hidden_of, hooks_of, local_part, mix_in
 from ringspan.torch.layers.router_record import RouterRecorder
 from ringspan.torch.weights.loading import filled
 
@@ -77,7 +77,7 @@ def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool)
         module = copy.deepcopy(module).to_empty(device="cpu")
         for p in module.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5)
-    like = next(module.parameters())
+    like = example_of(module)
     num_tokens = rules_of(like.device).probe_tokens
     tokens = torch.randn(2, num_tokens, size, generator=generator).to(like)
     tokens[1] = tokens[0, 0]  # one row of equal tokens, which a router sends to the same experts

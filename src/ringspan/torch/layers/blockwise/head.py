@@ -22,7 +22,8 @@ from ringspan.core.names import ReductionName
 from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.data.loss_blocks import LossOptions, slices
 from ringspan.torch.layers.blockwise.blocks import accumulate, mixes_tokens
-from ringspan.torch.layers.modules import autocast_now, computes_as, forward_of, hooks_of
+from ringspan.torch.layers.modules import autocast_now, computes_as, example_of, forward_of, hooks_of
+from ringspan.torch.layers.packed import is_packed
 
 
 def head_of(model: Any) -> nn.Module:
@@ -40,7 +41,7 @@ def joined(parts: Sequence[nn.Module]) -> nn.Module:
 
 def is_its_weight(head: nn.Module) -> bool:
     """Whether a head computes ``hidden @ weight.T + bias`` and nothing else."""
-    return computes_as(head, nn.Linear)
+    return computes_as(head, nn.Linear) and not is_packed(head.weight)  # pyright: ignore[reportArgumentType]
 
 
 def input_size(head: nn.Module) -> int:
@@ -60,7 +61,7 @@ def output_size(head: nn.Module) -> int:
     """V of a head."""
     if is_its_weight(head):
         return head.weight.shape[0]  # pyright: ignore[reportIndexIssue, reportReturnType]
-    like = next(head.parameters())
+    like = example_of(head)
     return head(torch.zeros(1, 1, input_size(head), dtype=like.dtype, device=like.device)).shape[-1]
 
 

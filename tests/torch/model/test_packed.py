@@ -1,0 +1,188 @@
+"""Adapters over frozen weights that torchao has packed: against one process, and by the bytes that a rank has."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+import ringspan as rs
+from ringspan.core.errors import UnsupportedError
+from ringspan.torch.layers.modules import local_part
+from ringspan.torch.layers.packed import plain_parts
+from tests.torch.model.test_peft import PROJECTIONS, check, step, stir
+from tests.torch.models import build, tokens
+from tests.torch.test_parallelize import whole
+
+torchao: Any = pytest.importorskip("torchao.quantization")
+Int8WeightOnlyConfig, IntxWeightOnlyConfig = torchao.Int8WeightOnlyConfig, torchao.IntxWeightOnlyConfig
+PerGroup, PerTensor = torchao.granularity.PerGroup, torchao.granularity.PerTensor
+
+BITS = {
+    "int8": Int8WeightOnlyConfig(),
+    "int8, with zero points": IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerGroup(32)),
+    "int4": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(16)),
+}
+
+
+def quantised(kind: str = "llama", bits: str = "int8", *, seed: int = 0, **changes: Any) -> Any:
+    model = build(kind, seed, **changes).requires_grad_(False)
+    torchao.quantize_(model, BITS[bits])
+    return model
+
+
+def adapted(model: Any, target_modules: Any = "all-linear") -> Any:
+    torch.manual_seed(1)
+    return stir(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=target_modules)))
+
+
+def trained(found: Any) -> Any:
+    """A loss and its gradients, without the parts that only a split model has."""
+    loss, gradients = found
+    return loss, {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "int8": ("llama", "int8", {}),
+    "int8 in groups": ("qwen3", "int8, with zero points", {"checkpoint": "none"}),
+    "int4": ("gemma2", "int4", {"checkpoint": "full"}),
+    "in blocks": ("llama", "int4", {"feedforward_chunk_tokens": 5, "loss_chunk_tokens": 7, "norm_chunk_tokens": 6}),
+    "tied": ("llama-tied", "int8", {}),
+    "offloaded": ("mistral-window", "int8", {"offload": "activations"}),
+}
+
+
+def ring_step(mesh: DeviceMesh, kind: str, bits: str, options: dict[str, Any]) -> Any:
+    # Ranks that draw other weights have those of the first.
+    model = adapted(quantised(kind, bits, seed=mesh.get_rank()))
+    return trained(step(rs.parallelize(model, mesh, **options), mesh))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_of_packed_weights_train_as_on_one_process(pool, name):
+    kind, bits, options = CASES[name]
+    expected = trained(step(adapted(quantised(kind, bits))))
+    assert len(expected[1]) > 20
+    for result in pool.run(ring_step, 2, kind, bits, options):
+        check(result, expected)
+
+
+@pytest.mark.parametrize(("ranks", "replicate"), [(3, 1), (4, 2)])
+def test_any_mesh_gives_the_gradients_of_one_process(pool, ranks, replicate):
+    """Three ranks divide neither the rows of a weight nor its scales."""
+    expected = trained(step(adapted(quantised("llama", "int4"))))
+    for result in pool.run(ring_step, ranks, "llama", "int4", {}, replicate=replicate):
+        check(result, expected)
+
+
+def sizes(mesh: DeviceMesh) -> tuple[int, int, int]:
+    """Bytes of packed weights: before, on this rank, and as FSDP gathers them."""
+    model = quantised()
+    parts = [part for name, weight in model.named_parameters() for _, part in plain_parts(name, weight)]
+    before = sum(part.nbytes for part in parts)
+    rs.parallelize(adapted(model), mesh)
+    split: list[Any] = [weight for weight in model.parameters() if not weight.requires_grad]
+    assert all(isinstance(weight, DTensor) for weight in split)
+    return before, sum(local_part(weight).nbytes for weight in split), sum(weight.nbytes for weight in split)
+
+
+def test_packed_weights_are_split_in_as_many_bytes_as_they_have(pool):
+    [(before, here, gathered), (_, there, _)] = pool.run(sizes, 2)
+    assert here + there == gathered == before
+    assert abs(here - there) < before / 100
+    assert before < sum(p.numel() for p in build("llama").parameters()) * 2, "packed in less than two bytes a weight"
+
+
+def from_folder(folder: Path) -> Any:
+    torch.manual_seed(4)
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", quantization_config=config)
+
+
+def saved(mesh: DeviceMesh, base: Path, folder: Path) -> Any:
+    model = rs.parallelize(adapted(from_folder(base), PROJECTIONS), mesh)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    step(model, mesh)
+    optimizer.step()
+    model.save_pretrained(folder)
+    model.eval()
+    ids = tokens(1, 6)
+    made = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    return {name: whole(p.detach()) for name, p in model.named_parameters() if p.requires_grad}, made
+
+
+def test_peft_opens_the_adapter_of_a_model_that_transformers_quantised(pool, tmp_path):
+    build("llama").save_pretrained(tmp_path / "base")
+    (weights, made), _ = pool.run(saved, 2, tmp_path / "base", tmp_path / "adapter")
+    assert {*(each.name for each in (tmp_path / "adapter").iterdir())} >= {"adapter_model.safetensors"}
+    opened: Any = PeftModel.from_pretrained(from_folder(tmp_path / "base"), tmp_path / "adapter")
+    found = dict(opened.named_parameters())
+    assert weights
+    for name, weight in weights.items():
+        assert torch.equal(found[name], weight), name
+    plain = opened.eval().generate(input_ids=tokens(1, 6), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert made.tolist() == plain.tolist()
+
+
+def trained_itself() -> Any:
+    model = quantised()
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
+    return model
+
+
+def by_the_whole_batch() -> Any:
+    model = build("llama").requires_grad_(False)
+    torchao.quantize_(model, torchao.Int8DynamicActivationInt8WeightConfig(granularity=PerTensor()))
+    return model
+
+
+def refused(mesh: DeviceMesh, make: Any, options: dict[str, Any]) -> None:
+    rs.parallelize(make(), mesh, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "tp", "options", "message"),
+    [
+        (trained_itself, 1, {}, r"layers.0.mlp.up_proj.weight is packed \(a Int8Tensor\) and would be trained; freeze"),
+        (by_the_whole_batch, 1, {}, r"q_proj, quantised with its activations, mixes tokens.*PerRow"),
+        (quantised, 2, {}, r"q_proj is packed \(a Int8Tensor\); use tp=1"),
+        (quantised, 1, {"compute_dtype": torch.bfloat16}, "compute_dtype=torch.bfloat16: .* load the model in that"),
+        (quantised, 1, {"loss_chunk_vocabulary": 9}, "loss_chunk_vocabulary=9 needs a head that is its weight alone"),
+    ],
+    ids=["trained", "activations", "tp", "compute dtype", "vocabulary"],
+)
+def test_what_packed_weights_cannot_do_raises(pool, make, tp, options, message):
+    with pytest.raises(UnsupportedError, match=message):
+        pool.run(refused, 2, make, options, tp=tp)
+
+
+def saved_whole(mesh: DeviceMesh, folder: Path) -> None:
+    model = rs.parallelize(quantised(), mesh)
+    model.save_pretrained(folder)
+
+
+def read_in_parts(mesh: DeviceMesh, folder: Path) -> None:
+    def adapt(model: nn.Module) -> Any:
+        torchao.quantize_(model, BITS["int8"])
+        return model
+
+    rs.from_pretrained(folder, mesh, adapt=adapt)
+
+
+def test_folders_of_packed_weights_are_not_made_in_parts(pool, tmp_path):
+    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM has packed weights, .*; save its adapter"):
+        pool.run(saved_whole, 2, tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+    build("llama").save_pretrained(tmp_path / "base")
+    with pytest.raises(UnsupportedError, match="quantise"):
+        pool.run(read_in_parts, 2, tmp_path / "base")
+    from_folder(tmp_path / "base").save_pretrained(tmp_path / "packed")
+    with pytest.raises(
+        UnsupportedError, match=r"quantised \(torchao\), .*; open it with from_pretrained of transformers"
+    ):
+        pool.run(read_in_parts, 2, tmp_path / "packed")
