@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.result_files import read, table
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.report.evaluation_charts import save_picture
 
@@ -50,6 +51,26 @@ def main(folder: Path) -> None:
 def chance(length: int) -> float:
     """Of naming the right one of all lines."""
     return 1 / ((length - AROUND) // PER_LINE)
+
+
+def accuracies() -> str:
+    """Accuracy by length and model."""
+    rows = read(RESULT.stem)["rows"]
+    found = {(row["model"], row["length"]): row for row in rows}
+    lengths = sorted({row["length"] for row in rows})
+    models = {"extended": "extended", "unextended": "not extended", "untrained": "untrained", CHANCE: CHANCE}
+    return table(
+        ("tokens", *models.values()),
+        [(f"{length:,}", *(_shown(found.get((model, length))) for model in models)) for length in lengths],
+    )
+
+
+def _shown(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if "items" not in row:
+        return f"{row['accuracy']:.1%}"
+    return f"{row['accuracy']:.0%} ({row['low']:.0%} to {row['high']:.0%}), n = {row['items']}"
 
 
 def draw(rows: list[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from benchmarks import retrieval
 from benchmarks.tables import counts, memory, speed
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
@@ -50,6 +51,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "traced": memory.traced,
     "prompts": memory.prompts,
     "ancestors": memory.ancestors,
+    "retrieval": retrieval.accuracies,
 }
 PAGES: Final = (
     "understand/overlap.md",
@@ -68,6 +70,7 @@ PAGES: Final = (
     "hybrids.md",
     "weights.md",
     "reliability.md",
+    "evaluation.md",
 )
 
 
