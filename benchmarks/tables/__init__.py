@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import retrieval
-from benchmarks.tables import counts, memory, speed
+from benchmarks.tables import counts, learnt, memory, speed
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
 TABLES: Final[dict[str, Callable[[], str]]] = {
@@ -52,6 +52,9 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "prompts": memory.prompts,
     "ancestors": memory.ancestors,
     "retrieval": retrieval.accuracies,
+    "in-context-rl-grid": partial(learnt.returns, "grid"),
+    "in-context-rl-point": partial(learnt.returns, "point"),
+    "in-context-rl-memory": learnt.memory,
 }
 PAGES: Final = (
     "understand/overlap.md",

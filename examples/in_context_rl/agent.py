@@ -2,17 +2,24 @@
 
 A token is a step: what is seen, what was done and gained before it, and the return that is still to come. Hindsight
 gives all trajectories of a sequence the return of its best one as their aim, so that each further one is an attempt
-to do better, and the last one does. B sequences, E trajectories, T steps of each.
+to do better, and the last one does. Actions are indices, or numbers, for which the agent gives a mixture of normal
+distributions. B sequences, E trajectories, T steps of each, A numbers of an action.
 """
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 from transformers import AutoModel, DynamicCache, LlamaConfig, PreTrainedModel
+
+MIXED: Final = 4
+"""Normal distributions in the mixture for actions that are numbers."""
+NARROWEST: Final = 0.2
+"""Their smallest deviation: to tell where an action leads is worth more to the loss than to tell its last digit."""
 
 
 class Agent(PreTrainedModel):
@@ -26,11 +33,11 @@ class Agent(PreTrainedModel):
         super().__init__(config)
         self.reads = nn.Linear(config.num_features, config.hidden_size)
         self.decoder = AutoModel.from_config(config)
-        self.writes = nn.Linear(config.hidden_size, config.num_actions)
+        self.writes = nn.Linear(config.hidden_size, config.num_answers)
         self.post_init()
 
     def forward(self, features: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
-        """Logits of actions, or actions (B, T, num_actions), from features (B, T, num_features)."""
+        """What ``policy`` reads (B, T, num_answers), from features (B, T, num_features)."""
         embedded = self.reads(features)
         return self.writes(self.decoder(inputs_embeds=embedded, position_ids=position_ids, **options).last_hidden_state)
 
@@ -45,7 +52,7 @@ class Kind:
     """On returns and rewards; without, it is behaviour cloning."""
 
 
-def make_agent(world: ModuleType, kind: Kind, seed: int, hidden: int = 64, layers: int = 2) -> Agent:
+def make_agent(world: ModuleType, kind: Kind, seed: int, hidden: int = 64, layers: int = 2, heads: int = 4) -> Agent:
     """An agent with random weights, alike for a seed."""
     torch.manual_seed(seed)
     length = kind.trajectories * world.STEPS
@@ -57,37 +64,18 @@ def make_agent(world: ModuleType, kind: Kind, seed: int, hidden: int = 64, layer
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         max_position_embeddings=length,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0 * max(length, 100)},
         num_features=world.NUM_OBSERVED + world.NUM_ACTIONS + 4,
-        num_actions=world.NUM_ACTIONS,
+        num_answers=world.NUM_ACTIONS if world.ACTIONS_ARE_INDICES else MIXED * (1 + 2 * world.NUM_ACTIONS),
     )
     agent = Agent(config)
     for name, weight in agent.named_parameters():
         if weight.ndim == 2:
             nn.init.normal_(weight, std=1.0 if name == "reads.weight" else (3 * weight.shape[1]) ** -0.5)
     return agent
-
-
-def collect(world: ModuleType, tasks: np.ndarray, trajectories: int, random: Any) -> dict[str, np.ndarray]:
-    """Trajectories (B, E, T, ...) of the exploration policy in each task, in the order in which they were made."""
-    environment, policy = world.make(tasks, random), world.Explorer(len(tasks), random)
-    seen, done, gained = [], [], []
-    for _ in range(trajectories):
-        observed = environment.reset()
-        policy.begin()
-        for _ in range(world.STEPS):
-            seen.append(observed)
-            done.append(policy.act(observed))
-            observed, rewards = environment.step(done[-1])
-            policy.learn(observed, rewards)
-            gained.append(rewards)
-    return {
-        name: np.stack(column, 1).reshape(len(tasks), trajectories, world.STEPS, *column[0].shape[1:])
-        for name, column in (("observed", seen), ("actions", done), ("rewards", gained))
-    }
 
 
 def drawn_from(data: dict[str, np.ndarray], batch: int, trajectories: int, random: Any) -> dict[str, np.ndarray]:
@@ -101,7 +89,7 @@ def drawn_from(data: dict[str, np.ndarray], batch: int, trajectories: int, rando
 
 def encoded(world: ModuleType, actions: np.ndarray) -> np.ndarray:
     """Actions as features: one-hot where they are indices."""
-    return actions if actions.dtype.kind == "f" else np.eye(world.NUM_ACTIONS, dtype=np.float32)[actions]
+    return np.eye(world.NUM_ACTIONS, dtype=np.float32)[actions] if world.ACTIONS_ARE_INDICES else actions
 
 
 def features(
@@ -144,11 +132,19 @@ def sequences(
     }
 
 
-def errors(answers: Tensor, actions: Tensor) -> Tensor:
-    """The loss of each token (B, T): of indices their surprise, of numbers their squared distance."""
-    if actions.is_floating_point():
-        return (answers.tanh() - actions).square().mean(-1)
-    return nn.functional.cross_entropy(answers.transpose(1, 2), actions, reduction="none")
+def policy(world: ModuleType, answers: Tensor) -> Categorical | MixtureSameFamily:
+    """The distribution of actions, for answers (..., num_answers)."""
+    if world.ACTIONS_ARE_INDICES:
+        return Categorical(logits=answers)
+    shares, means, spreads = answers.split([MIXED, MIXED * world.NUM_ACTIONS, MIXED * world.NUM_ACTIONS], -1)
+    shape = (*answers.shape[:-1], MIXED, world.NUM_ACTIONS)
+    each = Normal(means.reshape(shape), NARROWEST + nn.functional.softplus(spreads.reshape(shape) - 1))
+    return MixtureSameFamily(Categorical(logits=shares), Independent(each, 1))
+
+
+def errors(world: ModuleType, answers: Tensor, actions: Tensor) -> Tensor:
+    """The loss of each token (B, T): the surprise at its action."""
+    return -policy(world, answers).log_prob(actions)
 
 
 @torch.no_grad()
@@ -177,8 +173,16 @@ def attempts(world: ModuleType, agent: Agent, kind: Kind, tasks: np.ndarray, cou
 
 
 def drawn(answer: Tensor, world: ModuleType, random: Any) -> np.ndarray:
-    """Actions: indices drawn by their likelihood, or numbers as they are."""
-    if world.NUM_ACTIONS == 1:
-        return answer.tanh().numpy()
-    likely = answer.double().softmax(-1).numpy()
-    return (likely.cumsum(-1) < random.random((len(likely), 1))).sum(-1).clip(max=world.NUM_ACTIONS - 1)
+    """Actions (B, ...), drawn by their likelihood."""
+    given = policy(world, answer.double())
+    if isinstance(given, Categorical):
+        return index_drawn(given, random)
+    each, chosen = given.component_distribution.base_dist, index_drawn(given.mixture_distribution, random)
+    mean, spread = (value[torch.arange(len(chosen)), chosen].numpy() for value in (each.loc, each.scale))
+    return (mean + spread * random.normal(size=mean.shape)).clip(-1, 1).astype(np.float32)
+
+
+def index_drawn(given: Categorical, random: Any) -> np.ndarray:
+    """An index (B,) of each row."""
+    likely = given.probs.numpy().cumsum(-1)
+    return (likely < random.random((len(likely), 1))).sum(-1).clip(max=likely.shape[-1] - 1)

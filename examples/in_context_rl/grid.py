@@ -8,6 +8,7 @@ SIDE: Final = 7
 STEPS: Final = 16
 MOVES: Final = np.array([[0, 0], [1, 0], [-1, 0], [0, 1], [0, -1]])
 NUM_ACTIONS: Final = len(MOVES)
+ACTIONS_ARE_INDICES: Final = True
 NUM_OBSERVED: Final = 2 * SIDE
 _OUTSIDE_CENTER: Final = [cell for cell in range(SIDE * SIDE) if cell != SIDE * SIDE // 2]
 UNSEEN: Final = tuple(cell for cell in _OUTSIDE_CENTER if cell % 4 == 1)
@@ -83,3 +84,22 @@ def unseen(count: int, random: Any) -> np.ndarray:
 
 
 make = Rooms
+
+
+def collect(tasks: np.ndarray, trajectories: int, random: Any) -> dict[str, np.ndarray]:
+    """Trajectories (B, E, T, ...) of an explorer in each room, in the order in which they were made."""
+    environment, explorer = make(tasks, random), Explorer(len(tasks), random)
+    seen, done, gained = [], [], []
+    for _ in range(trajectories):
+        observed = environment.reset()
+        explorer.begin()
+        for _ in range(STEPS):
+            seen.append(observed)
+            done.append(explorer.act(observed))
+            observed, rewards = environment.step(done[-1])
+            explorer.learn(observed, rewards)
+            gained.append(rewards)
+    return {
+        name: np.stack(column, 1).reshape(len(tasks), trajectories, STEPS, *column[0].shape[1:])
+        for name, column in (("observed", seen), ("actions", done), ("rewards", gained))
+    }
