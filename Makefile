@@ -62,8 +62,9 @@ mutants: $(STAMP) ## plant bugs, one at a time, and see that the test named for 
 fuzz: $(STAMP) ## run the property tests with 25 times as many, and new, random examples
 	RINGSPAN_FUZZ=$${RINGSPAN_FUZZ:-25} $(BIN)/pytest -m hypothesis --timeout=7200 $(ARGS)
 
-long: $(STAMP) ## compare prompts of 5,000 tokens and 200 new ones with one process
-	RINGSPAN_LONG=1 OMP_NUM_THREADS=1 $(BIN)/pytest --timeout=600 tests/torch/generate/test_long.py $(ARGS)
+long: $(STAMP) ## compare with one process: prompts of 5,000 tokens, and each model of images or sound on 1 to 4 ranks
+	RINGSPAN_LONG=1 OMP_NUM_THREADS=1 $(BIN)/pytest --timeout=600 tests/torch/generate/test_long.py \
+		tests/torch/multimodal/test_float32.py $(ARGS)
 
 faults: $(STAMP) ## strike real jobs with kills, signals and damage (ARGS="kill save"); leave the machine alone meanwhile
 	$(BIN)/python -m tests.faults.run $(ARGS)

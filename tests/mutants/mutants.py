@@ -1086,6 +1086,13 @@ MUTANTS = [
         f"{SEEN}test_shares.py::test_units_are_shared_out_in_order_and_evenly",
     ),
     Mutant(
+        "an image that does not fit is said to be of the example before",
+        "torch/multimodal/cuts.py",
+        "sum(end <= before for end in accumulate(counts))",
+        "sum(end < before for end in accumulate(counts))",
+        f"{SEEN}test_refusals.py::test_the_example_is_the_one_whose_tokens_come_next",
+    ),
+    Mutant(
         "gradients of embeddings do not go back to the rank that made them",
         "torch/multimodal/shares.py",
         "return _traded(gradients[0], ctx.receive, ctx.send, ctx.group), None",

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import ringspan as rs
+from ringspan.torch.multimodal.kinds import KINDS
 from tests.torch import models as text_models
 from tests.torch.multimodal.models import IMAGE, batch_of, build
 
@@ -36,7 +37,7 @@ def called(mesh: DeviceMesh, kind: str, how: str) -> None:
         case "a grid of other patches":
             whole["image_grid_thw"] = whole["image_grid_thw"] * 2
         case "odd rows":
-            whole["image_grid_thw"] = torch.tensor([[1, 7, 4]])
+            whole["image_grid_thw"] = torch.tensor([[1, 4, 4], [1, 3, 4]])
         case "sizes of other images":
             whole["image_sizes"] = whole["image_sizes"][:1]
         case "another size":
@@ -88,18 +89,22 @@ def called(mesh: DeviceMesh, kind: str, how: str) -> None:
         ("qwen3_vl", "a grid without pixels", "image_grid_thw came without pixel_values"),
         ("qwen3_vl", "no grid", "pixel_values needs image_grid_thw beside it"),
         ("qwen3_vl", "a grid of other patches", "pixel_values holds 28 patches, image_grid_thw says"),
-        ("qwen2_5_vl", "odd rows", "7 x 4 patches, which blocks of 2 x 2 do not divide"),
+        ("qwen2_5_vl", "odd rows", "image 1 (example 1 of the batch) has 3 x 4 patches, which blocks of"),
         ("llava", "another size", "pixel_values has images of 12 x 12, the model's have 8 x 8; the processor must be"),
         ("gemma3", "another size", "pixel_values has images of 12 x 12, the model's have 16 x 16"),
         ("internvl", "grey images", "pixel_values has 1 channels, the model's images have 3"),
         (
             "mistral3",
             "a size beyond its pixels",
-            "image_sizes says 24 x 24 of image 1, pixel_values holds 16 x 16 of it",
+            "image_sizes says 24 x 24 of image 1 (example 1 of the batch), pixel_values holds 16 x 16 of it",
         ),
         ("qwen2_5_vl", "patches of another size", "pixel_values has patches of 50 values, the model's have 96"),
         ("qwen3_vl", "images that touch", "cannot tell the positions of this text from its grids"),
-        ("llava_onevision", "tiles of another image", "makes 5 tiles, pixel_values holds 3"),
+        (
+            "llava_onevision",
+            "tiles of another image",
+            "(example 0 of the batch), which makes 5 tiles, pixel_values",
+        ),
         ("voxtral", "short windows", "input_features has windows of 20 steps, the model's have 24"),
         ("audioflamingo3", "no mask", "with input_features_mask (windows, steps) beside it, got (2, 8, 24) and None"),
         ("audioflamingo3", "one token too few", "for audios, and its audios make"),
@@ -123,6 +128,14 @@ def test_images_that_do_not_fit_are_refused_on_every_rank(pool, kind, how, messa
 def test_other_images_on_one_rank_are_refused_on_every_rank(pool, how, message):
     for outcome in pool.outcomes(called, 2, "internvl", how):
         assert isinstance(outcome, rs.RingspanError) and message in str(outcome), outcome
+
+
+def test_the_example_is_the_one_whose_tokens_come_next():
+    """An example without images lies between: image 0 makes the 4 tokens of example 1, image 1 those of example 3."""
+    sizes = torch.tensor([[16, 16], [8, 24]])
+    pixels = {"pixel_values": torch.zeros(2, 3, 16, 16), "image_sizes": sizes}
+    with pytest.raises(rs.UnsupportedError, match=r"image 1 \(example 3 of the batch\), pixel_values holds"):
+        KINDS["mistral3"].modalities[0].cut.check_model(pixels, build("mistral3").config, [0, 4, 0, 3])
 
 
 def of_text_model(mesh: DeviceMesh) -> None:

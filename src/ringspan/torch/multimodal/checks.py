@@ -129,7 +129,7 @@ def _check_modality(model: Any, modality: Modality, media: Media) -> None:
             f"{cut.pixels} holds {name}s, and no example of the batch has a token for them (id "
             f"{placeholder(model, modality)}); let the processor make the text too"
         )
-    cut.check_model(media.inputs, model.config)
+    cut.check_model(media.inputs, model.config, counts.tolist())
     tokens = cut.tokens(media.inputs, model.config)
     if tokens is not None:
         check_counts(modality, tokens, counts.tolist())

@@ -6,6 +6,7 @@ The units of a batch are in the order of their tokens in the text. I images, V v
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -46,8 +47,10 @@ class Cut:
             return inputs["image_sizes"].prod(-1).tolist()
         return [1] * len(inputs[self.pixels])
 
-    def check_model(self, inputs: Inputs, config: Any) -> None:
-        """Raise an UnsupportedError for inputs that the towers of a model, by its config, do not take."""
+    def check_model(self, inputs: Inputs, config: Any, counts: Sequence[int]) -> None:
+        """Raise an UnsupportedError for inputs that the towers of a model, by its config, do not take; ``counts`` are
+        the tokens of each example that stand for embeddings.
+        """
         tower, (channels, *size) = config.vision_config, inputs[self.pixels].shape[-3:]
         if channels != (wanted := getattr(tower, "num_channels", 3)):
             raise UnsupportedError(f"{self.pixels} has {channels} channels, the model's images have {wanted}{_OTHER}")
@@ -58,12 +61,14 @@ class Cut:
                 f"{self.pixels} has images of {size[0]} x {size[1]}, the model's have {whole[0]} x {whole[1]}{_OTHER}"
             )
         if tower.model_type == "pixtral" and "image_sizes" in inputs:
+            side, before = tower.patch_size * getattr(config, "spatial_merge_size", 1), 0
             for image, own in enumerate(inputs["image_sizes"].tolist()):
                 if own[0] > size[0] or own[1] > size[1] or min(own) < tower.patch_size:
                     raise UnsupportedError(
-                        f"image_sizes says {own[0]} x {own[1]} of image {image}, {self.pixels} holds {size[0]} x "
-                        f"{size[1]} of it{_OTHER}"
+                        f"image_sizes says {own[0]} x {own[1]} of image {image}{_whose(before, counts)}, {self.pixels} "
+                        f"holds {size[0]} x {size[1]} of it{_OTHER}"
                     )
+                before += (own[0] // side) * (own[1] // side)
 
     def tokens(self, inputs: Inputs, config: Any) -> list[int] | None:
         """The tokens of each unit in the text; None where only the tower knows."""
@@ -76,6 +81,12 @@ class Cut:
     def rows(self, made: Any, inputs: Inputs, units: range) -> list[Tensor]:
         """The embeddings (tokens, hidden size) that the tower made of these units, in pieces."""
         return pieces_of(made)
+
+
+def _whose(before: int, counts: Sequence[int]) -> str:
+    """The example that an image is of, behind ``before`` tokens of other images; nothing where there are no more."""
+    example = sum(end <= before for end in accumulate(counts))
+    return f" (example {example} of the batch)" if example < len(counts) else ""
 
 
 def pieces_of(made: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -104,18 +115,20 @@ class FramesOfGrid(Cut):
     def costs(self, inputs: Inputs) -> list[int]:
         return [rows * columns for frames, rows, columns in inputs[self.grid].tolist() for _ in range(frames)]
 
-    def check_model(self, inputs: Inputs, config: Any) -> None:
+    def check_model(self, inputs: Inputs, config: Any, counts: Sequence[int]) -> None:
         tower, values = config.vision_config, inputs[self.pixels].shape[-1]
         side = tower.spatial_merge_size
         wanted = getattr(tower, "in_channels", 3) * tower.temporal_patch_size * tower.patch_size**2
         if values != wanted:
             raise UnsupportedError(f"{self.pixels} has patches of {values} values, the model's have {wanted}{_OTHER}")
-        for image, (_, rows, columns) in enumerate(inputs[self.grid].tolist()):
+        before = 0
+        for image, (frames, rows, columns) in enumerate(inputs[self.grid].tolist()):
             if rows % side or columns % side:
                 raise UnsupportedError(
-                    f"{self.grid} of image {image} has {rows} x {columns} patches, which blocks of {side} x {side} do "
-                    f"not divide{_OTHER}"
+                    f"{self.grid} of image {image}{_whose(before, counts)} has {rows} x {columns} patches, which "
+                    f"blocks of {side} x {side} do not divide{_OTHER}"
                 )
+            before += frames * rows * columns // side**2
 
     def tokens(self, inputs: Inputs, config: Any) -> list[int] | None:
         side = config.vision_config.spatial_merge_size
@@ -180,14 +193,16 @@ class ImagesOfTiles(Cut):
             return [1] * len(inputs[self.pixels])
         return [count for count in inputs["batch_num_images"].tolist() if count]
 
-    def check_model(self, inputs: Inputs, config: Any) -> None:
-        super().check_model(inputs, config)
-        tiles, counts = inputs[self.pixels].shape[1], self._groups(inputs)
-        for image, size in enumerate(inputs["image_sizes"].tolist() if max(counts, default=0) == 1 else ()):
+    def check_model(self, inputs: Inputs, config: Any, counts: Sequence[int]) -> None:
+        super().check_model(inputs, config, counts)
+        tiles, images = inputs[self.pixels].shape[1], self._groups(inputs)
+        for image, size in enumerate(inputs["image_sizes"].tolist() if max(images, default=0) == 1 else ()):
             wanted = image_size_to_num_patches(size, config.image_grid_pinpoints, config.vision_config.image_size)
             if wanted > tiles:
+                owners = [min(number, 1) for number in counts]  # an image each, or nobody can tell whose each is
+                whose = _whose(image, owners) if sum(owners) == len(images) else ""
                 raise UnsupportedError(
-                    f"image_sizes says {size[0]} x {size[1]} of image {image}, which makes {wanted} tiles, "
+                    f"image_sizes says {size[0]} x {size[1]} of image {image}{whose}, which makes {wanted} tiles, "
                     f"{self.pixels} holds {tiles}{_OTHER}"
                 )
 
@@ -235,7 +250,7 @@ class WindowsOfSound(Cut):
                 f"{self.pixels} must be (windows, bins, steps), got {tuple(inputs[self.pixels].shape)}"
             )
 
-    def check_model(self, inputs: Inputs, config: Any) -> None:
+    def check_model(self, inputs: Inputs, config: Any, counts: Sequence[int]) -> None:
         steps, whole = inputs[self.pixels].shape[-1], 2 * config.audio_config.max_source_positions
         if steps != whole:
             raise UnsupportedError(f"{self.pixels} has windows of {steps} steps, the model's have {whole}{_OTHER}")
