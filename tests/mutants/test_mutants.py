@@ -18,7 +18,7 @@ def verdicts(tmp_path_factory):
     """
     work = tmp_path_factory.mktemp("mutants")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.mutants.run", str(work)], cwd=ROOT, capture_output=True, text=True, timeout=900
+        [sys.executable, "-m", "tests.mutants.run", str(work)], cwd=ROOT, capture_output=True, text=True, timeout=2400
     )
     assert done.returncode == 0, done.stderr
     yield json.loads((work / "verdicts.json").read_text())
@@ -26,7 +26,7 @@ def verdicts(tmp_path_factory):
 
 
 @pytest.mark.seeded
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_a_seeded_bug_is_caught(verdicts, mutant):
     assert verdicts[mutant.name] == 1, f"{mutant.test} did not notice: {mutant.name}"
