@@ -319,10 +319,11 @@ def _prepare(
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     layout, keys = spec.layouts(q.shape[2], k.shape[2], ranks)
     facts = {
-        "layout": f"{_named(spec.layout)} over {ranks} ranks for {layout.length} tokens and {keys.length} keys",
+        "layout": f"{_named(spec.layout)} over {ranks} ranks",
         "queries": tuple(q.shape),
         "keys": tuple(k.shape),
         "values": tuple(v.shape),
+        "length": f"{layout.length} tokens and {keys.length} keys",
         "dtype": str(q.dtype),
         "keys' layout": _named(spec.key_layout or spec.layout),
         "mask": spec.mask,
