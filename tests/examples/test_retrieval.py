@@ -39,7 +39,7 @@ def extension(mesh: DeviceMesh, folder: str) -> list[float]:
     opened = LlamaForCausalLM.from_pretrained(folder + "/short", config=train.scaled(arguments))
     model = rs.parallelize(opened, mesh, checkpoint="none")
     history: list[dict[str, float]] = []
-    train.train_on(model, mesh, 13, range(10), arguments, history)
+    train.train_on(model, mesh, 13, range(6), arguments, history)
     records = train.Records(13, 13, 1, seed=2)
     batch = rs.shard_batch(train.default_collate([records[0]]), mesh)
     with torch.no_grad():
@@ -48,7 +48,7 @@ def extension(mesh: DeviceMesh, folder: str) -> list[float]:
 
 def test_the_extension_is_that_of_one_process(pool, tmp_path, capsys):
     train = imported("retrieval", "train")
-    train.short(Namespace(output=tmp_path, steps=6, tokens=150, length=300))
+    train.short(Namespace(output=tmp_path, steps=2, tokens=150, length=300))
     assert {folder.name for folder in tmp_path.iterdir()} == {"short", "untrained"}
     alone = pool.run(extension, 1, str(tmp_path))[0]
     for losses in pool.run(extension, 2, str(tmp_path)):
