@@ -8,6 +8,8 @@ from typing import Final
 
 from ringspan.core.errors import ConfigError
 
+OPTIONS: Final = {"image": "--images", "video": "--frames", "audio": "--sound"}
+"""By the name of the modality."""
 _FORM: Final = re.compile(r"(\d+)(?:x(\d+)x(\d+))?")
 _MOST: Final = 1 << 30  # a slip of the keyboard, as in ``search.MOST``
 
@@ -39,11 +41,11 @@ def read_media(images: str | None, frames: str | None, sound: int | None) -> Med
         ConfigError: neither of these forms, or none of anything.
     """
     found: dict[str, Units] = {}
-    for name, option, text in (("image", "--images", images), ("video", "--frames", frames)):
+    for name, text in (("image", images), ("video", frames)):
         if text is not None:
-            found[name] = _read(option, text)
+            found[name] = _read(OPTIONS[name], text)
     if sound is not None:
-        found["audio"] = Units("--sound", sound)
+        found["audio"] = Units(OPTIONS["audio"], sound)
     return found
 
 

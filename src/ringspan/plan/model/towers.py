@@ -19,7 +19,7 @@ from ringspan.core.messages.lines import one_line
 from ringspan.plan.model.hybrids import built, decoder_values
 from ringspan.plan.model.kinds import Growth, Tower
 from ringspan.plan.model.measured import ATTENTION, Measured, measure
-from ringspan.plan.model.media import Media, Units
+from ringspan.plan.model.media import OPTIONS, Media, Units
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.torch.layers.decoder import decoder_of, layer_kinds, layers_of
 from ringspan.torch.memory.checkpointing import checkpoint_all
@@ -35,7 +35,6 @@ from ringspan.torch.multimodal.cuts import (
 )
 from ringspan.torch.multimodal.kinds import KINDS, Kind, Modality, inner_of, towers_of
 
-_OPTIONS: Final = {"image": "--images", "video": "--frames", "audio": "--sound"}
 # Text models whose layers are those of another type that the planner knows by its sizes.
 _TEXTS: Final = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 
@@ -118,9 +117,7 @@ def _shown(model: Any, media: Media, name: str) -> list[Modality]:
     modalities = {modality.name: modality for modality in KINDS[model.config.model_type].modalities}
     for modality, units in media.items():
         if modality not in modalities:
-            takes = " and ".join(
-                {"image": "--images", "video": "--frames", "audio": "--sound"}[each] for each in modalities
-            )
+            takes = " and ".join(OPTIONS[each] for each in modalities)
             raise ConfigError(f"{units.option}: {name} ({model.config.model_type}) does not take it; it takes {takes}")
     return [modalities[modality] for modality in media]
 
@@ -244,7 +241,7 @@ def _frames_of_grid(cut: FramesOfGrid, tower: Any, given: Units) -> tuple[int, C
     _check_multiple(given, given.size, merged)
     rows, columns = given.size[0] // side, given.size[1] // side
     values = getattr(tower, "in_channels", 3) * tower.temporal_patch_size * side**2
-    is_video = given.option == "--frames"
+    is_video = given.option == OPTIONS["video"]
     units = -(-given.count // tower.temporal_patch_size) if is_video else given.count
 
     def inputs(count: int) -> dict[str, Tensor]:
