@@ -60,6 +60,8 @@ def rollout(
     config, plain, on_ring = kinds
     options = {"bf16": False, "num_generations": 2, "max_completion_length": 12, "dataloader_drop_last": True} | given
     lora, sampled, place = options.pop("lora", False), options.pop("sampled", False), options.pop("place", None)
+    if lora:  # adapters begin at zero, so that all of a weight is what Adam made of gradients, and of their rounding
+        options.setdefault("adam_epsilon", 0.1)
     functions = {name: options.pop(name) for name in OWN if name in options}
     own: dict[str, Any] = {"model": place or made(model), "args": arguments(folder, config, **options)}
     own |= {"processing_class": tokenizer(), "reward_funcs": [large_words, short_words]}

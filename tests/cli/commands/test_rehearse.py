@@ -32,7 +32,8 @@ def test_it_prints_the_plan_and_what_was_measured(monkeypatch, capsys, model):
     assert plan.items() <= result.items()
     assert result["rank"] == 2 and len(result["layers"]) == 2
     assert result["measured_peak_bytes"] >= sum(result["measured_bytes"].values())
-    assert 0 < result["measured_matmul_utilization"] < 1 and result["measured_step_seconds"] > 0
+    done = result["measured_matmul_utilization"] * result["measured_matmul_flops"] * result["measured_step_seconds"]
+    assert done == pytest.approx(plan["flops_per_step"] / 4) and result["measured_step_seconds"] > 0
     waits = result["predicted_exposed_seconds"]
     assert result["predicted_step_seconds"] == pytest.approx(result["measured_step_seconds"] + waits)
     assert waits > plan["link_bytes_per_step"]["ring"] / 1e3 / 2
