@@ -1,8 +1,8 @@
 """What examples/retrieval learnt: the figure of docs/evaluation.md and its JSON, from a finished run of the recipe.
 
     cd runs/retrieval
-    ringspan eval lines extended --lengths 512,1024,2048,4096 --items 60 --nproc 2 --json > lines-1.json
-    ringspan eval lines unextended untrained --lengths 512,1024,2048,4096 --nproc 2 --json > lines-2.json
+    ringspan eval lines extended --lengths 512,1024,2048,4096,8192,16384 --items 100 --nproc 2 --json > lines-1.json
+    ringspan eval lines unextended untrained --lengths 512,1024,2048,4096,8192,16384 --nproc 2 --json > lines-2.json
     python -m benchmarks.retrieval runs/retrieval
 
 All files ``lines-*.json`` are drawn together; ``notes.txt`` says under what load they were made.

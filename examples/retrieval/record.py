@@ -1,10 +1,10 @@
-"""What the model reads: the records of ``ringspan eval lines``, in ten tokens a line, and sequences to copy.
+"""What the model reads: the records of ``ringspan eval lines``, in ten tokens a line.
 
 line brave-otter: REGISTER_CONTENT is <51394>
 [line ][brave][-otter][: REGISTER_CONTENT is <][5][1][3][9][4][>\\n]
 """
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -45,17 +45,14 @@ def _escaped(piece: str) -> str:
 
 
 class Records(Dataset[dict[str, torch.Tensor]]):
-    """Records of ``lines`` lines, of which ``asked`` are asked for; example ``i`` is the same on every process.
+    """Records of ``lines`` lines with ``asked`` questions; example ``i`` is the same on every process.
 
-    A share ``copied`` of them are random words that occur twice instead: copying is the first step of retrieving.
-    Labels are those of the answers alone, with what ends them unless ``ends`` is false.
+    A line may be asked for again: were each asked for once, answers could be had from what was not asked for yet.
+    Labels are those of the answers alone, with what ends them.
     """
 
-    def __init__(
-        self, lines: int, asked: int, examples: int, *, seed: int = 0, copied: float = 0.0, ends: bool = True
-    ) -> None:
-        self.lines, self.asked, self.examples, self.seed, self.copied = lines, asked, examples, seed, copied
-        self.labelled = slice(-ANSWERED, None if ends else -1)
+    def __init__(self, lines: int, asked: int, examples: int, *, seed: int = 0) -> None:
+        self.lines, self.asked, self.examples, self.seed = lines, asked, examples, seed
 
     def __len__(self) -> int:
         return self.examples
@@ -67,28 +64,16 @@ class Records(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         random = np.random.default_rng((self.seed, self.lines, index))
-        ids, labels = (self._copy if random.random() < self.copied else self._record)(random)
-        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-
-    def _record(self, random: Any) -> tuple[np.ndarray, np.ndarray]:
-        pairs = random.choice(len(ADJECTIVES) * len(NOUNS), self.lines, replace=False, shuffle=False)
-        pairs = random.permutation(pairs)
+        pairs = random.choice(len(ADJECTIVES) * len(NOUNS), self.lines, replace=False)
         numbers = random.integers(10_000, 100_000, self.lines)
         lines = np.empty((self.lines, PER_LINE), dtype=np.int64)
         lines[:, [0, 3, 9]] = LINE, IS, END
         lines[:, 1], lines[:, 2] = ADJECTIVE + pairs // len(NOUNS), NOUN + pairs % len(NOUNS)
         lines[:, 4:9] = DIGIT + numbers[:, None] // 10 ** np.arange(4, -1, -1) % 10
-        chosen = lines[random.choice(self.lines, self.asked, replace=self.asked > self.lines)]
+        chosen = lines[random.integers(0, self.lines, self.asked)]
         question = [ASK, *chosen[0, :3], ANSWER]
         ids = np.concatenate([[BEGIN], lines.ravel(), question, chosen.ravel()])
         labels = np.full_like(ids, -100)
         answers = labels[-PER_LINE * self.asked :].reshape(-1, PER_LINE)
-        answers[:, self.labelled] = chosen[:, self.labelled]
-        return ids, labels
-
-    def _copy(self, random: Any) -> tuple[np.ndarray, np.ndarray]:
-        half = self.length // 2
-        ids = np.tile(random.integers(DIGIT, len(PIECES), half), 3)[: self.length]
-        labels = ids.copy()
-        labels[: half + 1] = -100
-        return ids, labels
+        answers[:, -ANSWERED:] = chosen[:, -ANSWERED:]
+        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}

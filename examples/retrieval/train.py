@@ -4,12 +4,13 @@
     torchrun --nproc-per-node 2 examples/retrieval/train.py extend
     python examples/retrieval/train.py control
     cd runs/retrieval
-    ringspan eval lines untrained unextended extended --lengths 512,1024,2048,4096 --nproc 2 --picture lines.png
+    ringspan eval lines untrained unextended extended --lengths 512,2048,8192,16384 --nproc 2 --picture lines.png
 
-The short stage begins with four lines and takes more as it answers nine of ten. The extension goes from 80 lines to
-400, and saves after each stage; a run that was ended continues there. The control has more steps, too, but at its own
-length and without scaling. Folders are ordinary ones of transformers, each with its ``history.json``: ``untrained``,
-``short``, ``extended``, and ``unextended``, whose config says more positions so that longer prompts are not refused.
+The short stage begins with four lines and takes more as four of five answers are right. The extension goes from 80
+lines to 1,381, which are 16,376 tokens with their questions, and saves after each length; a run that was ended
+continues there. The control has more steps, too, but at its own length and without scaling. Folders are ordinary ones
+of transformers, each with its ``history.json``: ``untrained``, ``short``, ``extended``, and ``unextended``, whose
+config says more positions so that longer prompts are not refused.
 """
 
 import argparse
@@ -17,10 +18,11 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from muon import Muon
 from record import ANSWERED, PIECES, Records, tokenizer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import default_collate
@@ -28,19 +30,62 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ringspan as rs
 
-OWN_LENGTH, MOST_LINES = 512, 45
+OWN_LENGTH, FEWEST_LINES, MOST_LINES, QUESTIONS = 512, 4, 45, 16
 MATRICES, OTHERS = 0.02, 3e-3
 """Learning rates of Muon and of AdamW."""
-STAGES = ((80, 100), (160, 40), (320, 30), (400, 50))
-"""Lines and steps of the extension; rates fall to a tenth from step 103 to 196."""
-
 CONTROL_STEPS = 100
 
-History = list[dict[str, float]]
+
+class Stage(NamedTuple):
+    """Records of so many lines, with ``asked`` questions, for so many steps."""
+
+    lines: int
+    asked: int
+    steps: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of a record with its questions."""
+        return Records(self.lines, self.asked, 1).length
+
+    def share(self, step: int) -> float:
+        """Of the learning rates at a step, from 1: it rises over five and falls to a tenth from the middle on."""
+        return min(1.0, step / 5, 0.1 + 1.8 * (1 - step / self.steps))
+
+
+STAGES = (Stage(80, 80, 100), Stage(200, 200, 60), Stage(500, 300, 60), Stage(1381, 256, 50))
+
+
+class History:
+    """What a stage notes as it goes, with its seconds and CPU seconds; one that is continued counts on."""
+
+    def __init__(self, mesh: DeviceMesh | None = None, folder: Path | None = None) -> None:
+        file = folder / "history.json" if folder else None
+        self.rows: list[dict[str, float]] = json.loads(file.read_text("utf-8")) if file and file.is_file() else []
+        self.before = self.rows[-1] if self.rows else {"step": 0, "lines": 0, "seconds": 0.0, "cpu_seconds": 0.0}
+        self.mesh, self.began = mesh, time.perf_counter()
+        self.first = mesh is None or mesh.get_local_rank("ring") == 0
+
+    def note(self, **row: float) -> None:
+        """Keep a row, and say it on rank 0. CPU seconds are those of all processes together, from their start."""
+        cpu = torch.tensor(time.process_time(), dtype=torch.float64)
+        if self.mesh is not None:
+            dist.all_reduce(cpu, group=self.mesh.get_group("ring"))
+        row["seconds"] = self.before["seconds"] + time.perf_counter() - self.began
+        row["cpu_seconds"] = self.before["cpu_seconds"] + cpu.item()
+        self.rows.append({name: round(value, 4) for name, value in row.items()})
+        if self.first:
+            print(self.rows[-1], flush=True)
 
 
 def random_model() -> LlamaForCausalLM:
-    """0.7M parameters. Embeddings are drawn as large as torch draws them: small ones drown in what layers add."""
+    """0.7M parameters, whose attention finds equal tokens before it has learnt anything.
+
+    Queries are keys, and heads write what they read, in subspaces drawn for each layer (mimetic initialisation,
+    Trockman and Kolter 2023). All embeddings share a part, which lets a head attend to a position whatever is there:
+    without it a model still guessed among four lines after 900 steps. They are as large as torch draws them: small ones
+    drown in what layers add.
+    """
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -59,6 +104,14 @@ def random_model() -> LlamaForCausalLM:
     for name, weight in model.named_parameters():
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=1.0 if "embed" in name else (3 * weight.shape[1]) ** -0.5)
+    with torch.no_grad():
+        model.model.embed_tokens.weight += torch.randn(model.config.hidden_size)
+        for layer in model.model.layers:
+            attention: Any = layer.self_attn
+            torch.nn.init.orthogonal_(attention.q_proj.weight)
+            attention.k_proj.weight.copy_(attention.q_proj.weight)
+            torch.nn.init.orthogonal_(attention.v_proj.weight)
+            attention.o_proj.weight.copy_(0.5 * attention.v_proj.weight.T)
     return model
 
 
@@ -71,7 +124,7 @@ class Optimizers:
         others = [weight for name, weight in model.named_parameters() if name not in inner]
         self.model = model
         self.rates = (
-            (torch.optim.Muon(matrices, lr=MATRICES, weight_decay=0.0, momentum=0.95), MATRICES),
+            (Muon(matrices, lr=MATRICES), MATRICES),
             (torch.optim.AdamW(others, lr=OTHERS, betas=(0.9, 0.95), weight_decay=0.0), OTHERS),
         )
 
@@ -86,13 +139,12 @@ class Optimizers:
 
 
 def short(arguments: argparse.Namespace) -> None:
-    """Records of four lines and more, in one process; the loss is that of the digits, and of copying."""
-    model = random_model()
-    keep_as(model, arguments, "untrained", arguments.length, [])
-    optimizers, history = Optimizers(model), []
-    lines, solved, seen, began = 4, 0.0, 0, time.perf_counter()
+    """Records of four lines and more, in one process, until nine of ten answers from 45 lines are right."""
+    model, history = random_model(), History()
+    keep_as(model, arguments, "untrained", arguments.length, history)
+    optimizers, lines, solved, seen = Optimizers(model), FEWEST_LINES, 0.0, 0
     for step in range(1, arguments.steps + 1):
-        records = Records(lines, max(4, min(lines, 16)), 1 << 30, copied=0.25, ends=False)
+        records = Records(lines, QUESTIONS, 1 << 30)
         batch = max(1, arguments.tokens // records.length)
         data = default_collate([records[seen + at] for at in range(batch)])
         logits, targets = model(data["input_ids"]).logits[:, :-1], data["labels"][:, 1:]
@@ -100,59 +152,47 @@ def short(arguments: argparse.Namespace) -> None:
         loss = torch.nn.functional.cross_entropy(logits[counted], targets[counted])
         loss.backward()
         optimizers.step(min(1.0, step / 20))
-        right = answered(logits.argmax(-1), targets, counted, records.asked)
-        solved = solved if right is None else 0.9 * solved + 0.1 * right
-        seen += batch
-        if step % 25 == 0 or step == arguments.steps:
-            note(history, step=step, lines=lines, loss=loss.item(), exact=solved, seconds=time.perf_counter() - began)
-        if solved > 0.9 and lines < MOST_LINES:
-            lines, solved = min(MOST_LINES, max(lines + 1, int(lines * 1.3))), 0.5
+        right = (logits.argmax(-1) == targets)[counted].view(-1, ANSWERED).all(1)
+        solved, seen = 0.9 * solved + 0.1 * right.float().mean().item(), seen + batch
+        over = step == arguments.steps or (lines == MOST_LINES and solved > 0.9)
+        if step % 25 == 0 or over:
+            history.note(step=step, lines=lines, loss=loss.item(), exact=solved)
+        if over:
+            break
+        if solved > 0.8 and lines < MOST_LINES:
+            lines, solved = min(MOST_LINES, int(lines * 1.5)), 0.5
     keep_as(model, arguments, "short", OWN_LENGTH, history)
 
 
 def control(arguments: argparse.Namespace) -> None:
-    """The short model after more steps at its own length, where it learns what ends an answer: what is not extended."""
-    model, history = LlamaForCausalLM.from_pretrained(arguments.output / "short"), []
-    optimizers, steps, began = Optimizers(model), CONTROL_STEPS, time.perf_counter()
-    records = Records(40, 10, 1 << 30, seed=2)
+    """The short model after more steps at its own length: what is not extended."""
+    model, history = LlamaForCausalLM.from_pretrained(arguments.output / "short"), History()
+    optimizers, records = Optimizers(model), Records(40, 10, 1 << 30, seed=2)
     batch = max(1, arguments.tokens // records.length)
-    for step in range(steps):
-        data = default_collate([records[step * batch + at] for at in range(batch)])
-        loss = model(**data).loss
+    for step in range(1, CONTROL_STEPS + 1):
+        loss = model(**default_collate([records[step * batch + at] for at in range(batch)])).loss
         loss.backward()
-        optimizers.step(arguments.share * min(1.0, (step + 1) / 5, 2 - 2 * step / steps))
-        if step % 25 == 24:
-            note(history, step=step + 1, lines=40, loss=loss.item(), seconds=time.perf_counter() - began)
+        optimizers.step(arguments.share * min(1.0, step / 5, 2 - 2 * (step - 1) / CONTROL_STEPS))
+        if step % 25 == 0:
+            history.note(step=step, lines=records.lines, loss=loss.item())
     keep_as(model, arguments, "unextended", arguments.length, history)
-
-
-def answered(said: torch.Tensor, targets: torch.Tensor, counted: torch.Tensor, asked: int) -> float | None:
-    """The share of questions whose five digits are right; None in a batch of copies alone."""
-    digits = ANSWERED - 1
-    rows = counted.sum(1) == digits * asked
-    if not rows.any():
-        return None
-    hits = (said == targets)[rows][counted[rows]]
-    return hits.view(-1, digits).all(1).float().mean().item()
 
 
 def extend(arguments: argparse.Namespace) -> None:
     """Longer and longer records, each of them over the whole ring; what is there already is continued."""
     mesh = rs.init_mesh()
-    folder, history = arguments.output / "extended", []
-    stages = [stage for stage in STAGES if Records(stage[0], 1, 1).length <= arguments.length]
-    if (folder / "history.json").is_file():
-        history = json.loads((folder / "history.json").read_text(encoding="utf-8"))
+    folder = arguments.output / "extended"
+    history = History(mesh, folder)
+    if history.rows:
         opened = LlamaForCausalLM.from_pretrained(folder)
     else:
         opened = LlamaForCausalLM.from_pretrained(arguments.output / "short", config=scaled(arguments))
     model: Any = rs.parallelize(opened, mesh, checkpoint="none")
-    done, at = (history[-1]["step"] if history else 0), 0
-    for lines, count in stages:
-        if at + count > done:
-            train_on(model, mesh, lines, range(at, at + count), arguments, history)
+    optimizers = Optimizers(model)
+    for stage in STAGES:
+        if history.before["lines"] < stage.lines and stage.length <= arguments.length:
+            train_on(model, mesh, optimizers, stage, arguments, history)
             keep(model.save_pretrained, folder, history)
-        at += count
     dist.destroy_process_group()
 
 
@@ -170,26 +210,18 @@ def scaled(arguments: argparse.Namespace) -> LlamaConfig:
 
 
 def train_on(
-    model: Any, mesh: DeviceMesh, lines: int, at: range, arguments: argparse.Namespace, history: History
+    model: Any, mesh: DeviceMesh, optimizers: Optimizers, stage: Stage, arguments: argparse.Namespace, history: History
 ) -> None:
-    """The steps ``at``, on records of so many lines; the loss is that of the answers with their ends."""
-    asked = min(lines, 128)
-    batch = max(1, 2 * arguments.tokens // Records(lines, asked, 1).length)
-    records = Records(lines, asked, len(at) * batch, seed=1)
-    optimizers, began = Optimizers(model), time.perf_counter()
-    for step, each in zip(at, rs.loader(records, mesh, batch_size=batch), strict=True):
+    """Steps on records of one length."""
+    batch = max(1, 2 * arguments.tokens // stage.length)
+    records = Records(stage.lines, stage.asked, stage.steps * batch, seed=1)
+    done = int(history.rows[-1]["step"]) if history.rows else 0
+    for step, each in enumerate(rs.loader(records, mesh, batch_size=batch), 1):
         loss = model(**rs.shard_batch(each, mesh)).loss
         loss.backward()
-        optimizers.step(arguments.share * min((step - at[0] + 1) / 5, max(0.1, 2 - step / 103), 1.0))
-        if step % 5 == 4 or step == at[-1]:
-            note(history, step=step + 1, lines=lines, loss=loss.item(), seconds=time.perf_counter() - began)
-
-
-def note(history: History, **row: float) -> None:
-    """Keep a row, and say it on rank 0."""
-    history.append({name: round(value, 4) for name, value in row.items()})
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(history[-1], flush=True)
+        optimizers.step(arguments.share * stage.share(step))
+        if step % 5 == 0 or step == stage.steps:
+            history.note(step=done + step, lines=stage.lines, loss=loss.item())
 
 
 def keep_as(model: Any, arguments: argparse.Namespace, name: str, positions: int, history: History) -> None:
@@ -201,9 +233,9 @@ def keep_as(model: Any, arguments: argparse.Namespace, name: str, positions: int
 def keep(save: Callable[[Path], None], folder: Path, history: History) -> None:
     """A folder that ``ringspan eval`` opens."""
     save(folder)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if history.first:
         tokenizer().save_pretrained(folder)
-        (folder / "history.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
+        (folder / "history.json").write_text(json.dumps(history.rows, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -211,11 +243,12 @@ def main() -> None:
     stages = {"short": short, "extend": extend, "control": control}
     parser.add_argument("stage", choices=stages)
     parser.add_argument("--output", type=Path, default=Path("runs/retrieval"))
-    parser.add_argument("--steps", type=int, default=1302, help="of the short stage")
+    parser.add_argument("--steps", type=int, default=1000, help="of the short stage, at most")
     parser.add_argument("--tokens", type=int, default=4096, help="of a step; twice as many in the extension")
     parser.add_argument("--length", type=int, default=16_384, help="the longest of the extension")
     parser.add_argument("--share", type=float, default=0.5, help="of the learning rates, in the extension")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the same weights on any number of cores
     stages[arguments.stage](arguments)
 
 
