@@ -30,6 +30,7 @@ from ringspan.torch.consistency.calls import preparing
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.generate.cache.cache import RingCache
+from ringspan.torch.generate.cache.names import given_cache
 from ringspan.torch.layers.modules import mix_in, seen_as
 from ringspan.torch.model.adapters import base_of, is_peft
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
@@ -62,7 +63,7 @@ class WholeBatches:
             bound = inspect.signature(type(self).forward).bind(self, *args, **kwargs).arguments
             kwargs = {name: value for name, value in bound.items() if name not in ("self", "kwargs")}
             kwargs |= bound.get("kwargs", {})
-        if self.ring_is_generating or isinstance(kwargs.get("past_key_values"), RingCache):
+        if self.ring_is_generating or isinstance(given_cache(kwargs), RingCache):
             return call(**kwargs)
         if "batch_digest" in kwargs or "ring_asked" in kwargs:  # from shard_batch
             return call(**kwargs)

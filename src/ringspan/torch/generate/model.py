@@ -19,13 +19,14 @@ from ringspan.core.names import CacheDtypeName
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.generate.agreed import first_ranks_numbers
 from ringspan.torch.generate.cache.cache import RingCache
+from ringspan.torch.generate.cache.names import cache_name, given_cache
 from ringspan.torch.generate.cache.quality import CacheCost, cache_cost
 from ringspan.torch.generate.cache.saved import load, save
 from ringspan.torch.generate.options import agreed_options, cache_bytes, text_groups
-from ringspan.torch.generate.passes import OTHER_NAME, agreed_pass, over_cache, unchecked
+from ringspan.torch.generate.passes import agreed_pass, over_cache, unchecked
 from ringspan.torch.generate.weights import weights_for_tokens
 from ringspan.torch.layers.decoder import cached_kinds, cached_states
-from ringspan.torch.layers.modules import class_name, forward_of
+from ringspan.torch.layers.modules import class_name
 from ringspan.torch.memory.sharding import recover, settle
 from ringspan.torch.model.attention.own import uses_alibi
 from ringspan.torch.model.recurrent import why_no_cache
@@ -42,7 +43,7 @@ class RingGenerator(RingCausalLM):
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         """A pass of training or evaluation, or one over a cache: inside of ``generate``, and given a ``RingCache``."""
-        if not (self.ring_is_generating or isinstance(kwargs.get("past_key_values"), RingCache)):
+        if not (self.ring_is_generating or isinstance(given_cache(kwargs), RingCache)):
             return super().__call__(*args, **kwargs)
         if torch.is_inference_mode_enabled():  # in which FSDP would gather weights that no later pass can differentiate
             with torch.inference_mode(False), torch.no_grad():
@@ -71,6 +72,7 @@ class RingGenerator(RingCausalLM):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
+        cache: RingCache | None = None,
         ring_over_cache: Any = None,
         **kwargs: Any,
     ) -> Any:
@@ -171,7 +173,7 @@ def refuse_states(model: Any) -> None:
     to know how far away those in a cache are.
     """
     decoder = model.get_submodule(model.ring_decoder)
-    if not {"past_key_values", OTHER_NAME} & set(inspect.signature(forward_of(decoder)).parameters):
+    if cache_name(decoder) is None:
         raise UnsupportedError(
             f"{class_name(model)} does not generate on a ring: it keeps no cache, so that each token would need all of "
             "the text again; save the model with save_pretrained and generate on one process"

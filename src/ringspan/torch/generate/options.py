@@ -17,7 +17,7 @@ from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.generate.agreed import AgreedCriteria, Clock
 from ringspan.torch.generate.cache.cache import RingCache
-from ringspan.torch.generate.passes import OTHER_NAME
+from ringspan.torch.generate.cache.names import OF_GENERATE, OURS, name_ours
 from ringspan.torch.generate.weights import check_weights
 from ringspan.torch.layers.decoder import head_counts, head_sizes
 from ringspan.torch.layers.modules import class_name
@@ -43,6 +43,7 @@ def agreed_options(
             raise UnsupportedError(f"{class_name(model)} does not generate: its class is no GenerationMixin")
         bound = inspect.signature(plain).bind(*args, **kwargs).arguments
         arguments = {**bound.pop("kwargs", {}), **bound}
+        name_ours(arguments)
         check_weights(weights)
         if not model.ring_is_generating:
             check_fixed(model)
@@ -68,13 +69,15 @@ def agreed_options(
         arguments["stopping_criteria"] = AgreedCriteria.of(arguments["stopping_criteria"], text_groups(model))
     if arguments.get("past_key_values") is None and _asked(config, arguments, "use_cache") is not False:
         arguments["past_key_values"] = model.new_cache()
-    if "mamba" in type(model).__name__.lower() and "past_key_values" in arguments:  # by which transformers asks for it
-        arguments[OTHER_NAME] = arguments["past_key_values"]
     if (cache := arguments.get("past_key_values")) is not None and not model.ring_is_generating:
         cache.records_past = False  # an earlier call may have ended while it did
         inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
         new = _num_new_tokens(config, arguments, inputs.shape[1])
         cache.reserve(max(cache.shares.length, inputs.shape[1]) + min(new, PREFILL_TOKENS))  # it may end earlier
+    if OURS in arguments:
+        cache = arguments[OF_GENERATE] = arguments.pop(OURS)
+        if OF_GENERATE == OURS and "mamba" in type(model).__name__.lower():  # whose class asks for another name
+            arguments["cache_params"] = cache
     return arguments
 
 

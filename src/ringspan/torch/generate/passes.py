@@ -22,10 +22,11 @@ from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.generate.cache.cache import RingCache
+from ringspan.torch.generate.cache.names import OF_GENERATE, OURS, cache_name, name_ours
 from ringspan.torch.generate.masks import layer_masks, real_runs
 from ringspan.torch.layers.blockwise.head import head_of
 from ringspan.torch.layers.decoder import finished_logits
-from ringspan.torch.layers.modules import class_name, forward_of
+from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.numbering import first_position, told
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.rope import set_global_length
@@ -39,8 +40,7 @@ from ringspan.torch.transport.digest import described
 
 # What transformers' ``generate`` hands on to each pass, in which no model has a use for it.
 _OF_GENERATE: Final = "tokenizer", "assistant_tokenizer"
-OTHER_NAME: Final = "cache_params"
-_OURS: Final = "past_key_values", "attention_mask", "position_ids", "input_ids", "use_cache", "logits_to_keep"
+_OURS: Final = OURS, "attention_mask", "position_ids", "input_ids", "use_cache", "logits_to_keep"
 
 
 def agreed_pass(
@@ -58,8 +58,7 @@ def agreed_pass(
         if args:
             names = [name for name in inspect.signature(forward).parameters if name != "self"]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if (cache := given.pop(OTHER_NAME, None)) is not None:
-            given.setdefault("past_key_values", cache)
+        name_ours(given)
         asked = {name: given.pop(name) for name in _OURS if name in given}
         asked["media"] = _media(model, asked, given)
         apart = ("return_dict", *_OF_GENERATE) if model.ring_is_generating else ("return_dict",)
@@ -197,7 +196,8 @@ def over_cache(
     logits = finished_logits(head_of(model)(torch.cat(last, 1)), model.config).contiguous()
     if cache.shares.ranks > 1:  # the same bits on every rank, whatever its processor
         dist.broadcast(logits, group_src=0, group=model.ring_mesh["ring"].get_group())
-    return CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)  # pyright: ignore[reportArgumentType]
+    found: dict[str, Any] = {"logits": logits, OF_GENERATE: None if use_cache is False else cache}
+    return CausalLMOutputWithPast(**found)
 
 
 def _parts(count: int, chunk: int, blocks: Sequence[Blocks] | None) -> Iterator[slice]:
@@ -238,7 +238,7 @@ def _turn(
     }
     turn = Turn(ring.get_group(), ring.get_local_rank(), new, splits, reaches)
     mine = columns[turn.kept] if splits else columns
-    others: dict[str, Any] = {cache_name(decoder): cache}
+    others: dict[str, Any] = {cache_name(decoder) or OURS: cache}
     if model.ring_router is not None:
         others["output_router_logits"] = False
     with turn.active(), passing(_sequences(turn) if cache.stateful else None):
@@ -273,11 +273,6 @@ def _sequences(turn: Turn) -> SequencePass:
     """What layers with a state are told of new tokens, counted from the first one."""
     runs = [[(span.start - turn.start, span.count) for span in held] for held in turn.queries.parts]
     return SequencePass((CustomLayout.of(runs),), turn.group if turn.is_split else None, before=Before())
-
-
-def cache_name(module: nn.Module) -> str:
-    """What a module calls its cache; Mamba has a name of its own."""
-    return OTHER_NAME if OTHER_NAME in inspect.signature(forward_of(module)).parameters else "past_key_values"
 
 
 @contextmanager

@@ -137,6 +137,7 @@ ATTENTION: Final[Mapping[str, _Fixed]] = {
     "labels": _Fixed((None,)),
     "encoder_hidden_states": _Fixed((None,)),
     "past_key_values": _Fixed((None,)),
+    "cache": _Fixed((None,)),
     "cache_position": _Fixed((None,)),
     "deterministic": _ANY,  # of flash attention's backward pass; the ring's sums always come in the same order
     # What changes whom a query sees, or its score.

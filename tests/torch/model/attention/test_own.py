@@ -118,7 +118,7 @@ def generating(mesh: Any, kind: str) -> None:
 
 
 def test_what_is_not_supported_of_such_models_raises(pool):
-    for outcome in pool.outcomes(refused, 2, "gptj", {"compile": True}):
+    for outcome in pool.outcomes(refused, 2, "gpt_neo", {"compile": True}):
         assert isinstance(outcome, rs.UnsupportedError)
         assert "computes attention in its own code; use compile=False" in str(outcome)
     for kind, message in {"mpt": "its attention has ALiBi", "openai-gpt": "it keeps no cache"}.items():

@@ -114,8 +114,12 @@ class RingCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Of each layer, whether it has a state and no keys, as transformers' masks ask."""
-        return [isinstance(layer, StateLayer) and not isinstance(layer, RingLayer) for layer in self.layers]
+        """Of each layer, whether it has a state and no keys, as transformers' masks ask.
+
+        False everywhere in a model of such layers alone: ``generate`` would read again what the cache holds.
+        """
+        linear = [isinstance(layer, StateLayer) and not isinstance(layer, RingLayer) for layer in self.layers]
+        return [False] * len(linear) if all(linear) else linear
 
     def reserve(self, length: int) -> None:
         """Expect ``length`` tokens in all: layers that keep all of them take the place for this rank's share at once,

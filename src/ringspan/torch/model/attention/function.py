@@ -28,7 +28,8 @@ from ringspan.torch.recurrence.current import current_pass
 Qkv = tuple[Tensor, Tensor, Tensor]
 
 _TAKE_MASKS: Final = ("MptModel",)  # decoders that call a method of their mask, which nobody looks at then
-_OVER_CACHE: Final = ("use_cache", "past_key_values", "logits_to_keep")  # which a pass over a cache honours elsewhere
+# What a pass over a cache honours elsewhere.
+_OVER_CACHE: Final = ("use_cache", "past_key_values", "cache", "logits_to_keep")
 
 
 def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[LayerKind, ...], config: StepConfig) -> str:

@@ -20,6 +20,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import Mixin, forward_of, mix_in
 
+_CACHES: Final = ("past_key_values", "cache", "layer_past")  # what modules call theirs
+
 
 class OwnAttention(Mixin):
     """What ``take_over_attention`` adds to a module."""
@@ -74,7 +76,7 @@ class _Inline(OwnAttention):
 
     def updated(self: Any, given: dict[str, Any], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, with those of a cache."""
-        cache = given.get("past_key_values", given.get("layer_past"))
+        cache = next((given[name] for name in _CACHES if given.get(name) is not None), None)
         return (k, v) if cache is None else cache.update(k, v, self.layer_idx)
 
 

@@ -3,7 +3,8 @@
 B batch, S global tokens, T local tokens, C hidden size.
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,7 @@ from ringspan.torch.consistency.forward import in_pass, pass_facts, recovering
 from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.sharding import shard
 from ringspan.torch.layers.decoder import decoder_of
-from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.modules import class_name, forward_of
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.memory.sharding import renew_types, settle
 from ringspan.torch.model.attention.support import refuse_attention
@@ -134,21 +135,28 @@ class RingDecoder(Saved, Fixed):
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The model's own, once FSDP has what it needs."""
         renew_types(self)
-        return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        forward: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        return forward(*args, **kwargs | (_without_cache(forward) if self.ring_decoder == "" else {}))
 
 
 def check_inner_call(model: Any, decoder: nn.Module) -> None:
     """Let a decoder inside of a user's model look at what it is called with, before any rank computes."""
 
-    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         error = None
         try:
             _check_arguments(model, args, kwargs)
         except Exception as failure:  # which the other ranks are to hear of
             error = failure
         check_call(model.ring_mesh, Call("the decoder's forward pass", error=error))
+        return args, kwargs | _without_cache(forward_of(decoder))
 
     decoder.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def _without_cache(forward: Callable[..., Any]) -> dict[str, bool]:
+    """What a decoder is told whose config may ask for a cache in every pass."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(forward).parameters else {}
 
 
 def _check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,35 @@
+"""What callers, modules and releases of transformers call a cache."""
+
+import inspect
+from dataclasses import fields
+from typing import Any, Final
+
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ringspan.torch.layers.modules import forward_of
+
+OURS: Final = "past_key_values"
+_OTHERS: Final = ("cache", "cache_params")  # of transformers from 5.24 on; of Mamba before
+NAMES: Final = (OURS, *_OTHERS)
+
+OF_GENERATE: Final = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else OURS
+"""What ``generate`` of the installed transformers hands on to each pass, and reads from what it gives."""
+
+
+def given_cache(arguments: dict[str, Any]) -> Any:
+    """The cache that was given, by whatever name."""
+    return next((cache for name in NAMES if (cache := arguments.get(name)) is not None), None)
+
+
+def name_ours(arguments: dict[str, Any]) -> None:
+    """Give the cache among arguments our own name."""
+    for name in _OTHERS:
+        if (cache := arguments.pop(name, None)) is not None:
+            arguments.setdefault(OURS, cache)
+
+
+def cache_name(module: nn.Module) -> str | None:
+    """What a module calls its cache; None if it takes none."""
+    taken = inspect.signature(forward_of(module)).parameters
+    return next((name for name in (*_OTHERS, OURS) if name in taken), None)
