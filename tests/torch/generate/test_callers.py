@@ -116,6 +116,22 @@ def test_a_model_that_trains_with_checkpoints_generates(pool, options):
     assert all(torch.equal(ids, expected) for ids in pool.run(from_training, 2, options))
 
 
+def by_any_name(mesh: DeviceMesh, name: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """A text, the logits of one more token, and what the cache of both holds."""
+    model: Any = rs.parallelize(models.model("llama"), mesh)
+    cache = model.new_cache()
+    ids = model.generate(models.prompt(40), max_new_tokens=5, **{name: cache})
+    with torch.no_grad():
+        return ids, model(ids[:, -1:], **{name: cache}).logits, cache.get_seq_length()
+
+
+def test_a_cache_is_taken_by_each_name_that_releases_of_transformers_give_it(pool):
+    expected = plain(models.model("llama"), models.prompt(40)).sequences[:, :45]
+    found = [pool.run(by_any_name, 2, name)[0] for name in ("past_key_values", "cache", "cache_params")]
+    for ids, logits, held in found:
+        assert torch.equal(ids, expected) and torch.equal(logits, found[0][1]) and held == 45
+
+
 def in_autocast(mesh: DeviceMesh | None) -> torch.Tensor:
     """Logits of a text under autocast, and of a second turn without it over the same cache."""
     model: Any = models.model("llama")
