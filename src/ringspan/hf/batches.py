@@ -30,7 +30,7 @@ from ringspan.torch.consistency.calls import preparing
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.generate.cache.cache import RingCache
-from ringspan.torch.generate.cache.names import given_cache
+from ringspan.torch.layers.cache_names import given_cache
 from ringspan.torch.layers.modules import mix_in, seen_as
 from ringspan.torch.model.adapters import base_of, is_peft
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM

@@ -19,12 +19,12 @@ from ringspan.core.names import CacheDtypeName
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.generate.agreed import first_ranks_numbers
 from ringspan.torch.generate.cache.cache import RingCache
-from ringspan.torch.generate.cache.names import cache_name, given_cache
 from ringspan.torch.generate.cache.quality import CacheCost, cache_cost
 from ringspan.torch.generate.cache.saved import load, save
 from ringspan.torch.generate.options import agreed_options, cache_bytes, text_groups
 from ringspan.torch.generate.passes import agreed_pass, over_cache, unchecked
 from ringspan.torch.generate.weights import weights_for_tokens
+from ringspan.torch.layers.cache_names import cache_name, given_cache
 from ringspan.torch.layers.decoder import cached_kinds, cached_states
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.memory.sharding import recover, settle

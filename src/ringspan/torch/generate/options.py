@@ -17,8 +17,8 @@ from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.generate.agreed import AgreedCriteria, Clock
 from ringspan.torch.generate.cache.cache import RingCache
-from ringspan.torch.generate.cache.names import OF_GENERATE, OURS, name_ours
 from ringspan.torch.generate.weights import check_weights
+from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, name_ours
 from ringspan.torch.layers.decoder import head_counts, head_sizes
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.positions import check_text

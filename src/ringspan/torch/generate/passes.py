@@ -22,9 +22,9 @@ from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.generate.cache.cache import RingCache
-from ringspan.torch.generate.cache.names import OF_GENERATE, OURS, cache_name, name_ours
 from ringspan.torch.generate.masks import layer_masks, real_runs
 from ringspan.torch.layers.blockwise.head import head_of
+from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, cache_name, name_ours
 from ringspan.torch.layers.decoder import finished_logits
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.numbering import first_position, told

@@ -19,6 +19,7 @@ from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.attention.op import in_autocast, ring_attention
 from ringspan.torch.attention.traced import layer_attention, mask_of
 from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.layers.cache_names import NAMES
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
 from ringspan.torch.model.local_pass import Packed
@@ -29,7 +30,7 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 
 _TAKE_MASKS: Final = ("MptModel",)  # decoders that call a method of their mask, which nobody looks at then
 # What a pass over a cache honours elsewhere.
-_OVER_CACHE: Final = ("use_cache", "past_key_values", "cache", "logits_to_keep")
+_OVER_CACHE: Final = ("use_cache", *NAMES, "logits_to_keep")
 
 
 def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[LayerKind, ...], config: StepConfig) -> str:

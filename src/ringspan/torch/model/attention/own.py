@@ -18,9 +18,8 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.layers.cache_names import given_cache
 from ringspan.torch.layers.modules import Mixin, forward_of, mix_in
-
-_CACHES: Final = ("past_key_values", "cache", "layer_past")  # what modules call theirs
 
 
 class OwnAttention(Mixin):
@@ -76,7 +75,7 @@ class _Inline(OwnAttention):
 
     def updated(self: Any, given: dict[str, Any], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, with those of a cache."""
-        cache = next((given[name] for name in _CACHES if given.get(name) is not None), None)
+        cache = given.get("layer_past") if (named := given_cache(given)) is None else named
         return (k, v) if cache is None else cache.update(k, v, self.layer_idx)
 
 

@@ -142,6 +142,8 @@ class RingDecoder(Saved, Fixed):
 def check_inner_call(model: Any, decoder: nn.Module) -> None:
     """Let a decoder inside of a user's model look at what it is called with, before any rank computes."""
 
+    without = _without_cache(forward_of(decoder))
+
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         error = None
         try:
@@ -149,7 +151,7 @@ def check_inner_call(model: Any, decoder: nn.Module) -> None:
         except Exception as failure:  # which the other ranks are to hear of
             error = failure
         check_call(model.ring_mesh, Call("the decoder's forward pass", error=error))
-        return args, kwargs | _without_cache(forward_of(decoder))
+        return args, kwargs | without
 
     decoder.register_forward_pre_hook(look, with_kwargs=True)
 
