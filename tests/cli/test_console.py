@@ -206,14 +206,18 @@ def test_a_rank_that_is_profiled_says_in_a_pipe_what_it_does(monkeypatch, capsys
     assert (said == lines) == (not is_terminal) and ("step 1" in said) == (not is_terminal)
 
 
-def test_an_interrupt_while_libraries_are_imported_ends_the_process_at_once():
-    """Whatever catches the exception that it would be."""
+@pytest.mark.parametrize(("handler", "ends"), [("default_int_handler", True), ("SIG_IGN", False)])
+def test_an_interrupt_while_libraries_are_imported_ends_the_process_at_once(handler, ends):
+    """Whatever catches the exception that it would be; never where interrupts are ignored, as in the background."""
     code = (
-        "import os, signal\nfrom ringspan.cli.console import importing\nwith importing(): pass\n"
-        "try: os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt: print('as before', flush=True)\n"
+        f"import os, signal\nsignal.signal(signal.SIGINT, signal.{handler})\n"
+        "from ringspan.cli.console import importing\nwith importing(): pass\n"
+        "try: os.kill(os.getpid(), signal.SIGINT); print('ignored', flush=True)\n"
+        "except KeyboardInterrupt: print('as before', flush=True)\n"
         "with importing():\n"
         "    try: os.kill(os.getpid(), signal.SIGINT)\n"
         "    except BaseException: print('goes on')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "as before\n", "ringspan: interrupted\n")
+    expected = (130, "as before\n", "ringspan: interrupted\n") if ends else (0, "ignored\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == expected

@@ -63,7 +63,8 @@ def working() -> Iterator[Callable[[str], None]]:
 @contextmanager
 def importing(*, quiet: bool = False) -> Iterator[None]:
     """While PyTorch and transformers are imported, which takes seconds: a status, and an interrupt ends the process at
-    once. As an exception it would leave modules half imported, and libraries that catch it go on.
+    once. As an exception it would leave modules half imported, and libraries that catch it go on. Where interrupts are
+    ignored, as by what a shell script starts in the background, they stay so.
     """
 
     out = console(stderr=True, quiet=quiet)
@@ -72,13 +73,15 @@ def importing(*, quiet: bool = False) -> Iterator[None]:
         os.write(2, b"\r\x1b[2K\x1b[?25h" * out.is_terminal + b"ringspan: interrupted\n")  # the cursor shows again
         os._exit(INTERRUPTED)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, interrupted) if is_main else None
+    before = signal.getsignal(signal.SIGINT)
+    is_ours = threading.current_thread() is threading.main_thread() and before is not signal.SIG_IGN
+    if is_ours:
+        signal.signal(signal.SIGINT, interrupted)
     try:
         with out.status("importing PyTorch and transformers"):
             yield
     finally:
-        if is_main:
+        if is_ours:
             signal.signal(signal.SIGINT, before)
 
 
