@@ -92,6 +92,27 @@ def test_padding_on_the_left_is_a_document():
     assert given["document_lengths"].tolist() == [[1, 1, 4]]
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16])
+def test_ones_and_zeros_of_any_dtype_mark_padding(dtype):
+    ids = tokens(2, 5)
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    expected, found = (parts({"input_ids": ids, "labels": ids, "attention_mask": m}, 1) for m in (mask, mask.to(dtype)))
+    assert all(torch.equal(expected[0][name], found[0][name]) for name in expected[0])
+
+
+@pytest.mark.parametrize(
+    "said", [{"cu_seq_lens_q": torch.tensor([0, 2, 5, 8])}, {"seq_idx": torch.tensor([[7, 7, 0, 0, 0, 1, 1, 1]])}]
+)
+def test_documents_behind_padding_stay_apart(said):
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    [part] = parts(
+        {"input_ids": tokens(1, 8), "attention_mask": mask, "cu_seq_lens_k": torch.tensor([0, 2, 5, 8])} | said, 1
+    )
+    assert part["document_lengths"].tolist() == [[2, 3, 3]] and part["position_ids"].tolist() == [
+        [0, 1, 0, 1, 2, 0, 1, 2]
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "places"),
     [
@@ -165,13 +186,25 @@ def test_shifted_labels_are_taken_as_they_are(both):
     [
         ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "padding left or right of the tokens"),
         ({"attention_mask": torch.tensor([[0, 0, 0, 0]])}, "padding left or right of the tokens"),
+        ({"attention_mask": torch.tensor([[1, 1, 2, 2]])}, "attention_mask has 2; it may have 1 for tokens and 0 for"),
+        ({"attention_mask": torch.tensor([[0.0, 0.0, -1e9, -1e9]])}, r"attention_mask has -1e\+09; it may have"),
+        ({"attention_mask": torch.tensor([[1.0, 1.0, 1.0, torch.nan]])}, "attention_mask has nan; it may have"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask has shape"),
         (
             {"attention_mask": torch.tensor([[0, 0, 1, 1]]), "position_ids": torch.tensor([[0, 0, 1, 0]])},
-            "position_ids must start from 0 behind padding on the left",
+            "position_ids must start a document behind padding on the left",
         ),
         (
             {"attention_mask": torch.tensor([[0, 1, 1, 1]]), "position_ids": torch.tensor([[0, 1, 2, 3]])},
-            "position_ids must start from 0 behind padding on the left",
+            "position_ids must start a document behind padding on the left",
+        ),
+        (
+            {"attention_mask": torch.tensor([[0, 1, 1, 1]]), "cu_seq_lens_q": torch.tensor([0, 2, 4])},
+            "cu_seq_lens_q must start a document behind padding on the left",
+        ),
+        (
+            {"attention_mask": torch.tensor([[0, 1, 1, 1]]), "cu_seq_lens_q": torch.tensor([0, 4])},
+            "cu_seq_lens_q must start a document behind padding on the left",
         ),
         ({"position_ids": torch.tensor([[0, 1, 3, 4]])}, "count up by one"),
         ({"position_ids": torch.tensor([[1, 2, 3, 4]])}, "from 0 at the start"),

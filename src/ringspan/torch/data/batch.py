@@ -15,6 +15,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import BatchLayoutName
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.media import MEDIA, media_of
+from ringspan.torch.data.padding import beginnings, behind_padding, marked_tokens
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.transport.digest import digest_integers
 
@@ -56,7 +57,7 @@ def shard_batch(
 
     Args:
         batch: ``input_ids`` (B, S) and optionally ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry
-            i is the target of token i; an ``attention_mask`` that marks padding on the right or left of each sequence;
+            i is the target of token i; an ``attention_mask`` (B, S), 0 for padding right or left of tokens, else 1;
             ``position_ids`` (B, S) or (S,) that count up, from 0 anew for each packed document. In place of these, or
             beside them, what collators of flattened batches (transformers', TRL's) give for one row: ``cu_seq_lens_q``
             and ``cu_seq_lens_k`` (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx`` (1, S). And
@@ -93,12 +94,13 @@ def shard_batch(
         raise UnsupportedError(
             f"input_ids must be int64 or int32 (batch, tokens), got {tokens.dtype} of shape {tuple(tokens.shape)}"
         )
-    targets = _targets(batch)
+    real = _real_tokens(batch)
+    targets = _targets(batch, real)
     lengths = _document_lengths(batch["position_ids"], tokens) if "position_ids" in batch else None
     lengths = _flattened_lengths(batch, lengths, has_positions="position_ids" in batch)
-    mask = batch.get("attention_mask")
-    if mask is not None:
-        lengths = _behind_padding((mask != 0).cpu(), lengths, may_restart="position_ids" not in batch)
+    if real is not None:
+        said_by = next((name for name in ("position_ids", *_FLATTENED) if batch.get(name) is not None), None)
+        lengths = behind_padding(real.cpu(), lengths, said_by)
     ring = mesh["ring"]
     if layout == "balanced" and lengths is None:  # said, since the layout depends on where the sequence ends
         lengths = torch.full((len(tokens), 1), tokens.shape[1])
@@ -109,13 +111,13 @@ def shard_batch(
     }
     if lengths is not None:
         local["document_lengths"] = lengths
-    if mask is not None and not bool(mask.all()):
-        local["real_tokens"] = split.shard(mask != 0, rank)
+    if real is not None and not bool(real.all()):
+        local["real_tokens"] = split.shard(real, rank)
     if targets is not None:
         local["shift_labels"] = split.shard(targets, rank, value=IGNORED)
     parts = {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
     longest = tokens.shape[1] if lengths is None else int(lengths.max())
-    padding = None if mask is None else (mask == 0).long()
+    padding = None if real is None else (~real).long()
     digests = [digest_integers(x).to(tokens.device) for x in (tokens, targets, lengths, padding)]
     media = media_of(batch)
     if media is not None:
@@ -159,16 +161,26 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
     return torch.tensor([documents]) if len(documents) > 1 else None
 
 
-def _targets(batch: Mapping[str, Tensor]) -> Tensor | None:
-    """The target of each token, -100 where there is none. Shape (B, S)."""
-    tokens, mask = batch["input_ids"], batch.get("attention_mask")
-    for name in ("labels", "shift_labels", "attention_mask"):
-        if name in batch and batch[name].shape != tokens.shape:
-            raise UnsupportedError(f"{name} has shape {tuple(batch[name].shape)}, input_ids {tuple(tokens.shape)}")
-        if name in batch and name != "attention_mask" and batch[name].dtype not in _INTEGERS:
-            raise UnsupportedError(f"{name} must be integers, got {batch[name].dtype}; convert them with .long()")
-    if mask is not None and not bool((_beginnings(mask != 0).sum(1) == 1).all()):
+def _real_tokens(batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Which tokens (B, S) are no padding; None where nothing marks it."""
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return None
+    _check_shape(batch, "attention_mask")
+    real = marked_tokens(mask)
+    if not bool((beginnings(real).sum(1) == 1).all()):
         raise UnsupportedError("attention_mask may only mark padding left or right of the tokens of each sequence")
+    return real
+
+
+def _targets(batch: Mapping[str, Tensor], real: Tensor | None) -> Tensor | None:
+    """The target of each token, -100 where there is none. Shape (B, S)."""
+    for name in ("labels", "shift_labels"):
+        if name not in batch:
+            continue
+        _check_shape(batch, name)
+        if batch[name].dtype not in _INTEGERS:
+            raise UnsupportedError(f"{name} must be integers, got {batch[name].dtype}; convert them with .long()")
     if "shift_labels" in batch:
         targets = batch["shift_labels"].long()
         if "labels" in batch and not torch.equal(_shift(batch["labels"].long(), IGNORED)[:, :-1], targets[:, :-1]):
@@ -177,27 +189,16 @@ def _targets(batch: Mapping[str, Tensor]) -> Tensor | None:
         targets = _shift(batch["labels"].long(), IGNORED)
     else:
         return None
-    if mask is not None:
-        targets = targets.masked_fill((mask == 0) | (_shift(mask, 0) == 0), IGNORED)
+    if real is not None:
+        targets = targets.masked_fill(~(real & _shift(real, 0)), IGNORED)
     return targets
 
 
-def _beginnings(real: Tensor) -> Tensor:
-    """The tokens (B, S) that are the first of a sequence, or the first behind padding."""
-    return real & torch.cat((real.new_ones(len(real), 1), ~real[:, :-1]), 1)
-
-
-def _behind_padding(real: Tensor, lengths: Tensor | None, *, may_restart: bool) -> Tensor | None:
-    """The lengths of the documents of each sequence, of which padding on the left is one."""
-    left = _beginnings(real).int().argmax(1, keepdim=True)
-    if not bool(left.any()):
-        return lengths
-    if may_restart:
-        rest = real.shape[1] - left
-        return torch.cat((torch.where(left > 0, left, rest), torch.where(left > 0, rest, 0)), 1)
-    if lengths is None or not bool(((lengths.cumsum(1) == left).any(1, keepdim=True) | (left == 0)).all()):
-        raise UnsupportedError("position_ids must start from 0 behind padding on the left; leave them out")
-    return lengths
+def _check_shape(batch: Mapping[str, Tensor], name: str) -> None:
+    if batch[name].shape != batch["input_ids"].shape:
+        raise UnsupportedError(
+            f"{name} has shape {tuple(batch[name].shape)}, input_ids {tuple(batch['input_ids'].shape)}"
+        )
 
 
 def _shift(x: Tensor, last: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.data.padding import marked_tokens
 from ringspan.torch.transport.digest import digest_values
 
 # Of which kind each token is, as processors say it.
@@ -78,4 +79,4 @@ def media_of(batch: Mapping[str, Any]) -> Media | None:
             raise UnsupportedError(f"{name} has shape {tuple(inputs[name].shape)}, input_ids {tuple(tokens.shape)}")
     if not inputs:
         return None
-    return Media(tokens.cpu(), None if mask is None else (mask != 0).cpu(), inputs)
+    return Media(tokens.cpu(), None if mask is None else marked_tokens(mask).cpu(), inputs)
