@@ -155,6 +155,7 @@ def _check_batch(
     document_lengths: Tensor | None = None,
     real_tokens: Tensor | None = None,
     sequence_length: int | Tensor | None = None,
+    layout_digest: Tensor | None = None,
     media: Any = None,
     **_: Any,
 ) -> None:
@@ -169,7 +170,7 @@ def _check_batch(
     ring = model.ring_mesh["ring"]
     split = BatchLayout.of(model.ring_layout, ring.size() * input_ids.shape[1], ring.size(), document_lengths)
     inputs, labels = model.ring_vocabularies
-    _check_positions(position_ids, split, ring.get_local_rank(), document_lengths)
+    _check_layout(position_ids, layout_digest, split, ring.get_local_rank(), document_lengths)
     check_entries("input_ids", input_ids, inputs)
     check_media(model, media, input_ids, document_lengths)
     if model.ring_skipped is not None:
@@ -184,16 +185,23 @@ def _check_batch(
         check_entries("labels", shift_labels.masked_fill(shift_labels == IGNORED, 0), labels)
 
 
-def _check_positions(positions: Tensor, split: BatchLayout, rank: int, document_lengths: Tensor | None) -> None:
-    """The batch must have been split by the layout of the model: another one would be silently wrong."""
+def _check_layout(
+    positions: Tensor, digest: Tensor | None, split: BatchLayout, rank: int, document_lengths: Tensor | None
+) -> None:
+    """The batch must have been split by the layout of the model: another one would be silently wrong.
+
+    Positions count within documents, and where these are of one length two layouts may have the same: what
+    ``shard_batch`` returned says more. A batch that somebody else has split has no such digest.
+    """
     layout = split.shared
     name = "balanced" if layout.name == "custom" else layout.name
     rows = 1 if document_lengths is None else len(document_lengths)
     expected = positions_of(split, rank, document_lengths, rows)
+    remedy = f"use rs.shard_batch(batch, mesh, layout={name!r})"
     if positions.shape[-1] != layout.tokens_per_rank or not bool((positions == expected.to(positions.device)).all()):
-        raise LayoutError(
-            f"position_ids are not those of the layout {name}; use rs.shard_batch(batch, mesh, layout={name!r})"
-        )
+        raise LayoutError(f"position_ids are not those of the layout {name}; {remedy}")
+    if digest is not None and int(digest) != int(split.digest(rank)):
+        raise LayoutError(f"the batch was split by another layout than {name}, or for another mesh; {remedy}")
 
 
 def _check_skipped(token: int, input_ids: Tensor, is_real: Tensor) -> None:

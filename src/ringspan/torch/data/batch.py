@@ -27,6 +27,7 @@ SHARDED: Final = frozenset(
         "batch_digest",
         "document_lengths",
         "input_ids",
+        "layout_digest",
         "media",
         "position_ids",
         "real_tokens",
@@ -75,7 +76,8 @@ def shard_batch(
         (B, T) where an ``attention_mask`` marks padding, which routers of experts do not count. ``sequence_length``,
         that of the longest document, stays on the CPU. ``batch_digest`` (4,) is by what the ranks of a ring see that
         they were given the same batch: digests of its tokens, targets, documents and padding. With images there are
-        also ``media``, and their digest is a fifth number.
+        also ``media``, and their digest is a fifth number. ``layout_digest`` is by what a model sees that the batch was
+        split by its own layout, which positions within documents do not always tell.
 
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
@@ -122,7 +124,11 @@ def shard_batch(
     media = media_of(batch)
     if media is not None:
         digests.append(torch.tensor(media.digest, device=tokens.device))
-    facts = {"sequence_length": torch.tensor(longest), "batch_digest": torch.stack(digests)}
+    facts = {
+        "sequence_length": torch.tensor(longest),
+        "batch_digest": torch.stack(digests),
+        "layout_digest": split.digest(rank),
+    }
     return parts | facts | ({} if media is None else {"media": media})
 
 

@@ -16,6 +16,7 @@ from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import BatchLayoutName
 from ringspan.torch.data.sharding import shard, unshard
+from ringspan.torch.transport.digest import digest_integers
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class BatchLayout:
     def positions(self, rank: int) -> Tensor:
         """The global position of each token of a rank. Shape (B, T), or (1, T) where sequences are split alike."""
         return torch.stack([torch.from_numpy(layout.positions(rank)) for layout in self.rows])
+
+    def digest(self, rank: int) -> Tensor:
+        """A number that depends on which global positions a rank holds."""
+        return digest_integers(self.positions(rank))
 
     def shard(self, x: Tensor, rank: int, *, value: float = 0) -> Tensor:
         """This rank's part (B, T, ...) of a whole tensor (B, S, ...); differentiable."""

@@ -20,6 +20,7 @@ HONOURED: Final = frozenset(
         "batch_digest",
         "document_lengths",
         "input_ids",
+        "layout_digest",
         "media",
         "num_items_in_batch",
         "output_router_logits",

@@ -352,6 +352,9 @@ def mixed_up(mesh: DeviceMesh, how: str) -> None:
             rs.token_logprobs(None, local)  # type: ignore[arg-type]
         case "other layout":
             rs.token_logprobs(model, rs.shard_batch(batch, mesh, layout="striped"))
+        case "other layout, documents of one length":
+            even = batch | {"position_ids": torch.arange(4).repeat(2, 4)}
+            rs.token_logprobs(model, rs.shard_batch(even, mesh, layout="contiguous"))
         case "other batches":
             rows = whole_batch(2, 16, "all" if mesh["ring"].get_local_rank() == 1 else "completions")
             rs.token_logprobs(model, rs.shard_batch(rows, mesh))
@@ -372,6 +375,11 @@ def mixed_up(mesh: DeviceMesh, how: str) -> None:
         ("no ring", rs.UnsupportedError, "needs what rs.parallelize returned, got a LlamaForCausalLM"),
         ("no model", rs.UnsupportedError, "needs what rs.parallelize returned, got a NoneType"),
         ("other layout", rs.LayoutError, "position_ids are not those of the layout zigzag"),
+        (
+            "other layout, documents of one length",
+            rs.LayoutError,
+            "split by another layout than zigzag, or for another",
+        ),
         ("other batches", rs.PeerMismatch, "different labels"),
         ("asked by hand", rs.UnsupportedError, "does not take 'ring_asked'"),
         ("num_items_in_batch", rs.UnsupportedError, "what rs.shard_batch returned, and no num_items_in_batch"),
@@ -380,6 +388,21 @@ def mixed_up(mesh: DeviceMesh, how: str) -> None:
 def test_what_is_refused_is_refused_on_every_rank(pool, how, error, message):
     for outcome in pool.outcomes(mixed_up, 2, how):
         assert isinstance(outcome, error) and message in str(outcome) and "\n" not in str(outcome)
+
+
+def split_by_hand(mesh: DeviceMesh, batch: dict[str, Tensor], layout: Any) -> tuple[Tensor, Tensor]:
+    model = rs.parallelize(build("llama"), mesh, layout=layout)
+    local = rs.shard_batch(batch, mesh, layout=layout)
+    own = {name: x for name, x in local.items() if not name.endswith("digest")}
+    with torch.no_grad():
+        return rs.token_logprobs(model, own), rs.token_logprobs(model, local)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "balanced"])
+def test_a_batch_that_somebody_else_has_split_needs_no_digests(pool, layout):
+    batch = whole_batch(2, 15, "all", [(5, 5, 5), (3, 12)])
+    for own, local in pool.run(split_by_hand, 2, batch, layout):
+        assert torch.equal(own, local)
 
 
 def late_hook_with_tp(mesh: DeviceMesh) -> None:

@@ -132,6 +132,7 @@ class RingCausalLM(Saved, Fixed):
         document_lengths: Tensor | None = None,
         sequence_length: int | Tensor | None = None,
         batch_digest: Tensor | None = None,
+        layout_digest: Tensor | None = None,
         real_tokens: Tensor | None = None,
         media: Media | None = None,
         output_router_logits: bool | None = None,

@@ -118,6 +118,7 @@ class RingClassifier(RingCausalLM):
         document_lengths: Tensor | None = None,
         sequence_length: int | Tensor | None = None,
         batch_digest: Tensor | None = None,
+        layout_digest: Tensor | None = None,
         real_tokens: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
         attention_mask: Tensor | None = None,
