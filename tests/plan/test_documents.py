@@ -44,6 +44,7 @@ def test_lengths_of_a_file_are_taken_in_its_order_and_again(tmp_path):
         ("lengths.json", "[]", "is no list of whole numbers above 0"),
         ("lengths.json", "[1, 2.5]", "is no list"),
         ("lengths.json", "[true]", "is no list"),
+        ("lengths.json", "[" * 200_000, "maximum recursion depth"),
         ("lengths.json", "{", "Expecting property name"),
     ],
 )

@@ -109,17 +109,59 @@ def test_tokens_that_stand_for_images_are_no_targets(talk):
     assert " ".join(WORDS[word] for word in words) == "what colour is this assistant: blue and then red <end>"
 
 
-def test_answers_alone_are_targets_where_the_template_marks_them(talk, tmp_path):
-    marked = TEMPLATE.replace(
-        "{{ part.text }} ",
-        "{% if message.role == 'assistant' %}{% generation %}{{ part.text }} {% endgeneration %}{% else %}"
-        "{{ part.text }} {% endif %}",
+def marking(begin: str, end: str) -> str:
+    """The template, with the words of answers between two tags."""
+    part = "{{ part.text }} "
+    return TEMPLATE.replace(
+        part, f"{{% if message.role == 'assistant' %}}{begin}{part}{end}{{% else %}}{part}{{% endif %}}"
     )
-    processor = write_processor(tmp_path / "marked", marked)
+
+
+MARKED = marking("{% generation %}", "{% endgeneration %}")
+ANSWER = "blue and then red"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (MARKED, ANSWER),
+        (marking("{%- generation -%}", "{%- endgeneration -%}"), ANSWER),
+        (marking("{%generation%}", "{%endgeneration%}"), ANSWER),
+        (marking("{%+ generation +%}", "{% endgeneration %}"), ANSWER),
+        ({"default": MARKED, "tools": TEMPLATE}, ANSWER),
+        ({"default": TEMPLATE, "tools": MARKED}, f"what colour is this assistant: {ANSWER} <end>"),
+    ],
+)
+def test_answers_alone_are_targets_where_the_template_marks_them(talk, tmp_path, template, expected):
+    processor = write_processor(tmp_path / "marked", template)
     examples = read_conversations(settings(talk, "marked").data).examples
     row = SeenSequences(examples, processor, sequence_length_tokens=29)[2]
     targets = row["shift_labels"][row["shift_labels"] != -100]
-    assert processor.tokenizer.decode(targets) == "blue and then red"
+    assert processor.tokenizer.decode(targets) == expected
+
+
+def test_an_example_without_an_answer_is_refused_where_answers_are_marked(talk, tmp_path):
+    write_row(tmp_path, "what colour is this")
+    examples = read_conversations(settings(talk, "x", data={"paths": str(tmp_path / "one.jsonl")}).data).examples
+    sequences = SeenSequences(examples, write_processor(tmp_path / "marked", MARKED), sequence_length_tokens=29)
+    with pytest.raises(ConfigError, match=r"one.jsonl:2: has no target: the chat template marks no answer in it"):
+        sequences[0]
+
+
+def test_what_ends_lines_elsewhere_is_text_in_a_line_of_json(talk, tmp_path):
+    texts = ["red\u2028blue", "green\x85red", "blue"]
+    rows = [json.dumps({"messages": [{"role": "user", "content": text}]}, ensure_ascii=False) for text in texts]
+    (tmp_path / "talk.jsonl").write_text("\r\n".join(rows), encoding="utf-8", newline="")
+    read = read_conversations(settings(talk, "x", data={"paths": str(tmp_path / "talk.jsonl")}).data)
+    assert [example.messages[0]["content"][0]["text"] for example in read.examples] == texts
+    assert [example.place.rpartition(":")[2] for example in read.examples] == ["1", "2", "3"]
+
+
+def test_keys_without_a_value_are_as_if_they_were_not_there(talk, tmp_path):
+    part = {"type": "image", "path": str(talk / "red.png"), "text": None, "fps": None, "url": None}
+    write_row(tmp_path, [part])
+    read = read_conversations(settings(talk, "x", data={"paths": str(tmp_path / "one.jsonl")}).data)
+    assert read.examples[0].messages[0]["content"] == [{"type": "image", "image": str(talk / "red.png")}]
 
 
 def write_row(folder: Path, content: Any, name: str = "messages") -> None:
@@ -132,8 +174,15 @@ def write_row(folder: Path, content: Any, name: str = "messages") -> None:
         ([{"type": "image", "path": "gone.png"}], r"one.jsonl:2: image 'gone.png' is no file"),
         ([{"type": "image", "url": "https://x/y.png"}], r"one.jsonl:2: image .* is an address of the network"),
         ([{"type": "smell", "path": "x"}], r"one.jsonl:2: a part must be text, image, video or audio"),
-        ([{"type": "image"}], r"one.jsonl:2: its image needs a path"),
-        ([{"type": "video", "path": []}], r"one.jsonl:2: its video needs a path, or a list of frames"),
+        ([{"type": "image"}], r"one.jsonl:2: its image needs one path"),
+        ([{"type": "video", "path": []}], r"one.jsonl:2: its video needs one path, or a list of frames"),
+        ([{"type": "video", "path": ["a.png", None]}], r"one.jsonl:2: its video needs one path.*got .*a.png., null"),
+        ([{"type": "image", "image": {"path": "a.png"}}], r"one.jsonl:2: its image needs one path, got"),
+        ([{"type": "image", "path": "a.png", "url": "b.png"}], r"one.jsonl:2: its image needs one path, got"),
+        (
+            [{"type": "video", "path": ["a.png"], "fps": 2.0, "max_pixels": 99}],
+            r"one.jsonl:2: its video has fps, max_pixels, which processors do not read there; leave",
+        ),
         (3, r"one.jsonl:2: content must be text or a list of parts, got int"),
         ([{"type": "image", "path": "one.jsonl"}], r"one.jsonl:2: LlavaProcessor refuses it: "),
         ([{"type": "text", "text": "red " * 40}], r"one.jsonl:2 makes 42 tokens, with those of its images; raise it"),

@@ -60,7 +60,7 @@ def base_folder(folder: str) -> str:
     require(f"{folder}, an adapter,", "peft")
     try:
         base = json.loads(read_small(path)).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {one_line(error)}") from error
     if not isinstance(base, str) or not base:
         raise ConfigError(f"{path}: does not say which model it is for; set base_model_name_or_path")

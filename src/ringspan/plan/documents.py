@@ -157,7 +157,7 @@ def _lognormal(text: str, numbers: str) -> Iterator[int]:
 def _read(path: Path) -> Iterator[int]:
     try:
         lengths = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--documents {path}: {one_line(error)}; {FORMS}") from error
     if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n > 0 for n in lengths):
         raise ConfigError(f"--documents {path}: is no list of whole numbers above 0; {FORMS}")

@@ -116,7 +116,7 @@ def _files_of(folder: Path) -> Iterator[tuple[Path, set[str]]]:
             if Path(file).name != file:
                 raise ConfigError(f"{index}: {name} is in {file!r}, which is no file of this folder")
             wanted.setdefault(file, set()).add(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index}: cannot be read: {one_line(error)}") from error
     for file in sorted(wanted):
         yield folder / file, wanted[file]

@@ -18,6 +18,7 @@ from ringspan.train.config.paths import find_files
 
 # What a part of a message may be beside text, and the keys that transformers' processors know its path by.
 MEDIA: Final = ("image", "video", "audio")
+_KEYS: Final = ("path", "url")  # of each of them, beside its own name
 _ENDINGS: Final = (".jsonl", ".json")
 
 
@@ -86,7 +87,7 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
             rows = json.loads(text)
             yield from ((f"{file}[{number}]", row) for number, row in enumerate(rows if _is_list(rows) else [rows]))
             return
-        for number, line in enumerate(text.splitlines(), start=1):
+        for number, line in enumerate(text.split("\n"), start=1):  # JSON may hold what ends lines elsewhere
             place = f"{file}:{number}"
             if line.strip():
                 yield place, json.loads(line)
@@ -117,11 +118,21 @@ def _part(part: Any, place: str, folder: Path) -> dict[str, Any]:
         return part
     if kind not in MEDIA:
         raise ConfigError(f"{place}: a part must be text, image, video or audio, got {json.dumps(part)[:80]}")
-    given = next((part[key] for key in (kind, "path", "url") if part.get(key) is not None), None)
-    names = _names(given)
-    if not names or (len(names) > 1 and kind != "video"):
-        raise ConfigError(f"{place}: its {kind} needs a path{', or a list of frames' * (kind == 'video')}")
-    return {"type": kind, kind: _resolved(given, kind, place, folder)}
+    # Rows of a table have every key in every part, None where it says nothing.
+    given = {key: value for key, value in part.items() if value is not None and key != "type"}
+    if unknown := sorted(given.keys() - {kind, *_KEYS}):
+        raise ConfigError(
+            f"{place}: its {kind} has {', '.join(unknown)}, which processors do not read there; leave it out, or set "
+            "it in their own files"
+        )
+    paths = next(iter(given.values()), None)
+    names = _names(paths)
+    if len(given) != 1 or not names or (len(names) > 1 and kind != "video"):
+        raise ConfigError(
+            f"{place}: its {kind} needs one path{', or a list of frames' * (kind == 'video')}, got "
+            f"{json.dumps(given)[:80]}"
+        )
+    return {"type": kind, kind: _resolved(paths, kind, place, folder)}
 
 
 def _resolved(given: Any, kind: str, place: str, folder: Path) -> Any:
@@ -137,7 +148,9 @@ def _resolved(given: Any, kind: str, place: str, folder: Path) -> Any:
 
 
 def _names(given: Any) -> list[str]:
-    return [given] if isinstance(given, str) else [name for name in given or () if isinstance(name, str)]
+    """The path, or all of a list; none where one of them is no text."""
+    names = [given] if isinstance(given, str) else given
+    return list(names) if _is_list(names) and all(isinstance(name, str) for name in names) else []
 
 
 def _is_list(value: Any) -> bool:

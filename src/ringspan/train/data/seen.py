@@ -6,6 +6,7 @@ needs them, and by every rank of a ring alike; each then moves its share to its 
 
 import copy
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any, Final, SupportsIndex
 
@@ -26,6 +27,8 @@ VIDEO_REMEDY: Final = (
 )
 # Of each token; the rest of what a processor returns is of images.
 _OF_TOKENS: Final = ("token_type_ids", "mm_token_type_ids")
+# As transformers looks for it, and Jinja's other way to keep the space before.
+_ANSWER: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class SeenSequences:
@@ -45,7 +48,10 @@ class SeenSequences:
         self._pad: int = next(i for i in ids if i is not None)
         named = (getattr(processor, f"{kind}_token_id", None) for kind in MEDIA)
         self._placeholders = torch.tensor([token for token in named if isinstance(token, int)])
-        self._marks_answers = "generation %}" in str(getattr(processor, "chat_template", ""))
+        template = getattr(processor, "chat_template", "")
+        if isinstance(template, dict):  # of several, by their names, the processor takes this one
+            template = template.get("default", "")
+        self._marks_answers = _ANSWER.search(template) is not None
 
     @property
     def num_tokens(self) -> int:
@@ -78,6 +84,11 @@ class SeenSequences:
         targets = tokens.masked_fill(torch.isin(tokens, self._placeholders), IGNORED)
         if self._marks_answers:
             targets = tokens.masked_fill(torch.as_tensor(made["assistant_masks"]).view(-1) == 0, IGNORED)
+        if bool((targets[1:] == IGNORED).all()):
+            why = (
+                "the chat template marks no answer in it" if self._marks_answers else "it has no text beside its images"
+            )
+            raise ConfigError(f"{example.place}: has no target: {why}; correct it, or leave it out")
         sequence = {
             "input_ids": _padded(tokens, length, self._pad),
             "attention_mask": _padded(torch.ones_like(tokens), length, 0),
