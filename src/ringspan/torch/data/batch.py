@@ -234,6 +234,11 @@ def document_positions(lengths: Tensor, length: int) -> Tensor:
 
 def _document_lengths(positions: Tensor, tokens: Tensor) -> Tensor | None:
     """The lengths of the documents of each sequence, whose positions start from 0; None when each is one document."""
+    if positions.ndim == 3:
+        raise UnsupportedError(
+            f"position_ids of shape {tuple(positions.shape)} have a time, a row and a column; leave them out, models "
+            "find them by the grids of images and videos"
+        )
     if positions.shape[-1] != tokens.shape[1] or positions.shape[:-1] not in ((), (1,), tokens.shape[:1]):
         raise UnsupportedError(f"position_ids has shape {tuple(positions.shape)}, input_ids {tuple(tokens.shape)}")
     positions = positions.expand(tokens.shape)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.messages.lines import one_line
 from ringspan.torch.data.padding import marked_tokens
 from ringspan.torch.transport.digest import digest_values
 
@@ -70,9 +71,10 @@ def media_of(batch: Mapping[str, Any]) -> Media | None:
     """What a batch holds beside its text; None for text alone.
 
     Raises:
-        UnsupportedError: token types of another shape than the tokens.
+        UnsupportedError: token types of another shape than the tokens, grids of other shapes or dtypes than they have,
+            what is no numbers.
     """
-    inputs = {name: torch.as_tensor(batch[name]) for name in sorted(MEDIA) if batch.get(name) is not None}
+    inputs = {name: _tensor(name, batch[name]) for name in sorted(MEDIA) if batch.get(name) is not None}
     tokens, mask = batch["input_ids"], batch.get("attention_mask")
     for name in _TOKEN_TYPES:
         if name in inputs and inputs[name].shape != tokens.shape:
@@ -80,3 +82,21 @@ def media_of(batch: Mapping[str, Any]) -> Media | None:
     if not inputs:
         return None
     return Media(tokens.cpu(), None if mask is None else marked_tokens(mask).cpu(), inputs)
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    """An input as a tensor, which is where models look for a number of each image."""
+    try:
+        made = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"{name} must be a tensor or a list of numbers, got a {type(value).__name__}: {one_line(error)}"
+        ) from error
+    if name.endswith("_grid_thw") and (made.ndim != 2 or made.shape[1] != 3 or made.is_floating_point()):
+        raise UnsupportedError(
+            f"{name} must be integers (images, 3), of each its times, rows and columns; got {made.dtype} of shape "
+            f"{tuple(made.shape)}"
+        )
+    if name == "second_per_grid_ts" and made.ndim != 1:
+        raise UnsupportedError(f"{name} must be a number of each video, got the shape {tuple(made.shape)}")
+    return made
