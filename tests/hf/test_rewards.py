@@ -63,6 +63,13 @@ def unjust(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return large_words(completion_ids)
 
 
+async def harsh(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Rewards that are waited for, but on the second rank."""
+    if torch.distributed.get_rank() == 1:
+        raise OSError("too many requests")
+    return large_words(completion_ids)
+
+
 def run(mesh: Any, options: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         grpo(mesh, "llama", {}, folder, dict([SHORT]) | {"beta": 0.0} | options).train()
@@ -71,13 +78,15 @@ def run(mesh: Any, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "rank", "error", "message"),
     [
-        ({"rollout_func": failing}, 1, ValueError, "failing raised on another rank of the ring: ValueError: no server"),
-        ({"reward_funcs": unjust}, 0, KeyError, "unjust raised on another rank of the ring: KeyError: 'answer'"),
+        ({"rollout_func": failing}, 1, ValueError, "failing raised on another rank: ValueError: no server"),
+        ({"reward_funcs": unjust}, 0, KeyError, "unjust raised on another rank: KeyError: 'answer'"),
+        ({"reward_funcs": harsh}, 1, OSError, "harsh raised on another rank: OSError: too many requests"),
     ],
-    ids=["rollout", "reward"],
+    ids=["rollout", "reward", "awaited reward"],
 )
-def test_a_function_that_fails_on_one_rank_raises_on_all(world, options, rank, error, message):
-    outcomes = world(3).outcomes(run, 3, options)
+@pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), (2, 2)])
+def test_a_function_that_fails_on_one_rank_raises_on_all(world, options, rank, error, message, ranks, replicas):
+    outcomes = world(ranks).outcomes(run, ranks, options, replicate=replicas)
     assert type(outcomes[rank]) is error
     for place, other in enumerate(outcomes):
         if place != rank:

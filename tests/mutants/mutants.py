@@ -157,6 +157,13 @@ MUTANTS = [
         "{'beta': 0.0, 'sampled': True, 'temperature': 0.7}]",
     ),
     Mutant(
+        "an awaited reward that fails is told to nobody",
+        "hf/rollouts.py",
+        "trainer.reward_funcs[place] = failing_later(function, trainer.ring_failures)",
+        "pass",
+        "hf/test_rewards.py::test_a_function_that_fails_on_one_rank_raises_on_all[2-2-awaited reward]",
+    ),
+    Mutant(
         "a generation is counted in ranks",
         "hf/rollouts.py",
         "args.generation_batch_size = size",

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -19,7 +20,9 @@ from ringspan.core.errors import ConfigError, PeerMismatch
 from ringspan.hf.seams import is_async
 from ringspan.torch.generate.agreed import take_first_ranks_numbers
 from ringspan.torch.runtime.mesh import tensor_axis
-from ringspan.torch.transport.collectives import gather
+from ringspan.torch.transport.collectives import gather, gather_over
+
+Failure = tuple[Callable[..., Any], Exception]  # what raised, and what
 
 _log: Final = logging.getLogger(__name__)
 
@@ -63,8 +66,11 @@ def share_rollouts(trainer: Any) -> None:
     mesh = trainer.ring_mesh
     if getattr(trainer, "rollout_func", None) is not None:  # RLOO takes none
         trainer.rollout_func = first_of_ring(trainer.rollout_func, mesh)
+    trainer.ring_failures = []
     for place, function in enumerate(trainer.reward_funcs):
-        if not isinstance(function, nn.Module) and not is_async(function):
+        if is_async(function):
+            trainer.reward_funcs[place] = failing_later(function, trainer.ring_failures)
+        elif not isinstance(function, nn.Module):
             trainer.reward_funcs[place] = first_of_ring(function, mesh)
 
 
@@ -72,27 +78,59 @@ def first_of_ring(function: Callable[..., Any], mesh: DeviceMesh) -> Callable[..
     """A function that all ranks of a ring call, and whose result on the first of them all are given.
 
     Raises:
-        PeerMismatch: on the others, when one of them raises.
+        PeerMismatch: when it raises on another rank, of whichever ring.
     """
 
     @functools.wraps(function)
     def shared(*args: Any, **kwargs: Any) -> Any:
-        result, error = None, None
+        result, failures = None, []
         try:
             result = function(*args, **kwargs)
         except Exception as raised:  # whatever it is, the other ranks are to hear of it
-            error = raised
-        reason = None if error is None else f"{type(error).__name__}: {error}"
-        for group in groups_of(mesh):
-            reason = next(filter(None, gather(reason, group)), None)
-        if error is not None:
-            raise error
-        if reason is not None:
-            name = getattr(function, "__name__", type(function).__name__)
-            raise PeerMismatch(f"{name} raised on another rank of the ring: {reason}")
+            failures.append((function, raised))
+        raise_on_all(failures, mesh)
         return _of_first(result, mesh)
 
     return shared
+
+
+def failing_later(function: Callable[..., Any], failures: list[Failure]) -> Callable[..., Any]:
+    """An async reward function that notes what it raises, and gives zeros.
+
+    Nobody can tell the other ranks at once: several functions are awaited together, and end in another order
+    on each rank.
+    """
+
+    @functools.wraps(function)
+    async def noting(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await function(*args, **kwargs)
+        except Exception as raised:  # as above
+            failures.append((function, raised))
+            return [0.0] * len(kwargs["prompts"])
+
+    return noting
+
+
+def raise_on_all(failures: list[Failure], mesh: DeviceMesh) -> None:
+    """Raise what functions have raised, on every rank of all rings; ``failures`` are forgotten.
+
+    Raises:
+        Exception: this rank's first one, as it was raised.
+        PeerMismatch: this rank has none, and another one has.
+    """
+    reasons = [f"{_name_of(function)} raised on another rank: {type(e).__name__}: {e}" for function, e in failures]
+    first = next((error for _, error in failures), None)
+    failures.clear()
+    reason = next(chain.from_iterable(gather_over(mesh, reasons)), None)
+    if first is not None:
+        raise first
+    if reason is not None:
+        raise PeerMismatch(reason)
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
@@ -136,4 +174,6 @@ def rollout_of_replica(trainer: Any) -> Iterator[None]:
     finally:
         for space, name in found:
             space[name] = getattr(utils, name)
+    if any(map(is_async, trainer.reward_funcs)):
+        raise_on_all(trainer.ring_failures, mesh)
     take_first_ranks_numbers(groups_of(mesh), accelerator.device)
