@@ -495,6 +495,28 @@ MUTANTS = [
         SHIFT,
     ),
     Mutant(
+        "masks of any values read as ones and zeros",
+        "torch/data/padding.py",
+        "if not torch.equal(real.to(attention_mask.dtype), attention_mask):",
+        "if False:",
+        "torch/data/test_batch.py::test_what_cannot_be_honoured_is_refused",
+    ),
+    Mutant(
+        "documents dropped beside padding on the left",
+        "torch/data/batch.py",
+        'for name in ("position_ids", *_FLATTENED) if batch.get(name) is not None',
+        'for name in ("position_ids",) if batch.get(name) is not None',
+        "torch/data/test_batch.py::test_documents_behind_padding_stay_apart",
+    ),
+    Mutant(
+        "layouts with the same positions within documents taken for one",
+        "torch/consistency/forward.py",
+        "if digest is not None and int(digest) != int(split.digest(rank)):",
+        "if False:",
+        "torch/model/tasks/test_logprobs.py::test_what_is_refused_is_refused_on_every_rank[other layout, documents of "
+        "one length-LayoutError-split by another layout than zigzag, or for another]",
+    ),
+    Mutant(
         "ignored labels counted in the gradient",
         "torch/data/loss_blocks.py",
         "factors = self._with_target(d_losses, rows)",
