@@ -38,25 +38,42 @@ def test_what_is_right_passes(pool: Pool, attention: str):
     assert [each for each in rows if each["outcome"] != "passed"] == []
 
 
-@pytest.mark.parametrize(
-    ("attention", "name"),
-    [
-        ("leaking", "documents"),
-        ("leaking", "document leak"),
-        ("padded", "full, uneven"),
-        ("windowed_by_block", "window over blocks"),
-        ("rounding", "bfloat16"),
-        ("stale", "stale keys"),
-        ("without_remote_gradients", "causal"),
-        ("grouped_by_mean", "grouped heads"),
-        ("contiguous_only", "strides"),
-        ("one_buffer", "two passes"),
-    ],
-)
+WRONG = [
+    ("leaking", "documents"),
+    ("leaking", "document leak"),
+    ("nothing_without_gradients", "document leak"),
+    ("padded", "full, uneven"),
+    ("rounded_down", "uneven length"),
+    ("windowless", "window in a block"),
+    ("windowed_by_block", "window over blocks"),
+    ("rounding", "bfloat16"),
+    ("stale", "stale keys"),
+    ("stale_without_gradients", "stale keys"),
+    ("without_remote_gradients", "causal"),
+    ("grouped_by_mean", "grouped heads"),
+    ("contiguous_only", "strides"),
+    ("one_buffer", "two passes"),
+    ("first_buffer", "two passes"),
+]
+WRONG_LOSSES = ["mean_of_means", "times_ranks", "detached", "untracked"]
+
+
+@pytest.mark.parametrize(("attention", "name"), WRONG)
 def test_what_is_wrong_is_caught(pool: Pool, attention: str, name: str):
     found = row(pool, 2, name, attention)
     assert found["outcome"] == "failed" and found["said"] == CASES[NUMBERS[name]].cause
     assert max(found["errors"].values()) > 1.5 * found["limit"]
+
+
+def test_each_case_has_something_wrong_that_it_catches():
+    assert {name for _, name in WRONG} | {"loss"} == set(NUMBERS)
+
+
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name != "loss"])
+def test_no_case_passes_what_is_no_number_or_has_another_shape(pool: Pool, name: str):
+    assert row(pool, 2, name, "not_a_number")["outcome"] == "failed"
+    said = row(pool, 2, name, "one_head")["said"]
+    assert "returned (1, 1, " in said and "q has (1, 4, " in said
 
 
 def test_each_wrong_one_passes_what_it_does_right(pool: Pool):
@@ -64,8 +81,30 @@ def test_each_wrong_one_passes_what_it_does_right(pool: Pool):
     assert [row(pool, 2, "causal", each)["outcome"] for each in others] == ["passed"] * len(others)
 
 
-def test_a_mean_of_means_is_caught(pool: Pool):
-    assert row(pool, 2, "loss", "gathered", "mean_of_means")["outcome"] == "failed"
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("loss", WRONG_LOSSES)
+def test_a_wrong_loss_is_caught(pool: Pool, loss: str, ranks: int):
+    found = row(pool, ranks, "loss", "gathered", loss)
+    assert found["outcome"] == "failed" and found["said"] == CASES[NUMBERS["loss"]].cause
+
+
+def test_a_rank_without_targets_needs_no_graph(pool: Pool):
+    assert row(pool, 2, "loss", "gathered", "without_targets_detached")["outcome"] == "passed"
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [{}, {}],
+        [{"out": (0.0, 1.0)}, {}],
+        [{"out": (0.0, 1.0)}, {"out": (0.0, 1.0), "dq": (0.0, 1.0)}],
+        [{"out": (0.0, 0.0)}, {"out": (0.0, 0.0)}],
+        [{"out": (float("nan"), 1.0)}, {"out": (0.0, 1.0)}],
+    ],
+)
+def test_what_is_not_compared_on_every_rank_fails(found: list[Any]):
+    assert judged(CASES[0], 2, found)["outcome"] == "failed"
+    assert judged(CASES[0], 2, [{"out": (0.0, 1.0)}] * 2)["outcome"] == "passed"
 
 
 def test_what_is_not_there_is_not_a_failure_and_what_is_raised_is_told(pool: Pool):
@@ -101,11 +140,41 @@ def test_imports_are_no_hang_and_what_is_not_supported_restarts_nothing(tmp_path
         ranks.close()
 
 
+def test_what_passes_nothing_is_no_success():
+    command = ["--attention", "tests.conformance.wrong:nothing", "--ranks", "1"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1 and "0 passed, 0 failed, 12 not supported" in result.stdout
+
+
+def test_what_is_no_number_is_null_in_json():
+    command = ["--attention", "tests.conformance.wrong:not_a_number", "--ranks", "1", "--json"]
+    result = CliRunner().invoke(app, command)
+    first = json.loads(result.stdout, parse_constant=pytest.fail)["rows"][0]
+    assert first["outcome"] == "failed" and first["errors"]["out"] is None
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [["--attention", "nowhere:f"], ["--attention", "math"], ["--attention", "math:sin", "--layout", "diagonal"]],
+    ("options", "said"),
+    [
+        (["--attention", "nowhere:f"], "nowhere:f"),
+        (["--attention", "math"], "module:function"),
+        (["--attention", "math:"], "module:function"),
+        (["--attention", ".math:sin"], ".math:sin"),
+        (["--attention", "os:sep"], "os:sep is a str"),
+        (["--attention", "broken:f"], "cannot find broken:f: SyntaxError"),
+        (["--loss", "os:sep"], "os:sep is a str"),
+        (["--loss", ""], "module:function"),
+        (["--layout", "diagonal"], "--layout diagonal"),
+        (["--device", "tpu"], "--device tpu"),
+        (["--device", "cuda"], "--device cuda: there are 0"),
+        *((["--ranks", ranks], f"--ranks {ranks}") for ranks in ("2,", "x", "0", "-1", "1e2", "2,2000", "")),
+        *((["--seconds", each], f"--seconds {float(each)}") for each in ("-1", "0", "nan", "inf", "1e9")),
+    ],
 )
-def test_what_cannot_be_asked_ends_with_a_line(arguments: list[str]):
-    result = CliRunner().invoke(app, arguments)
+def test_what_cannot_be_asked_ends_with_a_line(options: list[str], said: str, tmp_path: Path, monkeypatch: Any):
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    result = CliRunner().invoke(app, ["--attention", "math:sin", *options])
     assert result.exit_code == 2
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert len(result.stderr.strip().splitlines()) == 1 and said in result.stderr

@@ -34,7 +34,7 @@ class Gathered(torch.autograd.Function):
 
 def gathered(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, documents: Any, length: int, group: Any,
-    hides_padding: bool = True, local_window: bool = False, chunk: int = 0,
+    hides_padding: bool = True, local_window: bool = False, chunk: int = 0, dropped: int = 0,
 ) -> Tensor:  # fmt: skip
     """Right, unless an option says otherwise."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -49,7 +49,7 @@ def gathered(
         inside = torch.arange(keys.shape[2]) % (keys.shape[2] // ranks)
         allowed &= (torch.arange(q.shape[2])[:, None] - inside[None, :]).abs() < window
     if hides_padding:
-        allowed = allowed & torch.from_numpy(positions < length)
+        allowed = allowed & torch.from_numpy(positions < length - dropped)
     if chunk:
         return _rounded(q, keys, values, allowed, chunk)
     scores = (q.float() @ keys.float().mT) * q.shape[-1] ** -0.5
@@ -81,6 +81,15 @@ def padded(*args: Tensor, **options: Any) -> Tensor:
 
 def windowed_by_block(*args: Tensor, **options: Any) -> Tensor:
     return gathered(*args, local_window=True, **options)
+
+
+def rounded_down(*args: Tensor, length: int, **options: Any) -> Tensor:
+    """Keys of the last, shorter part are dropped."""
+    return gathered(*args, length=length, dropped=length % 8, **options)
+
+
+def windowless(*args: Tensor, window: int | None, **options: Any) -> Tensor:
+    return gathered(*args, window=None, **options)
 
 
 def rounding(*args: Tensor, **options: Any) -> Tensor:
@@ -122,10 +131,41 @@ def one_buffer(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return out
 
 
+def first_buffer(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Backward works only for the first forward pass."""
+    is_first = KEPT.setdefault("first", q) is q
+    out = gathered(q, k, v, **options)
+    out.register_hook(lambda gradient: gradient * float(is_first))
+    return out
+
+
+def stale_without_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Only where nothing is trained are keys kept by their shape."""
+    return (gathered if torch.is_grad_enabled() else stale)(q, k, v, **options)
+
+
+def nothing_without_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Where nothing is trained, no documents leak, for there is nothing."""
+    out = gathered(q, k, v, **options)
+    return out if torch.is_grad_enabled() else torch.zeros_like(out)
+
+
+def not_a_number(*args: Tensor, **options: Any) -> Tensor:
+    return gathered(*args, **options) * float("nan")
+
+
+def one_head(*args: Tensor, **options: Any) -> Tensor:
+    return gathered(*args, **options)[:, :1]
+
+
 def unable(*args: Tensor, window: int | None, **options: Any) -> Tensor:
     if window:
         raise NotImplementedError("no windows")
     return gathered(*args, window=None, **options)
+
+
+def nothing(*args: Tensor, **options: Any) -> Tensor:
+    raise NotImplementedError("anything")
 
 
 def failing(*args: Tensor, **options: Any) -> Tensor:
@@ -147,3 +187,24 @@ def mean_of_means(logits: Tensor, labels: Tensor, *, group: Any) -> Tensor:
     whole = mean.detach().clone()
     dist.all_reduce(whole, group=group)
     return (mean + (whole - mean).detach()) / dist.get_world_size(group)
+
+
+def detached(logits: Tensor, labels: Tensor, *, group: Any) -> Tensor:
+    """The right loss, and no gradient."""
+    return loss(logits, labels, group=group).detach()
+
+
+def untracked(logits: Tensor, labels: Tensor, *, group: Any) -> Tensor:
+    """The right loss, of a graph that does not have the logits."""
+    return loss(logits.detach().requires_grad_(), labels, group=group)
+
+
+def without_targets_detached(logits: Tensor, labels: Tensor, *, group: Any, times: float = 1.0) -> Tensor:
+    """Right, and on a rank without targets a number without a graph."""
+    value = loss(logits * times + (logits - logits * times).detach(), labels, group=group)
+    return value if (labels != -100).any() else value.detach()
+
+
+def times_ranks(logits: Tensor, labels: Tensor, *, group: Any) -> Tensor:
+    """The gradient is times the number of ranks, as a differentiable all-reduce makes it."""
+    return without_targets_detached(logits, labels, group=group, times=dist.get_world_size(group))

@@ -1164,4 +1164,11 @@ MUTANTS = [
         "(Region(ends[i], ends[i + 1], ends[max(0, i + 1 - window)], ends[i + 1], 0) for",
         "core/geometry/test_mask.py::test_frames_see_themselves_and_earlier_ones[None]",
     ),
+    Mutant(
+        "what a rank has not compared is taken for right",
+        "conformance/ranks.py",
+        "(math.inf, 0.0)",
+        "(0.0, 0.0)",
+        "conformance/test_conformance.py::test_what_is_not_compared_on_every_rank_fails[found1]",
+    ),
 ]

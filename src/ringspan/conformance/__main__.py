@@ -3,14 +3,19 @@
 import json
 import sys
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
+import torch
 import typer
 
 from ringspan.conformance.cases import CASES, Case
 from ringspan.conformance.ranks import Ranks, find, is_unsupported, joined
 from ringspan.core.names import LAYOUT_NAMES
+
+MOST_RANKS: Final = 1024
+MOST_SECONDS: Final = 86_400
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -32,14 +37,11 @@ def main(
     """Test a context-parallel attention against float64: leaks, stale keys, gradients, windows, lengths, losses."""
     sys.path.insert(0, str(Path.cwd()))
     try:
-        sizes = [int(each) for each in ranks.split(",")]
-        if min(sizes) < 1 or layout not in LAYOUT_NAMES or device not in ("cpu", "cuda"):
-            raise ValueError(
-                f"--ranks {ranks}, --layout {layout} or --device {device} is wrong: give numbers of ranks, one of "
-                f"{', '.join(LAYOUT_NAMES)}, and cpu or cuda"
-            )
-        find(attention)
-        find(loss or attention)
+        sizes = _sizes(ranks)
+        _check(layout, device, max(sizes), seconds)
+        for name in (attention, loss):
+            if name is not None:
+                find(name)
     except ValueError as error:
         typer.echo(f"ringspan.conformance: {error}", err=True)
         raise typer.Exit(2) from None
@@ -54,10 +56,31 @@ def main(
         finally:
             team.close()
     if as_json:
+        for row in rows:  # JSON has no infinity, and nothing that is no number
+            row["errors"] = {name: error if isfinite(error) else None for name, error in row["errors"].items()}
         typer.echo(json.dumps({"attention": attention, "layout": layout, "device": device, "rows": rows}))
     else:
         typer.echo(_summary(rows))
-    raise typer.Exit(int(any(row["outcome"] == "failed" for row in rows)))
+    outcomes = {row["outcome"] for row in rows}
+    raise typer.Exit(int("failed" in outcomes or "passed" not in outcomes))
+
+
+def _sizes(ranks: str) -> list[int]:
+    words = [word.strip() for word in ranks.split(",")]
+    if not all(word.isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
+        raise ValueError(f"--ranks {ranks}: write numbers from 1 to {MOST_RANKS:,} with commas, such as 2,3,4")
+    return [int(word) for word in words]
+
+
+def _check(layout: str, device: str, most_ranks: int, seconds: float) -> None:
+    if layout not in LAYOUT_NAMES:
+        raise ValueError(f"--layout {layout}: give {', '.join(LAYOUT_NAMES)}")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device}: give cpu or cuda")
+    if device == "cuda" and (gpus := torch.cuda.device_count()) < most_ranks:
+        raise ValueError(f"--device cuda: there are {gpus} GPUs for {most_ranks} ranks; give fewer --ranks, or cpu")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ValueError(f"--seconds {seconds}: more than 0 and at most {MOST_SECONDS:,} are needed")
 
 
 def _rows(team: Ranks, has_loss: bool) -> Iterator[dict[str, Any]]:
@@ -79,8 +102,8 @@ def judged(case: Case, ranks: int, found: list[Any]) -> dict[str, Any]:
     if None in found:
         return _row(case, ranks, "failed", f"rank {found.index(None)} did not answer")
     errors = joined(found)
-    # A comparison with NaN is false, so that it fails.
-    passed = all(error <= case.limit for error in errors.values())
+    # A comparison with NaN is false, so that it fails; and so does a case that compared nothing.
+    passed = bool(errors) and all(error <= case.limit for error in errors.values())
     return _row(case, ranks, "passed" if passed else "failed", "" if passed else case.cause, errors)
 
 

@@ -95,19 +95,42 @@ def _positions(setting: Setting, problem: Problem) -> np.ndarray:
 
 
 def call(setting: Setting, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return setting.attention(
+    """What the attention makes of a rank's shards.
+
+    Raises:
+        ValueError: it has another shape than q, which a comparison would broadcast.
+    """
+    out = setting.attention(
         q, k, v, causal=problem.causal, window=problem.window, documents=problem.documents, length=problem.length,
         group=setting.group,
     )  # fmt: skip
+    if out.shape != q.shape:
+        raise ValueError(f"returned {tuple(out.shape)}, q has {tuple(q.shape)}")
+    return out
 
 
 def compare(setting: Setting, problem: Problem, found: list[Tensor], expected: list[np.ndarray]) -> Parts:
+    """``found`` are the first of ``NAMES``."""
     parts: Parts = {}
     for name, each, whole in zip(NAMES, found, expected, strict=False):
         is_token, right = own_part(setting, problem, whole)
         left = each.detach().double().cpu().numpy()[:, :, is_token]
-        parts[name] = (float(((left - right) ** 2).sum()), float((right**2).sum()))
+        parts[name] = _squares(left - right, right)
     return parts
+
+
+def _squares(difference: np.ndarray, right: np.ndarray) -> tuple[float, float]:
+    return float((difference**2).sum()), float((right**2).sum())
+
+
+def _added(*several: Parts) -> Parts:
+    """Parts of several comparisons as one."""
+    total: Parts = {}
+    for parts in several:
+        for name, (wrong, right) in parts.items():
+            before = total.get(name, (0.0, 0.0))
+            total[name] = (before[0] + wrong, before[1] + right)
+    return total
 
 
 def forward_backward(setting: Setting, problem: Problem, dtype: torch.dtype = torch.float32) -> Parts:
@@ -134,7 +157,7 @@ def strided(setting: Setting, problem: Problem) -> Parts:
 
 
 def stale(setting: Setting, problem: Problem) -> Parts:
-    """The second call has other keys in the same memory; so has a call after one without gradients."""
+    """The second call without gradients has other keys in the same memory, and so has the call with gradients."""
     first, _ = exact(problem)
     second, expected = exact(replace(problem, seed=problem.seed + 1))
     inputs = shards(setting, problem, first, torch.float32)
@@ -142,25 +165,32 @@ def stale(setting: Setting, problem: Problem) -> Parts:
         call(setting, problem, *inputs[:3])
         for old, new in zip(inputs, shards(setting, problem, second, torch.float32), strict=True):
             old.copy_(new)
-        call(setting, problem, *inputs[:3])
-    return _called(setting, problem, inputs, expected)
+        out = call(setting, problem, *inputs[:3])
+    return _added(compare(setting, problem, [out], expected), _called(setting, problem, inputs, expected))
 
 
 def two_passes(setting: Setting, problem: Problem) -> Parts:
-    """Two forward passes before the backward pass of the first one, as in layers, or a loss over two batches."""
-    inputs, expected = exact(problem)
-    q, k, v, dout = shards(setting, problem, inputs, torch.float32)
-    leaves = [each.requires_grad_() for each in (q, k, v)]
-    out = call(setting, problem, *leaves)
-    other, _ = exact(replace(problem, seed=problem.seed + 1))
-    call(setting, problem, *(each.requires_grad_() for each in shards(setting, problem, other, torch.float32)[:3]))
-    return compare(setting, problem, [out, *torch.autograd.grad(out, leaves, dout)], expected)
+    """Two forward passes before the backward passes of both, as in layers, or a loss over two batches."""
+    passes: list[tuple[Tensor, list[Tensor], Tensor, list[np.ndarray]]] = []
+    for seed in (problem.seed, problem.seed + 1):
+        inputs, expected = exact(replace(problem, seed=seed))
+        *tensors, dout = shards(setting, problem, inputs, torch.float32)
+        leaves = [each.requires_grad_() for each in tensors]
+        passes.append((call(setting, problem, *leaves), leaves, dout, expected))
+    return _added(
+        *(
+            compare(setting, problem, [out, *torch.autograd.grad(out, leaves, dout)], expected)
+            for out, leaves, dout, expected in passes
+        )
+    )
 
 
 def leak(setting: Setting, problem: Problem) -> Parts:
-    """Another first document must not change what the later ones get: ``out`` is what it changed, of what they have."""
+    """Another first document must not change what the later ones get: ``out`` is their error without gradients,
+    ``change`` what it changed.
+    """
     assert problem.documents
-    first, _ = exact(problem)
+    first, (expected, *_) = exact(problem)
     changed = [each.copy() for each in first]
     for each in changed[:3]:
         each[:, :, : problem.documents[0]] *= -3.0
@@ -171,8 +201,9 @@ def leak(setting: Setting, problem: Problem) -> Parts:
     positions = np.arange(problem.length)[None, None, :, None]
     is_token, position = own_part(setting, problem, positions)
     later = position[0, 0, :, 0] >= problem.documents[0]
-    left, right = (each.double().cpu().numpy()[:, :, is_token][:, :, later] for each in (after, before))
-    return {"out": (float(((left - right) ** 2).sum()), float((right**2).sum()))}
+    right = own_part(setting, problem, expected)[1][:, :, later]
+    left, changed_to = (each.double().cpu().numpy()[:, :, is_token][:, :, later] for each in (before, after))
+    return {"out": _squares(left - right, right), "change": _squares(changed_to - left, right)}
 
 
 def bfloat16(setting: Setting, problem: Problem) -> Parts:
@@ -206,12 +237,14 @@ def losses(setting: Setting, problem: Problem) -> Parts:
     expected = expected.detach()
     mine = logits[rank].to(setting.device, torch.float32).requires_grad_()
     loss = setting.loss(mine, labels[rank].to(setting.device), group=setting.group)
-    found: Parts = {"loss": (float((loss.detach().double().cpu() - expected) ** 2), float(expected**2))}
+    left = torch.zeros_like(mine)  # what a rank has whose loss does not depend on its logits, and none has to
     if loss.requires_grad:
-        (left,) = torch.autograd.grad(loss, mine)
-        difference = left.double().cpu() - right[rank]
-        found["dlogits"] = (float((difference**2).sum()), float((right[rank] ** 2).sum()))
-    return found
+        (left,) = torch.autograd.grad(loss, mine, materialize_grads=True)
+    difference = left.double().cpu() - right[rank]
+    return {
+        "loss": (float((loss.detach().double().cpu() - expected) ** 2), float(expected**2)),
+        "dlogits": _squares(difference.numpy(), right[rank].numpy()),
+    }
 
 
 class Case(NamedTuple):
@@ -263,7 +296,7 @@ CASES: Final = (
     ),
     Case("document leak", leak, Problem(documents=_DOCUMENTS), "later documents see an earlier one"),
     Case("stale keys", stale, Problem(), "keys or schedules are kept from an earlier call, by shape or by address"),
-    Case("two passes", two_passes, Problem(), "backward reads buffers that the next forward pass has overwritten"),
+    Case("two passes", two_passes, Problem(), "backward reads buffers that another forward pass has overwritten"),
     Case(
         "bfloat16",
         bfloat16,

@@ -1,5 +1,6 @@
 """Ranks that run cases, and are started anew after one that fails or hangs: what it left behind is nobody else's."""
 
+import math
 import multiprocessing
 import os
 import tempfile
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ringspan.conformance.cases import CASES, Setting
+from ringspan.core.messages.lines import one_line
 
 READY: Final = "ready"
 START_SECONDS: Final = 300.0
@@ -80,13 +82,16 @@ def find(name: str) -> Any:
     Raises:
         ValueError: there is none, with what is missing.
     """
-    module, colon, function = name.partition(":")
-    if not colon:
+    module, _, function = name.partition(":")
+    if not (module and function):
         raise ValueError(f"{name!r} is not module:function")
     try:
-        return getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot find {name}: {error}") from error
+        found = getattr(import_module(module), function)
+    except Exception as error:  # somebody's module may raise anything while it is imported
+        raise ValueError(f"cannot find {name}: {type(error).__name__}: {one_line(error)}") from error
+    if not callable(found):
+        raise ValueError(f"{name} is a {type(found).__name__}, not a function")
+    return found
 
 
 def _serve(
@@ -134,9 +139,10 @@ def is_unsupported(found: Any) -> bool:
 
 
 def joined(found: Sequence[dict[str, tuple[float, float]]]) -> dict[str, float]:
-    """Errors over all ranks, from their parts."""
+    """Errors over all ranks, from their parts; infinite of what a rank has not compared, or what has no size."""
+    names = {name: None for each in found for name in each}
     errors: dict[str, float] = {}
-    for name in found[0]:
-        wrong, right = (sum(each[name][index] for each in found) for index in (0, 1))
-        errors[name] = (wrong / right) ** 0.5 if right else wrong**0.5
+    for name in names:
+        wrong, right = map(sum, zip(*(each.get(name, (math.inf, 0.0)) for each in found), strict=True))
+        errors[name] = (wrong / right) ** 0.5 if right else math.inf
     return errors
