@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ringspan.cli.commands.plan import EPILOG
 from ringspan.cli.main import main
 from tests.cli.test_bad_input import HUGE, refusal
 from tests.surface import check_object
@@ -118,6 +119,23 @@ def test_the_keys_of_the_objects_are_those_of_before(monkeypatch, capsys):
     check_object("plan --generate", json.loads(printed(monkeypatch, capsys, *GENERATE, "--json")))
 
 
+def test_what_generate_refuses_is_said_and_not_told_how_to_run(monkeypatch, capsys):
+    options = (*GENERATE, "--prompt", "1000000")
+    lines = printed(monkeypatch, capsys, *options).splitlines()
+    assert lines[0].startswith("fits: yes, ") and lines[2] == (
+        "too long: 1,000,050 tokens, the model has 131,072 positions"
+    )
+    assert "to generate:" not in lines
+    result = json.loads(printed(monkeypatch, capsys, *options, "--json"))
+    assert result["positions"] == 131_072 and "ringspan generate refuses 1,000,050 tokens" in result["reasons"][0]
+
+
+def test_the_examples_of_generation_are_none_that_generate_refuses(monkeypatch, capsys):
+    example = EPILOG.rpartition("ringspan plan ")[2].split()
+    result = json.loads(printed(monkeypatch, capsys, *example, "--json"))
+    assert result["fits"] and not any("refuses" in reason for reason in result["reasons"])
+
+
 def test_a_name_of_two_devices_is_said_to_be_one(monkeypatch, capsys):
     assert "--device a100 is taken as NVIDIA A100 80 GB" in printed(monkeypatch, capsys, "--device", "a100")
 
@@ -200,7 +218,7 @@ def test_help_has_an_example(monkeypatch, capsys):
     assert "Example" in printed(monkeypatch, capsys, "--help")
 
 
-GENERATED = ("--generate", "--devices", "8", "--device", "h100", "--prompt", "1000000", "--new-tokens", "500")
+GENERATED = ("--generate", "--devices", "8", "--device", "h100", "--prompt", "130000", "--new-tokens", "500")
 
 
 @pytest.mark.parametrize("page", ["planning.md", "start.md"])

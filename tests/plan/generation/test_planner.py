@@ -60,6 +60,15 @@ def test_weights_that_do_not_fit_whole_are_gathered_for_every_token():
     assert "2,048 learned positions" in said(plan_text(question("gpt-175b", "h100", 16, prompt=3000)))
 
 
+def test_more_tokens_than_the_model_was_made_for_are_refused_by_generate():
+    assert not plan_text(question(prompt=131_072 - 200)).is_refused
+    answer = plan_text(question(prompt=131_072 - 199))
+    assert answer.fits and answer.is_refused and answer.as_json()["positions"] == 131_072
+    assert "made for 131,072 positions: ringspan generate refuses 131,073 tokens" in answer.as_json()["reasons"][0]
+    unknown = replace(question(prompt=10**6), shape=replace(model_shape("llama-3.1-8b"), made_for=0))
+    assert not plan_text(unknown).is_refused and plan_text(unknown).positions is None
+
+
 def test_what_fits_nowhere_is_said_with_the_longest_that_does():
     asked = question("llama-3.1-70b", "h100", 8, prompt=10_000_000)
     answer = plan_text(asked)

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ringspan.core.errors import ConfigError, RingspanError, UnsupportedError
 from ringspan.plan.model.configs import MODELS, model_shape
 from ringspan.torch.layers.decoder import layer_kinds
+from ringspan.torch.layers.positions import num_trained_positions
 from tests.torch import models
 
 # Counted from the published checkpoints (their safetensors index); GPT-3 from its paper's sizes (Brown et al. 2020).
@@ -40,6 +41,35 @@ PUBLISHED = {
 
 def test_every_built_in_model_has_its_published_number_of_parameters():
     assert {name: shape.parameters for name, shape in MODELS.items()} == PUBLISHED
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        *((kind, {}) for kind in ("llama", "mistral", "qwen2", "qwen3")),
+        ("llama", {"max_position_embeddings": 1234}),
+        ("llama", {"max_position_embeddings": 1234, "rope_parameters": DYNAMIC}),
+        ("llama", {"max_position_embeddings": 1234, "rope_scaling": {"type": "dynamic", "factor": 2.5}}),
+        ("qwen3", {"max_position_embeddings": 1234, "rope_parameters": {**DYNAMIC, "rope_type": "linear"}}),
+    ],
+)
+def test_a_model_is_made_for_the_positions_that_generate_reads_from_its_config(tmp_path, kind, values):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8}
+    written = {"model_type": kind, **sizes, "vocab_size": 11, **values}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert model_shape(str(tmp_path)).made_for == num_trained_positions(config)
+
+
+@pytest.mark.parametrize("rope", [7, {"rope_type": "dynamic", "factor": "2"}, {"rope_type": "dynamic", "factor": 0}])
+def test_rotary_positions_that_cannot_be_read_are_refused(tmp_path, rope):
+    values = models.config("llama").to_dict() | {"rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="rope_parameters"):
+        model_shape(str(tmp_path))
 
 
 @pytest.mark.parametrize(

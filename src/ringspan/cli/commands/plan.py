@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 EPILOG = (
     "Examples: ringspan plan --model llama-3.1-8b --devices 8 --device h100 --length 1048576. "
-    "ringspan plan --generate --model llama-3.1-8b --devices 8 --device h100 --prompt 1000000 --new-tokens 500"
+    "ringspan plan --generate --model llama-3.1-8b --devices 8 --device h100 --prompt 130000 --new-tokens 500"
 )
-DEFAULT_PROMPT, DEFAULT_NEW_TOKENS = 131_072, 200
+DEFAULT_PROMPT, DEFAULT_NEW_TOKENS = 100_000, 200
 
 
 Model = Annotated[
@@ -114,7 +114,7 @@ def command(
         bool, typer.Option("--generate", help="Plan generation instead: --batch prompts read, and tokens after them.")
     ] = False,
     prompt: Annotated[
-        int | None, typer.Option(min=1, help="With --generate: tokens of a prompt; default: 131072.")
+        int | None, typer.Option(min=1, help="With --generate: tokens of a prompt; default: 100000.")
     ] = None,
     new_tokens: Annotated[
         int | None, typer.Option(min=1, help="With --generate: tokens to write after each prompt; default: 200.")

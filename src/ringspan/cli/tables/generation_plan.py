@@ -19,6 +19,9 @@ def show(answer: TextPlan, model: str) -> None:
     out.print(verdict + Text(f", {need}", style="not bold"), soft_wrap=True)
     longest = f"{answer.max_prompt:,} tokens" if answer.max_prompt else "none, the weights are too large"
     paragraph(out, f"longest prompt that fits: {longest}")
+    if answer.is_refused:
+        asked = question.prompt + question.new_tokens
+        paragraph(out, f"too long: {asked:,} tokens, the model has {answer.positions:,} positions", style="bold red")
     prompts = f"{question.batch:,} prompt{'s' * (question.batch > 1)} of {question.prompt:,} tokens"
     paragraph(
         out,
@@ -47,7 +50,7 @@ def show(answer: TextPlan, model: str) -> None:
     heading(out, "why")
     for reason in answer.reasons():
         paragraph(out, reason, first="- ")
-    if answer.fits and not question.device.name.startswith("tpu"):
+    if answer.fits and not answer.is_refused and not question.device.name.startswith("tpu"):
         out.print()
         paragraph(out, "to generate:", style="bold")
         out.print(Text(_command(answer, model) if question.batch == 1 else _call(answer)), soft_wrap=True)

@@ -102,6 +102,16 @@ class TextPlan:
         return self.question.fits(self.text)
 
     @property
+    def positions(self) -> int | None:
+        """Tokens that the model has positions for; None where nothing says it."""
+        return self.question.shape.positions or self.question.shape.made_for or None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether ``ringspan generate`` refuses it, since the model has fewer positions."""
+        return self.positions is not None and self.question.prompt + self.question.new_tokens > self.positions
+
+    @property
     def alone_fits(self) -> bool:
         return self.question.fits(self.question.alone)
 
@@ -127,6 +137,7 @@ class TextPlan:
             "collectives_per_token": cost.collectives_per_token,
             "seconds": cost.seconds,
             "max_prompt_tokens": self.max_prompt,
+            "positions": self.positions,
             "one_device_is_better": self.alone_is_better,
             "one_device": {
                 "fits": self.alone_fits,
@@ -140,16 +151,25 @@ class TextPlan:
         }
 
     def reasons(self) -> Iterator[str]:
-        """One sentence each: one device or several, the weights, what a token takes, what reading takes."""
+        """One sentence each: positions, one device or several, the weights, what a token takes, what reading takes."""
+        if self.is_refused:
+            yield self._about_positions()
         yield from self._about_one_device()
         yield from self._about_weights()
         yield from self._about_tokens()
         yield from self._about_reading()
-        shape, question = self.question.shape, self.question
-        if shape.positions and question.prompt + question.new_tokens > shape.positions:
-            yield f"{shape.name} has {shape.positions:,} learned positions: generate raises for more tokens"
-        if question.device.note:
-            yield question.device.note
+        if self.question.device.note:
+            yield self.question.device.note
+
+    def _about_positions(self) -> str:
+        shape, tokens = self.question.shape, self.question.prompt + self.question.new_tokens
+        if shape.positions:
+            return f"{shape.name} has {shape.positions:,} learned positions: generate raises for {tokens:,} tokens"
+        return (
+            f"{shape.name} was made for {shape.made_for:,} positions: ringspan generate refuses {tokens:,} tokens "
+            "until its rotary positions are scaled (rope_parameters and max_position_embeddings in config.json); plan "
+            "with that config.json"
+        )
 
     def _about_one_device(self) -> Iterator[str]:
         alone, cost, title = self.alone, self.cost, self.question.device.title

@@ -27,6 +27,7 @@ def _llama(
     *,
     kv_heads: int | None = None,
     vocab: int = 32_000,
+    made_for: int = 2048,
     **others: Any,
 ) -> ModelShape:
     return ModelShape(
@@ -38,12 +39,13 @@ def _llama(
         head_dim=others.pop("head_dim", hidden // heads),
         intermediate=intermediate,
         vocab=vocab,
+        made_for=made_for,
         **others,
     )
 
 
 def _llama3(name: str, layers: int, hidden: int, heads: int, intermediate: int, *, tied: bool = False) -> ModelShape:
-    return _llama(name, layers, hidden, heads, intermediate, kv_heads=8, vocab=128_256, tied=tied)
+    return _llama(name, layers, hidden, heads, intermediate, kv_heads=8, vocab=128_256, made_for=131_072, tied=tied)
 
 
 def _qwen3(name: str, layers: int, hidden: int, heads: int, intermediate: int, *, tied: bool = False) -> ModelShape:
@@ -55,6 +57,7 @@ def _qwen3(name: str, layers: int, hidden: int, heads: int, intermediate: int, *
         intermediate,
         kv_heads=8,
         vocab=151_936,
+        made_for=40_960,
         tied=tied,
         head_dim=128,
         qk_norm=True,
@@ -91,7 +94,7 @@ _MODELS: Final = (
     _llama("llama-13b", 40, 5120, 40, 13_824),
     _llama("llama-30b", 60, 6656, 52, 17_920),
     _llama("llama-65b", 80, 8192, 64, 22_016),
-    _llama("llama-2-70b", 80, 8192, 64, 28_672, kv_heads=8),
+    _llama("llama-2-70b", 80, 8192, 64, 28_672, kv_heads=8, made_for=4096),
     _llama3("llama-3.1-8b", 32, 4096, 32, 14_336),
     _llama3("llama-3.1-70b", 80, 8192, 64, 28_672),
     _llama3("llama-3.1-405b", 126, 16_384, 128, 53_248),
@@ -106,6 +109,8 @@ _MODELS: Final = (
 )
 MODELS: Final = {model.name: model for model in _MODELS}
 
+# What transformers takes where a config.json does not say it.
+_MADE_FOR: Final = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
 _FAMILIES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt2"}
 
 
@@ -204,6 +209,7 @@ def from_config(values: Mapping[str, Any], name: str, media: Media = NO_MEDIA, d
         head_dim=number("head_dim", 128 if kind == "qwen3" else hidden // heads),
         intermediate=number("intermediate_size"),
         vocab=number("vocab_size"),
+        made_for=int(number("max_position_embeddings", _MADE_FOR[kind]) * _dynamic_factor(values, name)),
         tied=bool(values.get("tie_word_embeddings", False)),
         qkv_bias=kind == "qwen2" or bool(values.get("attention_bias", False)),
         output_bias=kind != "qwen2" and bool(values.get("attention_bias", False)),
@@ -257,6 +263,20 @@ def _gpt2_config(values: Mapping[str, Any], name: str) -> ModelShape:
         intermediate=intermediate,
         tied=bool(values.get("tie_word_embeddings", True)),
     )
+
+
+def _dynamic_factor(values: Mapping[str, Any], name: str) -> float:
+    """By how much dynamic scaling extends max_position_embeddings, in which other kinds are; as
+    ``ringspan.torch.layers.positions.num_trained_positions`` reads it, without importing a framework.
+    """
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"{name}: rope_parameters={rope!r} should be a JSON object")
+    tables = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    factors = [each.get("factor", 1.0) for each in tables if each.get("rope_type", each.get("type")) == "dynamic"]
+    if not all(isinstance(factor, int | float) and factor >= 1 for factor in factors):
+        raise ConfigError(f"{name}: factor={factors[0]!r} of rope_parameters should be a number of at least 1")
+    return max(factors, default=1.0)
 
 
 def _windows(values: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

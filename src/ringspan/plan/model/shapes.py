@@ -18,13 +18,15 @@ class ModelShape(LayerSizes):
 
     Of one that sees or hears, ``tower_layers`` are the parameters of each of its towers' layers, ``tower_root`` those
     beside them and the decoder, and ``towers`` what each makes of one sequence. ``later_pairs``: pairs of a query and a
-    later key that each layer computes beside the causal ones.
+    later key that each layer computes beside the causal ones. ``positions`` are those of a learned table,
+    ``made_for`` those that a rotary model was made for; 0 where there are none, or nothing says it.
     """
 
     name: str
     layers: int
     vocab: int
     positions: int = 0
+    made_for: int = 0
     tied: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
