@@ -183,6 +183,7 @@ def test_a_trace_takes_the_place_of_the_formula(monkeypatch, capsys, tmp_path):
         (["--length", "long"], "--length"),
         (["--length", "1.5"], "--length"),
         (["--dtype", "float16"], "--dtype float16 overflows"),
+        (["--parameter-dtype", "float16"], "--parameter-dtype float16 overflows"),
         (["--rank", "3"], "add --trace"),
         (["--length", "0"], "--length"),
         (["--model", "gpt2", "--devices", "8", "--length", "9"], "cannot be shared"),

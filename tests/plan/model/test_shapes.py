@@ -64,6 +64,21 @@ def test_a_model_is_made_for_the_positions_that_generate_reads_from_its_config(t
     assert model_shape(str(tmp_path)).made_for == num_trained_positions(config)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "mistral", "layer_types": ["sliding_attention"]},
+        {"model_type": "mistral", "layer_types": 5},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "all"},
+    ],
+)
+def test_windows_that_cannot_be_read_are_refused(tmp_path, values):
+    written = models.config("llama").to_dict() | {"sliding_window": 8, "layer_types": None} | values
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match=list(values)[-1]):
+        model_shape(str(tmp_path))
+
+
 @pytest.mark.parametrize("rope", [7, {"rope_type": "dynamic", "factor": "2"}, {"rope_type": "dynamic", "factor": 0}])
 def test_rotary_positions_that_cannot_be_read_are_refused(tmp_path, rope):
     values = models.config("llama").to_dict() | {"rope_parameters": rope}

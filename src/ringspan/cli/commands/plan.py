@@ -205,7 +205,7 @@ def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[
         return compare_layouts(answer.question, answer.setting, lengths)
 
 
-def refuse_float16(dtype: str) -> None:
+def refuse_float16(dtype: str, option: str = "--dtype") -> None:
     """As training does.
 
     Raises:
@@ -214,7 +214,7 @@ def refuse_float16(dtype: str) -> None:
     from ringspan.core.errors import ConfigError
 
     if dtype == "float16":
-        raise ConfigError("--dtype float16 overflows without loss scaling, which training does not do; use bfloat16")
+        raise ConfigError(f"{option} float16 overflows without loss scaling, which training does not do; use bfloat16")
 
 
 def planned(
@@ -242,6 +242,7 @@ def planned(
     from ringspan.plan.search import Question
 
     refuse_float16(dtype)
+    refuse_float16(parameter_dtype, "--parameter-dtype")
     return make_plan(
         Question(
             device=_kind(device, devices, nodes),

@@ -215,7 +215,7 @@ def from_config(values: Mapping[str, Any], name: str, media: Media = NO_MEDIA, d
         output_bias=kind != "qwen2" and bool(values.get("attention_bias", False)),
         mlp_bias=bool(values.get("mlp_bias", False)),
         qk_norm=kind == "qwen3",
-        windows=_windows(values, layers),
+        windows=_windows(values, layers, name),
         model_type=kind,
     )
 
@@ -279,7 +279,7 @@ def _dynamic_factor(values: Mapping[str, Any], name: str) -> float:
     return max(factors, default=1.0)
 
 
-def _windows(values: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def _windows(values: Mapping[str, Any], layers: int, name: str) -> tuple[int | None, ...]:
     """As ``ringspan.torch.model.support.layer_kinds`` reads them, without importing a framework."""
     kind = values["model_type"]
     window = values.get("sliding_window") if values.get("use_sliding_window", kind == "mistral") else None
@@ -287,6 +287,10 @@ def _windows(values: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
         return ()
     kinds = values.get("layer_types")
     if kinds is None:
-        dense_layers = int(values.get("max_window_layers", 0)) if kind != "mistral" else 0
+        dense_layers = values.get("max_window_layers", 0) if kind != "mistral" else 0
+        if not isinstance(dense_layers, int):
+            raise ConfigError(f"{name}: max_window_layers={dense_layers!r} should be an integer")
         return tuple(window if layer >= dense_layers else None for layer in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ConfigError(f"{name}: layer_types={kinds!r} should be a list of {layers} kinds, one for each layer")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
