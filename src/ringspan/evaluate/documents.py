@@ -49,9 +49,9 @@ def long_documents(paths: Sequence[str] = ()) -> list[tuple[str, str]]:
     """(name, text) of the files named, or of the language reference and the modules of the standard library, the
     longest first.
     """
-    if paths:
-        return [(str(path), read_text(path)) for path in paths]
-    folder = Path(sysconfig.get_path("stdlib"))
-    modules = [(path.name, path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.py"))]
-    documents = [("language reference", prose()), *modules]
+    documents = [(str(path), read_text(path)) for path in paths]
+    if not documents:
+        folder = Path(sysconfig.get_path("stdlib"))
+        modules = [(path.name, path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.py"))]
+        documents = [("language reference", prose()), *modules]
     return sorted(documents, key=lambda document: (-len(document[1]), document[0]))

@@ -29,7 +29,8 @@ class Document:
 def chosen(
     texts: Sequence[tuple[str, str]], settings: EvalSettings, lengths: Sequence[int], tokenizer: Any
 ) -> tuple[dict[tuple[Any, ...], Document], list[dict[str, Any]]]:
-    """At most ``items`` documents per length, by (length, index), and the lengths that too few are long enough for.
+    """At most ``items`` documents per length, by (length, index), the first that are given; and what is left out, by
+    length.
 
     Raises:
         ConfigError: no document is long enough for any.
@@ -44,6 +45,9 @@ def chosen(
             (length, index): Document(each.name, each.ids[:length], each.sizes and each.sizes[:length])
             for index, each in enumerate(there)
         }
+        if settings.text and len(made) < len(texts):
+            why = f"--items {settings.items}: {len(texts) - len(made)} of {len(texts)} documents, the shortest"
+            missing.append({"length": length, "why": why})
         if len(there) < len(made):
             missing.append({"length": length, "why": f"{len(made) - len(there)} of {len(made)} documents are shorter"})
     if not found:
@@ -57,8 +61,19 @@ def _document(name: str, text: str, most: int, tokenizer: Any) -> Document:
     given = tokenizer(text, return_offsets_mapping=tokenizer.is_fast, verbose=False)
     sizes = None
     if tokenizer.is_fast:
-        sizes = [len(text[start:stop].encode()) for start, stop in given["offset_mapping"]]
+        sizes = _sizes(text, [stop for _, stop in given["offset_mapping"]])
     return Document(name, list(given.input_ids)[:most], sizes and sizes[:most])
+
+
+def _sizes(text: str, stops: Sequence[int]) -> list[int]:
+    """Bytes of each token, by where it stops: from where the tokens before it have come to, so that a space that no
+    token has counts with the next one, and a character in several tokens once.
+    """
+    sizes, reached = [], 0
+    for stop in stops:
+        sizes.append(len(text[reached:stop].encode()))
+        reached = max(reached, stop)
+    return sizes
 
 
 def edges(length: int) -> list[int]:
