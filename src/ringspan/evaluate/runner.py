@@ -1,6 +1,6 @@
 """One task with one model on the ring: every rank runs this; the first one keeps the records."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -53,6 +53,29 @@ class EvalResult(TypedDict):
     """The file with each item, its answer and its score."""
 
 
+def plans(every: Sequence[EvalSettings]) -> list[Plan | None]:
+    """The plan of each model on the first rank, before any is evaluated; None on the others.
+
+    Raises:
+        ConfigError: a model has no place for any item, by its name where there are several; on every rank.
+    """
+    found: list[Plan | None] = []
+
+    def make() -> None:
+        for settings in every:
+            config = load_config(settings.generating(1))
+            tokenizer = load_tokenizer(settings.folder, config)
+            try:
+                found.append(plan(settings, config, tokenizer))
+            except ConfigError as error:
+                if len(every) == 1:
+                    raise
+                raise ConfigError(f"{settings.folder}: {error}") from error
+
+    from_first_rank(make)
+    return found or [None] * len(every)
+
+
 def plan(settings: EvalSettings, config: Any, tokenizer: Any) -> Plan:
     """All items that fit the model.
 
@@ -84,18 +107,18 @@ def plan(settings: EvalSettings, config: Any, tokenizer: Any) -> Plan:
     return Plan(keys, skipped, lambda key: prompts.question(*key))
 
 
-def evaluate_rank(settings: EvalSettings, out: str, observer: EvalObserver | None = None) -> EvalResult:
-    """One rank's part; the result as ``--json`` prints it, on every rank."""
+def evaluate_rank(
+    settings: EvalSettings, planned: Plan | None, out: str, observer: EvalObserver | None = None
+) -> EvalResult:
+    """One rank's part of what is planned; the result as ``--json`` prints it, on every rank."""
     config = load_config(settings.generating(1))
     tokenizer = load_tokenizer(settings.folder, config)
     observer = observer or EvalObserver()
-    planned: Plan | None = None
     records = Records(Path(out), settings)
 
     def begin() -> list[Key]:
-        nonlocal planned
+        assert planned is not None, "on the first rank"
         records.load()
-        planned = plan(settings, config, tokenizer)
         for each in planned.skipped:
             observer.noticed(f"skipped: {each['length']:,} tokens, {each['why']}")
         done = sum(key in records.by_key for key in planned.keys)

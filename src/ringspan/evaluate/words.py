@@ -3,6 +3,8 @@
 from random import Random
 from typing import Final
 
+from ringspan.core.errors import ConfigError
+
 _ADJECTIVES = """
 able amber ample aqua arctic ashen azure bare blunt bold brave brief bright brisk broad bronze busy calm candid cheap
 chief civic clean clear clever close coarse cold common coral cosmic cozy crisp cubic curly daring dark deep dense dim
@@ -29,11 +31,20 @@ NOUNS: Final = tuple(_NOUNS.split())
 
 
 def names(random: Random, count: int) -> list[str]:
-    """So many different names, as ``brave-otter``; of three words where two do not make enough."""
+    """So many different names, as ``brave-otter``; of three words where two do not make enough.
+
+    Raises:
+        ConfigError: three do not either.
+    """
     adjectives, nouns = len(ADJECTIVES), len(NOUNS)
     pairs = adjectives * nouns
     if count <= pairs:
         return [f"{ADJECTIVES[at // nouns]}-{NOUNS[at % nouns]}" for at in random.sample(range(pairs), count)]
+    if count > adjectives * pairs:
+        raise ConfigError(
+            f"{count:,} different names are needed, and there are {adjectives * pairs:,}; give fewer --needles and "
+            "--distractors, or smaller --lengths"
+        )
     drawn = random.sample(range(adjectives * pairs), count)
     return [f"{ADJECTIVES[at // pairs]}-{ADJECTIVES[at % pairs // nouns]}-{NOUNS[at % nouns]}" for at in drawn]
 

@@ -85,6 +85,15 @@ def test_a_killed_run_continues_under_torchrun_and_draws_all_models(folder, tmp_
     assert json.loads(out) == result and "item" not in err.replace("items are in", "")
 
 
+def test_models_that_lack_the_positions_are_named_before_any_is_evaluated(folder, tmp_path, monkeypatch, capsys):
+    short = save(tmp_path / "short", max_position_embeddings=300)
+    capsys.readouterr()  # what saving shows
+    monkeypatch.chdir(tmp_path)
+    line = refusal(monkeypatch, capsys, "eval", "lines", folder, short, "--lengths", "700", "--items", "1")
+    assert f"{short}: --lengths 700: the model has 300 positions" in line
+    assert not list(tmp_path.glob("runs/eval/*"))
+
+
 def test_one_model_is_named_and_several_are_told_apart_in_rows():
     one: dict[str, Any] = {"task": "lines", "model": "a", "rows": [{"length": 1}], "skipped": [], "records": "r"}
     assert merged([one]) is one
@@ -115,6 +124,7 @@ def test_one_model_is_named_and_several_are_told_apart_in_rows():
         (["lines", "{model}", "--dtype", "int7"], "--dtype int7: should be one of"),
         (["lines", "{model}", "--depths", "0"], "--depths"),
         (["lins", "{model}"], "'lins'"),
+        (["needle", "{model}", "--distractors", "3000000"], "3,000,001 different names are needed, and there are"),
         (["perplexity", "{model}", "--length", "4096"], "--lengths 4096: the model has 1,024 positions"),
     ],
 )

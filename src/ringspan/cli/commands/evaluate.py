@@ -306,15 +306,15 @@ def evaluate_ranks(every: list[EvalSettings], out: str) -> list[dict[str, Any]]:
     import torch.distributed as dist
     import transformers
 
-    from ringspan.evaluate.runner import EvalObserver, evaluate_rank
+    from ringspan.evaluate.runner import EvalObserver, evaluate_rank, plans
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     results = []
-    for settings in every:
+    for settings, planned in zip(every, plans(every), strict=True):
         shown = _watched(settings) if dist.get_rank() == 0 else nullcontext(EvalObserver())
         with shown as observer:
-            results.append(evaluate_rank(settings, out, observer))
+            results.append(evaluate_rank(settings, planned, out, observer))
     return results
 
 
