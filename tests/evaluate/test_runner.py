@@ -83,6 +83,30 @@ def test_perplexity_is_that_of_one_process(folder, tmp_path):
         start = stop
 
 
+def adapter(place: Path, base: Path) -> Path:
+    """The folder of an adapter, whose own files say nothing of its base model's."""
+    folder = place / "adapter"
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    return folder
+
+
+def test_records_of_an_adapter_begin_anew_with_another_base(tmp_path):
+    base = save(tmp_path / "base")
+    settings = EvalSettings(folder=str(adapter(tmp_path, base)), task="lines")
+    before = Records(tmp_path, settings).path
+    assert Records(tmp_path, settings).path == before
+    save(base, seed=1)
+    assert Records(tmp_path, settings).path != before
+
+
+def test_records_of_an_earlier_version_are_not_continued(folder, tmp_path, monkeypatch):
+    settings = EvalSettings(folder=str(folder), task="lines")
+    before = Records(tmp_path, settings).path
+    monkeypatch.setattr("ringspan.evaluate.records.VERSION", 0)
+    assert Records(tmp_path, settings).path != before
+
+
 def test_records_continue_after_a_line_that_was_cut(folder, tmp_path):
     settings = EvalSettings(folder=str(folder), task="lines", items=3)
     records = Records(tmp_path, settings)
@@ -101,6 +125,7 @@ def test_records_continue_after_a_line_that_was_cut(folder, tmp_path):
         ({"lengths": (7,)}, True),
         ({"seed": 1}, False),
         ({"plain": True}, False),
+        ({"folder": str(adapter(tmp_path, folder))}, False),
     ):
         other = Records(tmp_path, EvalSettings(**{"folder": str(folder), "task": "lines", "items": 3, **changes}))
         assert (other.path == records.path) is is_same

@@ -1,5 +1,6 @@
 """Prompts: as long as asked for, the same for the same seed, with what is asked for where it should be."""
 
+import hashlib
 import re
 from random import Random
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 from ringspan.core.errors import ConfigError
 from ringspan.evaluate.documents import prose, sentences
 from ringspan.evaluate.prompts import Prompts
+from ringspan.evaluate.records import VERSION
 from ringspan.evaluate.settings import EvalSettings
 from ringspan.evaluate.task import Material, first_number, found
 from ringspan.evaluate.tasks import TASKS
@@ -43,6 +45,14 @@ def test_a_prompt_says_its_answers_and_is_the_same_for_the_same_numbers(name):
     assert found(prompt.text, prompt.answers) == 1.0
     assert found(prompt.cue, prompt.answers) == 0.0
     assert len(set(prompt.answers)) == len(prompt.answers)
+
+
+def test_prompts_are_those_of_this_version_of_the_records():
+    """Where this fails, raise ``VERSION``, and give the new digest: old records are not continued with new prompts."""
+    material = Material(("One.", "Two words."), 2, 1)
+    prompts = [task.build(Random(1), 100, 0.5, material) for task in TASKS.values()]
+    digest = hashlib.sha256(repr(prompts).encode()).hexdigest()[:12]
+    assert (VERSION, digest) == (1, "ab5132a95187")
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -2,8 +2,10 @@
 
 import os
 
+import pytest
 from transformers import AutoTokenizer
 
+from ringspan.core.errors import ConfigError
 from ringspan.generate.chat import Conversation, Lines
 from tests.cli.commands.test_generate import save_tokenizer
 
@@ -50,6 +52,25 @@ def test_what_a_cache_holds_stays_before_a_conversation_that_begins_anew(tmp_pat
     assert not conversation.ask("two") and tokenizer.decode(conversation.ids) == "book [two]"
 
 
+@pytest.mark.parametrize("template", [None, TEMPLATE, FORGETFUL])
+def test_a_line_that_is_refused_leaves_the_conversation_as_it_was(tmp_path, template):
+    save_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = template
+
+    def refuse(ids: list[int]) -> None:
+        raise ConfigError(f"{len(ids)} are too many")
+
+    asked, other = Conversation(tokenizer), Conversation(tokenizer)
+    for conversation in (asked, other):
+        conversation.ask("one")
+        conversation.answered(tokenizer("yes").input_ids)
+    with pytest.raises(ConfigError, match="are too many"):
+        asked.ask("no end of this", refuse)
+    assert asked == other
+    assert asked.ask("two") == other.ask("two") and asked.ids == other.ids
+
+
 def test_lines_come_when_they_are_whole():
     reader, writer = os.pipe()
     lines = Lines(reader)
@@ -59,4 +80,12 @@ def test_lines_come_when_they_are_whole():
     assert [lines.next(1), lines.next(1), lines.next(0.01)] == [("one", False), ("two", False), (None, False)]
     os.close(writer)
     assert [lines.next(1), lines.next(1)] == [("last", False), (None, True)]
+    os.close(reader)
+
+
+def test_the_byte_order_mark_of_a_file_is_no_part_of_its_first_line():
+    reader, writer = os.pipe()
+    os.write(writer, "one\n".encode("utf-8-sig"))
+    assert Lines(reader).next(1) == ("one", False)
+    os.close(writer)
     os.close(reader)

@@ -1171,4 +1171,18 @@ MUTANTS = [
         "(0.0, 0.0)",
         "conformance/test_conformance.py::test_what_is_not_compared_on_every_rank_fails[found1]",
     ),
+    Mutant(
+        "a character in several tokens counts with each of them",
+        "evaluate/perplexity.py",
+        "text[reached:stop]",
+        "text[min(reached, max(stop - 1, 0)) : stop]",
+        "evaluate/test_perplexity.py::test_the_bytes_of_all_tokens_are_those_of_the_text[tokenizer1]",
+    ),
+    Mutant(
+        "records of an adapter do not tell its base model",
+        "evaluate/records.py",
+        "(settings.folder, base_folder(settings.folder))",
+        "(settings.folder, settings.folder)",
+        "evaluate/test_runner.py::test_records_of_an_adapter_begin_anew_with_another_base",
+    ),
 ]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.files.named import why_no_model
 from ringspan.core.messages.lines import one_line
 
 _FILES: Final = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -19,8 +20,8 @@ def local_folder(model: str) -> str:
     """
     folder = Path(model)
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"{model}: has no config.json; give the folder that a model was saved into")
+        if reason := why_no_model(folder):
+            raise ConfigError(f"{model}: {reason}")
         return str(folder)
     if folder.exists() or not _NAME.fullmatch(model) or model.startswith("."):
         raise ConfigError(f"{model}: there is no such folder; give one with a model and its tokenizer")

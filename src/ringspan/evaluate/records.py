@@ -11,19 +11,26 @@ from typing import Any, Final
 
 from ringspan.core.errors import ConfigError
 from ringspan.evaluate.settings import EvalSettings
+from ringspan.generate.folder import base_folder
 
+VERSION: Final = 1
+"""Of prompts, documents and scores: raise it when they change, so that old items are not continued with new ones."""
 _SMALL_BYTES: Final = 1 << 20
 # Of the settings, what changes no answer, is in an item's key, or is described below.
 _LEFT_OUT: Final = {"tp", "weights", "prefill_tokens", "lengths", "depths", "items", "folder", "text"}
 
 
 def identity(settings: EvalSettings) -> dict[str, Any]:
-    """What the answers depend on: the settings, the model's files, and the text, which is Python's own
-    unless there are files."""
+    """What the answers depend on: the settings, the model's files, those of the model that an adapter is for too, how
+    prompts are made, and the text, which is Python's own unless there are files.
+    """
     kept = {name: value for name, value in asdict(settings).items() if name not in _LEFT_OUT}
-    model = {path.name: _describe(path) for path in sorted(Path(settings.folder).iterdir()) if _matters(path)}
+    folders = dict.fromkeys((settings.folder, base_folder(settings.folder)))
+    model = [
+        {path.name: _describe(path) for path in sorted(Path(folder).iterdir()) if _matters(path)} for folder in folders
+    ]
     text = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in settings.text]
-    return {**kept, "model": model, "text": text or platform.python_version()}
+    return {**kept, "version": VERSION, "model": model, "text": text or platform.python_version()}
 
 
 def _matters(path: Path) -> bool:

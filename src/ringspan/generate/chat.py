@@ -2,12 +2,14 @@
 
 import os
 import select
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from ringspan.core.errors import ConfigError
 from ringspan.generate.folder import check_ids
 from ringspan.generate.session import PATIENCE_SECONDS, Session
 
@@ -28,20 +30,26 @@ class Conversation:
     def __post_init__(self) -> None:
         self.ids = list(self.book)
 
-    def ask(self, line: str) -> bool:
+    def ask(self, line: str, check: Callable[[list[int]], None] = lambda ids: None) -> bool:
         """Add a line of the user's. False where the tokens changed from the beginning, so that a cache is of no use:
         some templates drop parts of earlier answers.
+
+        Raises:
+            ConfigError: ``check`` raises it for the tokens, and the conversation is as it was.
         """
         if not self.tokenizer.chat_template:
             start = "\n" if self.ids else ""
-            self.ids += self._encode(f"{start}{line}\n", add_special_tokens=not self.ids)
+            ids = self.ids + self._encode(f"{start}{line}\n", add_special_tokens=not self.ids)
+            check(ids)
+            self.ids = ids
             return True
-        self.messages.append({"role": "user", "content": line})
-        text = str(self.tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True))
+        messages = [*self.messages, {"role": "user", "content": line}]
+        text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         goes_on = text.startswith(self._text)
         new = self._encode(text[len(self._text) :] if goes_on else text, add_special_tokens=False)
-        self.ids = [*(self.ids if goes_on else self.book), *new]
-        self._text = text
+        ids = [*(self.ids if goes_on else self.book), *new]
+        check(ids)
+        self.ids, self.messages, self._text = ids, messages, text
         return goes_on
 
     def answered(self, token_ids: list[int]) -> None:
@@ -70,7 +78,7 @@ class Lines:
             if b"\n" in self._read or (self._is_over and self._read):
                 line, _, self._read = self._read.partition(b"\n")
                 if line.strip():
-                    return line.decode(errors="replace").strip(), False
+                    return line.decode("utf-8-sig", errors="replace").strip(), False
                 continue
             if self._is_over:
                 return None, True
@@ -84,10 +92,11 @@ def converse(model: Session, first: str | None, descriptor: int | None) -> None:
     """Answer lines until they end, the cache kept over all turns; ``first`` is a line that is known already.
 
     Rank 0 reads them from ``descriptor``; each rank calls this. It begins after what a cache holds that the settings
-    name, and the cache is saved at the end where they say so.
+    name, and the cache is saved at the end where they say so. A line for which the model has no place is refused, and
+    what was said before stays.
 
     Raises:
-        ConfigError: more tokens than the model has positions, or a cache of several sequences.
+        ConfigError: the model has no place for ``first``, or a cache is of several sequences.
         CheckpointError: a cache cannot be loaded or saved; on every rank.
     """
     book, cache = model.opened()
@@ -106,10 +115,16 @@ def converse(model: Session, first: str | None, descriptor: int | None) -> None:
                 if conversation.ids:
                     model.keep(cache)
                 return
-        if not conversation.ask(line):
-            cache = model.new_cache()
-        check_ids(conversation.ids, model.settings, model.model.config)
-        conversation.answered(model.answer(conversation.ids, cache).token_ids)
-        model.observer.wrote("\n")
+        try:
+            goes_on = conversation.ask(line, lambda ids: check_ids(ids, model.settings, model.model.config))
+        except ConfigError as error:
+            if line is first:  # an option of the command, which ends with it as with any other
+                raise
+            model.observer.refused(str(error))
+        else:
+            if not goes_on or model.num_beams > 1:
+                cache = model.new_cache()
+            conversation.answered(model.answer(conversation.ids, cache).token_ids)
+            model.observer.wrote("\n")
         model.observer.asks()
         line = None

@@ -21,7 +21,7 @@ from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions
 from ringspan.torch.model.support import refuse_config, refuse_quantised
 from ringspan.torch.tensor_parallel.split import refuse_heads
-from ringspan.torch.weights.files import WeightFiles
+from ringspan.torch.weights.files import WeightFiles, folder_of
 from ringspan.torch.weights.loading import read_whole, unread_model
 
 
@@ -48,10 +48,11 @@ def load_config(settings: GenerateSettings) -> PreTrainedConfig:
 
 
 def base_folder(folder: str) -> str:
-    """Where the model's config and weights are: in the folder, or where its adapter says.
+    """Where the model's config and weights are: in the folder, or where its adapter says, which is a folder too, or an
+    id of the Hub that has a local copy.
 
     Raises:
-        ConfigError: an adapter that does not say which model it is for.
+        ConfigError: an adapter that does not say which model it is for, or of one that is not here.
         MissingExtraError: an adapter, where PEFT is not installed.
     """
     path = Path(folder, ADAPTER_CONFIG)
@@ -64,7 +65,13 @@ def base_folder(folder: str) -> str:
         raise ConfigError(f"{path}: cannot be read: {one_line(error)}") from error
     if not isinstance(base, str) or not base:
         raise ConfigError(f"{path}: does not say which model it is for; set base_model_name_or_path")
-    return base
+    try:
+        return str(folder_of(base, local_files_only=True))
+    except (OSError, ValueError) as error:  # as the Hub's client raises it
+        raise ConfigError(
+            f"{path}: its base model {base!r} is neither a folder nor in the local cache of the Hub; download it, or "
+            "set base_model_name_or_path to where it is"
+        ) from error
 
 
 def dtype_of(settings: GenerateSettings, config: PreTrainedConfig) -> torch.dtype:

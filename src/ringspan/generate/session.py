@@ -31,6 +31,7 @@ class Observer:
     read: Callable[[int, int], None] = lambda tokens, total: None
     wrote: Callable[[str], None] = lambda text: None
     asks: Callable[[], None] = lambda: None
+    refused: Callable[[str], None] = lambda why: None
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ class Session:
     watchdog: Watchdog
     observer: Observer = field(default_factory=Observer)
 
+    @property
+    def num_beams(self) -> int:
+        """What the model's generation_config asks for. A cache of several beams does not go on in the next turn."""
+        return self.model.generation_config.num_beams or 1
+
     def new_cache(self) -> Any:
         """An empty cache, or the one that the settings name.
 
@@ -100,9 +106,15 @@ class Session:
         """The tokens that the cache which the settings name holds, and the cache; none, and a new one, if they do not.
 
         Raises:
-            ConfigError: it is of several sequences.
+            ConfigError: it is of several sequences, or one is to be loaded or saved where there are beams.
             CheckpointError: it cannot be loaded; on every rank.
         """
+        if self.num_beams > 1 and (self.settings.load_cache or self.settings.save_cache):
+            option = "--save-cache" if self.settings.load_cache is None else "--load-cache"
+            raise ConfigError(
+                f"{option}: generation_config.json has num_beams = {self.num_beams}, and such a cache is of so many "
+                "texts; set it to 1 there, or leave the option out"
+            )
         cache = self.new_cache()
         if self.settings.load_cache is None:
             return [], cache
@@ -125,7 +137,8 @@ class Session:
         """Tokens after ``ids``, whose beginning the cache may hold already."""
         cache = self.new_cache() if cache is None else cache
         listener = _Listener(self.watchdog, self.tokenizer, self.observer)
-        self.model.ring_on_read = self._on_read(len(ids))
+        has_beams = self.num_beams > 1  # no text is known before their end, and transformers streams none
+        self.model.ring_on_read = self._on_read(len(ids), listener.wrote if has_beams else None)
         self.watchdog.be(0, "reading the prompt", PATIENCE_SECONDS)
         prompt = torch.tensor([ids], device=local_device())
         started = time.perf_counter()
@@ -133,7 +146,9 @@ class Session:
             prompt,
             attention_mask=torch.ones_like(prompt),
             past_key_values=cache,
-            streamer=listener,
+            streamer=None if has_beams else listener,
+            num_return_sequences=1,
+            return_dict_in_generate=False,
             weights=self.settings.weights,
             **self.settings.options,
         )
@@ -141,19 +156,24 @@ class Session:
         new = whole[0, len(ids) :].tolist()
         largest = torch.tensor(cache.nbytes, device=local_device())
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        text = str(self.tokenizer.decode(new, skip_special_tokens=True))
+        if has_beams:
+            self.observer.wrote(text)
         return Answer(
-            text=str(self.tokenizer.decode(new, skip_special_tokens=True)),
+            text=text,
             token_ids=new,
             prefill_seconds=listener.first - started,
             seconds_per_token=(ended - listener.first) / (len(new) - 1) if len(new) > 1 else None,
             cache_bytes_per_rank=int(largest),
         )
 
-    def _on_read(self, total: int) -> Callable[[int], None]:
+    def _on_read(self, total: int, wrote: Callable[[int], None] | None) -> Callable[[int], None]:
         def read(tokens: int) -> None:
             if tokens <= total:  # of the prompt, not of what follows
                 self.watchdog.be(0, "reading the prompt", PATIENCE_SECONDS)
                 self.observer.read(tokens, total)
+            if tokens >= total and wrote is not None:
+                wrote(tokens - total + 1)
 
         return read
 
@@ -168,12 +188,16 @@ class _Listener(BaseStreamer):
     def put(self, value: Any) -> None:
         """The prompt, then each new token."""
         self._num_tokens += 1
-        if self._num_tokens == 1:
-            self.first = time.perf_counter()
-        if self._num_tokens:
-            self._watchdog.be(self._num_tokens, "writing", PATIENCE_SECONDS)
+        self.wrote(self._num_tokens)
         if self._text is not None:
             self._text.put(value)
+
+    def wrote(self, num_tokens: int) -> None:
+        """So many new tokens are there."""
+        if num_tokens == 1:
+            self.first = time.perf_counter()
+        if num_tokens:
+            self._watchdog.be(num_tokens, "writing", PATIENCE_SECONDS)
 
     def end(self) -> None:
         """The last token has come."""

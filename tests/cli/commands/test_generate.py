@@ -1,5 +1,6 @@
 """``ringspan generate``: the text of one process, from a prompt in a file; refusals before any rank starts."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from ringspan.cli.commands.generate import prompt_text
 from tests.cli.test_bad_input import refusal
 from tests.surface import check_object
 
@@ -159,6 +161,52 @@ def test_a_chat_goes_on_after_a_saved_cache(folder, book, tmp_path):
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     second = model.generate(ids, max_new_tokens=12)[0, ids.shape[1] :]
     assert out.rstrip("\n") == tokenizer.decode(second).rstrip("\n")
+
+
+def test_a_line_of_a_chat_beyond_the_positions_is_refused_and_the_rest_is_kept(folder, book, tmp_path):
+    options = ("--chat", "--nproc", 2, "--max-new-tokens", 12, "--save-cache", tmp_path / "kept")
+    out, err = printed(folder, *options, input=f"{QUESTION}\n{BOOK * 4}\nWhy?\n")
+    assert "ringspan: " in err and "are more than the 256 positions of the model" in err
+    assert (tmp_path / "kept" / "manifest.json").is_file()
+    same, _ = printed(folder, *options[:-2], input=f"{QUESTION}\nWhy?\n")
+    assert out == same
+
+
+@pytest.fixture(scope="module")
+def with_beams(folder, tmp_path_factory):
+    path = shutil.copytree(folder, tmp_path_factory.mktemp("beams") / "model")
+    config = json.loads((path / "generation_config.json").read_text())
+    (path / "generation_config.json").write_text(json.dumps({**config, "num_beams": 3}))
+    return path
+
+
+def test_beams_are_those_of_one_process_and_their_text_comes_at_the_end(folder, with_beams):
+    options = ("--max-new-tokens", 12, "--nproc", 2)
+    new = expected(with_beams, BOOK)
+    assert new == expected(folder, BOOK, num_beams=3) != expected(folder, BOOK)
+    text = AutoTokenizer.from_pretrained(folder).decode(new)
+    assert printed(with_beams, "--prompt", BOOK, *options)[0] == text + "\n"
+    out, _ = printed(with_beams, "--chat", *options, input=f"{QUESTION}\nWhy?\n")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    first = expected(with_beams, f"{QUESTION}\n")
+    ids = torch.tensor([[*tokenizer(f"{QUESTION}\n").input_ids, *first, *tokenizer("\nWhy?\n").input_ids]])
+    model: Any = AutoModelForCausalLM.from_pretrained(with_beams)
+    second = model.generate(ids, max_new_tokens=12)[0, ids.shape[1] :]
+    assert out.rstrip("\n") == f"{tokenizer.decode(first)}\n{tokenizer.decode(second)}".rstrip("\n")
+
+
+@pytest.mark.parametrize("option", ["--load-cache", "--save-cache"])
+def test_a_cache_of_beams_is_refused(with_beams, book, tmp_path, option, monkeypatch, capsys):
+    path = book if option == "--load-cache" else tmp_path / "kept"
+    given = ("generate", with_beams, "--prompt", QUESTION, "--max-new-tokens", "5", option, path)
+    assert f"{option}: generation_config.json has num_beams = 3" in refusal(monkeypatch, capsys, *given)
+
+
+def test_the_byte_order_mark_of_a_file_is_no_part_of_the_prompt(tmp_path, monkeypatch):
+    (tmp_path / "book.txt").write_text(BOOK, encoding="utf-8-sig")
+    assert prompt_text(None, tmp_path / "book.txt") == BOOK
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(BOOK.encode("utf-8-sig"))))
+    assert prompt_text("-", None) == BOOK
 
 
 @pytest.mark.parametrize(

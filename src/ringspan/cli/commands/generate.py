@@ -26,7 +26,7 @@ EPILOG = (
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="Folder of the model and its tokenizer.", show_default=False)],
+    model: Annotated[Path, typer.Argument(help="Folder of a model or adapter, and its tokenizer.", show_default=False)],
     prompt: Annotated[str | None, typer.Option(help="The prompt itself; - reads standard input.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A text file with the prompt; - for standard input.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 200,
@@ -101,11 +101,12 @@ def check_folder(model: Path) -> None:
         ConfigError: naming it.
     """
     from ringspan.core.errors import ConfigError
+    from ringspan.core.files.named import why_no_model
 
     if not model.is_dir():
         raise ConfigError(f"{model}: there is no such folder; give one with a model and its tokenizer")
-    if not (model / "config.json").is_file():
-        raise ConfigError(f"{model}: has no config.json; give the folder that a model was saved into")
+    if reason := why_no_model(model):
+        raise ConfigError(f"{model}: {reason}")
 
 
 def _check_prompt(prompt: str | None, file: Path | None, chat: bool, as_json: bool) -> None:
@@ -131,9 +132,9 @@ def prompt_text(prompt: str | None, file: Path | None, option: str = "--prompt-f
     name = "--prompt" if file is None else f"{option} {file}"
     try:
         if "-" in (prompt, str(file)):
-            name, text = "standard input", sys.stdin.buffer.read().decode()
+            name, text = "standard input", sys.stdin.buffer.read().decode("utf-8-sig")
         else:
-            text = prompt if file is None else file.read_bytes().decode()
+            text = prompt if file is None else file.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -314,10 +315,14 @@ def _watched(quiet: bool) -> "Iterator[Observer]":
         status.stop()
         print("> ", end="", file=sys.stderr, flush=True)
 
+    def refused(why: str) -> None:
+        status.stop()
+        print(f"ringspan: {why}", file=sys.stderr, flush=True)
+
     shown = [False]  # a prompt that is read at once needs no line
     status.start()
     try:
-        yield Observer(doing, read, write, asks)
+        yield Observer(doing, read, write, asks, refused)
     finally:
         status.stop()
         if wrote:

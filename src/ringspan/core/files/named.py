@@ -8,6 +8,7 @@ from typing import Final
 
 ADAPTER_CONFIG: Final = "adapter_config.json"  # the files that PEFT writes into a folder
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+MODEL_CONFIG: Final = "config.json"
 _MOST_BYTES: Final = 16 << 20  # the config of a model takes some thousand
 
 
@@ -26,6 +27,13 @@ def read_small(path: str | Path) -> str:
     if len(data) > _MOST_BYTES:
         raise OSError(errno.EFBIG, f"larger than {_MOST_BYTES >> 20} MiB")
     return data.decode("utf-8-sig")
+
+
+def why_no_model(folder: Path) -> str | None:
+    """Why a folder is none that a model or an adapter was saved into; None where it is one."""
+    if any((folder / name).is_file() for name in (MODEL_CONFIG, ADAPTER_CONFIG)):
+        return None
+    return f"has no {MODEL_CONFIG} and no {ADAPTER_CONFIG}; give the folder that a model was saved into"
 
 
 def why_no_folder(path: Path) -> str | None:
