@@ -53,6 +53,20 @@ def called(mesh: DeviceMesh, kind: str, how: str) -> None:
         case "tiles of another image":
             whole["image_sizes"][0] = torch.tensor([16, 16])
             whole["pixel_values"] = whole["pixel_values"][:, :3]
+        case "tiles of an only image beside two":
+            whole = batch_of(kind, [[2, "i", "i", 2], [3, "i", 8]])
+            whole["image_sizes"][2] = torch.tensor([16, 16])
+            whole["pixel_values"] = whole["pixel_values"][:, :3]
+        case "no sizes":
+            del whole["image_sizes"]
+        case "a size of less than a token":
+            whole["image_sizes"][1, 0] = 4
+        case "an image for each example":
+            whole["pixel_values"] = whole["pixel_values"][:, None]
+        case "a flat grid":
+            whole["image_grid_thw"] = whole["image_grid_thw"][0]
+        case "a grid of no frames":
+            whole["image_grid_thw"] = torch.cat((whole["image_grid_thw"], torch.tensor([[0, 4, 4]])))
         case "short windows":
             whole["input_features"] = whole["input_features"][..., :20]
         case "no mask":
@@ -105,6 +119,16 @@ def called(mesh: DeviceMesh, kind: str, how: str) -> None:
             "tiles of another image",
             "(example 0 of the batch), which makes 5 tiles, pixel_values",
         ),
+        (
+            "llava_onevision",
+            "tiles of an only image beside two",
+            "of image 2 (example 1 of the batch), which makes 5 tiles, pixel_values holds 3",
+        ),
+        ("mistral3", "no sizes", "pixel_values needs image_sizes beside it"),
+        ("mistral3", "a size of less than a token", "of image 1 (example 1 of the batch), pixel_values holds"),
+        ("llava", "an image for each example", "pixel_values must be (images, channels, height, width), got (2, 1,"),
+        ("qwen2_5_vl", "a flat grid", "image_grid_thw must be whole numbers of at least 1, of shape (images, 3)"),
+        ("qwen3_vl", "a grid of no frames", "image_grid_thw must be whole numbers of at least 1"),
         ("voxtral", "short windows", "input_features has windows of 20 steps, the model's have 24"),
         ("audioflamingo3", "no mask", "with input_features_mask (windows, steps) beside it, got (2, 8, 24) and None"),
         ("audioflamingo3", "one token too few", "for audios, and its audios make"),

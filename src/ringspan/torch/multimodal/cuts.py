@@ -7,13 +7,14 @@ The units of a batch are in the order of their tokens in the text. I images, V v
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.messages.lines import shortened
 
 Inputs = Mapping[str, Tensor]
 
@@ -28,6 +29,10 @@ class Cut:
     """Inputs of a tower, of which each row is an image: all of ``names`` that are given, the first of them pixels."""
 
     names: tuple[str, ...]
+    needs_all: bool = False
+    """Whether the tower takes no pixels without the others."""
+    form: ClassVar[str] = "(images, channels, height, width)"
+    """What the dimensions of pixels are."""
 
     @property
     def pixels(self) -> str:
@@ -35,6 +40,12 @@ class Cut:
 
     def check(self, inputs: Inputs) -> None:
         """Raise an UnsupportedError for inputs that do not fit together."""
+        if inputs[self.pixels].ndim != len(self.form.split(",")):
+            raise UnsupportedError(f"{self.pixels} must be {self.form}, got {tuple(inputs[self.pixels].shape)}")
+        if self.needs_all and (lacking := [name for name in self.names if name not in inputs]):
+            raise UnsupportedError(f"{self.pixels} needs {lacking[0]} beside it, which the processor returns")
+        if "image_sizes" in inputs:
+            _check_numbers("image_sizes", inputs["image_sizes"], ("height", "width"))
         counts = {name: len(inputs[name]) for name in self.names if name in inputs}
         if len(set(counts.values())) > 1:
             raise UnsupportedError(
@@ -63,10 +74,10 @@ class Cut:
         if tower.model_type == "pixtral" and "image_sizes" in inputs:
             side, before = tower.patch_size * getattr(config, "spatial_merge_size", 1), 0
             for image, own in enumerate(inputs["image_sizes"].tolist()):
-                if own[0] > size[0] or own[1] > size[1] or min(own) < tower.patch_size:
+                if own[0] > size[0] or own[1] > size[1] or min(own) < side:
                     raise UnsupportedError(
                         f"image_sizes says {own[0]} x {own[1]} of image {image}{_whose(before, counts)}, {self.pixels} "
-                        f"holds {size[0]} x {size[1]} of it{_OTHER}"
+                        f"holds {size[0]} x {size[1]} of it, and a token stands for {side} x {side}{_OTHER}"
                     )
                 before += (own[0] // side) * (own[1] // side)
 
@@ -89,6 +100,16 @@ def _whose(before: int, counts: Sequence[int]) -> str:
     return f" (example {example} of the batch)" if example < len(counts) else ""
 
 
+def _check_numbers(name: str, numbers: Tensor, columns: tuple[str, ...]) -> None:
+    """Raise an UnsupportedError for what does not say so many counts, of at least 1, of each image."""
+    has_form = numbers.ndim == 2 and numbers.shape[1] == len(columns) and not numbers.is_floating_point()
+    if not has_form or bool((numbers < 1).any()):
+        raise UnsupportedError(
+            f"{name} must be whole numbers of at least 1, of shape (images, {len(columns)}) for {', '.join(columns)}; "
+            f"got {shortened(str(numbers.tolist()))}"
+        )
+
+
 def pieces_of(made: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """What a tower gives, (images, tokens, hidden size) or a tensor for each image, as tensors of rows."""
     return [piece.flatten(0, -2) for piece in ([made] if isinstance(made, Tensor) else made)]
@@ -101,6 +122,8 @@ class FramesOfGrid(Cut):
     Attention looks at one frame (of ``temporal_patch_size`` images) at a time, so a video is cut between frames.
     """
 
+    form: ClassVar[str] = "(patches, values)"
+
     @property
     def grid(self) -> str:
         return self.names[1]
@@ -108,6 +131,9 @@ class FramesOfGrid(Cut):
     def check(self, inputs: Inputs) -> None:
         if self.grid not in inputs:
             raise UnsupportedError(f"{self.pixels} needs {self.grid} beside it, which the processor returns")
+        if inputs[self.pixels].ndim != 2:
+            raise UnsupportedError(f"{self.pixels} must be {self.form}, got {tuple(inputs[self.pixels].shape)}")
+        _check_numbers(self.grid, inputs[self.grid], ("frames", "rows", "columns"))
         patches, grids = len(inputs[self.pixels]), inputs[self.grid].prod(-1).tolist()
         if patches != sum(grids):
             raise UnsupportedError(f"{self.pixels} holds {patches} patches, {self.grid} says {sum(grids)} ({grids})")
@@ -182,6 +208,7 @@ class ImagesOfTiles(Cut):
                 f"{self.pixels} must be (images, tiles, channels, height, width) with image_sizes (images, 2) beside "
                 f"it, got {tuple(pixels.shape)} and {None if sizes is None else tuple(sizes.shape)}"
             )
+        _check_numbers("image_sizes", sizes, ("height", "width"))
         if sum(self._groups(inputs)) != len(pixels):
             raise UnsupportedError(
                 f"batch_num_images says {sum(self._groups(inputs))} images, {self.pixels} holds {len(pixels)}"
@@ -196,11 +223,15 @@ class ImagesOfTiles(Cut):
     def check_model(self, inputs: Inputs, config: Any, counts: Sequence[int]) -> None:
         super().check_model(inputs, config, counts)
         tiles, images = inputs[self.pixels].shape[1], self._groups(inputs)
-        for image, size in enumerate(inputs["image_sizes"].tolist() if max(images, default=0) == 1 else ()):
+        is_only = [count == 1 for count in images for _ in range(count)]
+        for image, size in enumerate(inputs["image_sizes"].tolist()):
+            if not is_only[image]:
+                continue
             wanted = image_size_to_num_patches(size, config.image_grid_pinpoints, config.vision_config.image_size)
             if wanted > tiles:
-                owners = [min(number, 1) for number in counts]  # an image each, or nobody can tell whose each is
-                whose = _whose(image, owners) if sum(owners) == len(images) else ""
+                with_images = [min(number, 1) for number in counts]  # one unit each, or nobody can tell whose each is
+                unit = sum(end <= image for end in accumulate(images))
+                whose = _whose(unit, with_images) if sum(with_images) == len(images) else ""
                 raise UnsupportedError(
                     f"image_sizes says {size[0]} x {size[1]} of image {image}{whose}, which makes {wanted} tiles, "
                     f"{self.pixels} holds {tiles}{_OTHER}"
@@ -243,12 +274,7 @@ class FramesOfVideos(Cut):
 class WindowsOfSound(Cut):
     """Whisper's: spectra of windows of one length (W, bins, steps), of which each is encoded by itself."""
 
-    def check(self, inputs: Inputs) -> None:
-        super().check(inputs)
-        if inputs[self.pixels].ndim != 3:
-            raise UnsupportedError(
-                f"{self.pixels} must be (windows, bins, steps), got {tuple(inputs[self.pixels].shape)}"
-            )
+    form: ClassVar[str] = "(windows, bins, steps)"
 
     def check_model(self, inputs: Inputs, config: Any, counts: Sequence[int]) -> None:
         steps, whole = inputs[self.pixels].shape[-1], 2 * config.audio_config.max_source_positions

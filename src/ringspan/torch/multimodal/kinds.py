@@ -85,7 +85,7 @@ KINDS: Final[Mapping[str, Kind]] = {
             Modality("video", FramesOfVideos(("pixel_values_videos",))),
         )
     ),
-    "mistral3": Kind((_SIZED,)),
+    "mistral3": Kind((Modality("image", Cut(_SIZED.cut.names, needs_all=True)),)),
     "paligemma": Kind((_IMAGES,), blocks="token_type_ids", block_type=0, is_prefix=True),
     "qwen2_5_vl": _QWEN,
     "qwen2_audio": Kind(
@@ -111,6 +111,11 @@ def kind_of(model: PreTrainedModel) -> Kind | None:
     ):
         return None
     return kind
+
+
+def has_grid_positions(model: Any) -> bool:
+    """Whether tokens of the images of a model on a ring have a time, a row and a column."""
+    return model.ring_media is not None and model.ring_media.has_grid_positions
 
 
 def inner_of(model: PreTrainedModel) -> Any:
