@@ -1115,6 +1115,20 @@ MUTANTS = [
         f"{SEEN}test_shares.py::test_units_are_shared_out_in_order_and_evenly",
     ),
     Mutant(
+        "a text goes on from its number of tokens behind images",
+        "torch/generate/positions.py",
+        "return text + shift",
+        "return text",
+        f"{SEEN}test_turns.py::test_passes_go_on_behind_images[qwen2_5_vl]",
+    ),
+    Mutant(
+        "a cache is loaded without the positions of its images",
+        "torch/generate/cache/saved.py",
+        "cache.keep_ids(ids, shifts)",
+        "cache.keep_ids(ids)",
+        f"{SEEN}test_turns.py::test_conversations_by_turns_are_those_of_one_process_that_reads_all[qwen2_5_vl]",
+    ),
+    Mutant(
         "an image that does not fit is said to be of the example before",
         "torch/multimodal/cuts.py",
         "sum(end <= before for end in accumulate(counts))",

@@ -48,6 +48,10 @@ def after_an_error(model: Any) -> Any:
             model.generate(models.prompt(60), max_new_tokens=2, **cache)
         with pytest.raises(rs.UnsupportedError, match=r"incomplete.*reset\(\)"), torch.no_grad():
             model(models.prompt(1), **cache)
+        with pytest.raises(rs.UnsupportedError, match=r"incomplete.*reset\(\)"):
+            cache["past_key_values"].crop(-1)  # of which some layers have no row to take back
+        with pytest.raises(rs.UnsupportedError, match=r"incomplete.*reset\(\)"):
+            model.save_cache(cache["past_key_values"], "never-written")
         cache["past_key_values"].reset()
     return plain(model, models.prompt(40), **cache)
 

@@ -17,6 +17,7 @@ from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.generate.agreed import AgreedCriteria, Clock
 from ringspan.torch.generate.cache.cache import RingCache
+from ringspan.torch.generate.positions import whole_positions
 from ringspan.torch.generate.weights import check_weights
 from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, name_ours
 from ringspan.torch.layers.decoder import head_counts, head_sizes
@@ -24,6 +25,7 @@ from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.positions import check_text
 from ringspan.torch.model.config_changes import check_configs
 from ringspan.torch.multimodal.checks import check_media
+from ringspan.torch.multimodal.kinds import has_grid_positions
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.transport.digest import described
 
@@ -74,6 +76,10 @@ def agreed_options(
         inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
         new = _num_new_tokens(config, arguments, inputs.shape[1])
         cache.reserve(max(cache.shares.length, inputs.shape[1]) + min(new, PREFILL_TOKENS))  # it may end earlier
+        if cache.shares.length and has_grid_positions(model) and arguments.get("position_ids") is None:
+            media = next((arguments[name] for name in MEDIA if isinstance(arguments.get(name), Media)), None)
+            mask = arguments.get("attention_mask")
+            arguments["position_ids"] = whole_positions(model, cache, inputs, mask, media)
     if OURS in arguments:
         cache = arguments[OF_GENERATE] = arguments.pop(OURS)
         if OF_GENERATE == OURS and "mamba" in type(model).__name__.lower():  # whose class asks for another name
@@ -121,10 +127,12 @@ def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, A
     if not inputs.numel():
         raise UnsupportedError(f"generate needs a prompt of at least one token, got the shape {tuple(inputs.shape)}")
     check_entries("input_ids", inputs, model.ring_vocabularies[0])
-    _keep_images(model, arguments, inputs)
     mask = arguments.get("attention_mask")
     if cache is not None and not model.ring_is_generating:
         _check_continues(cache, inputs, mask)
+        if cache.shares.length and has_grid_positions(model) and mask is None:
+            _check_padding(config, arguments, inputs)
+    _keep_images(model, arguments, inputs)
     prompt = inputs.shape[1] if mask is None else int(mask.sum(-1).max())
     new = _num_new_tokens(config, arguments, inputs.shape[1])
     check_text(model, prompt, new, says=model.ring_mesh.get_rank() == 0)
@@ -141,11 +149,12 @@ def _keep_images(model: Any, arguments: dict[str, Any], inputs: Tensor) -> None:
         return
     if any(isinstance(arguments.get(name), Media) for name in MEDIA):  # by an earlier call, of this one's
         return
-    cache = arguments.get("past_key_values")
-    new = inputs[:, 0 if cache is None else cache.shares.length :]
+    cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
+    count = (inputs if mask is None else mask).shape[1] - (0 if cache is None else cache.shares.length)
+    new = inputs[:, -count:]
     given = {name: arguments[name] for name in MEDIA if arguments.get(name) is not None}
     given |= {name: given[name][:, -new.shape[1] :] for name in given if name.endswith("type_ids")}
-    if (mask := arguments.get("attention_mask")) is not None:
+    if mask is not None:
         given["attention_mask"] = mask[:, -new.shape[1] :]
     media = media_of({"input_ids": new, **given})
     check_media(model, media, new, None)
@@ -179,6 +188,18 @@ def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None
         raise UnsupportedError(
             f"input_ids differ from what the cache holds, from token {first} on; give what it holds and more, "
             "or use model.new_cache()"
+        )
+
+
+def _check_padding(config: GenerationConfig, arguments: dict[str, Any], ids: Tensor) -> None:
+    """Raise an UnsupportedError for a text without a mask, in which transformers would take some tokens for padding:
+    positions behind a cache with images are counted without them.
+    """
+    padding, ends = (_asked(config, arguments, f"{name}_token_id") for name in ("pad", "eos"))
+    ends = ends if isinstance(ends, list) else [ends]
+    if isinstance(padding, int) and padding not in ends and bool((ids == padding).any()):
+        raise UnsupportedError(
+            f"input_ids hold the token that pads, pad_token_id={padding}, and no attention_mask came with them; give it"
         )
 
 

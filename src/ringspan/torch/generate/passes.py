@@ -23,6 +23,7 @@ from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.masks import layer_masks, real_runs
+from ringspan.torch.generate.positions import new_positions, new_shifts
 from ringspan.torch.layers.blockwise.head import head_of
 from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, cache_name, name_ours
 from ringspan.torch.layers.decoder import finished_logits
@@ -32,7 +33,7 @@ from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.multimodal.checks import check_media
-from ringspan.torch.multimodal.kinds import Kind
+from ringspan.torch.multimodal.kinds import Kind, has_grid_positions
 from ringspan.torch.multimodal.prompts import PromptImages
 from ringspan.torch.multimodal.token_types import Blocks
 from ringspan.torch.recurrence.current import Before, SequencePass, passing
@@ -175,11 +176,10 @@ def over_cache(
     if attention_mask is not None and not bool(attention_mask.all()):
         real = real_runs(attention_mask)
     if position_ids is None:
-        position_ids = torch.arange(before, before + count)[None]
-        if attention_mask is not None:
-            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -count:]
+        position_ids = new_positions(model, cache, len(ids), count, attention_mask, media)
         position_ids = position_ids + first_position(model.get_submodule(model.ring_decoder))
     position_ids = position_ids.to(device).expand(*position_ids.shape[:-2], len(ids), -1)  # with a time, row and column
+    shifts = new_shifts(cache, position_ids, attention_mask) if has_grid_positions(model) else None
     set_global_length(model.get_submodule(model.ring_decoder), int(position_ids.max()) + 1)
     keep = min(logits_to_keep or count, count)
     chunk = model.ring_prefill_tokens * cache.shares.ranks
@@ -192,7 +192,7 @@ def over_cache(
         last.append(hidden)
         if model.ring_on_read is not None:
             model.ring_on_read(cache.shares.length)
-    cache.keep_ids(input_ids)
+    cache.keep_ids(input_ids, shifts)
     logits = finished_logits(head_of(model)(torch.cat(last, 1)), model.config).contiguous()
     if cache.shares.ranks > 1:  # the same bits on every rank, whatever its processor
         dist.broadcast(logits, group_src=0, group=model.ring_mesh["ring"].get_group())

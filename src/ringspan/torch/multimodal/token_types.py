@@ -57,11 +57,12 @@ def grid_positions(model: Any, kind: Kind, media: Media, lengths: Tensor | None)
     longest = max(stop - start for _, start, stop in documents)
     types = media.inputs.get("mm_token_type_ids")
     types = _types(model, kind, tokens) if types is None else types.cpu()
+    real = torch.ones_like(tokens)
+    if lengths is None and media.real is not None:
+        real = (media.real | ~media.real.any(1, keepdim=True)).to(tokens)  # one of padding alone has positions too
     given = tokens.new_zeros((3, len(documents), longest))  # tokens, types, and which are none
     for number, (row, start, stop) in enumerate(documents):
-        given[:, number, : stop - start] = torch.stack(
-            (tokens[row, start:stop], types[row, start:stop].to(tokens), torch.ones_like(tokens[row, start:stop]))
-        )
+        given[:, number, : stop - start] = torch.stack([x[row, start:stop].to(tokens) for x in (tokens, types, real)])
     taken = inspect.signature(inner.get_rope_index).parameters
     names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
     grids = {name: media.inputs[name].cpu() for name in names if name in taken and name in media.inputs}

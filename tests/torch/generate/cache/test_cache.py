@@ -229,7 +229,7 @@ def moved(mesh: DeviceMesh, dtype: str | None) -> list[tuple[int, ...]]:
     kept, shapes, make = model.new_cache(dtype), [], rows._with_room
 
     def noted(old: torch.Tensor, count: int) -> torch.Tensor:
-        is_held = old.shape[3] > 1 and (dtype is None or old.dtype == torch.int8)  # neither ids nor a tail
+        is_held = old.shape[3] > 2 and (dtype is None or old.dtype == torch.int8)  # neither ids nor a tail
         if is_held and old.shape[2]:
             shapes.append(tuple(old.shape))
         return make(old, count)

@@ -9,6 +9,7 @@ on the ring knows what to do with.
 from collections.abc import Sequence
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -45,7 +46,6 @@ class RingCache(Cache):
         self.rank = rank
         self.records_past = False
         self._ids = Rows()
-        self._is_passing = False
         counts = states or [0] * len(kinds)
         super().__init__(layers=[_layer(self, kind, count) for kind, count in zip(kinds, counts, strict=True)])
         self.keepers = [layer for layer in self.layers if isinstance(layer, RingLayer) and layer.kind is not None]
@@ -62,9 +62,24 @@ class RingCache(Cache):
         """The tokens that it holds, (B, L), in CPU memory: every rank knows all."""
         return self._ids.tensor[:, 0, :, 0]
 
-    def keep_ids(self, ids: Tensor) -> None:
-        """Note new tokens (B, n), which the layers were given."""
-        self._ids.append(ids.cpu()[:, None, :, None])
+    @property
+    def shifts(self) -> Tensor:
+        """How much further than its number of tokens a text has come with each token, (B, L), in CPU memory.
+
+        An image of many tokens takes few positions (M-RoPE); 0 everywhere in other texts.
+        """
+        return self._ids.tensor[:, 0, :, 1]
+
+    def last_shifts(self, rows: int) -> Tensor:
+        """That of the last token of each of so many sequences (B, 1), which the cache may hold several times each."""
+        if not self._ids.count:
+            return torch.zeros(rows, 1, dtype=torch.int64)
+        return self.shifts[:, -1].reshape(rows, -1)[:, :1]
+
+    def keep_ids(self, ids: Tensor, shifts: Tensor | None = None) -> None:
+        """Note new tokens (B, n), which the layers were given, and their shifts where there are any."""
+        shifts = torch.zeros_like(ids) if shifts is None else shifts
+        self._ids.append(torch.stack((ids.cpu(), shifts.to(ids.dtype).cpu()), -1)[:, None])
 
     @property
     def num_sequences(self) -> int | None:
@@ -91,11 +106,12 @@ class RingCache(Cache):
 
     def check_complete(self) -> None:
         """Raise an UnsupportedError for a cache that a pass has left in the middle."""
-        behind = ", ".join(map(str, self.behind)) or ("with a state" if self._is_passing else "")
-        if behind:
+        if self._ids.count != self.shares.length:  # noted last of all, when every layer has read them
+            behind = ", ".join(map(str, self.behind)) or ("with a state" if self.stateful else "")
             raise UnsupportedError(
-                f"the cache is incomplete: a pass over it failed, and layers {behind} lack its last tokens; call "
-                "reset() of it and read the text again"
+                "the cache is incomplete: a pass over it failed"
+                f"{behind and f', and layers {behind} lack its last tokens'}; call reset() of it and read the text "
+                "again"
             )
 
     def check_updated(self, model_name: str) -> None:
@@ -105,11 +121,9 @@ class RingCache(Cache):
                 f"{model_name} does not generate on a ring: layers {', '.join(map(str, behind))} keep no keys "
                 "and values of their own in transformers' cache"
             )
-        self._is_passing = False
 
     def add(self, count: int, *, is_split: bool) -> CustomLayout:
         """Say that ``count`` new tokens come, and who keeps which."""
-        self._is_passing = bool(self.stateful)
         return self.shares.split(count) if is_split else self.shares.deal(count)
 
     @property
@@ -141,8 +155,10 @@ class RingCache(Cache):
 
         Raises:
             UnsupportedError: more tokens than there are, or a layer has dropped keys of its window that would be seen
-                again, or has a state, out of which no token is taken.
+                again, or has a state, out of which no token is taken; or a pass has failed, after which layers lack
+                tokens.
         """
+        self.check_complete()
         if self.stateful:
             raise UnsupportedError(
                 "cannot crop a cache of layers with a state, out of which no token is taken; read the text again into "
@@ -176,7 +192,7 @@ class RingCache(Cache):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.shares, self._ids, self._is_passing = Shares(self.shares.ranks), Rows(), False
+        self.shares, self._ids = Shares(self.shares.ranks), Rows()
         for layer in self.layers:
             layer.reset()
 

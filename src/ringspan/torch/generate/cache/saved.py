@@ -28,6 +28,8 @@ from ringspan.torch.generate.cache.cache import RingCache, RingLayer
 from ringspan.torch.generate.cache.identity import config_of, weights_digest
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.memory.sharding import settle
+from ringspan.torch.multimodal.kinds import has_grid_positions
+from ringspan.torch.multimodal.token_types import is_of
 from ringspan.torch.transport.collectives import gather
 
 MANIFEST: Final = "manifest.json"
@@ -79,7 +81,7 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
     """Write a cache into a new folder; every rank calls it.
 
     Raises:
-        UnsupportedError: the cache is not of this model, or empty.
+        UnsupportedError: the cache is not of this model, empty, or left in the middle by a pass that failed.
         CheckpointError: the folder exists, or cannot be written; on every rank.
         PeerMismatch: replicas have caches of different tokens.
     """
@@ -156,6 +158,7 @@ def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
         )
     if not cache.shares.length or cache.num_sequences is None:
         raise UnsupportedError("the cache is empty; generate with past_key_values=cache first")
+    cache.check_complete()
     if cache.stateful:
         raise UnsupportedError(f"a cache with states of {class_name(model)} is not saved; read the text again")
     if target.exists():
@@ -179,7 +182,7 @@ def _write(folder: Path, cache: RingCache, number: int, tp: int) -> SavedShare:
         for half, rows in zip(_HALVES, layer.rows, strict=True)
     }
     if number == 0:
-        tensors["ids"] = cache.ids.contiguous()
+        tensors |= {"ids": cache.ids.contiguous(), "shifts": cache.shifts.contiguous()}
     save_file(tensors, path)
     sync_file(path)
     return SavedShare(
@@ -253,7 +256,7 @@ def _fill(model: Any, folder: Path, saved: SavedCache, cache: RingCache) -> None
             return files[name]
 
         try:
-            cache.keep_ids(opened(saved.shares[0].file).get_tensor("ids"))
+            _fill_ids(model, folder, opened(saved.shares[0].file), cache)
             for index, (layer, entry) in enumerate(zip(cache.keepers, saved.layers, strict=True)):
                 count = entry.heads // tp[1]
                 heads = slice(tp[0] * count, (tp[0] + 1) * count)
@@ -265,6 +268,23 @@ def _fill(model: Any, folder: Path, saved: SavedCache, cache: RingCache) -> None
             raise CheckpointError(f"{folder}: cannot be read: {one_line(error)}") from error
     if _ids_digest(cache.ids) != saved.ids_sha256:
         raise CheckpointError(f"{folder}: its tokens are not those that it says it holds")
+
+
+def _fill_ids(model: Any, folder: Path, file: Any, cache: RingCache) -> None:
+    """Note the tokens of a saved cache, and how far the text has come with each.
+
+    Raises:
+        CheckpointError: it has images whose positions the rest of the text needs, and was saved when none were kept.
+    """
+    ids = file.get_tensor("ids")
+    shifts = file.get_tensor("shifts") if "shifts" in file.keys() else None  # noqa: SIM118 (a file, not a dict)
+    kinds = model.ring_media.modalities if has_grid_positions(model) else ()
+    if shifts is None and any(bool(is_of(model, modality, ids).any()) for modality in kinds):
+        raise CheckpointError(
+            f"{folder}: has images, and was saved by an earlier version, which kept no positions of the text behind "
+            "them; read the tokens again"
+        )
+    cache.keep_ids(ids, shifts)
 
 
 def _gathered(
