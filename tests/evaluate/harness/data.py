@@ -1,9 +1,9 @@
-"""Three tasks of lm-eval's three kinds of request, over lines of JSON that are written into a folder."""
+"""Tasks of lm-eval's three kinds of request, over lines of JSON that are written into a folder."""
 
 import json
 from pathlib import Path
 
-TASKS = "local_choice", "local_rolling", "local_until"
+TASKS = "local_choice", "local_rolling", "local_until", "local_sampled"
 _CHOICES = [
     ("The sky is", ["blue", "green and loud", "seven"], 0),
     ("The sky is", ["a large blue thing", "no"], 1),
@@ -27,19 +27,37 @@ _REST = {
     "metric_list:\n  - metric: word_perplexity\n  - metric: bits_per_byte",
     "local_until": "doc_to_text: '{{text}}'\ndoc_to_target: 'x'\ngeneration_kwargs:\n  until: ['e', 'zq']\n"
     "  do_sample: false\n  max_gen_toks: 24\nmetric_list:\n  - metric: exact_match",
+    "local_sampled": "doc_to_text: '{{text}}'\ndoc_to_target: 'x'\ngeneration_kwargs:\n  until: ['zq']\n"
+    "  do_sample: true\n  temperature: 0.7\n  max_gen_toks: 5\nmetric_list:\n  - metric: exact_match",
+    "local_shots": "description: 'Be brief.'\ndoc_to_text: '{{text}}'\ndoc_to_choice: '{{choices}}'\n"
+    "doc_to_target: '{{gold}}'\nfewshot_split: train\nnum_fewshot: 2\nmetric_list:\n  - metric: brier_score",
+    "local_unsafe": "doc_to_text: '{{text}}'\ndoc_to_target: 'x'\nunsafe_code: true\ngeneration_kwargs:\n"
+    "  until: ['e']\nmetric_list:\n  - metric: exact_match",
 }
-_KINDS = {"local_choice": "multiple_choice", "local_rolling": "loglikelihood_rolling", "local_until": "generate_until"}
+_KINDS = {
+    "local_choice": "multiple_choice",
+    "local_rolling": "loglikelihood_rolling",
+    "local_until": "generate_until",
+    "local_sampled": "generate_until",
+    "local_shots": "multiple_choice",
+    "local_unsafe": "generate_until",
+}
 
 
 def write(folder: Path) -> Path:
     """The folder with data and definitions."""
     texts = [{"text": text} for text in _TEXTS]
+    choices = [{"text": text, "choices": choices, "gold": gold} for text, choices, gold in _CHOICES]
+    short = [{"text": text[:200]} for text in _TEXTS]  # there is to be room for the answer
     rows = {
-        "local_choice": [{"text": text, "choices": choices, "gold": gold} for text, choices, gold in _CHOICES],
+        "local_choice": choices,
         "local_rolling": texts,
-        "local_until": [{"text": text[:200]} for text in _TEXTS],  # there is to be room for the answer
+        "local_until": short,
+        "local_sampled": short,
+        "local_shots": [{**row, "choices": row["choices"][:2], "gold": 0} for row in choices],
+        "local_unsafe": short,
     }
-    for name in TASKS:
+    for name in _KINDS:
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
         definition = _YAML.format(name=name, data=data, kind=_KINDS[name], rest=_REST[name])

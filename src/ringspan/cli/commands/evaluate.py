@@ -128,7 +128,9 @@ def harness(
     limit: Annotated[int | None, typer.Option(help="Items per task at most.")] = None,
     num_fewshot: Annotated[int | None, typer.Option(help="Examples before each question.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the tokenizer's chat template.")] = False,
-    seed: Seed = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Of all that is drawn, the examples too; lm-eval's own seeds when left out.")
+    ] = None,
     dtype: Dtype = "auto",
     nproc: Nproc = None,
     tp: Tp = 1,
@@ -161,15 +163,18 @@ def harness(
         return
     from ringspan.cli.console import console, table
 
-    rows = [[row["name"], row["metric"], f"{row['value']:.4f}", str(row["items"])] for row in result["rows"]]
+    rows = [
+        [row["name"], row["metric"], f"{row['value']:.4f}", "" if row["items"] is None else str(row["items"])]
+        for row in result["rows"]
+    ]
     table(console(), f"lm-eval: {model}", ["task", "metric", "value", "items"], rows, numbers=2)
 
 
-def harness_rank(settings: Any) -> dict[str, Any]:
+def harness_rank(settings: Any) -> dict[str, Any] | None:
     """One rank's part; rank 0 shows how it goes."""
     import transformers
 
-    from ringspan.evaluate.harness.lm import run_harness
+    from ringspan.evaluate.harness.run import run_harness
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

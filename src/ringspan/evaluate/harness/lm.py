@@ -3,26 +3,28 @@
 S tokens of a request, C of its continuation, V vocabulary.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from lm_eval import simple_evaluate
+from jinja2.exceptions import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.tasks import TaskManager
+from lm_eval.models.utils import (
+    Collator,
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedConfig
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.messages.lines import one_line
-from ringspan.evaluate.harness.settings import HarnessSettings
-from ringspan.generate.folder import load_config, load_tokenizer
-from ringspan.generate.session import PATIENCE_SECONDS, session
+from ringspan.core.messages.lines import one_line, shortened
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions
@@ -30,7 +32,12 @@ from ringspan.torch.model.tasks.logprobs import token_logprobs
 
 _NEW_TOKENS: Final = 256  # lm-eval's own number where a task names none
 _NO_LIMIT: Final = 1 << 62
-_simple_evaluate: Any = simple_evaluate  # its decorator hides its parameters
+# What lm-eval's own model cannot be told either, and what is meant where a task does.
+_NOT_TAKEN: Final = {
+    "num_return_sequences": "an answer is one text; set repeats in the task",
+    "pad_token_id": "it is the tokenizer's; leave it out",
+    "stop_strings": "name them in until",
+}
 
 
 class RingLM(TemplateLM):
@@ -45,10 +52,13 @@ class RingLM(TemplateLM):
         model: what ``rs.parallelize`` returned.
         tokenizer: its tokenizer.
         max_length: positions of the model; those of its config when None.
-        on_request: told what is done next, before each request.
+        on_request: told what is done next, before each request; None after the last one that lm-eval has asked for.
 
     Raises:
-        ConfigError: for a request that has more tokens than there are positions.
+        ConfigError: a ``max_length`` below 1; a tokenizer with neither an end nor a beginning of text; for a request
+            that has more tokens than there are positions, or no token to score, or settings of generation that cannot
+            be meant.
+        UnsupportedError: another model, or lm-eval's ``use_cache`` with several processes.
     """
 
     def __init__(
@@ -57,13 +67,19 @@ class RingLM(TemplateLM):
         tokenizer: Any,
         *,
         max_length: int | None = None,
-        on_request: Callable[[str], None] = lambda what: None,
+        on_request: Callable[[str | None], None] = lambda what: None,
     ) -> None:
         super().__init__()
         if not hasattr(model, "new_cache"):
             raise UnsupportedError(f"RingLM needs what rs.parallelize returned, got a {type(model).__name__}")
+        if max_length is not None and max_length < 1:
+            raise ConfigError(f"max_length {max_length}: should be at least 1, or None for the positions of the config")
         self.model, self.tokenizer = model.eval(), tokenizer
-        self.max_length = max_length or num_trained_positions(text_config(model.config)) or _NO_LIMIT
+        if self.prefix_token_id is None:
+            raise ConfigError("the tokenizer has neither eos_token nor bos_token, after which a text begins; set one")
+        config = text_config(model.config)
+        self.max_length = max_length or num_trained_positions(config) or _NO_LIMIT
+        self._keeps_context = not _rotates_by_length(config)
         self._cache: Any = None
         self._on_request = on_request
 
@@ -79,12 +95,12 @@ class RingLM(TemplateLM):
         return 1
 
     @property
-    def eot_token_id(self) -> int:
+    def eot_token_id(self) -> Any:
         """The end of a text."""
         return self.tokenizer.eos_token_id
 
     @property
-    def prefix_token_id(self) -> int:
+    def prefix_token_id(self) -> Any:
         """What stands before a text without context."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else begin
@@ -103,79 +119,129 @@ class RingLM(TemplateLM):
         return list(self.tokenizer.encode(string, **options))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as the tokenizer's template writes it."""
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        """A conversation as the tokenizer's template writes it; without the system's part where it takes none."""
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        options["continue_final_message"] = not add_generation_prompt
+        try:
+            return self.tokenizer.apply_chat_template(chat_history, **options)
+        except TemplateError:
+            rest = [message for message in chat_history if message["role"] != "system"]
+        try:
+            return self.tokenizer.apply_chat_template(rest, **options)
+        except TemplateError as error:
+            raise ConfigError(f"the tokenizer's chat template refuses a conversation: {one_line(error)}") from error
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Take lm-eval's own cache of answers, ``use_cache``."""
+        if dist.get_world_size() > 1:
+            raise UnsupportedError(
+                "use_cache is not supported with several processes: each has a file of its own, and after an "
+                "interruption they would ask for different requests; leave it out"
+            )
+        super().set_cache_hook(cache_hook)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Of each continuation after its context: the log-probability, and whether it is the likeliest."""
+        every: list[Any] = [request.args for request in requests]
+        for asked in every:
+            if not asked[1]:
+                raise _not_scored(asked)
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Of each continuation after its context: the log-probability, and whether it is the likeliest."""
+        for asked, context, continuation in requests:
+            if not (context and continuation):
+                raise _not_scored(asked)
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        order = sorted(range(len(requests)), key=lambda at: requests[at][1])  # those that share a context, together
-        shown = tqdm(order, desc="Reading requests", disable=not self._shows(kwargs))
-        for at in shown:
-            self._on_request("reading a request")
-            asked, context, continuation = requests[at]
-            logits = self._logits((context + continuation)[:-1], len(continuation))
-            logprobs = torch.log_softmax(logits.float(), -1)
-            targets = torch.tensor(continuation, device=logits.device)
-            value = float(logprobs.gather(-1, targets[:, None]).sum())
-            found[at] = value, bool((logits.argmax(-1) == targets).all())
-            self.cache_hook.add_partial("loglikelihood", asked, found[at])
-        self._cache = None
+        order = sorted(range(len(requests)), key=lambda at: self._turn(*requests[at][1:]))
+        try:
+            for at in tqdm(order, desc="Reading requests", disable=not self._shows(kwargs)):
+                self._on_request("reading a request")
+                asked, context, continuation = requests[at]
+                found[at] = self._scored(context, continuation)
+                self.cache_hook.add_partial("loglikelihood", asked, found[at])
+        finally:
+            self._cache = None
+        self._on_request(None)
         return found
+
+    def _turn(self, context: list[int], continuation: list[int]) -> Any:
+        """What requests are sorted by: those that share a context together; else as lm-eval's own model does, since
+        what dynamic frequencies are depends on the texts before.
+        """
+        return context if self._keeps_context else _longest_first(context + continuation)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each text, in windows of all positions where it is longer."""
-        found = []
-        for request in tqdm(requests, desc="Scoring texts", disable=not self._shows({"disable_tqdm": disable_tqdm})):
-            self._on_request("scoring a text")
-            string = str(request.args[0])
-            windows = get_rolling_token_windows(
-                token_list=self.tok_encode(string),
+        texts = [str(request.args[0]) for request in requests]
+        windows = [
+            (at, *make_disjoint_window(window))
+            for at, text in enumerate(texts)
+            for window in get_rolling_token_windows(
+                token_list=self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=min(self.max_length, _NO_LIMIT),
                 context_len=1,
             )
-            total = sum(self._logprob(*make_disjoint_window(window)) for window in windows)
-            found.append(total)
-            self.cache_hook.add_partial("loglikelihood_rolling", (string,), total)
+        ]
+        windows.sort(key=lambda window: _longest_first(window[1] + window[2]))
+        found = [0.0] * len(texts)
+        shows = self._shows({"disable_tqdm": disable_tqdm})
+        for at, context, continuation in tqdm(windows, desc="Scoring texts", disable=not shows):
+            self._on_request("scoring a text")
+            found[at] += self._logprob(context, continuation)
+        for text, total in zip(texts, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        self._on_request(None)
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """What the model writes after each context, until one of the task's strings."""
+        if self.eot_token_id is None:
+            raise ConfigError("the tokenizer has no eos_token, at which lm-eval's answers end; set one")
+        # In the order of lm-eval's own model: what is drawn depends on what was drawn before.
+        every: list[Any] = [request.args for request in requests]
+        ordered: Any = Collator(
+            every,
+            sort_fn=lambda asked: (-len(self.tok_encode(asked[0])), asked[0]),
+            group_by="gen_kwargs",
+            group_fn=lambda asked: asked[1],
+        )
         found = []
-        for request in tqdm(requests, desc="Writing answers", disable=not self._shows({"disable_tqdm": disable_tqdm})):
+        shows = self._shows({"disable_tqdm": disable_tqdm})
+        for batch in tqdm(ordered.get_batched(n=1), "Writing answers", len(requests), disable=not shows):
             self._on_request("writing an answer")
-            arguments: Any = request.args
-            context, given = arguments
-            options: dict[str, Any] = dict(normalize_gen_kwargs(given, _NEW_TOKENS))
-            eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
-            until = handle_stop_sequences(options.pop("until", None), eos=eos)
-            new = options.pop("max_gen_toks")
-            if not options.get("do_sample"):
-                options = {name: value for name, value in options.items() if name != "temperature"}
-            ids = self.tok_encode(context)
-            self._check(len(ids) + new, f"a context of {len(ids):,} tokens and {new:,} new ones")
-            prompt = self._tensor(ids)
-            whole = self.model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=new,
-                stop_strings=[each for each in until if each],
-                tokenizer=self.tokenizer,
-                pad_token_id=self.eot_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id,
-                **options,
-            )
-            said = self.tokenizer.decode(whole[0, len(ids) :].tolist(), skip_special_tokens=True)
-            found.append(postprocess_generated_text(generation=said, stop=until, think_end_token=None))
+            ((context, given),) = batch
+            found.append(self._written(context, given))
             self.cache_hook.add_partial("generate_until", (context, given), found[-1])
-        return found
+        self._on_request(None)
+        return ordered.get_original(found)
+
+    def _written(self, context: str, given: dict[str, Any]) -> str:
+        """The answer to one context, by the generation settings of its task."""
+        options: dict[str, Any] = dict(normalize_gen_kwargs(given, _NEW_TOKENS))
+        eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
+        until = handle_stop_sequences(options.pop("until", None), eos=eos)
+        ids, new = self.tok_encode(context), options.pop("max_gen_toks")
+        length = options.pop("max_length", len(ids) + new)  # of context and answer
+        self._check(length, f"a context of {len(ids):,} tokens and {length - len(ids):,} new ones")
+        _check_generation(options, length - len(ids))
+        if not options["do_sample"]:
+            options.pop("temperature", None)
+        prompt = self._tensor(ids)
+        whole = self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_length=length,
+            # Not transformers' stop_strings, which may begin in the context.
+            stopping_criteria=[stop_sequences_criteria(self.tokenizer, until, len(ids), 1)],
+            pad_token_id=self.eot_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id,
+            **options,
+        )
+        said = self.tokenizer.decode(whole[0, len(ids) :].tolist(), skip_special_tokens=True)
+        return postprocess_generated_text(generation=said, stop=until, think_end_token=None)
 
     def _shows(self, options: dict[str, Any]) -> bool:
         return dist.get_rank() == 0 and not options.get("disable_tqdm")
@@ -190,11 +256,18 @@ class RingLM(TemplateLM):
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([list(ids)], device=self.model.device)
 
+    def _scored(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+        logits = self._logits((context + continuation)[:-1], len(continuation))
+        targets = torch.tensor(continuation, device=logits.device)
+        logprobs = torch.log_softmax(logits.float(), -1)
+        value = float(logprobs.gather(-1, targets[:, None]).sum())
+        return value, bool((logits.argmax(-1) == targets).all())
+
     def _logits(self, ids: list[int], count: int) -> Tensor:
         """Logits (count, V) after the last ``count`` of some tokens (S); what was read before is kept."""
         self._check(len(ids), f"a request of {len(ids):,} tokens")
         kept = 0
-        if self._cache is not None:
+        if self._cache is not None and self._keeps_context:
             kept = _common(self._cache.ids[0].tolist(), ids[: len(ids) - count])
             try:
                 self._cache.crop(kept - self._cache.get_seq_length())
@@ -223,82 +296,38 @@ def _common(before: list[int], now: list[int]) -> int:
     return next((at for at, (one, other) in pairs if one != other), min(len(before), len(now)))
 
 
-def known_tasks(include: str | None, names: Sequence[str]) -> TaskManager:
-    """The tasks of a folder; with those of lm-eval, which take ten seconds to read, where the names need them."""
-    if include is not None:
-        own = TaskManager(include_path=include, include_defaults=False)
-        if all(own.match_tasks([name]) for name in names):
-            return own
-    return TaskManager(include_path=include)
+def _longest_first(ids: list[int]) -> tuple[int, list[int]]:
+    """What lm-eval's own model sorts requests by."""
+    return -len(ids), ids
 
 
-def check_tasks(names: Sequence[str], manager: TaskManager) -> None:
-    """Refuse names that no task, group or tag has.
-
-    Raises:
-        ConfigError: with the nearest names.
+def _rotates_by_length(config: PreTrainedConfig) -> bool:
+    """Whether keys are rotated by frequencies that depend on how long the whole text is, so that those of one request
+    are not those of another.
     """
-    from difflib import get_close_matches
-
-    for name in names:
-        if not manager.match_tasks([name]):
-            near = get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "; see `lm_eval ls tasks`"
-            raise ConfigError(f"--tasks {name}: lm-eval knows no such task{hint}")
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    tables = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # some have one for each kind of layer
+    return any(each.get("rope_type") in ("dynamic", "longrope") for each in tables)
 
 
-def run_tasks(lm: RingLM, names: Sequence[str], manager: TaskManager, **options: Any) -> dict[str, Any]:
-    """``simple_evaluate`` on every rank.
+def _not_scored(asked: Sequence[str]) -> ConfigError:
+    """The error for a request without a token of, or before, what is scored; an empty context is one."""
+    return ConfigError(
+        f"the request {shortened(repr(tuple(asked)))} has no token in its context or its continuation; leave the item "
+        "out of the task"
+    )
 
-    Raises:
-        ConfigError: a task whose data are not on this machine, and cannot be downloaded.
+
+def _check_generation(options: dict[str, Any], new: int) -> None:
+    """Raise a ConfigError for generation settings of a task with which lm-eval's own model raises, or that leave no
+    room for an answer.
     """
-    try:
-        return _simple_evaluate(lm, tasks=list(names), task_manager=manager, bootstrap_iters=0, **options)
-    except (OSError, ConnectionError) as error:
-        raise ConfigError(f"--tasks {','.join(names)}: {one_line(error)}") from error
-
-
-def run_harness(settings: HarnessSettings) -> dict[str, Any]:
-    """One rank's part of ``ringspan eval harness``; what ``--json`` prints, on every rank."""
-    if dist.get_rank():
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = known_tasks(settings.include, settings.tasks)
-    check_tasks(settings.tasks, manager)
-    config = load_config(settings.generating)
-    tokenizer = load_tokenizer(settings.folder, config)
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"{settings.folder}: its tokenizer has no eos_token, at which lm-eval's answers end; set one")
-    if settings.chat and not tokenizer.chat_template:
-        raise ConfigError(f"--chat: the tokenizer of {settings.folder} has no chat template; leave --chat out")
-    with session(settings.generating, config, tokenizer) as model:
-        lm = RingLM(model.model, tokenizer, on_request=lambda what: model.watchdog.be(0, what, PATIENCE_SECONDS))
-        found = run_tasks(
-            lm,
-            settings.tasks,
-            manager,
-            limit=settings.limit,
-            num_fewshot=settings.num_fewshot,
-            apply_chat_template=settings.chat,
-            random_seed=settings.seed,
-            numpy_random_seed=settings.seed,
-            torch_random_seed=settings.seed,
-            fewshot_random_seed=settings.seed,
+    for name, remedy in _NOT_TAKEN.items():
+        if options.get(name) is not None and (name, options[name]) != ("num_return_sequences", 1):
+            raise ConfigError(f"generation_kwargs: {name}={options[name]!r} is not taken: {remedy}")
+    if new < 1:
+        raise ConfigError(
+            f"generation_kwargs: {new} new tokens; raise max_gen_toks, or max_length, which has the context"
         )
-    return {"task": "harness", "model": settings.folder, "rows": rows_of(found), "skipped": [], "seed": settings.seed}
-
-
-def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row per task and metric."""
-    counts = found.get("n-samples", {})
-    return [
-        {
-            "name": name,
-            "metric": metric.removesuffix(",none"),
-            "value": value,
-            "items": counts.get(name, {}).get("effective"),
-        }
-        for name, values in found["results"].items()
-        for metric, value in values.items()
-        if isinstance(value, float) and "stderr" not in metric
-    ]
+    if options["do_sample"] and not options.get("temperature"):
+        raise ConfigError("generation_kwargs: do_sample=True needs a temperature above 0")

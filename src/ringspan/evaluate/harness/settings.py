@@ -21,7 +21,8 @@ class HarnessSettings:
     limit: int | None = None
     num_fewshot: int | None = None
     chat: bool = False
-    seed: int = 0
+    seed: int | None = None
+    """Of everything that is drawn, the examples too; lm-eval's own seeds when None."""
     dtype: str = "auto"
     tp: int = 1
 
@@ -32,9 +33,19 @@ class HarnessSettings:
             raise ConfigError(f"--limit {self.limit}: should be at least 1")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise ConfigError(f"--num-fewshot {self.num_fewshot}: should be at least 0")
+        if self.seed is not None and not 0 <= self.seed < 1 << 32:  # numpy's limit
+            raise ConfigError(f"--seed {self.seed}: should be from 0 to 2^32 - 1")
         _ = self.generating
 
     @property
     def generating(self) -> GenerateSettings:
         """How the model is loaded."""
-        return GenerateSettings(folder=self.folder, seed=self.seed, dtype=self.dtype, tp=self.tp)
+        return GenerateSettings(folder=self.folder, dtype=self.dtype, tp=self.tp)
+
+    @property
+    def seeds(self) -> dict[str, int]:
+        """What ``simple_evaluate`` is told."""
+        if self.seed is None:
+            return {}
+        names = "random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"
+        return dict.fromkeys(names, self.seed)

@@ -1,0 +1,121 @@
+"""lm-eval's tasks with the model of a folder: what ``ringspan eval harness`` runs on every rank."""
+
+import logging
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch.distributed as dist
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from ringspan.core.errors import ConfigError
+from ringspan.core.messages.lines import one_line
+from ringspan.evaluate.harness.lm import RingLM
+from ringspan.evaluate.harness.settings import HarnessSettings
+from ringspan.generate.folder import load_config, load_tokenizer
+from ringspan.generate.session import PATIENCE_SECONDS, Session, session
+
+_simple_evaluate: Any = simple_evaluate  # its decorator hides its parameters
+
+
+def known_tasks(include: str | None, names: Sequence[str]) -> TaskManager:
+    """The tasks of a folder; with those of lm-eval, which take ten seconds to read, where the names need them."""
+    if include is not None:
+        own = TaskManager(include_path=include, include_defaults=False)
+        if all(own.match_tasks([name]) for name in names):
+            return own
+    return TaskManager(include_path=include)
+
+
+def check_tasks(names: Sequence[str], manager: TaskManager) -> None:
+    """Refuse names that no task, group or tag has.
+
+    Raises:
+        ConfigError: with the nearest names.
+    """
+    from difflib import get_close_matches
+
+    for name in names:
+        if not manager.match_tasks([name]):
+            near = get_close_matches(name, manager.all_tasks, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "; see `lm_eval ls tasks`"
+            raise ConfigError(f"--tasks {name}: lm-eval knows no such task{hint}")
+
+
+def run_tasks(lm: Any, names: Sequence[str], manager: TaskManager, **options: Any) -> dict[str, Any] | None:
+    """``simple_evaluate`` on every rank; its results on the first one of each machine, as lm-eval has it.
+
+    Raises:
+        ConfigError: a task whose data are not on this machine, and cannot be downloaded; one that runs code which the
+            model writes, or has images.
+    """
+    asked = f"--tasks {','.join(names)}"
+    tasks = list(
+        dict.fromkeys(task for name in names for task in manager.match_tasks([name]))
+    )  # in the order asked for
+    try:
+        return _simple_evaluate(lm, tasks=tasks, task_manager=manager, bootstrap_iters=0, **options)
+    except (OSError, ConnectionError) as error:
+        raise ConfigError(f"{asked}: {one_line(error)}") from error
+    except ValueError as error:
+        if not str(error).startswith("Attempted to run task"):  # what lm-eval refuses before the first request
+            raise
+        raise ConfigError(f"{asked}: {one_line(error)}") from error
+
+
+def run_harness(settings: HarnessSettings) -> dict[str, Any] | None:
+    """One rank's part of ``ringspan eval harness``; what ``--json`` prints, on the first rank of each machine."""
+    if dist.get_rank():
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = known_tasks(settings.include, settings.tasks)
+    check_tasks(settings.tasks, manager)
+    config = load_config(settings.generating)
+    tokenizer = load_tokenizer(settings.folder, config)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"{settings.folder}: its tokenizer has no eos_token, at which lm-eval's answers end; set one")
+    if settings.chat and not tokenizer.chat_template:
+        raise ConfigError(f"--chat: the tokenizer of {settings.folder} has no chat template; leave --chat out")
+    with session(settings.generating, config, tokenizer) as model:
+        lm = RingLM(model.model, tokenizer, on_request=lambda what: _beat(model, what))
+        model.model.ring_on_read = lambda tokens: _beat(model, f"at token {tokens:,} of a request")
+        _beat(model, None)
+        found = run_tasks(
+            lm,
+            settings.tasks,
+            manager,
+            limit=settings.limit,
+            num_fewshot=settings.num_fewshot,
+            apply_chat_template=settings.chat,
+            **settings.seeds,
+        )
+    if found is None:
+        return None
+    return {"task": "harness", "model": settings.folder, "rows": rows_of(found), "skipped": [], "seed": settings.seed}
+
+
+def _beat(model: Session, what: str | None) -> None:
+    """Tell the watchdog what is done; None while lm-eval prepares requests or scores answers, which takes what it
+    takes.
+    """
+    if what is None:
+        model.watchdog.be(0, "preparing requests or scoring answers", math.inf)
+    else:
+        model.watchdog.be(0, what, PATIENCE_SECONDS)
+
+
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row per task and metric."""
+    counts = found.get("n-samples", {})
+    return [
+        {
+            "name": name,
+            "metric": metric.removesuffix(",none"),
+            "value": float(value),
+            "items": counts.get(name, {}).get("effective"),
+        }
+        for name, values in found["results"].items()
+        for metric, value in values.items()
+        if "," in metric and isinstance(value, Real) and "_stderr" not in metric
+    ]
