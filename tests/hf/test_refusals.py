@@ -12,12 +12,13 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.hf import RingConfig
 from tests.hf.preferences import dpo, kto
 from tests.hf.rollouts import grpo, rloo
+from tests.hf.test_classes import classify
 from tests.hf.trainers import Examples, Ring, arguments, made, plain, sft
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"fp16": True}, "fp16=True is not supported on a ring; use bf16=True"),
     ({"bf16_full_eval": True}, "bf16_full_eval=True is not supported on a ring; load the model in that dtype"),
-    ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1 .* RingConfig\(label_smoothing=...\)"),
+    ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1 .* RingConfig\(label_smoothing=...\) for language"),
     ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 is not supported on a ring"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size=True .* set the batch size"),
     ({"optim": "adafactor"}, "optim='adafactor' .* use one of adagrad, adamw_torch"),
@@ -149,6 +150,38 @@ def test_what_trainers_of_preferences_and_completions_do_not_do_raises(world, ma
 def test_checkpointing_and_none_contradict(world):
     for error in world(2).outcomes(refused, 2, {"gradient_checkpointing": True}, {"checkpoint": "none"}):
         assert "contradicts RingConfig(checkpoint='none')" in str(error)
+
+
+def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return outputs.logits.sum()
+
+
+def with_loss_options(mesh: Any, kind: str, ring: dict[str, Any]) -> Any:
+    """What is logged of an evaluation, and of a step where it takes one."""
+    if kind == "classifier":
+        return classify(mesh, ring, False, "llama", {"max_steps": 1})
+    make, own = {"sft": sft, "grpo": grpo}.get(kind, plain), {"compute_loss_func": own_loss}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make(mesh, "llama", ring, folder, {"max_steps": 1} | (own if kind == "function" else {}))
+        trainer.evaluate()  # without either option
+        trainer.train()
+        return [one["loss"] for one in trainer.state.log_history if "loss" in one]
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo", "classifier", "function"])
+@pytest.mark.parametrize("ring", [{"label_smoothing": 0.3}, {"z_loss": 0.5}], ids=["smoothing", "z"])
+def test_additions_to_a_loss_that_is_not_the_rings_raise(world, kind, ring):
+    name, value = next(iter(ring.items()))
+    for error in world(2).outcomes(with_loss_options, 2, kind, ring):
+        assert isinstance(error, UnsupportedError), error
+        loss = "a loss of next tokens" if kind == "classifier" else "the ring's own loss of next tokens"
+        assert str(error).startswith(f"{name}={value} is added to {loss}, ") and "leave it out" in str(error)
+
+
+def test_additions_to_the_rings_loss_are_taken(world):
+    [without] = world(2).run(with_loss_options, 2, "ring", {})[0]
+    for losses in world(2).run(with_loss_options, 2, "ring", {"z_loss": 0.5}):
+        assert losses == [pytest.approx(losses[0])] and losses[0] > 1.1 * without
 
 
 def different(mesh: Any) -> None:

@@ -39,7 +39,14 @@ COMMON = {
     "adam_epsilon": 1e-3,  # at 1e-8 Adam makes whole steps of gradients that are rounding
 }
 # Arguments of a trainer itself.
-OWN = ("callbacks", "compute_metrics", "eval_dataset", "preprocess_logits_for_metrics", "train_dataset")
+OWN = (
+    "callbacks",
+    "compute_loss_func",
+    "compute_metrics",
+    "eval_dataset",
+    "preprocess_logits_for_metrics",
+    "train_dataset",
+)
 
 # What trainers log: numbers that are compared one by one, and those near 0, compared with the largest of them.
 LOGGED = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "eval_entropy")

@@ -26,6 +26,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.step_config import StepConfig
 from ringspan.hf.classes import classified
 from ringspan.hf.fused import fused_output, take_fused_forward
+from ringspan.hf.refusals import refuse_loss_options
 from ringspan.torch.consistency.calls import preparing
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
@@ -153,6 +154,8 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
         local = shard_batch(whole, model.ring_mesh, layout=model.ring_layout)
         if is_fused and "shift_labels" not in local:
             raise UnsupportedError("fused_lm_head=True needs labels")
+        if is_fused or "shift_labels" not in local:
+            refuse_loss_options(model)
     ring = model.ring_mesh["ring"]
     length = whole["input_ids"].shape[1]
     layout = BatchLayout.of(model.ring_layout, length, ring.size(), local.get("document_lengths"))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
 from ringspan.core.errors import ConfigError, UnsupportedError
@@ -39,7 +40,10 @@ def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
     if args.label_smoothing_factor:
         yield (
             f"label_smoothing_factor={args.label_smoothing_factor}",
-            ("it needs whole logits: use RingConfig(label_smoothing=...), which evaluates without it"),
+            (
+                "it needs whole logits: leave it out; Trainer has RingConfig(label_smoothing=...) for language models, "
+                "which evaluates without it"
+            ),
         )
     if args.neftune_noise_alpha is not None:
         yield (
@@ -127,6 +131,23 @@ def refuse_accelerator(accelerator: Any) -> None:
         raise UnsupportedError(
             "accelerate was launched with a parallelism_config, a second parallelism beside the ring; launch without"
         )
+
+
+def refuse_loss_options(model: Any) -> None:
+    """Refuse what is added to the ring's own loss in a training pass whose loss somebody else computes: a trainer of
+    TRL, ``compute_loss_func``.
+
+    Raises:
+        UnsupportedError: naming the option.
+    """
+    if not (model.training and torch.is_grad_enabled()):
+        return
+    for name in ("label_smoothing", "z_loss"):
+        if value := getattr(model.ring_loss, name):
+            raise UnsupportedError(
+                f"{name}={value} is added to the ring's own loss of next tokens, which this trainer does not use; "
+                "leave it out of RingConfig"
+            )
 
 
 def refuse_optimizer(optimizer: Any, model: Any) -> None:

@@ -96,6 +96,11 @@ def _refuse_without_head(model: PreTrainedModel, mesh: DeviceMesh, config: StepC
         )
     if tensor_axis(mesh) is not None:
         raise UnsupportedError(f"{name} has no head, whose weights tp does not split yet; use tp=1")
+    for option in ("label_smoothing", "z_loss"):
+        if value := getattr(config, option):
+            raise UnsupportedError(
+                f"{option}={value} is added to a loss of next tokens, of which {name} predicts none; leave it out"
+            )
 
 
 def _refuse_options(model: PreTrainedModel, decoder: Any, mesh: DeviceMesh, config: StepConfig) -> None:
