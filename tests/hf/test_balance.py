@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import Trainer
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.hf import RingConfig, ring_accelerator
+from ringspan.hf import RingConfig, RingTrainerMixin, ring_accelerator
 from ringspan.hf.balance import EvenSampler
 from ringspan.train.data.order import busiest_over_mean
 from tests.hf.preferences import dpo
+from tests.hf.test_classes import classify
 from tests.hf.test_trainer import Stream
-from tests.hf.trainers import differences, plain, sft, train
+from tests.hf.trainers import Examples, arguments, differences, made, plain, sft, train
 
 TOLERANCE = 1e-5
 
@@ -83,6 +85,32 @@ def test_steps_equal_one_process_that_moves_nothing(world, packing):
         assert max(apart[name] for name in ("loss", "grad_norm", "weights") if name in apart) < TOLERANCE
 
 
+class OwnLoss(Trainer):
+    """With a mean of its own."""
+
+    def compute_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+class RingOwnLoss(RingTrainerMixin, OwnLoss):
+    """On a ring."""
+
+
+def own_loss(mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]) -> Any:
+    """A user's trainer, made."""
+    given = {"model": made(model), "args": arguments(folder, max_steps=1), "train_dataset": Examples(8)}
+    return RingOwnLoss(**given, ring=RingConfig(mesh=mesh, **ring))
+
+
+def classifier(mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]) -> Any:
+    """One of tokens; it is trained here."""
+    classify(mesh, ring, True, model, {"max_steps": 1})
+
+
+def mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return outputs.logits.mean()
+
+
 def started(mesh: Any, make: Any, model: str, options: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         make(mesh, model, EVEN, folder, options).train()
@@ -94,9 +122,12 @@ def started(mesh: Any, make: Any, model: str, options: dict[str, Any]) -> None:
         (plain, "llama", {"train_dataset": Stream(), "max_steps": 1}, "needs a data set with a length"),
         (plain, "llama", {"accelerator_config": {"split_batches": True}}, "with split_batches=True is not supported"),
         (plain, "mixtral+router", {}, "each of which has a router's loss of its own"),
+        (classifier, "llama", {}, "which changes a classifier's loss, a mean over each micro-batch; leave one"),
+        (own_loss, "llama", {}, "which changes the loss of OwnLoss.compute_loss; leave one"),
+        (plain, "llama", {"compute_loss_func": mean}, "changes the loss of a compute_loss_func; leave"),
         (dpo, "llama", {}, "needs input_ids in each example, found prompt, chosen, rejected"),
     ],
-    ids=["stream", "split", "router", "pairs"],
+    ids=["stream", "split", "router", "classifier", "own loss", "function", "pairs"],
 )
 def test_what_cannot_be_moved_raises(world, make, model, options, message):
     for error in world(2).outcomes(started, 2, make, model, options):

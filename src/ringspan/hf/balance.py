@@ -11,9 +11,12 @@ from torch.utils.data import Sampler
 from transformers.trainer_utils import has_length
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.hf.classes import classifies
 from ringspan.train.data.order import even_out, worth_of_sharing
 
 _log: Final = logging.getLogger(__name__)
+# Whose ``compute_loss`` divides the sum over a step's targets by their number: not what a micro-batch has alone.
+_COUNTED: Final = frozenset({"transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer"})
 _SAID: Final = 10  # steps after which it is said what it brings
 
 
@@ -87,8 +90,23 @@ def balance_steps(trainer: Any, loader: Any) -> None:
             "output_router_logits=True; leave one of the two out"
         )
     lengths_of(data[0])
+    if (what := _uncounted(trainer)) is not None:
+        raise UnsupportedError(
+            f"balance='flops' moves examples between micro-steps, which changes {what}; leave one of the two out"
+        )
     shape = trainer.args.gradient_accumulation_steps, trainer.accelerator.num_processes, trainer._train_batch_size
     loader.set_sampler(EvenSampler(sampler, work_of(trainer), shape))
+
+
+def _uncounted(trainer: Any) -> str | None:
+    """What need not be a sum over the targets of a step, divided by their number; None where the loss is one."""
+    method = type(trainer).compute_loss
+    owner = f"{method.__module__}.{method.__qualname__}".removesuffix(".compute_loss")
+    if classifies(trainer.model):
+        return "a classifier's loss, a mean over each micro-batch"
+    if callable(trainer.compute_loss_func):
+        return "the loss of a compute_loss_func"
+    return None if owner in _COUNTED else f"the loss of {owner.rpartition('.')[2]}.compute_loss"
 
 
 def work_of(trainer: Any) -> Callable[[int], int]:

@@ -11,7 +11,13 @@ from torch import Tensor
 from ringspan.torch.consistency.calls import preparing
 from ringspan.torch.data.batch import TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
-from ringspan.torch.model.tasks.classifier import pools
+from ringspan.torch.model.adapters import base_of, is_peft
+from ringspan.torch.model.tasks.classifier import RingClassifier, pools
+
+
+def classifies(model: Any) -> bool:
+    """Whether a model on a ring is a classifier, also inside of adapters."""
+    return isinstance(base_of(model) if is_peft(model) else model, RingClassifier)
 
 
 def classified(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
