@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -132,12 +133,38 @@ def test_predictions_are_whole_and_in_order(world, ranks, replicas):
     values, logits, labels, loss = predict(None, None, size)
     assert logits.shape == (11, 19, 97)
     for found in world(ranks).run(predict, ranks, {}, {}, replicate=replicas):
-        assert found[0] == pytest.approx(values, rel=TOLERANCE) or replicas > 1
-        assert found[0]["eval_loss"] == pytest.approx(values["eval_loss"], rel=TOLERANCE)
+        assert found[0] == pytest.approx(values, rel=TOLERANCE)
         np.testing.assert_allclose(found[1], logits, rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(found[2], labels)
-        if replicas == 1:
-            assert found[3] == pytest.approx(loss, rel=TOLERANCE)
+        assert found[3] == pytest.approx(loss, rel=TOLERANCE)
+
+
+class Holes(Examples):
+    """Of which the third and the fourth have no target."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        example = super().__getitem__(index)
+        return example | ({"labels": torch.full_like(example["labels"], -100)} if index in (2, 3) else {})
+
+
+def evaluate_holes(mesh: Any, ring: dict[str, Any] | None, size: int) -> list[float]:
+    """Losses without and with logits, of all batches and of those that have one."""
+    losses = []
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"eval_dataset": Holes(5, seed=1), "per_device_eval_batch_size": size}
+        trainer = plain(mesh, "llama", ring, folder, given)
+        for trainer.compute_metrics in (None, metrics):
+            for trainer.args.logging_nan_inf_filter in (True, False):
+                losses.append(trainer.evaluate()["eval_loss"])
+    return losses
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+def test_a_batch_without_targets_has_no_part_in_an_evaluation(world, ranks, replicas):
+    expected = evaluate_holes(None, None, 2)
+    assert np.isfinite(expected).tolist() == [True, False] * 2
+    for found in world(ranks).run(evaluate_holes, ranks, {}, 2 // replicas, replicate=replicas):
+        assert found == pytest.approx(expected, rel=TOLERANCE, nan_ok=True)
 
 
 def test_logits_are_preprocessed_for_metrics(world):

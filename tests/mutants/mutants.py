@@ -93,6 +93,20 @@ MUTANTS = [
         f"{TRAINER}{STEPS}[4-2]",
     ),
     Mutant(
+        "examples that even out replicas count twice in an evaluation",
+        "hf/replicas.py",
+        "is_repeated = (places >= state.remainder)",
+        "is_repeated = (places >= loader.total_batch_size)",
+        f"{TRAINER}test_predictions_are_whole_and_in_order[4-2]",
+    ),
+    Mutant(
+        "a batch without targets has a loss of 0 in an evaluation",
+        "hf/batches.py",
+        "output.loss = output.loss * torch.nan",
+        "pass",
+        f"{TRAINER}test_a_batch_without_targets_has_no_part_in_an_evaluation[2-1]",
+    ),
+    Mutant(
         "a reference model stays whole on every rank",
         "hf/replicas.py",
         "if evaluation_mode and (head is None or head() is None) and not is_classifier(model):",

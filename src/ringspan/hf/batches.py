@@ -173,6 +173,8 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
     if targets is not None and not model.ring_wants_logits:
         output = call(**local, **kwargs, **({} if count is None else {"num_items_in_batch": count}))
         output.loss = _of_replica(model, output.loss, is_counted=count is not None)
+        if not model.training and not (_everywhere(model, (targets != IGNORED).sum()) if count is None else count):
+            output.loss = output.loss * torch.nan  # 0/0, which Trainer leaves out of an evaluation's mean
         return output
     local.pop("shift_labels", None)
     output: Any = call(**local, **kwargs)
@@ -209,18 +211,25 @@ def _of_replica(model: Any, loss: Tensor, *, is_counted: bool) -> Tensor:
 
 
 def _loss_of(model: Any, output: Any, targets: Tensor, count: int | None) -> Tensor:
-    """The loss over all replicas, from local logits (B, T, V): that of evaluation, without a gradient."""
+    """The loss over all replicas, from local logits (B, T, V): that of evaluation, without a gradient.
+    It is NaN, 0/0, where there is no target.
+    """
     losses = cross_entropy(
         output.logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
-    sums = torch.stack((losses.detach().double(), (targets != IGNORED).sum().double()))
-    for axis in ("ring", "replicate"):
-        if model.ring_mesh[axis].size() > 1:
-            dist.all_reduce(sums, group=model.ring_mesh[axis].get_group())
-    loss = (sums[0] / (sums[1].clamp(min=1) if count is None else max(count, 1))).to(losses.dtype)
+    sums = _everywhere(model, torch.stack((losses.detach().double(), (targets != IGNORED).sum().double())))
+    loss = (sums[0] / (sums[1] if count is None else count)).to(losses.dtype)
     if getattr(output, "aux_loss", None) is not None:
         loss = loss + getattr(model, model.ring_router.coefficient) * output.aux_loss
     return loss
+
+
+def _everywhere(model: Any, numbers: Tensor) -> Tensor:
+    """The sum over all ranks that have other tokens, in place."""
+    for axis in ("ring", "replicate"):
+        if model.ring_mesh[axis].size() > 1:
+            dist.all_reduce(numbers, group=model.ring_mesh[axis].get_group())
+    return numbers
 
 
 def _with_loss(output: Mapping[str, Any], loss: Tensor) -> Any:

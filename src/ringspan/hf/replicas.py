@@ -4,6 +4,7 @@ The ranks of a ring hold one batch between them, and every one of them has that 
 that a trainer computes with ``num_processes``, a ring is therefore one process.
 """
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ringspan.hf.batches import takes_whole_batches
 from ringspan.hf.seams import note_prepared
+from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.model.tasks.classifier import is_classifier
 
 _REDUCTIONS: Final = ("sum", "mean", "none")
@@ -99,6 +101,21 @@ class RingAccelerator(Accelerator):
         """``Accelerator.clip_grad_norm_``, whose norm is the whole one on every rank and a plain tensor."""
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def without_repeats(accelerator: RingAccelerator, inputs: Any) -> Any:
+    """The last batch of a loader without the targets of the examples that even out its replicas. Every replica has the
+    loss over the targets of all, where they would count a second time.
+    """
+    state, labels = accelerator.gradient_state, inputs.get("labels") if isinstance(inputs, Mapping) else None
+    if not (state.end_of_dataloader and state.remainder > 0 and isinstance(labels, Tensor)):
+        return inputs
+    rows, loader = len(labels), state.active_dataloader
+    if rows * accelerator.num_processes != loader.total_batch_size:  # packed: not a row an example
+        return inputs
+    places = torch.arange(rows, device=labels.device) + accelerator.process_index * rows
+    is_repeated = (places >= state.remainder).view(-1, *[1] * (labels.ndim - 1))
+    return {**inputs, "labels": labels.masked_fill(is_repeated, IGNORED)}
 
 
 def count_rings(accelerator: Accelerator, mesh: DeviceMesh, config: Any) -> RingAccelerator:

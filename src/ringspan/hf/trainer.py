@@ -15,10 +15,11 @@ from transformers.trainer_utils import seed_worker
 
 from ringspan.hf.balance import balance_steps
 from ringspan.hf.batches import takes_whole_batches, whole_logits
+from ringspan.hf.classes import classifies
 from ringspan.hf.config import RingConfig
 from ringspan.hf.progress import load_adapter, load_optimizer, random_state_folder, save_optimizer
 from ringspan.hf.refusals import refuse_accelerator, refuse_arguments, refuse_optimizer
-from ringspan.hf.replicas import count_rings
+from ringspan.hf.replicas import count_rings, without_repeats
 from ringspan.hf.rollouts import count_generations, rollout_of_replica, share_rollouts
 from ringspan.hf.seams import TrainerSeams, check_seams, plain_optimizer
 
@@ -96,6 +97,8 @@ class RingTrainerMixin(TrainerSeams):
         self: Any, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Trainer's step; with logits (B, S, V), in the order of the sequence, where they are wanted."""
+        if not classifies(self.model):  # whose loss is its replica's own
+            inputs = without_repeats(self.accelerator, inputs)
         with whole_logits(self.model, wanted=not prediction_loss_only):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
 
