@@ -42,3 +42,18 @@ def test_replicas_normalise_their_rewards_together(world):
     expected["entropy"] = []  # a mean of means over batches that are accumulated, of other completions there
     for found in world(4).run(train, 4, grpo, "llama", {}, dict([SHORT]) | options, replicate=2):
         close(found, expected)
+
+
+def coefficients(mesh: Any, folder: str) -> list[float]:
+    """Of the entropy, step by step, in a run that saves and then in one that resumes."""
+    adaptive = {"use_adaptive_entropy": True, "entropy_coef_delta": 0.01, "entropy_target": 100.0}
+    given = {"beta": 0.0, "save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1} | adaptive
+    grpo(mesh, "llama", {}, folder, given | {"max_steps": 1}).train()
+    resumed = grpo(mesh, "llama", {}, folder, given | {"max_steps": 2})
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+    return [one["entropy_coef"] for one in resumed.state.log_history if "loss" in one]
+
+
+def test_the_coefficient_of_an_entropy_is_resumed(world, tmp_path):
+    for found in world(2).run(coefficients, 2, str(tmp_path)):
+        assert found == pytest.approx([0.01, 0.02])

@@ -3,12 +3,12 @@
 import inspect
 
 import pytest
-import trl  # noqa: F401 - so that its seams are looked at too
 from accelerate import Accelerator
 from transformers import Trainer
+from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage] - TRL's seams are looked at too
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.hf import RingTrainerMixin, seams
+from ringspan.hf import RingSFTTrainer, RingTrainer, RingTrainerMixin, seams
 
 
 def test_the_installed_releases_have_every_seam():
@@ -18,7 +18,20 @@ def test_the_installed_releases_have_every_seam():
 def test_trainer_calls_what_is_overridden():
     for name in seams.OVERRIDDEN["transformers:Trainer"]:
         assert f"self.{name}(" in inspect.getsource(Trainer), f"Trainer no longer calls {name}"
-        assert name in vars(seams.TrainerSeams), f"{name} is not overridden"
+        assert name in vars(seams.OwnParts), f"{name} is not overridden"
+
+
+def test_ours_are_right_in_front_of_trainer():
+    class Users(RingSFTTrainer):
+        """A user's."""
+
+    class Mixed(Users, SFTTrainer):
+        """Another one, from both sides."""
+
+    for kind in (RingTrainer, RingSFTTrainer, Users, Mixed):
+        order = kind.__mro__
+        assert order.index(seams.OwnParts) + 1 == order.index(Trainer), kind
+    assert seams.OwnParts not in SFTTrainer.__mro__ + RingTrainerMixin.__mro__
 
 
 def test_a_seam_that_moved_is_named(monkeypatch):

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
-from tests.hf.trainers import Examples, differences, made, plain, saved, train
+from ringspan.hf import RingConfig, RingTrainerMixin, seams
+from tests.hf.trainers import Examples, arguments, differences, made, plain, saved, train
 
 # What is logged and the weights, relative; a seed of float32 apart.
 TOLERANCE = 1e-5
@@ -207,6 +208,50 @@ def test_a_run_resumes_on_another_ring(world, tmp_path):
             assert after == pytest.approx({step: through[step] for step in after}, rel=1e-6)
         for name, value in results[0][1].items():
             torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+
+
+class Noting(Trainer):
+    """Notes which of Trainer's private methods were called, each of which it overrides."""
+
+    noted: set[str]
+
+
+def _noting(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.noted |= {name}
+        return getattr(super(Noting, self), name)(*args, **kwargs)
+
+    return method
+
+
+for _name in seams.OVERRIDDEN["transformers:Trainer"]:
+    setattr(Noting, _name, _noting(_name))
+
+
+class RingNoting(RingTrainerMixin, Noting):
+    """On a ring."""
+
+
+def noted(mesh: Any, folder: str) -> tuple[set[str], list[float], list[float]]:
+    """What of a user's own is called in a run that saves and in one that resumes, and the losses of both."""
+    often = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    often |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "max_steps": 2}
+    data, called, losses = Examples(8), set(), []
+    for resume in (None, f"{folder}/checkpoint-1"):
+        torch.manual_seed(0)
+        given = {"model": made("llama"), "args": arguments(folder, **often), "train_dataset": data}
+        trainer = RingNoting(**given, eval_dataset=data, ring=RingConfig(mesh=mesh))
+        trainer.noted = set()
+        trainer.train(resume_from_checkpoint=resume)
+        called |= trainer.noted
+        losses.append([one["loss"] for one in trainer.state.log_history if "loss" in one])
+    return called, *losses
+
+
+def test_a_trainers_own_saving_and_loading_runs_before_the_rings(world, tmp_path):
+    for called, through, resumed in world(2).run(noted, 2, str(tmp_path)):
+        assert called == set(seams.OVERRIDDEN["transformers:Trainer"])
+        assert resumed == pytest.approx(through, rel=1e-6)
 
 
 def test_the_best_model_is_loaded_at_the_end(world, tmp_path):

@@ -8,10 +8,12 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from transformers import Trainer
+
 from ringspan.core.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
+    _Trainer = Trainer
 else:
     _Trainer = object  # the mix-in stands before whichever trainer
 
@@ -45,7 +47,17 @@ _GONE: Final = type(None)  # in the place of what a release no longer has, or no
 
 
 class TrainerSeams(_Trainer):
-    """Trainer's private methods, each as a method of ours."""
+    """Before a trainer: what it does by itself."""
+
+    def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
+        with self.rollout():
+            return super()._generate_and_score_completions(inputs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class OwnParts(Trainer):
+    """Right in front of transformers' Trainer, whose private methods are methods of ours there: those of a trainer that
+    is made from it, or of a user's, run before them and call them as ``super()``.
+    """
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         self.save_beside_model(output_dir)
@@ -69,10 +81,6 @@ class TrainerSeams(_Trainer):
         if checkpoint is not None:
             with self.random_state_of_replica(checkpoint) as folder:
                 super()._load_rng_state(folder)
-
-    def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
-        with self.rollout():
-            return super()._generate_and_score_completions(inputs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def note_prepared(accelerator: Any, model: Any) -> None:

@@ -21,7 +21,7 @@ from ringspan.hf.progress import load_adapter, load_optimizer, random_state_fold
 from ringspan.hf.refusals import refuse_accelerator, refuse_arguments, refuse_optimizer
 from ringspan.hf.replicas import count_rings, without_repeats
 from ringspan.hf.rollouts import count_generations, rollout_of_replica, share_rollouts
-from ringspan.hf.seams import TrainerSeams, check_seams, plain_optimizer
+from ringspan.hf.seams import OwnParts, TrainerSeams, check_seams, plain_optimizer
 
 _SCHEDULER: Final = "scheduler.pt"
 _ARGUMENTS: Final = "training_args.bin"
@@ -44,6 +44,12 @@ class RingTrainerMixin(TrainerSeams):
         UnsupportedError: an argument of the trainer that would not be exact on a ring, or a second parallelism.
         ConfigError: a mesh that does not fit the number of ranks.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Put our own of Trainer's parts right in front of Trainer, behind all classes that override them."""
+        super().__init_subclass__(**kwargs)
+        if issubclass(cls, Trainer) and not issubclass(cls, OwnParts):
+            cls.__bases__ = (*(base for base in cls.__bases__ if base is not Trainer), OwnParts)
 
     def __init__(self, *args: Any, ring: RingConfig | None = None, **kwargs: Any) -> None:
         self.ring = RingConfig() if ring is None else ring
