@@ -5,7 +5,7 @@ that a trainer computes with ``num_processes``, a ring is therefore one process.
 """
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -110,7 +110,7 @@ def without_repeats(accelerator: RingAccelerator, inputs: Any) -> Any:
     state, labels = accelerator.gradient_state, inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not (state.end_of_dataloader and state.remainder > 0 and isinstance(labels, Tensor)):
         return inputs
-    rows, loader = len(labels), state.active_dataloader
+    rows, loader = len(labels), cast("Any", state.active_dataloader)
     if rows * accelerator.num_processes != loader.total_batch_size:  # packed: not a row an example
         return inputs
     places = torch.arange(rows, device=labels.device) + accelerator.process_index * rows
