@@ -95,6 +95,22 @@ def test_a_state_is_loaded_on_another_mesh(world, tmp_path):
         assert "model.safetensors: is missing; give a folder that save_state wrote" in str(outcome)
 
 
+def shared_out(mesh: Any, sizes: dict[str, int]) -> Any:
+    accelerator = ring_accelerator(RingConfig(**sizes), cpu=True)
+    with accelerator.split_between_processes(list(range(5))) as part:
+        if torch.distributed.get_rank() == 1:
+            accelerator.set_trigger()
+        return part, accelerator.check_trigger(), accelerator.check_trigger()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [({"ring": 2}, [[0, 1, 2, 3, 4]] * 2), ({"ring": 2, "replicate": 2}, [[0, 1, 2]] * 2 + [[3, 4]] * 2)],
+)
+def test_inputs_are_split_over_replicas_and_triggers_heard_by_all_ranks(world, sizes, parts):
+    assert world(len(parts)).run(shared_out, len(parts), sizes) == [(part, True, False) for part in parts]
+
+
 def refused(mesh: Any, what: str) -> str:
     from accelerate import ParallelismConfig
 

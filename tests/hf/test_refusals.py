@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import ParallelismConfig
 from transformers import Trainer
+from trl import BEMACallback, LogCompletionsCallback  # pyright: ignore[reportPrivateImportUsage]
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.hf import RingConfig
@@ -26,6 +27,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"save_on_each_node": True}, "save_on_each_node=True .* rank 0 writes"),
     ({"eval_use_gather_object": True}, "eval_use_gather_object=True is not"),
     ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True .* each rank reads"),
+    ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True .* leave it out, and use save_steps"),
+    ({"callbacks": [BEMACallback()]}, "BEMACallback is not supported on a ring; it copies whole weights"),
     ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.* use 'group_by_length'"),
 ]
 
@@ -72,9 +75,40 @@ def test_processes_that_accelerate_does_not_see_raise(world):
         assert "accelerate counts 1 of 2 processes" in str(error) and "TrainingArguments(use_cpu=True)" in str(error)
 
 
-def test_means_of_means_raise(world):
-    for error in world(4).run(caught, 4, {"average_tokens_across_devices": False}, replicate=2):
-        assert "average_tokens_across_devices=False with several replicas is not supported" in error
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False with several replicas is not"),
+        ({"accelerator_config": {"even_batches": False}}, "even_batches=False with several replicas is not supported"),
+    ],
+    ids=["means of means", "uneven"],
+)
+def test_what_replicas_do_not_do_alike_raises(world, options, message):
+    for error in world(2).run(caught, 2, options, replicate=2):
+        assert message in error
+
+
+def launched_with(mesh: Any, precision: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+        return caught(mesh, {})
+
+
+def logging_completions(mesh: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = plain(mesh, "llama", {}, folder, {})
+        trainer.add_callback(LogCompletionsCallback.__new__(LogCompletionsCallback))
+
+
+def test_a_callback_that_is_added_later_raises(world):
+    for error in world(2).outcomes(logging_completions, 2):
+        assert isinstance(error, UnsupportedError)
+        assert str(error).startswith("LogCompletionsCallback is not supported on a ring; it gathers from ranks")
+
+
+def test_a_precision_of_the_launcher_raises(world):
+    for error in world(2).run(launched_with, 2, "fp16"):
+        assert "mixed_precision='fp16', as accelerate was launched with, is not exact on a ring; use 'bf16'" in error
 
 
 def caught(mesh: Any, options: dict[str, Any]) -> str:

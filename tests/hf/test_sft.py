@@ -51,7 +51,8 @@ def test_ten_steps_equal_one_process(world, ranks, replicas, options):
         ("qwen3-window", PACKED),
         ("gemma2", PACKED),  # caps on scores and logits
         ("gpt_oss", {}),  # sinks, windows and experts; on one process its packed documents see each other
-        ("mixtral+router", PACKED),
+        ("mixtral+router", PACKED | {"router_aux_loss_coef": 0.5}),
+        ("mixtral+router", {"router_aux_loss_coef": 0.0}),
     ],
     ids=str,
 )

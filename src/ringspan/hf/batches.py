@@ -32,6 +32,7 @@ from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.layers.cache_names import given_cache
+from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import mix_in, seen_as
 from ringspan.torch.model.adapters import base_of, is_peft
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
@@ -167,7 +168,8 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
         output = fused_output(model, lambda **asked: call(**local, **asked, **kwargs), gathered, count)
         if output.aux_loss is not None:
             output.aux_loss = _of_replica(model, output.aux_loss, is_counted=False)
-            output.loss = output.loss + getattr(model, model.ring_router.coefficient) * output.aux_loss
+            coefficient = getattr(text_config(model.config), "router_aux_loss_coef", 0.0)  # as TRL's fused head has it
+            output.loss = output.loss + coefficient * output.aux_loss
         return output if "shift_labels" in whole else _without_last(output)
     targets = local.get("shift_labels")
     if targets is not None and not model.ring_wants_logits:

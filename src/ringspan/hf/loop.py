@@ -60,12 +60,12 @@ def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAcc
         options.setdefault("cpu", True)  # otherwise accelerate counts one process there, however many were launched
     made = Accelerator(**options)
     refuse_accelerator(made)
-    if made.mixed_precision not in ("no", "bf16"):
-        raise UnsupportedError(f"mixed_precision={made.mixed_precision!r} is not exact on a ring; use 'bf16' or 'no'")
     compiler: Any = made.state.dynamo_plugin
     backend = str(compiler.backend.value)
     if backend != "NO":
         raise UnsupportedError(f"dynamo_backend={backend!r} compiles the model around its exchanges; leave it out")
+    if not made.even_batches and config.replicas > 1:
+        raise UnsupportedError("even_batches=False: a replica would wait for batches that others lack; leave it out")
     if made.dataloader_config.dispatch_batches:
         raise UnsupportedError("dispatch_batches=True is not for a ring: each rank reads its replica's batches")
     ours: Any = count_rings(made, config.make_mesh(), config.step)

@@ -11,6 +11,12 @@ from ringspan.hf.config import RingConfig
 
 # Optimizers that treat each number by itself; tests compare each with one process.
 _OPTIMIZERS: Final = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
+# TRL's callbacks, and what to do instead.
+_CALLBACKS: Final = {
+    "BEMACallback": "it copies whole weights, which are split here; leave it out",
+    "LogCompletionsCallback": "it gathers from ranks, so each completion would come more than once; leave it out",
+    "WeaveCallback": "it gathers from ranks, so each completion would come more than once; leave it out",
+}
 _DDP: Final = ("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
@@ -61,12 +67,19 @@ def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
             "average_tokens_across_devices=False with several replicas",
             ("the loss would be the mean of the replicas' means, not that of one process; leave it True"),
         )
+    if getattr(args, "enable_jit_checkpoint", False):
+        yield (
+            "enable_jit_checkpoint=True",
+            "ranks would notice SIGTERM at different steps; leave it out, and use save_steps",
+        )
     if args.save_on_each_node:
         yield "save_on_each_node=True", "leave it out: rank 0 writes the model"
     if args.eval_use_gather_object:
         yield "eval_use_gather_object=True", "leave it out: predictions are gathered as tensors"
     if args.accelerator_config.dispatch_batches:
         yield "dispatch_batches=True", "leave it out: each rank reads its replica's batches"
+    if not args.accelerator_config.even_batches and ring.replicas > 1:
+        yield "even_batches=False with several replicas", "one would wait for batches that others lack; leave it True"
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         yield "train_sampling_strategy='batch_rebalance'", "use 'group_by_length' or 'random'"
     if getattr(args, "activation_offloading", False):
@@ -110,7 +123,8 @@ def _of_preferences_and_rollouts(args: Any) -> Iterator[tuple[str, str]]:
 
 
 def refuse_accelerator(accelerator: Any) -> None:
-    """Refuse parallelism that a launcher's environment has set up, and processes that accelerate knows nothing of.
+    """Refuse parallelism and precisions that a launcher's environment has set up, and processes that accelerate knows
+    nothing of.
 
     Raises:
         UnsupportedError: naming it.
@@ -127,6 +141,11 @@ def refuse_accelerator(accelerator: Any) -> None:
             raise UnsupportedError(
                 f"accelerate was launched with {name}, a second parallelism beside the ring; launch without"
             )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise UnsupportedError(
+            f"mixed_precision={accelerator.mixed_precision!r}, as accelerate was launched with, is not exact on a "
+            "ring; use 'bf16' or 'no'"
+        )
     if getattr(accelerator, "parallelism_config", None) is not None:
         raise UnsupportedError(
             "accelerate was launched with a parallelism_config, a second parallelism beside the ring; launch without"
@@ -148,6 +167,18 @@ def refuse_loss_options(model: Any) -> None:
                 f"{name}={value} is added to the ring's own loss of next tokens, which this trainer does not use; "
                 "leave it out of RingConfig"
             )
+
+
+def refuse_callback(callback: Any) -> None:
+    """Refuse a callback, or its class, that would not do on a ring what it does on one process.
+
+    Raises:
+        UnsupportedError: naming it.
+    """
+    kind = callback if isinstance(callback, type) else type(callback)
+    for name in (base.__name__ for base in kind.__mro__ if base.__module__.startswith("trl.")):
+        if name in _CALLBACKS:
+            raise UnsupportedError(f"{name} is not supported on a ring; {_CALLBACKS[name]}")
 
 
 def refuse_optimizer(optimizer: Any, model: Any) -> None:

@@ -4,12 +4,14 @@ The ranks of a ring hold one batch between them, and every one of them has that 
 that a trainer computes with ``num_processes``, a ring is therefore one process.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +21,7 @@ from ringspan.hf.batches import takes_whole_batches
 from ringspan.hf.seams import note_prepared
 from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.model.tasks.classifier import is_classifier
+from ringspan.torch.transport.collectives import gather_over
 
 _REDUCTIONS: Final = ("sum", "mean", "none")
 
@@ -96,6 +99,22 @@ class RingAccelerator(Accelerator):
             return torch.cat((padding, tensor) if pad_first else (tensor, padding), dim)
 
         return recursively_apply(one, tensor, error_on_other_type=True)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This replica's part of some inputs, the same on every rank of its ring."""
+        replica: Any = SimpleNamespace(
+            num_processes=self.num_processes, process_index=self.process_index, device=self.device
+        )
+        with PartialState.split_between_processes(replica, inputs, apply_padding) as part:
+            yield part
+
+    def check_trigger(self) -> bool:
+        """Whether any rank, of whichever ring, has called ``set_trigger`` since this was last true."""
+        is_set = any(gather_over(self.ring_mesh, self.flag_tensor is not None and bool(self.flag_tensor)))
+        if is_set:
+            self.flag_tensor = None
+        return is_set
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """``Accelerator.clip_grad_norm_``, whose norm is the whole one on every rank and a plain tensor."""

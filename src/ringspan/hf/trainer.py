@@ -18,7 +18,7 @@ from ringspan.hf.batches import takes_whole_batches, whole_logits
 from ringspan.hf.classes import classifies
 from ringspan.hf.config import RingConfig
 from ringspan.hf.progress import load_adapter, load_optimizer, random_state_folder, save_optimizer
-from ringspan.hf.refusals import refuse_accelerator, refuse_arguments, refuse_optimizer
+from ringspan.hf.refusals import refuse_accelerator, refuse_arguments, refuse_callback, refuse_optimizer
 from ringspan.hf.replicas import count_rings, without_repeats
 from ringspan.hf.rollouts import count_generations, rollout_of_replica, share_rollouts
 from ringspan.hf.seams import OwnParts, TrainerSeams, check_seams, plain_optimizer
@@ -57,7 +57,14 @@ class RingTrainerMixin(TrainerSeams):
         super().__init__(*args, **kwargs)
         ours: Any = self
         refuse_optimizer(ours.optimizer, ours.model)
+        for callback in ours.callback_handler.callbacks:
+            refuse_callback(callback)
         share_rollouts(self)
+
+    def add_callback(self: Any, callback: Any) -> None:
+        """Trainer's, but for callbacks that would not be exact on a ring."""
+        refuse_callback(callback)
+        super().add_callback(callback)
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         """Trainer's accelerator, which counts rings; and the model on the mesh, before anybody looks at it."""

@@ -12,6 +12,7 @@ from ringspan.core.errors import UnsupportedError
 _FREE: Final = frozenset(
     {
         # read each time
+        "router_aux_loss_coef",  # by TRL's fused head; models have one of their own, from when they were made
         "output_router_logits",
         "_experts_implementation",
         "_experts_implementation_internal",
