@@ -224,6 +224,24 @@ def test_what_would_not_be_exact_is_refused(pool, sizes, precision, kind, messag
         assert message in said and "\n" not in said
 
 
+class Predicting(Module):
+    def predict_step(self, batch: Any) -> int:
+        return len(batch["input_ids"])
+
+
+def predicted(mesh: Any, examples: int, batch_size: int) -> Any:
+    trainer = Trainer(**QUIET, devices=4, strategy=RingStrategy(replicate=2), plugins=[Ranks()])
+    return trainer.predict(Predicting(), DataLoader(ROWS[:examples], batch_size))  # type: ignore[arg-type]
+
+
+def test_predictions_that_replicas_would_not_make_together_are_refused(pool):
+    for outcome in pool.outcomes(predicted, 4, 5, 1):
+        assert isinstance(outcome, rs.UnsupportedError), outcome
+        assert str(outcome).startswith("predict: 5 examples in batches of 1 do not come out even on 2 replicas")
+        assert "give 4 or 6 examples, or use RingStrategy(replicate=1)" in str(outcome)
+    assert pool.run(predicted, 4, 7, 2) == [[2, 2], [2, 2], [2, 1], [2, 1]]
+
+
 def test_there_is_no_mesh_before_the_trainer_starts():
     with pytest.raises(rs.ConfigError, match="there is none before the trainer starts"):
         _ = RingStrategy(ring=2).device_mesh

@@ -5,9 +5,10 @@ from typing import Any, Final
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.lightning.seams import Dealing, give_mesh
@@ -96,8 +97,10 @@ class RingStrategy(ModelParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """The loader of this rank's examples, in the order that the loader itself has."""
         assert self._dealing is not None and self.lightning_module is not None, "set up before"
-        trainer = self.lightning_module.trainer
-        return self._dealing.dealt(dataloader, trainer.state.stage)
+        stage = self.lightning_module.trainer.state.stage
+        if stage == RunningStage.PREDICTING:
+            _refuse_uneven(dataloader)
+        return self._dealing.dealt(dataloader, stage)
 
     def setup(self, trainer: Trainer) -> None:
         """See that the model is on the ring and stays what it is there."""
@@ -131,3 +134,23 @@ class RingStrategy(ModelParallelStrategy):
     def _settle(self) -> None:
         for model in self._on_ring():
             settle(model)
+
+
+def _refuse_uneven(loader: object) -> None:
+    """Refuse examples of which replicas would have different numbers of batches: for predictions Lightning repeats
+    none, and a replica's passes need those of the others.
+
+    Raises:
+        UnsupportedError: naming how many there are.
+    """
+    sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if not isinstance(loader, DataLoader) or not isinstance(sampler, DistributedSampler):
+        return
+    examples, replicas, batch = sampler.total_size, sampler.num_replicas, loader.batch_sampler.batch_size  # type: ignore[union-attr]
+    fewest, most = examples // replicas, -(-examples // replicas)
+    if -(-fewest // batch) != -(-most // batch):
+        raise UnsupportedError(
+            f"predict: {examples} examples in batches of {batch} do not come out even on {replicas} replicas, which "
+            f"would wait for each other; give {examples - examples % replicas} or {most * replicas} examples, or use "
+            "RingStrategy(replicate=1)"
+        )
