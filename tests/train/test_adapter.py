@@ -1,6 +1,10 @@
 """``[adapter]``: the matrices of one process, however the work is split; folders that PEFT and the command open."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ringspan.core.errors import CheckpointError, ConfigError
+from ringspan.evaluate.documents import long_documents
 from ringspan.generate.folder import load_config, load_model
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.weights.loading import read_whole
@@ -19,6 +24,7 @@ from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.loop import train
 from ringspan.train.model import build_model, load_model_config
+from tests.cli.commands.test_generate import printed
 from tests.torch.models import build, relative, tokens
 from tests.train.test_loop import losses, text, train_on  # noqa: F401  text is a fixture
 
@@ -129,6 +135,40 @@ def test_an_adapter_trains_as_on_one_process(pool, base, name, adapter, changes)
 def opened_by_the_command(folder: Path) -> Any:
     asked = GenerateSettings(folder=str(folder))
     return load_model(asked, load_config(asked))
+
+
+@pytest.mark.timeout(300)  # three commands import PyTorch and transformers
+def test_the_commands_open_what_was_trained(pool, base, tmp_path):
+    """The folder as it was saved, whose base model is a folder, or an id that the Hub's cache has."""
+    pool.run(train_on, 4, settings(base, "asked", {"rank": 2}, mesh={"replicate": 2}, steps=2))
+    folder = base.parent / "asked" / "model"
+    prompt = "the quick brown fox"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    new = model.generate(input_ids=ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :].tolist()
+    asked = ("--prompt", prompt, "--max-new-tokens", 5, "--nproc", 2, "--json")
+    assert json.loads(printed(folder, *asked)[0])["token_ids"] == new
+
+    there = tmp_path / "models--somebody--base"
+    shutil.copytree(base, there / "snapshots" / ("0" * 40))
+    (there / "refs").mkdir()
+    (there / "refs" / "main").write_text("0" * 40)
+    of_an_id = shutil.copytree(folder, tmp_path / "adapter")
+    written = json.loads((folder / "adapter_config.json").read_text())
+    (of_an_id / "adapter_config.json").write_text(json.dumps({**written, "base_model_name_or_path": "somebody/base"}))
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path)}
+    assert json.loads(printed(of_an_id, *asked, env=environment)[0])["token_ids"] == new
+    command = [sys.executable, "-m", "ringspan", "eval", "perplexity", str(of_an_id), "--length", "30", "--items", "1"]
+    done = subprocess.run(
+        [*command, "--json"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    [(_, document), *_] = long_documents()
+    ids = tokenizer(document[:400], return_tensors="pt").input_ids[:, :30]
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    assert json.loads(done.stdout)["rows"][0]["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_a_run_resumes_on_another_mesh_and_is_merged(pool, base):
@@ -274,6 +314,9 @@ def test_layers_that_are_not_there_are_refused(base):
 def test_an_adapter_without_its_base_is_refused(base, tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(ConfigError, match="does not say which model it is for; set base_model_name_or_path"):
+        load_config(GenerateSettings(folder=str(tmp_path)))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "nobody/nothing"}))
+    with pytest.raises(ConfigError, match="'nobody/nothing' is neither a folder nor in the local cache of the Hub"):
         load_config(GenerateSettings(folder=str(tmp_path)))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     asked = GenerateSettings(folder=str(tmp_path))

@@ -1,5 +1,6 @@
 """Ranks that were given different things: whatever differs, each of them says so, names it, and goes on afterwards."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -387,6 +388,12 @@ def test_a_digest_sees_every_entry_its_place_and_the_shape(length, place, change
     assert digest_integers(x) != digest_integers(x[None])
     assert digest_integers(x) != digest_integers(torch.cat((x, torch.zeros(1, dtype=x.dtype))))
     assert (digest_values(x) == digest_values(changed)) is False
+
+
+@pytest.mark.parametrize("shape", [(1, 33), (3, 7), (5,)])
+def test_a_tensor_with_gaps_has_the_digest_of_its_copy(shape):
+    x = torch.arange(2 * math.prod(shape)).view(*shape, 2)[..., 1]
+    assert digest_values(x) == digest_values(x.clone())
 
 
 def test_the_rank_of_a_call_in_another_group_is_its_own_in_the_world(pool):

@@ -284,6 +284,11 @@ def refused(mesh: DeviceMesh, case: str) -> None:
                 model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh))
         case "gradients through a cache":
             model(ids, past_key_values=model.new_cache(), use_cache=True)
+        case "numbered documents":
+            model.generate(ids, attention_mask=torch.ones_like(ids) * 2, max_new_tokens=2)
+        case "a mask that is added to scores":
+            with torch.no_grad():
+                model(ids, past_key_values=model.new_cache(), attention_mask=torch.zeros(1, 33) - torch.inf)
         case "another text":
             cache = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True).past_key_values
             model.generate(models.prompt(60), past_key_values=cache, max_new_tokens=2)
@@ -311,6 +316,8 @@ def refused(mesh: DeviceMesh, case: str) -> None:
         ("different settings", "different max_new_tokens"),
         ("one rank trains", "different things"),
         ("gradients through a cache", "no_grad"),
+        ("numbered documents", "attention_mask has 2; it may have 1 for tokens"),
+        ("a mask that is added to scores", "attention_mask has -inf; it may have 1 for tokens"),
         ("another text", "differ from what the cache holds, from token 0 on"),
         ("a text as long as the cache", "at least one more"),
         ("a cache of another size", "holds 1 sequences"),

@@ -15,6 +15,7 @@ from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import check_fixed
 from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
+from ringspan.torch.data.padding import marked_tokens
 from ringspan.torch.generate.agreed import AgreedCriteria, Clock
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.positions import whole_positions
@@ -128,6 +129,8 @@ def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, A
         raise UnsupportedError(f"generate needs a prompt of at least one token, got the shape {tuple(inputs.shape)}")
     check_entries("input_ids", inputs, model.ring_vocabularies[0])
     mask = arguments.get("attention_mask")
+    if mask is not None:
+        marked_tokens(mask)
     if cache is not None and not model.ring_is_generating:
         _check_continues(cache, inputs, mask)
         if cache.shares.length and has_grid_positions(model) and mask is None:

@@ -21,6 +21,7 @@ from ringspan.torch.attention.cached import Reach, Turn
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
+from ringspan.torch.data.padding import marked_tokens
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.masks import layer_masks, real_runs
 from ringspan.torch.generate.positions import new_positions, new_shifts
@@ -142,6 +143,8 @@ def _check_pass(model: Any, asked: dict[str, Any]) -> None:
             f"attention_mask has the shape {tuple(mask.shape)}; for {len(ids)} x {length} tokens, those in the cache "
             f"included, it must be {(len(ids), length)}"
         )
+    if mask is not None:
+        marked_tokens(mask)
     if mask is not None and model.ring_stateful and not bool(mask.all()):
         raise UnsupportedError(
             f"attention_mask with padding: states of {class_name(model)} would take it in; give prompts of one length "

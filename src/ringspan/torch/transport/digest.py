@@ -32,7 +32,7 @@ def digest_values(x: Tensor) -> int:
     """A number that depends on a tensor's bytes and where they are, made as quickly as memory is read: of the bytes in
     words of eight or less, in rows of 4,096, it is the digest of the sums of rows and of columns.
     """
-    flat = x.detach().reshape(-1).view(torch.uint8)
+    flat = x.detach().contiguous().view(-1).view(torch.uint8)
     for dtype in (torch.int64, torch.int32, torch.int16):
         if not flat.numel() % dtype.itemsize and not flat.storage_offset() % dtype.itemsize:
             flat = flat.view(dtype)
