@@ -21,13 +21,12 @@ from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedConfig
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.messages.lines import one_line, shortened
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.layers.decoder import text_config
-from ringspan.torch.layers.positions import num_trained_positions
+from ringspan.torch.layers.positions import num_trained_positions, rotates_by_length
 from ringspan.torch.model.tasks.logprobs import token_logprobs
 
 _NEW_TOKENS: Final = 256  # lm-eval's own number where a task names none
@@ -79,7 +78,7 @@ class RingLM(TemplateLM):
             raise ConfigError("the tokenizer has neither eos_token nor bos_token, after which a text begins; set one")
         config = text_config(model.config)
         self.max_length = max_length or num_trained_positions(config) or _NO_LIMIT
-        self._keeps_context = not _rotates_by_length(config)
+        self._keeps_context = not rotates_by_length(config)
         self._cache: Any = None
         self._on_request = on_request
 
@@ -299,15 +298,6 @@ def _common(before: list[int], now: list[int]) -> int:
 def _longest_first(ids: list[int]) -> tuple[int, list[int]]:
     """What lm-eval's own model sorts requests by."""
     return -len(ids), ids
-
-
-def _rotates_by_length(config: PreTrainedConfig) -> bool:
-    """Whether keys are rotated by frequencies that depend on how long the whole text is, so that those of one request
-    are not those of another.
-    """
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    tables = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # some have one for each kind of layer
-    return any(each.get("rope_type") in ("dynamic", "longrope") for each in tables)
 
 
 def _not_scored(asked: Sequence[str]) -> ConfigError:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -13,9 +13,6 @@ from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import class_name
 
 logger = logging.getLogger(__name__)
-
-# What transformers computes from max_position_embeddings for these changes with it: their config must stay as it is.
-_LENGTH_IN_FREQUENCIES: Final = ("dynamic", "longrope")
 
 
 def num_learned_positions(decoder: nn.Module) -> int | None:
@@ -88,10 +85,8 @@ def note_length(model: Any, length: int, *, says: bool) -> None:
     if made_for is None or length <= made_for:
         return
     limit, rope = config.max_position_embeddings, _rope_tables(config)
-    keeps = any(
-        each.get("rope_type") in _LENGTH_IN_FREQUENCIES
-        or (each.get("rope_type") == "yarn" and each.get("factor") is None)
-        for each in rope
+    keeps = rotates_by_length(config) or any(
+        each.get("rope_type") == "yarn" and each.get("factor") is None for each in rope
     )
     noted = getattr(model, "ring_trained_length", None)
     if says and noted is None:
@@ -122,6 +117,13 @@ def as_trained(model: Any) -> Iterator[None]:
     finally:
         if length is not None:
             config.max_position_embeddings = before
+
+
+def rotates_by_length(config: PreTrainedConfig) -> bool:
+    """Whether frequencies depend on how long the whole text is: keys of a longer text are not those of a shorter one,
+    and ``max_position_embeddings`` is part of the formula.
+    """
+    return any(each.get("rope_type") in ("dynamic", "longrope") for each in _rope_tables(config))
 
 
 def _rope_tables(config: PreTrainedConfig) -> list[dict[str, Any]]:
