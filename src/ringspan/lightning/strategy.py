@@ -143,10 +143,11 @@ def _refuse_uneven(loader: object) -> None:
     Raises:
         UnsupportedError: naming how many there are.
     """
-    sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    if not isinstance(loader, DataLoader) or not isinstance(sampler, DistributedSampler):
+    batches: Any = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    sampler = getattr(batches, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
         return
-    examples, replicas, batch = sampler.total_size, sampler.num_replicas, loader.batch_sampler.batch_size  # type: ignore[union-attr]
+    examples, replicas, batch = sampler.total_size, sampler.num_replicas, batches.batch_size
     fewest, most = examples // replicas, -(-examples // replicas)
     if -(-fewest // batch) != -(-most // batch):
         raise UnsupportedError(

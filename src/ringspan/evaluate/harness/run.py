@@ -52,9 +52,8 @@ def run_tasks(lm: Any, names: Sequence[str], manager: TaskManager, **options: An
             model writes, or has images.
     """
     asked = f"--tasks {','.join(names)}"
-    tasks = list(
-        dict.fromkeys(task for name in names for task in manager.match_tasks([name]))
-    )  # in the order asked for
+    # In the order asked for.
+    tasks = list(dict.fromkeys(task for name in names for task in manager.match_tasks([name])))
     try:
         return _simple_evaluate(lm, tasks=tasks, task_manager=manager, bootstrap_iters=0, **options)
     except (OSError, ConnectionError) as error:

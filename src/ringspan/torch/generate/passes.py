@@ -143,7 +143,7 @@ def _check_pass(model: Any, asked: dict[str, Any]) -> None:
             f"attention_mask has the shape {tuple(mask.shape)}; for {len(ids)} x {length} tokens, those in the cache "
             f"included, it must be {(len(ids), length)}"
         )
-    if mask is not None:
+    if mask is not None and not model.ring_is_generating:  # generate has looked at it, once
         marked_tokens(mask)
     if mask is not None and model.ring_stateful and not bool(mask.all()):
         raise UnsupportedError(

@@ -78,8 +78,9 @@ class RingCache(Cache):
 
     def keep_ids(self, ids: Tensor, shifts: Tensor | None = None) -> None:
         """Note new tokens (B, n), which the layers were given, and their shifts where there are any."""
-        shifts = torch.zeros_like(ids) if shifts is None else shifts
-        self._ids.append(torch.stack((ids.cpu(), shifts.to(ids.dtype).cpu()), -1)[:, None])
+        ids = ids.cpu()
+        shifts = torch.zeros_like(ids) if shifts is None else shifts.to(ids)
+        self._ids.append(torch.stack((ids, shifts), -1)[:, None])
 
     @property
     def num_sequences(self) -> int | None:
