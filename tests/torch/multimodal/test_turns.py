@@ -104,7 +104,7 @@ def in_turns(mesh: DeviceMesh, kind: str, folder: str) -> list[Any]:
     seen = text(torch.cat((outs[0].sequences, image["input_ids"]), 1))
     seen["mm_token_type_ids"] = (seen["input_ids"] == IMAGE).long()
     outs.append(model.generate(**image | seen, **WORDS, past_key_values=cache))
-    return [out.sequences for out in outs]
+    return [(out.sequences, torch.stack(out.logits)) for out in outs]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,12 +115,13 @@ def test_conversations_by_turns_are_those_of_one_process_that_reads_all(pool, ki
     pixels = {name: images[name] for name in ("pixel_values", "image_grid_thw")}
     both = joined(pixels, {name: image[name] for name in pixels})
     for turn, given in enumerate((pixels, both)):
-        whole = results[0][turn]
+        whole, _ = results[0][turn]
         ids = whole[:, : -WORDS["max_new_tokens"]]
         types = (ids == IMAGE).long()
-        expected = model.generate(input_ids=ids, mm_token_type_ids=types, **given, **WORDS).sequences
-        assert torch.equal(whole, expected)
-        assert all(torch.equal(whole, result[turn]) for result in results)
+        expected = model.generate(input_ids=ids, mm_token_type_ids=types, **given, **WORDS)
+        for sequences, logits in (result[turn] for result in results):
+            assert torch.equal(sequences, expected.sequences)
+            assert torch.allclose(logits, torch.stack(expected.logits), rtol=0, atol=1e-9)
 
 
 def load_of_before(mesh: DeviceMesh, folder: str, has_images: bool) -> Any:
