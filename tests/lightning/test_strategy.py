@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import ringspan as rs
 from ringspan.lightning import RingStrategy
+from tests.long import long
 from tests.torch.models import build, relative, tokens
 
 IDS = tokens(40, 21)
@@ -157,7 +158,9 @@ def expected() -> dict[str, Any]:
     return one_fit()
 
 
-@pytest.mark.parametrize(("sizes", "batch_size"), [({"replicate": 2}, 2), ({"ring": 4}, 4), ({"ring": 2, "tp": 2}, 4)])
+@pytest.mark.parametrize(
+    ("sizes", "batch_size"), [*long(({"replicate": 2}, 2), ({"ring": 4}, 4)), ({"ring": 2, "tp": 2}, 4)]
+)
 def test_a_fit_equals_one_process(pool, expected, sizes, batch_size):
     for found in pool.run(ring_fit, 4, sizes, batch_size):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
@@ -188,7 +191,7 @@ def test_a_loader_that_shuffles_gives_every_mesh_the_same_batches(pool, expected
     assert one[:10] != pytest.approx(one[10:], rel=1e-2), "another order in each epoch"
 
 
-@pytest.mark.parametrize("is_folder", [True, False])
+@pytest.mark.parametrize("is_folder", [True, *long(False)])
 def test_a_checkpoint_resumes_on_another_mesh(pool, expected, tmp_path, is_folder):
     path, sizes = str(tmp_path / "saved"), {"save_distributed_checkpoint": is_folder}
     pool.run(ring_fit, 4, {"replicate": 2} | sizes, 2, path)
@@ -239,6 +242,8 @@ def test_predictions_that_replicas_would_not_make_together_are_refused(pool):
         assert isinstance(outcome, rs.UnsupportedError), outcome
         assert str(outcome).startswith("predict: 5 examples in batches of 1 do not come out even on 2 replicas")
         assert "give 4 or 6 examples, or use RingStrategy(replicate=1)" in str(outcome)
+    first, *_ = pool.outcomes(predicted, 4, 1, 1)  # on a replica without examples Lightning's sampler has raised
+    assert "give 2 examples, or use" in str(first)
     assert pool.run(predicted, 4, 7, 2) == [[2, 2], [2, 2], [2, 1], [2, 1]]
 
 

@@ -19,6 +19,7 @@ from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import _Race, make_plan, weighed_seconds
 from ringspan.plan.search import Question, longest, meshes, policies, routes
 from ringspan.plan.snippet import python_call, toml_tables
+from tests.long import long
 
 LLAMA = MODELS["llama-3.1-8b"]
 H100 = DEVICES["h100-80gb"]
@@ -36,7 +37,14 @@ def test_a_short_sequence_gets_no_ring_and_is_told_so():
     assert any("fits one device" in reason for reason in plan.reasons)
 
 
-@pytest.mark.parametrize(("length", "batch"), [(8192, 16), (8192, 1), (131_072, 16), (1 << 20, 16)])
+def test_more_tokens_than_the_model_was_made_for_are_said():
+    assert not any("was made for" in reason for reason in plan_for().reasons)
+    assert any("made for 131,072 positions: for 131,080" in reason for reason in plan_for(length=131_080).reasons)
+    learned = plan_for(shape=MODELS["gpt2"], length=4096).reasons
+    assert any("1,024 learned positions; 4,096 tokens" in reason for reason in learned)
+
+
+@pytest.mark.parametrize(("length", "batch"), [(8192, 1), (131_072, 16), *long((8192, 16), (1 << 20, 16))])
 def test_nothing_else_that_fits_is_faster_but_for_what_must_be_worth_it(length, batch):
     """Every mesh, layout, route and policy, one by one."""
     plan = plan_for(length=length, batch=batch)

@@ -150,8 +150,9 @@ def _refuse_uneven(loader: object) -> None:
     examples, replicas, batch = sampler.total_size, sampler.num_replicas, batches.batch_size
     fewest, most = examples // replicas, -(-examples // replicas)
     if -(-fewest // batch) != -(-most // batch):
+        even = [str(count) for count in (fewest * replicas, most * replicas) if count]
         raise UnsupportedError(
             f"predict: {examples} examples in batches of {batch} do not come out even on {replicas} replicas, which "
-            f"would wait for each other; give {examples - examples % replicas} or {most * replicas} examples, or use "
+            f"would wait for each other; give {' or '.join(even)} examples, or use "
             "RingStrategy(replicate=1)"
         )

@@ -12,6 +12,7 @@ from ringspan.plan.cost.kept import pixel_bytes, seen_bytes
 from ringspan.plan.cost.memory import Memory, host_bytes, host_use, training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.states import state_bytes
+from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.search import AUTO, Question, longest_setting, meshes
 
 
@@ -48,10 +49,19 @@ def why(question: Question, setting: Setting, memory: Memory, cost: StepCost, lo
     yield from _about_states(question, setting)
     yield from _about_towers(question, setting)
     yield from _about_links(question, setting, cost)
-    if shape.positions and question.length > shape.positions:
-        yield f"{shape.name} has {shape.positions:,} learned positions; {question.length:,} tokens need new ones"
+    yield from _about_positions(shape, question.length)
     if device.note:
         yield device.note
+
+
+def _about_positions(shape: ModelShape, length: int) -> Iterator[str]:
+    if shape.positions and length > shape.positions:
+        yield f"{shape.name} has {shape.positions:,} learned positions; {length:,} tokens need new ones"
+    elif shape.made_for and length > shape.made_for:
+        yield (
+            f"{shape.name} was made for {shape.made_for:,} positions: for {length:,} tokens, scale its rotary "
+            "positions (ringspan train: model.rope; transformers: config.rope_parameters)"
+        )
 
 
 def _what_would_fit(question: Question, setting: Setting, memory: Memory, longest: Setting | None) -> Iterator[str]:

@@ -127,7 +127,7 @@ def called(mesh: DeviceMesh, kind: str, how: str) -> None:
         ("mistral3", "no sizes", "pixel_values needs image_sizes beside it"),
         ("mistral3", "a size of less than a token", "of image 1 (example 1 of the batch), pixel_values holds"),
         ("llava", "an image for each example", "pixel_values must be (images, channels, height, width), got (2, 1,"),
-        ("qwen2_5_vl", "a flat grid", "image_grid_thw must be integers (images, 3)"),
+        ("qwen2_5_vl", "a flat grid", "image_grid_thw must be whole numbers of at least 1, of shape (images, 3)"),
         ("qwen3_vl", "a grid of no frames", "image_grid_thw must be whole numbers of at least 1"),
         ("voxtral", "short windows", "input_features has windows of 20 steps, the model's have 24"),
         ("audioflamingo3", "no mask", "with input_features_mask (windows, steps) beside it, got (2, 8, 24) and None"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.messages.lines import one_line
+from ringspan.core.messages.lines import one_line, shortened
 from ringspan.torch.data.padding import marked_tokens
 from ringspan.torch.transport.digest import digest_values
 
@@ -92,11 +92,22 @@ def _tensor(name: str, value: Any) -> Tensor:
         raise UnsupportedError(
             f"{name} must be a tensor or a list of numbers, got a {type(value).__name__}: {one_line(error)}"
         ) from error
-    if name.endswith("_grid_thw") and (made.ndim != 2 or made.shape[1] != 3 or made.is_floating_point()):
-        raise UnsupportedError(
-            f"{name} must be integers (images, 3), of each its times, rows and columns; got {made.dtype} of shape "
-            f"{tuple(made.shape)}"
-        )
+    if name.endswith("_grid_thw"):
+        check_counts(name, made, ("frames", "rows", "columns"))
     if name == "second_per_grid_ts" and made.ndim != 1:
         raise UnsupportedError(f"{name} must be a number of each video, got the shape {tuple(made.shape)}")
     return made
+
+
+def check_counts(name: str, counts: Tensor, columns: tuple[str, ...]) -> None:
+    """Refuse what does not say so many counts of each image.
+
+    Raises:
+        UnsupportedError: another shape than (images, columns), no integers, a count below 1.
+    """
+    has_form = counts.ndim == 2 and counts.shape[1] == len(columns) and not counts.is_floating_point()
+    if not has_form or bool((counts < 1).any()):
+        raise UnsupportedError(
+            f"{name} must be whole numbers of at least 1, of shape (images, {len(columns)}) for {', '.join(columns)}; "
+            f"got {shortened(str(counts.tolist()))}"
+        )

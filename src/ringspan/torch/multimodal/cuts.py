@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.messages.lines import shortened
+from ringspan.torch.data.media import check_counts
 
 Inputs = Mapping[str, Tensor]
 
@@ -45,7 +45,7 @@ class Cut:
         if self.needs_all and (lacking := [name for name in self.names if name not in inputs]):
             raise UnsupportedError(f"{self.pixels} needs {lacking[0]} beside it, which the processor returns")
         if "image_sizes" in inputs:
-            _check_numbers("image_sizes", inputs["image_sizes"], ("height", "width"))
+            check_counts("image_sizes", inputs["image_sizes"], ("height", "width"))
         counts = {name: len(inputs[name]) for name in self.names if name in inputs}
         if len(set(counts.values())) > 1:
             raise UnsupportedError(
@@ -100,16 +100,6 @@ def _whose(before: int, counts: Sequence[int]) -> str:
     return f" (example {example} of the batch)" if example < len(counts) else ""
 
 
-def _check_numbers(name: str, numbers: Tensor, columns: tuple[str, ...]) -> None:
-    """Raise an UnsupportedError for what does not say so many counts, of at least 1, of each image."""
-    has_form = numbers.ndim == 2 and numbers.shape[1] == len(columns) and not numbers.is_floating_point()
-    if not has_form or bool((numbers < 1).any()):
-        raise UnsupportedError(
-            f"{name} must be whole numbers of at least 1, of shape (images, {len(columns)}) for {', '.join(columns)}; "
-            f"got {shortened(str(numbers.tolist()))}"
-        )
-
-
 def pieces_of(made: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """What a tower gives, (images, tokens, hidden size) or a tensor for each image, as tensors of rows."""
     return [piece.flatten(0, -2) for piece in ([made] if isinstance(made, Tensor) else made)]
@@ -133,7 +123,6 @@ class FramesOfGrid(Cut):
             raise UnsupportedError(f"{self.pixels} needs {self.grid} beside it, which the processor returns")
         if inputs[self.pixels].ndim != 2:
             raise UnsupportedError(f"{self.pixels} must be {self.form}, got {tuple(inputs[self.pixels].shape)}")
-        _check_numbers(self.grid, inputs[self.grid], ("frames", "rows", "columns"))
         patches, grids = len(inputs[self.pixels]), inputs[self.grid].prod(-1).tolist()
         if patches != sum(grids):
             raise UnsupportedError(f"{self.pixels} holds {patches} patches, {self.grid} says {sum(grids)} ({grids})")
@@ -208,7 +197,7 @@ class ImagesOfTiles(Cut):
                 f"{self.pixels} must be (images, tiles, channels, height, width) with image_sizes (images, 2) beside "
                 f"it, got {tuple(pixels.shape)} and {None if sizes is None else tuple(sizes.shape)}"
             )
-        _check_numbers("image_sizes", sizes, ("height", "width"))
+        check_counts("image_sizes", sizes, ("height", "width"))
         if sum(self._groups(inputs)) != len(pixels):
             raise UnsupportedError(
                 f"batch_num_images says {sum(self._groups(inputs))} images, {self.pixels} holds {len(pixels)}"
