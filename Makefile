@@ -28,11 +28,12 @@ demo: $(STAMP) ## show exact ring attention at work on this machine
 
 # Two processes at least keep two cores busy; more than four would not help, since many tests start four ranks each.
 # With a process for each core, threads of PyTorch would only wait for each other.
+WORKERS := --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 test: $(STAMP) ## run the tests (ARGS="-k ring -x" goes to one pytest)
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not alone and not seeded" --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not alone and not seeded and not long" $(WORKERS)
 	$(BIN)/pytest -m alone $$(grep -rl "mark\.alone" tests --include="test_*.py")
 endif
 
@@ -62,9 +63,8 @@ mutants: $(STAMP) ## plant bugs, one at a time, and see that the test named for 
 fuzz: $(STAMP) ## run the property tests with 25 times as many, and new, random examples
 	RINGSPAN_FUZZ=$${RINGSPAN_FUZZ:-25} $(BIN)/pytest -m hypothesis --timeout=7200 $(ARGS)
 
-long: $(STAMP) ## compare with one process: prompts of 5,000 tokens, and each model of images or sound on 1 to 4 ranks
-	RINGSPAN_LONG=1 OMP_NUM_THREADS=1 $(BIN)/pytest --timeout=600 tests/torch/generate/test_long.py \
-		tests/torch/multimodal/test_float32.py $(ARGS)
+long: $(STAMP) ## run what the tests leave out: more cases of models, trainers and commands, prompts of 5,000 tokens
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m long --timeout=900 $(WORKERS) $(ARGS)
 
 faults: $(STAMP) ## strike real jobs with kills, signals and damage (ARGS="kill save"); leave the machine alone meanwhile
 	$(BIN)/python -m tests.faults.run $(ARGS)

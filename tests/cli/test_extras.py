@@ -13,6 +13,7 @@ import pytest
 from ringspan.core.errors import MissingExtraError
 from ringspan.core.messages.extras import EXTRAS, installed, require
 from tests.cli.test_bad_input import CONFIG
+from tests.long import long
 from tests.surface import OBJECTS, check_object
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -73,7 +74,7 @@ def test_the_command_that_needs_it_says_so_before_anything_starts(ringspan, tmp_
         ["--help"],
         OBJECTS["plan"],
         ["init", "new.toml"],
-        OBJECTS["bench attention"],
+        *long(OBJECTS["bench attention"]),
     ],
 )
 def test_the_other_commands_work(ringspan, arguments):
@@ -117,6 +118,7 @@ def test_every_module_but_those_that_read_text_is_imported_without_extras(ringsp
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_run_without_tensorboard_says_once_that_its_files_are_not_written(ringspan, tmp_path):
     done = ringspan("tensorboard", "train", "config.toml", "--nproc", "2", "steps=2")
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from ringspan.evaluate.settings import PERPLEXITY, EvalSettings
 from ringspan.evaluate.tasks import TASKS
 from ringspan.torch.runtime.launch import launch
 from tests.evaluate.models import TEMPLATE, plain_tokens, save
+from tests.long import long
 
 LENGTHS = {"common-words": (6_500,), "frequent-words": (1_201,)}
 ITEMS = {"common-words": 1}  # its answers are long
@@ -41,7 +42,7 @@ def expected(folder):
     return [plain_tokens(settings) for settings in every(folder)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [3, *long(1, 2)])
 def test_all_tasks_answer_as_one_process(folder, expected, tmp_path, ranks):
     # The ten words of one task are most of what is written here: two ranks do.
     asked = [settings for settings in every(folder) if ranks == 2 or settings.task != "common-words"]

@@ -17,6 +17,7 @@ from tests.hf.preferences import dpo
 from tests.hf.test_classes import classify
 from tests.hf.test_trainer import Stream
 from tests.hf.trainers import Examples, arguments, differences, made, plain, sft, train
+from tests.long import long
 
 TOLERANCE = 1e-5
 
@@ -76,7 +77,7 @@ def test_replicas_compute_alike(world):
     assert busiest_over_mean(even[..., None]) < 1 + (busiest_over_mean(came[..., None]) - 1) / 2
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [*long(False), True])
 def test_steps_equal_one_process_that_moves_nothing(world, packing):
     options = {"max_steps": STEPS, "packing": packing}
     expected = train(None, sft, "llama", None, options | {"per_device_train_batch_size": 4})

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from ringspan.hf import RingConfig
 from tests.hf.trainers import VOCABULARY, Ring, arguments, differences, history
+from tests.long import long
 from tests.torch.models import config as config_of
 
 LABELS = 3
@@ -70,7 +71,7 @@ def on_one_process(of_tokens: bool, model: str, replicas: int) -> Any:
 @pytest.mark.parametrize(
     ("of_tokens", "model", "ranks", "replicas"),
     [
-        (False, "llama", 3, 1),
+        *long((False, "llama", 3, 1)),
         (False, "qwen3-window", 4, 2),
         (True, "llama", 2, 1),  # replicas would take the mean of their batches' means, as without a ring
     ],

@@ -16,6 +16,7 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsag
 
 from ringspan.hf import RingConfig
 from tests.hf.trainers import Ring, RingSFT, arguments, differences, train
+from tests.long import long
 from tests.torch.multimodal.models import Example, batch_of, build
 from tests.train.conversations import COLOURS, CONFIG, SIDE, write_processor
 
@@ -59,7 +60,7 @@ def seeing(mesh: Any, kind: str, ring: dict[str, Any] | None, folder: str, optio
     return Trainer(**given) if ring is None else Ring(**given, ring=RingConfig(mesh=mesh, **ring))
 
 
-@pytest.mark.parametrize(("kind", "ranks", "replicas"), [("llava", 2, 1), ("qwen2_5_vl", 2, 1), ("llava", 4, 2)])
+@pytest.mark.parametrize(("kind", "ranks", "replicas"), [*long(("llava", 2, 1)), ("qwen2_5_vl", 2, 1), ("llava", 4, 2)])
 def test_steps_with_images_equal_one_process(world, kind, ranks, replicas):
     options = {"max_steps": 3, "remove_unused_columns": False}
     sizes = {"per_device_train_batch_size": 2 * replicas, "per_device_eval_batch_size": 2 * replicas}

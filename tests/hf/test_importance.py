@@ -13,6 +13,7 @@ from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUs
 from ringspan.hf import RingGRPOTrainer
 from tests.hf.rollouts import rollout
 from tests.hf.trainers import tokenizer
+from tests.long import long
 
 TEMPERATURE = 0.7
 
@@ -85,8 +86,7 @@ def ratios(mesh: Any, options: dict[str, Any]) -> list[Tensor]:
     ("ranks", "tp", "options", "steps"),
     [
         (3, 1, {"sampled": True}, (1, 2, 3)),
-        (4, 2, {"sampled": True}, (1, 2, 3)),
-        (2, 1, {"num_iterations": 2}, (1, 3)),
+        *long((4, 2, {"sampled": True}, (1, 2, 3)), (2, 1, {"num_iterations": 2}, (1, 3))),
         (2, 1, {"num_iterations": 2, "rollout_func": from_the_model}, (1, 3)),
     ],
     ids=["made on the ring", "made on the ring, heads split", "given", "given, of the model"],

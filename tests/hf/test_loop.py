@@ -15,6 +15,7 @@ import ringspan as rs
 from ringspan.hf import RingConfig, ring_accelerator
 from ringspan.torch.model.saving import whole_weights
 from tests.hf.trainers import Examples
+from tests.long import long
 from tests.torch.models import build, relative
 
 BATCHES = 6  # of four examples, two of them accumulated
@@ -72,7 +73,7 @@ def loop(mesh: Any, sizes: dict[str, int], save: str | None = None, resume: str 
     return losses, norms, state, gathered, type(model).__name__
 
 
-@pytest.mark.parametrize("sizes", [{"ring": 2}, {"ring": 3}, {"ring": 2, "replicate": 2}, {"ring": 2, "tp": 2}])
+@pytest.mark.parametrize("sizes", [{"ring": 3}, {"ring": 2, "replicate": 2}, *long({"ring": 2}, {"ring": 2, "tp": 2})])
 def test_a_loop_equals_one_process(world, sizes):
     replicas = sizes.get("replicate", 1)
     losses, norms, weights = one_process(replicas)
@@ -151,7 +152,7 @@ def test_what_would_not_be_exact_raises(world, what, message):
     ("launcher", "ranks"),
     [
         # On CPUs accelerate starts one process; on GPUs it is torchrun.
-        (["accelerate.commands.launch", "--cpu", "--mixed_precision", "no", "--dynamo_backend", "no"], 1),
+        *long((["accelerate.commands.launch", "--cpu", "--mixed_precision", "no", "--dynamo_backend", "no"], 1)),
         (["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 2),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from ringspan.torch.layers.modules import local_part
 from tests.hf.preferences import dpo, kto, orpo, reward
 from tests.hf.trainers import SHORT, differences, made, short_run, train
+from tests.long import long
 
 TOLERANCE = 1e-5
 
@@ -21,15 +22,17 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("make", "model", "options"),
     [
-        (dpo, "llama", {}),
         (dpo, "llama", {"lora": True}),
         (dpo, "mixtral+router", {"ld_alpha": 0.5, "use_weighting": True}),
         (kto, "qwen3-window", {}),
-        (kto, "llama", {"lora": True}),
         (orpo, "llama", {}),
-        (orpo, "mixtral+router", {"lora": True}),
         (reward, "llama", {"center_rewards_coefficient": 0.1}),
-        (reward, "qwen3-window", {"lora": True}),
+        *long(
+            (dpo, "llama", {}),
+            (kto, "llama", {"lora": True}),
+            (orpo, "mixtral+router", {"lora": True}),
+            (reward, "qwen3-window", {"lora": True}),
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -39,13 +42,14 @@ def test_steps_on_a_ring_equal_one_process(world, make, model, options):
         close(found, expected)
 
 
-@pytest.mark.parametrize("make", [dpo, kto, reward], ids=["dpo", "kto", "reward"])
+@pytest.mark.parametrize("make", [*long(dpo), kto, *long(reward)], ids=["dpo", "kto", "reward"])
 def test_replicas_average_their_preferences(world, make):
     expected = short_run(make, "llama", 2)
     for found in world(4).run(train, 4, make, "llama", {}, dict([SHORT]), replicate=2):
         close(found, expected)
 
 
+@pytest.mark.long
 def test_a_reward_model_in_float64_is_exact(world):
     """In float32 the steps of this one amplify rounding: after nine of them a gradient norm is 2e-5 apart."""
     expected = train(None, reward, "llama", None, {"double": True})

@@ -13,6 +13,7 @@ from ringspan.torch.layers.modules import local_part
 from tests.hf.rollouts import fixed, grpo, large_words, rloo
 from tests.hf.test_rollouts import SHORT, TOLERANCE
 from tests.hf.trainers import differences, tokenizer, train
+from tests.long import long
 from tests.torch.models import config as config_of
 
 
@@ -41,7 +42,7 @@ def test_a_reward_model_judges_as_on_one_process(world):
         assert max(differences(found, expected).values()) < TOLERANCE
 
 
-@pytest.mark.parametrize("make", [grpo, rloo], ids=["grpo", "rloo"])
+@pytest.mark.parametrize("make", [grpo, *long(rloo)], ids=["grpo", "rloo"])
 def test_completions_on_split_heads_equal_one_process(world, make):
     options = dict([SHORT]) | {"beta": 0.0, "sampled": True, "max_completion_length": 5}
     expected = train(None, make, "llama", None, options)

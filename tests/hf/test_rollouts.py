@@ -6,6 +6,7 @@ import pytest
 
 from tests.hf.rollouts import grpo, rloo
 from tests.hf.trainers import SHORT, differences, short_run, train
+from tests.long import long
 
 TOLERANCE = 1e-5
 
@@ -20,11 +21,13 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("make", "model", "options"),
     [
-        (grpo, "llama", {"beta": 0.0}),
         (grpo, "llama", {"lora": True, "beta": 0.1, "num_iterations": 2}),
-        (grpo, "mixtral+router", {"beta": 0.0, "loss_type": "grpo", "top_entropy_quantile": 0.5}),
-        (grpo, "qwen3-window", {"beta": 0.0, "sampled": True, "temperature": 0.7}),
         (rloo, "llama", {"lora": True, "beta": 0.1}),
+        *long(
+            (grpo, "llama", {"beta": 0.0}),
+            (grpo, "mixtral+router", {"beta": 0.0, "loss_type": "grpo", "top_entropy_quantile": 0.5}),
+            (grpo, "qwen3-window", {"beta": 0.0, "sampled": True, "temperature": 0.7}),
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -10,6 +10,7 @@ from peft import PeftModel
 from torch._dynamo.utils import counters
 
 from tests.hf.trainers import differences, made, sft, train
+from tests.long import long
 
 TOLERANCE = 1e-5
 PACKED = {"packing": True}
@@ -25,10 +26,9 @@ def on_one_process(model: str, replicas: int, *options: tuple[str, Any]) -> dict
 @pytest.mark.parametrize(
     ("ranks", "replicas", "options"),
     [
-        (2, 1, {}),
         (3, 1, PACKED),
-        (4, 2, PACKED),
         (4, 2, {"column": "completion_mask", "completion_only_loss": True}),
+        *long((2, 1, {}), (4, 2, PACKED)),
     ],
     ids=str,
 )
@@ -43,16 +43,18 @@ def test_ten_steps_equal_one_process(world, ranks, replicas, options):
     ("model", "options"),
     [
         ("llama", PACKED | {"packing_strategy": "wrapped"}),
-        ("llama", PACKED | {"pad_to_multiple_of": 8}),
         ("llama", FREE | {"column": "completion_mask", "completion_only_loss": True}),
         ("llama", PACKED | {"column": "assistant_masks"}),
-        ("llama", {"loss_type": "dft"}),
         ("llama", PACKED | {"lora": True}),
-        ("qwen3-window", PACKED),
-        ("gemma2", PACKED),  # caps on scores and logits
         ("gpt_oss", {}),  # sinks, windows and experts; on one process its packed documents see each other
         ("mixtral+router", PACKED | {"router_aux_loss_coef": 0.5}),
-        ("mixtral+router", {"router_aux_loss_coef": 0.0}),
+        *long(
+            ("llama", PACKED | {"pad_to_multiple_of": 8}),
+            ("llama", {"loss_type": "dft"}),
+            ("qwen3-window", PACKED),
+            ("gemma2", PACKED),  # caps on scores and logits
+            ("mixtral+router", {"router_aux_loss_coef": 0.0}),
+        ),
     ],
     ids=str,
 )
@@ -71,6 +73,7 @@ def compiled(mesh: Any, options: dict[str, Any]) -> tuple[Any, int, int]:
     return found, sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.long
 def test_compiled_layers_equal_one_process(world):
     """Packed lengths differ from step to step; adapters are part of the programs."""
     options = PACKED | {"lora": True, "max_steps": 3}
@@ -103,7 +106,7 @@ def adapted(mesh: Any, folder: str, resume: str | None, packed: bool) -> Any:
     return {one["step"]: one["loss"] for one in trainer.state.log_history if "loss" in one}
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["float32", "int8"])
+@pytest.mark.parametrize("packed", [*long(False), True], ids=["float32", "int8"])
 def test_an_adapter_resumes_on_another_ring_and_peft_opens_it(world, tmp_path, packed):
     if packed:
         pytest.importorskip("torchao")
@@ -128,7 +131,7 @@ def log_probabilities(mesh: Any, model: str) -> tuple[torch.Tensor, torch.Tensor
         return first.detach(), after.detach(), batch["seq_idx"]
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize("model", ["gpt_oss", *long("llama", "gemma3_text")])
 def test_a_packed_document_does_not_leak_into_others(world, model):
     for before, after, documents in world(3).run(log_probabilities, 3, model):
         assert documents.max() > 3

@@ -21,6 +21,7 @@ from ringspan.jax import init_mesh, map_mesh, shard_batch
 from ringspan.jax.checkpoint import load_checkpoint, load_llama, save_checkpoint, save_llama
 from ringspan.jax.llama import Llama, LlamaConfig, look_up, mean_loss
 from tests.jax.test_program import permutes
+from tests.long import long
 from tests.torch.models import build
 
 VOCAB, RATE = 96, 1e-3
@@ -68,8 +69,7 @@ def by_name(model: Llama) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("kind", "axes", "layout", "num", "length"),
     [
-        ("llama", {}, "zigzag", 2, 37),
-        ("llama", {"sp": 4}, "zigzag", 1, 41),
+        *long(("llama", {}, "zigzag", 2, 37), ("llama", {"sp": 4}, "zigzag", 1, 41)),
         ("llama-tied", {"dp": 2, "tp": 2, "sp": 2}, "striped", 2, 29),
         ("llama", {"fsdp": 2, "tp": 2, "sp": 2}, "zigzag", 4, 23),
     ],

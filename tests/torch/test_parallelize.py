@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ringspan as rs
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
+from tests.long import long
 from tests.torch.models import build, relative, tokens
 
 
@@ -358,7 +359,7 @@ def compiled_step(mesh: DeviceMesh, options: dict[str, Any]) -> Any:
     return loss.detach(), whole_gradients(model), graphs
 
 
-@pytest.mark.parametrize("options", [{"checkpoint": "none"}, {}], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("options", [*long({"checkpoint": "none"}), {}], ids=["plain", "checkpointed"])
 def test_a_compiled_model_computes_the_same(pool, options):
     expected = one_step("llama", 37, 1)
     for loss, gradients, graphs in pool.run(compiled_step, 2, options):

@@ -25,6 +25,7 @@ from ringspan.train.config.tables import TrainConfig
 from ringspan.train.loop import train
 from ringspan.train.model import build_model, load_model_config
 from tests.cli.commands.test_generate import printed
+from tests.long import long
 from tests.torch.models import build, relative, tokens
 from tests.train.test_loop import losses, text, train_on  # noqa: F401  text is a fixture
 
@@ -109,7 +110,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "adapter", "changes"), KINDS)
+@pytest.mark.parametrize(("name", "adapter", "changes"), [*long(*KINDS[:1]), *KINDS[1:]])
 def test_an_adapter_trains_as_on_one_process(pool, base, name, adapter, changes):
     config = settings(base, name, adapter, **changes)
     expected, model = one_process(config)
@@ -138,6 +139,7 @@ def opened_by_the_command(folder: Path) -> Any:
 
 
 @pytest.mark.timeout(300)  # three commands import PyTorch and transformers
+@pytest.mark.long
 def test_the_commands_open_what_was_trained(pool, base, tmp_path):
     """The folder as it was saved, whose base model is a folder, or an id that the Hub's cache has."""
     pool.run(train_on, 4, settings(base, "asked", {"rank": 2}, mesh={"replicate": 2}, steps=2))
@@ -199,7 +201,7 @@ def test_a_run_resumes_on_another_mesh_and_is_merged(pool, base):
         torch.testing.assert_close(weight, same, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "adapter", "changes"), KINDS)
+@pytest.mark.parametrize(("name", "adapter", "changes"), [*long(KINDS[0]), KINDS[1], *long(*KINDS[2:])])
 def test_a_merged_model_is_what_peft_merges_of_one_process(pool, base, name, adapter, changes):
     config = settings(base, f"{name}, merged", adapter | {"merge": True}, **changes)
     _, model = one_process(config)

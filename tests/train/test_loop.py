@@ -23,6 +23,7 @@ from ringspan.train.data.sequences import build_data
 from ringspan.train.job import _matmul_flops, learning_rate, prepare
 from ringspan.train.loop import Observer, train
 from ringspan.train.model import build_model, load_model_config, load_tokenizer
+from tests.long import long
 
 
 def settings(folder: Path, name: str, **changes: object) -> TrainConfig:
@@ -309,7 +310,7 @@ SEPARATE = {"sequence_length_tokens": 45, "documents": "separate"}
 
 @pytest.mark.parametrize(
     ("name", "data", "attention"),
-    [("balanced", {}, {"layout": "balanced"}), ("flops", {"balance": "flops"}, {"layout": "balanced"})],
+    [*long(("balanced", {}, {"layout": "balanced"})), ("flops", {"balance": "flops"}, {"layout": "balanced"})],
 )
 def test_balanced_work_trains_the_same_model(pool, text, name, data, attention):
     common = {

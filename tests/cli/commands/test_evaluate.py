@@ -46,6 +46,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.timeout(300)  # three commands, the first of them killed
+@pytest.mark.long
 def test_a_killed_run_continues_under_torchrun_and_draws_all_models(folder, tmp_path):
     other = save(tmp_path / "other", max_position_embeddings=800, hidden_size=16)
     asked = ("needle", folder, other, "--lengths", "700,900", "--depths", "0,1", "--items", 2, "--json")

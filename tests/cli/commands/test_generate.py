@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from ringspan.cli.commands.generate import prompt_text
 from tests.cli.test_bad_input import refusal
+from tests.long import long
 from tests.surface import check_object
 
 BOOK = "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea. "
@@ -90,15 +91,14 @@ def test_it_prints_the_text_of_one_process_and_what_it_took(folder, tmp_path):
     assert err.splitlines() == ["starting 2 ranks", *(f"read {n} of 79 tokens" for n in (32, 64, 79))]
 
 
-def test_a_cache_of_fewer_bits(folder, monkeypatch, capsys):
+@pytest.mark.long
+def test_a_cache_of_fewer_bits(folder):
     long = ("--prompt", BOOK * 3, "--max-new-tokens", 2, "--json")
     whole, int8 = (json.loads(printed(folder, *long, *options)[0]) for options in ((), ("--cache-dtype", "int8")))
     assert int8["cache_bytes_per_rank"] < 0.8 * whole["cache_bytes_per_rank"]  # the last tokens keep their bits
-    assert "--cache-dtype" in refusal(
-        monkeypatch, capsys, "generate", folder, "--prompt", BOOK, "--cache-dtype", "int3"
-    )
 
 
+@pytest.mark.long
 def test_it_prints_the_text_as_it_comes_and_samples_under_a_seed(folder):
     options = ("--top-p", 0.9, "--temperature", 0.8, "--seed", 7, "--max-new-tokens", 12, "--nproc", 2, "--tp", 2)
     out, err = printed(folder, "--prompt", BOOK, *options)
@@ -107,6 +107,7 @@ def test_it_prints_the_text_as_it_comes_and_samples_under_a_seed(folder):
     assert err == "starting 2 ranks\n"
 
 
+@pytest.mark.long
 def test_under_torchrun_the_first_rank_prints_what_one_process_writes(folder):
     """Its ranks are there already, and rank 0 alone reads the standard input."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ringspan"]
@@ -116,6 +117,7 @@ def test_under_torchrun_the_first_rank_prints_what_one_process_writes(folder):
     assert json.loads(done.stdout)["token_ids"] == expected(folder, BOOK)
 
 
+@pytest.mark.long
 def test_a_chat_goes_on_from_what_was_said(folder):
     options = ("--chat", "--nproc", 2, "--max-new-tokens", 12, "--prefill-tokens", 16)
     out, err = printed(folder, *options, input=f"{BOOK}\n\nAnd then?\n")
@@ -140,7 +142,7 @@ def book(folder, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [*long(1), 3])
 def test_a_book_is_read_once(folder, book, ranks):
     options = ("--load-cache", book, "--nproc", ranks, "--max-new-tokens", 12, "--json")
     out, err = printed(folder, "--prompt", QUESTION, *options)
@@ -163,6 +165,7 @@ def test_a_chat_goes_on_after_a_saved_cache(folder, book, tmp_path):
     assert out.rstrip("\n") == tokenizer.decode(second).rstrip("\n")
 
 
+@pytest.mark.long
 def test_a_line_of_a_chat_beyond_the_positions_is_refused_and_the_rest_is_kept(folder, book, tmp_path):
     options = ("--chat", "--nproc", 2, "--max-new-tokens", 12, "--save-cache", tmp_path / "kept")
     out, err = printed(folder, *options, input=f"{QUESTION}\n{BOOK * 4}\nWhy?\n")
@@ -180,6 +183,7 @@ def with_beams(folder, tmp_path_factory):
     return path
 
 
+@pytest.mark.long
 def test_beams_are_those_of_one_process_and_their_text_comes_at_the_end(folder, with_beams):
     options = ("--max-new-tokens", 12, "--nproc", 2)
     new = expected(with_beams, BOOK)
@@ -213,9 +217,11 @@ def test_the_byte_order_mark_of_a_file_is_no_part_of_the_prompt(tmp_path, monkey
     ("damage", "says"),
     [
         ("another model", "other weights"),
-        ("a bit", "rank_00001.safetensors: has sha256"),
-        ("a missing file", "rank_00000.safetensors: is missing"),
-        ("a changed manifest", "manifest.json: changed after it was written"),
+        *long(
+            ("a bit", "rank_00001.safetensors: has sha256"),
+            ("a missing file", "rank_00000.safetensors: is missing"),
+            ("a changed manifest", "manifest.json: changed after it was written"),
+        ),
     ],
 )
 def test_a_cache_that_is_damaged_or_of_another_model_is_refused_in_a_line(folder, book, tmp_path, damage, says):
@@ -269,6 +275,7 @@ def test_a_cache_that_is_damaged_or_of_another_model_is_refused_in_a_line(folder
         (["--prompt", "a", "--prefill-tokens", "0"], "--prefill-tokens 0: should be at least 1"),
         (["--prompt", "a", "--seed", "-1"], "--seed -1: should be from 0"),
         (["--prompt", "a", "--weights", "half"], "--weights half: should be one of auto, whole, sharded"),
+        (["--prompt", "a", "--cache-dtype", "int3"], "--cache-dtype"),
         (["--prompt", "a", "--dtype", "float8"], "--dtype float8: should be one of auto, float32, bfloat16"),
         (["--prompt", "a", "--nproc", "0"], "--nproc 0: at least one process"),
         (["--prompt", "a", "--nproc", "3", "--tp", "2"], "--tp 2: does not divide the 3 processes"),

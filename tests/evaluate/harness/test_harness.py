@@ -14,6 +14,7 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.evaluate import RingLM
 from tests.evaluate.harness.data import TASKS, write
 from tests.evaluate.models import save
+from tests.long import long
 
 
 def parts(folder: Path) -> tuple[Any, Any]:
@@ -64,7 +65,7 @@ def flat(value: Any) -> list[Any]:
     return [each for part in value for each in flat(part)] if isinstance(value, (list, tuple)) else [value]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [3, *long(1, 2)])
 def test_it_answers_as_lm_evals_own_model(pool, expected, ranks):
     folder, tasks, wanted, scores = expected
     for found, found_scores in pool.run(on_ring, ranks, folder, str(tasks)):

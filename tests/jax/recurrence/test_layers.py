@@ -16,6 +16,7 @@ import ringspan as rs
 from ringspan.core.recurrence import reference
 from ringspan.jax import recurrence, shard, unshard
 from tests.jax.rings import mesh
+from tests.long import long
 
 BATCH, HEADS, KEY, VALUE = 2, 2, 3, 4
 # Of each layer: its arguments by name, with the dimension of tokens of those that have one, and that of its outputs.
@@ -110,11 +111,13 @@ def by_document(name: str, starts: tuple[int, ...], given: dict[str, np.ndarray]
 
 
 CASES = [
-    ("contiguous", 1, 11, (0,)),
-    ("zigzag", 2, 13, (0,)),
     ("contiguous", 4, 17, (0, 2, 3, 11)),
-    ("zigzag", 8, 39, (0, 1, 7, 30)),  # many spans: a logarithmic number of rounds
     ("zigzag", 4, 9, (0,)),  # spans shorter than the convolution
+    *long(
+        ("contiguous", 1, 11, (0,)),
+        ("zigzag", 2, 13, (0,)),
+        ("zigzag", 8, 39, (0, 1, 7, 30)),  # many spans: a logarithmic number of rounds
+    ),
 ]
 
 

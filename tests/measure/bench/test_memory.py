@@ -142,6 +142,7 @@ def test_the_search_knows_its_bounds():
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_small_context_is_found(monkeypatch):
     case = ContextCase(
         ranks=1,

@@ -141,6 +141,7 @@ def test_the_files_are_written(profiles, tmp_path):
     assert [each["rank"] for each in read] == [0, 1, 2] and read[0]["passages"] == profiles[0].passages
 
 
+@pytest.mark.long
 def test_many_ranks_stay_below_five_megabytes(profiles):
     assert len(page(profiles * 20, "sixty ranks")) < 5_000_000
 

@@ -15,6 +15,7 @@ from ringspan.plan.cost.setting import Setting
 from ringspan.torch.attention.ring import _Coming
 from ringspan.torch.transport import protocol
 from ringspan.torch.transport.exchange import COUNTERS
+from tests.long import long
 from tests.plan.cost.heap import measured_peaks
 from tests.torch import models
 
@@ -38,7 +39,7 @@ CASES = [
 
 
 @pytest.mark.skipif(not HAS_MALLINFO, reason="asks glibc's malloc")
-@pytest.mark.parametrize(("kind", "options"), CASES)
+@pytest.mark.parametrize(("kind", "options"), [*long(CASES[0]), CASES[1], *long(CASES[2])])
 def test_the_peak_is_that_of_a_real_rank_and_of_the_trace(pool, kind, options):
     config = models.config(kind, **SIZES)
     setting = Setting(**options, loss_chunk_tokens=256, on_gpu=False)

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations
 import ringspan as rs
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.tensor_parallel.split import refuse_split
+from tests.long import long
 from tests.torch.layers.blockwise.test_head import check, one_step
 from tests.torch.models import build, relative, tokens
 from tests.torch.test_parallelize import whole_gradients
@@ -372,7 +373,7 @@ def compiled_in_place(mesh: DeviceMesh, after: bool) -> Any:
     return result
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("after", [*long(False), True], ids=["before", "after"])
 def test_a_model_compiled_in_place_computes_the_same(pool, after):
     check(pool.run(compiled_in_place, 2, after), one_step("llama", "as it is"))
 

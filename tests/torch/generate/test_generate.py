@@ -14,6 +14,7 @@ from ringspan.torch.generate.weights import gathered_bytes
 from ringspan.torch.layers.modules import local_part
 from ringspan.torch.memory.sharding import gathered_parameters, kept_whole
 from tests.cli.commands.test_generate import byte_tokenizer
+from tests.long import long
 from tests.pool import Pool
 from tests.torch.generate import models
 
@@ -141,7 +142,7 @@ def check(pool: Pool, ranks: int, name: str, ways: list[Any], prefill_tokens: in
 # same for all kinds: those with the most in a cache stand for them.
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [*((name, ranks) for ranks in (2, 3) for name in models.CONFIGS)]
+    [*((name, 3) for name in models.CONFIGS), *long(*((name, 2) for name in models.CONFIGS))]
     + [(name, ranks) for ranks in (1, 4) for name in ("gpt_oss", "llama4_text")],
 )
 def test_tokens_and_logits_are_those_of_one_process(pool, name, ranks):
@@ -151,7 +152,11 @@ def test_tokens_and_logits_are_those_of_one_process(pool, name, ranks):
 
 @pytest.mark.parametrize(
     ("way", "ranks"),
-    [*((way, ranks) for ranks in (2, 3) for way in WAYS), *((way, 1) for way in ("beams", "two turns", "no cache"))],
+    [
+        *((way, 3) for way in WAYS),
+        *long(*((way, 2) for way in WAYS)),
+        *((way, 1) for way in ("beams", "two turns", "no cache")),
+    ],
 )
 def test_every_way_to_generate_is_that_of_one_process(pool, way, ranks):
     """With windows, full attention, sinks and a mixture of experts in one model: what a cache has to know."""

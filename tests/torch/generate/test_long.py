@@ -1,62 +1,75 @@
 """Long prompts and long texts: token for token those of one process; ``make long`` takes 5,000 tokens and 200 new ones.
 
-The suite's own are a tenth of that. Lengths are multiples of nothing.
+``make test`` takes a tenth of that. Lengths are multiples of nothing.
 """
 
-import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
+from tests.long import long
 from tests.torch.generate import models
 
-IS_LONG = bool(os.environ.get("RINGSPAN_LONG"))
-PROMPT, NEW = (4_999, 200) if IS_LONG else (487, 40)
-CHUNK = 611 if IS_LONG else 61  # per rank
+
+class Size(NamedTuple):
+    """Tokens of a prompt, new ones, and of a chunk per rank."""
+
+    prompt: int
+    new: int
+    chunk: int
 
 
-def texts(model: Any) -> list[torch.Tensor]:
+SHORT, LONG = Size(487, 40, 61), Size(4_999, 200, 611)
+of_sizes = pytest.mark.parametrize("size", [SHORT, pytest.param(LONG, marks=pytest.mark.long)])
+
+
+def texts(model: Any, size: Size) -> list[torch.Tensor]:
     """The most likely tokens, and tokens drawn under a seed."""
-    ids = models.prompt(PROMPT)
-    greedy = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    ids = models.prompt(size.prompt)
+    greedy = model.generate(ids, max_new_tokens=size.new, do_sample=False)
     torch.manual_seed(3)
-    return [greedy, model.generate(ids, max_new_tokens=NEW, do_sample=True, top_p=0.9, temperature=0.8)]
+    return [greedy, model.generate(ids, max_new_tokens=size.new, do_sample=True, top_p=0.9, temperature=0.8)]
 
 
-def on_ring(mesh: DeviceMesh, name: str) -> list[torch.Tensor]:
+def on_ring(mesh: DeviceMesh, name: str, size: Size) -> list[torch.Tensor]:
     model: Any = rs.parallelize(models.model(name), mesh)
-    model.ring_prefill_tokens = CHUNK
-    return texts(model)
+    model.ring_prefill_tokens = size.chunk
+    return texts(model, size)
 
 
-def check(pool, name: str, ranks: int, **mesh: int) -> None:
-    expected = texts(models.model(name))
-    assert expected[0].shape[1] == PROMPT + NEW
-    for found in pool.run(on_ring, ranks, name, **mesh):
+def check(pool, name: str, size: Size, ranks: int, **mesh: int) -> None:
+    expected = texts(models.model(name), size)
+    assert expected[0].shape[1] == size.prompt + size.new
+    for found in pool.run(on_ring, ranks, name, size, **mesh):
         for text, other in zip(found, expected, strict=True):
             assert torch.equal(text, other), int((text != other).any(0).nonzero()[0])
 
 
-@pytest.mark.parametrize("name", models.CONFIGS if IS_LONG else ["llama", "gpt_oss", "deepseek_v3"])
-def test_a_long_text_is_that_of_one_process(pool, name):
-    check(pool, name, 2)
+SUITE = [(name, SHORT) for name in ("llama", "gpt_oss", "deepseek_v3")]
 
 
+@pytest.mark.parametrize(("name", "size"), [*SUITE, *long(*((name, LONG) for name in models.CONFIGS))])
+def test_a_long_text_is_that_of_one_process(pool, name, size):
+    check(pool, name, size, 2)
+
+
+@of_sizes
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_a_long_text_on_more_ranks(pool, ranks):
-    check(pool, "mistral", ranks)
+def test_a_long_text_on_more_ranks(pool, ranks, size):
+    check(pool, "mistral", size, ranks)
 
 
-def test_a_long_text_with_split_heads(pool):
-    check(pool, "llama", 4, tp=2)
+@of_sizes
+def test_a_long_text_with_split_heads(pool, size):
+    check(pool, "llama", size, 4, tp=2)
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model: Any, prompt: int) -> torch.Tensor:
     """Of a prompt's last token and of the next ones, which are given."""
-    ids = models.prompt(PROMPT)
+    ids = models.prompt(prompt)
     cache = {"past_key_values": model.new_cache()} if hasattr(model, "new_cache") else {"use_cache": True}
     rows = []
     with torch.no_grad():
@@ -75,20 +88,21 @@ def dense(name: str) -> Any:
     return models.model(name, **DENSE.get(name, {}))
 
 
-def in_bfloat16(mesh: DeviceMesh, name: str) -> torch.Tensor:
+def in_bfloat16(mesh: DeviceMesh, name: str, size: Size) -> torch.Tensor:
     model: Any = rs.parallelize(dense(name).bfloat16(), mesh)
-    model.ring_prefill_tokens = CHUNK
-    return logits(model)
+    model.ring_prefill_tokens = size.chunk
+    return logits(model, size.prompt)
 
 
+@of_sizes
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "deepseek_v3"])
-def test_bfloat16_is_as_near_as_the_attentions_of_one_process(pool, name):
+def test_bfloat16_is_as_near_as_the_attentions_of_one_process(pool, name, size):
     """Against float32: no further than twice what one process is, with its own eager or sdpa attention."""
-    truth, alone = logits(dense(name)), []
+    truth, alone = logits(dense(name), size.prompt), []
     for attention in ("eager", "sdpa"):
         model: Any = dense(name).bfloat16()
         model.set_attn_implementation(attention)
-        alone.append((logits(model) - truth).norm())
+        alone.append((logits(model, size.prompt) - truth).norm())
     assert min(alone) > 1e-3 * truth.norm(), "it is rounded"
-    for found in pool.run(in_bfloat16, 2, name):
+    for found in pool.run(in_bfloat16, 2, name, size):
         assert (found - truth).norm() < 2 * max(alone)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from ringspan.torch.attention import op
+from tests.long import long
 from tests.torch.models import build, relative, tokens
 from tests.torch.recurrence.models import build as build_stateful
 from tests.torch.test_parallelize import whole_gradients
@@ -68,12 +69,14 @@ FIVE = {"num_hidden_layers": 5}  # which one program serves
     [
         ("llama", [batch_of(n) for n in (37, 64, 80)], {}, FIVE, 2),
         ("llama", [batch_of(37)], {"checkpoint": "none", "layout": "striped"}, FIVE, 1),
-        ("llama", [batch_of(37)], {"checkpoint": "full"}, FIVE, 1),
-        ("llama", [batch_of(sum(rows[0]), rows) for rows in DOCUMENTS], {}, FIVE, 3),
-        ("llama", [batch_of(sum(rows[0]), rows) for rows in DOCUMENTS[:2]], {"layout": "balanced"}, FIVE, 1),
-        ("llama", [batch_of(40, rows) for rows in ([[10, 30], [20, 20]], [[40], [30, 10]])], {}, FIVE, 2),
+        *long(("llama", [batch_of(37)], {"checkpoint": "full"}, FIVE, 1)),
+        *long(
+            ("llama", [batch_of(sum(rows[0]), rows) for rows in DOCUMENTS], {}, FIVE, 3),
+            ("llama", [batch_of(sum(rows[0]), rows) for rows in DOCUMENTS[:2]], {"layout": "balanced"}, FIVE, 1),
+            ("llama", [batch_of(40, rows) for rows in ([[10, 30], [20, 20]], [[40], [30, 10]])], {}, FIVE, 2),
+        ),
         ("llama", [batch_of(40, [[10, 30], [20, 20]])] * 2, {"layout": "balanced"}, FIVE, 1),
-        ("mistral-window", [batch_of(37, [[27, 10]])] * 2, {"route": "all-gather"}, FIVE, 1),
+        *long(("mistral-window", [batch_of(37, [[27, 10]])] * 2, {"route": "all-gather"}, FIVE, 1)),
         pytest.param(  # layers of two kinds, sinks, experts
             *("gpt_oss", [batch_of(37)], {}, {}, 2),
             marks=pytest.mark.skipif(

@@ -13,6 +13,7 @@ from ringspan.torch.layers.blockwise.blocks import run_in_blocks
 from ringspan.torch.layers.router_loss import RouterLoss
 from ringspan.torch.layers.router_record import RouterRecorder
 from tests.every_model.tiny import tiny_model
+from tests.long import long
 from tests.torch.models import build, relative, tokens
 from tests.torch.test_parallelize import restarting, whole_gradients
 
@@ -99,7 +100,7 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS[::2], *long(*KINDS[1::2])])
 def test_the_auxiliary_loss_equals_that_of_one_process(pool, kind):
     expected = one_process(kind, 1, 1, False, None)
     assert float(expected["auxiliary"]) > 0

@@ -15,6 +15,7 @@ from ringspan.torch.attention import op as attention
 from ringspan.torch.memory import offload
 from ringspan.torch.memory.checkpointing import check_checkpointing
 from ringspan.torch.memory.offload import Store
+from tests.long import long
 from tests.torch.models import build, relative, tokens
 
 LENGTH = 37
@@ -69,7 +70,7 @@ def ring_steps(mesh: DeviceMesh, kind: str) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, *long(1, 4)])
 @pytest.mark.parametrize("kind", ["llama-tied", "gemma3_text"])
 def test_every_option_alone_and_together_keeps_loss_and_gradients(pool, kind, ranks):
     ids = tokens(2, LENGTH)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import ringspan as rs
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.tensor_parallel.split import refuse_split
+from tests.long import long
 from tests.torch.models import build, relative, tokens
 from tests.torch.test_parallelize import whole, whole_gradients
 
@@ -329,7 +330,7 @@ def split_step(mesh: DeviceMesh, adapter: dict[str, Any], folder: Path) -> Any:
     return result
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *long(4)])
 @pytest.mark.parametrize("targets", [["q_proj"], ["o_proj", "k_proj"], "all-linear"], ids=str)
 def test_adapters_of_split_projections_train_as_on_one_process(pool, tmp_path, targets, ranks):
     """With biases, on the base layer and on the adapter's second matrix."""

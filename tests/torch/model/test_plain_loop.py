@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
+from tests.long import long
 from tests.torch.models import build, relative, tokens
 from tests.torch.test_parallelize import whole
 
@@ -84,7 +85,7 @@ def losses_on_ring(mesh: DeviceMesh, how: str, when: str, compiled: bool) -> lis
 
 
 @pytest.mark.parametrize("when", ["before the optimizer", "before the step", "before backward", "before the update"])
-@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "eval", "no backward", "an exception"])
+@pytest.mark.parametrize("how", ["no_grad", *long("inference_mode", "eval"), "no backward", "an exception"])
 def test_an_evaluation_in_between_changes_nothing(pool, how, when):
     ids = tokens(1, 37)
     expected = losses(build("llama"), {"input_ids": ids, "labels": ids}, "nothing", "never")
@@ -101,6 +102,7 @@ def test_an_exception_in_backward_changes_nothing_that_follows(pool, when):
 
 
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode"])
+@pytest.mark.long
 def test_an_evaluation_of_a_compiled_model_in_between_changes_nothing(pool, how):
     ids = tokens(1, 37)
     expected = losses(build("llama"), {"input_ids": ids, "labels": ids}, "nothing", "never")
@@ -160,11 +162,11 @@ def load(mesh: DeviceMesh | None, kind: str, what: str, assign: bool) -> dict[st
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize("assign", [*long(False), True], ids=["copied", "assigned"])
 @pytest.mark.parametrize(
     ("kind", "what"), [("llama", ""), ("llama", "model.layers.1"), ("llama-tied", ""), ("qwen3", "")]
 )
-@pytest.mark.parametrize(("ranks", "replicate", "tp"), [(3, 1, 1), (4, 2, 1), (4, 1, 2)])
+@pytest.mark.parametrize(("ranks", "replicate", "tp"), [(3, 1, 1), *long((4, 2, 1)), (4, 1, 2)])
 def test_weights_of_a_file_are_loaded_as_on_one_process(pool, kind, what, assign, ranks, replicate, tp):
     expected = load(None, kind, what, False)
     for weights in pool.run(load, ranks, kind, what, assign, replicate=replicate, tp=tp):

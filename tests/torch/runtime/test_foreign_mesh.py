@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import ringspan as rs
 from ringspan.core.mesh_axes import assigned, recognised
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
+from tests.long import long
 from tests.torch.models import build, relative, tokens
 
 IDS = tokens(4, 21)
@@ -80,7 +81,7 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "names", "given", "replicas"), FOREIGN)
+@pytest.mark.parametrize(("shape", "names", "given", "replicas"), [*FOREIGN[::2], *long(*FOREIGN[1::2])])
 def test_a_step_on_a_foreign_mesh_equals_one_process(pool, shape, names, given, replicas):
     truth = one_process()
     seen = set()

@@ -16,6 +16,7 @@ from ringspan.torch.weights import writing
 from ringspan.train.loop import Observer, train
 from ringspan.train.run_folder.lock import RunLock
 from tests.cli.test_bad_input import refusal, workplace  # noqa: F401  workplace is a fixture
+from tests.long import long
 from tests.train.run_folder.test_resume import curve
 from tests.train.test_loop import settings
 
@@ -127,7 +128,7 @@ def test_a_run_of_an_earlier_version_has_no_record_and_gets_one(pool, folder):
     assert json.loads((folder / "run" / "data.json").read_text())["documents"] == 6
 
 
-@pytest.mark.parametrize("record", ["{", "[]", '{"sha256": 1}', "null"])
+@pytest.mark.parametrize("record", ["{", *long("[]", '{"sha256": 1}', "null")])
 def test_a_damaged_record_is_refused(pool, folder, record):
     pool.run(train_and_listen, 4, run_settings(folder))
     (folder / "run" / "data.json").write_text(record)
@@ -196,7 +197,7 @@ def test_a_wrong_path_is_not_hidden_by_a_run_that_is_there(monkeypatch, capsys, 
     assert "txet" in line and "does not exist" in line
 
 
-@pytest.mark.parametrize("every", [0, 2])
+@pytest.mark.parametrize("every", [*long(0), 2])
 def test_a_model_that_cannot_be_written_leaves_its_weights_in_a_checkpoint(pool, folder, every):
     config = run_settings(folder, every=every)
     message = refused(pool, config, 1000, error=CheckpointError)
@@ -209,7 +210,9 @@ def test_a_model_that_cannot_be_written_leaves_its_weights_in_a_checkpoint(pool,
     assert "is finished" in refused(pool, config)
 
 
-@pytest.mark.parametrize(("done", "then"), [(0, "starts from the beginning"), (STEPS, f"goes on from step {STEPS}")])
+@pytest.mark.parametrize(
+    ("done", "then"), [*long((0, "starts from the beginning")), (STEPS, f"goes on from step {STEPS}")]
+)
 def test_where_no_checkpoint_fits_either_it_says_what_the_same_command_does(pool, folder, done, then):
     if done:
         pool.run(train_and_listen, 4, run_settings(folder, done))

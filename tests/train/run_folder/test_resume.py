@@ -14,6 +14,7 @@ from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.torch.runtime.forks import STOP_SIGNALS
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.loop import Observer, train
+from tests.long import long
 from tests.train.test_loop import settings, text  # noqa: F401  text is a fixture
 
 STEPS = 5
@@ -75,7 +76,7 @@ def uninterrupted(pool, text):  # noqa: F811
     return text / "uninterrupted"
 
 
-@pytest.mark.parametrize("stop_after", [1, 2, 4])
+@pytest.mark.parametrize("stop_after", [*long(1, 4), 2])
 def test_a_stopped_run_goes_on_bit_for_bit(pool, text, uninterrupted, stop_after):  # noqa: F811
     stopped = config(text, f"stopped {stop_after}")
     for steps, signalled, _ in pool.run(train_and_see, 4, stopped, stop_after):
@@ -129,7 +130,7 @@ def half(folder, name, **changes):
     return before.model_copy(update={"model": model})
 
 
-@pytest.mark.parametrize("changes", [{}, {"mesh": {"tp": 2}}, {"optimizer": OPTIMIZER | {"on_host": True}}])
+@pytest.mark.parametrize("changes", [*long({}, {"mesh": {"tp": 2}}), {"optimizer": OPTIMIZER | {"on_host": True}}])
 def test_parameters_in_bfloat16_are_trained_and_their_norm_is_counted_in_float32(pool, text, changes):  # noqa: F811
     unclipped = {"optimizer": OPTIMIZER | {"clip_grad_norm": 0.0} | changes.get("optimizer", {})}
     outcomes = pool.run(state_of_a_step, 4, half(text, "norm", **changes | unclipped))
@@ -170,7 +171,7 @@ def test_a_run_that_lost_its_newest_checkpoint_goes_on_from_the_one_before_and_s
     ("name", "changes"),
     [
         ("2 x 2", {"mesh": {"replicate": 2}, "optimizer": OPTIMIZER | {"batch_size": 1}}),
-        ("heads over 2", {"mesh": {"tp": 2}, "optimizer": OPTIMIZER | {"batch_size": 2}}),
+        *long(("heads over 2", {"mesh": {"tp": 2}, "optimizer": OPTIMIZER | {"batch_size": 2}})),
         ("striped", {"attention": {"layout": "striped"}, "optimizer": OPTIMIZER | {"batch_size": 2}}),
     ],
 )
@@ -270,7 +271,7 @@ def test_a_run_that_was_stopped_at_its_last_step_is_evaluated_there(pool, text):
     assert sorted(found) == [3, 4] and losses == [found[4]] * 4 and found[3] != found[4]
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("the same", {}), ("heads over 2", {"tp": 2})])
+@pytest.mark.parametrize(("name", "mesh"), [("the same", {}), *long(("heads over 2", {"tp": 2}))])
 def test_moments_on_the_host_go_on_too(pool, text, uninterrupted, name, mesh):  # noqa: F811
     on_host = OPTIMIZER | {"on_host": True}
     pool.run(train_and_see, 4, config(text, f"on host, {name}", optimizer=on_host), 2)

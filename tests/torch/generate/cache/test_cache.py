@@ -14,6 +14,7 @@ from ringspan.core.errors import CheckpointError
 from ringspan.torch.generate.cache import rows
 from ringspan.torch.generate.cache.quantised import QuantisedRows
 from ringspan.torch.generate.cache.rows import Rows
+from tests.long import long
 from tests.torch.generate import models
 
 READ, ASKED, NEW = 83, 21, 10
@@ -242,7 +243,7 @@ def moved(mesh: DeviceMesh, dtype: str | None) -> list[tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"])
+@pytest.mark.parametrize("dtype", [*long(None), "int8"])
 def test_nothing_is_moved_while_a_text_is_read_and_written(pool, dtype):
     """A second copy of a layer's keys would be the largest thing beside a long cache."""
     assert pool.run(moved, 2, dtype) == [[], []]
