@@ -22,13 +22,13 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from agent import Agent, Kind, attempts, drawn_from, errors, make_agent, sequences
 from optimizers import Optimizers
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
+from ringspan.measure.bench.machine import describe_machine
 
 
 def trained(
@@ -155,7 +155,7 @@ def write(arguments: argparse.Namespace, rows: list[dict]) -> None:
     """All rows so far."""
     of_this_call = ("output", "result", "seeds", "first_seed", "trajectories")
     options = {key: str(value) for key, value in vars(arguments).items() if key not in of_this_call}
-    made = {"options": options, "ranks": dist.get_world_size(), "torch": torch.__version__, "rows": rows}
+    made = {"options": options, "machine": describe_machine(), "ranks": dist.get_world_size(), "rows": rows}
     arguments.result.parent.mkdir(parents=True, exist_ok=True)
     arguments.result.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 

@@ -77,5 +77,5 @@ def test_files_are_taken_by_length_and_those_beyond_the_items_are_named(tmp_path
         (60, "1 of 2 documents are shorter"),
         (40, beyond),
     ]
-    with pytest.raises(ConfigError, match="--lengths 200: the longest document has 91 tokens"):
+    with pytest.raises(ConfigError, match="--length 200: the longest document has 91 tokens"):
         chosen(texts, settings, [200], tokenizer)

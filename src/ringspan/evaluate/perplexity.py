@@ -52,7 +52,7 @@ def chosen(
             missing.append({"length": length, "why": f"{len(made) - len(there)} of {len(made)} documents are shorter"})
     if not found:
         longest = max(len(document.ids) for document in made)
-        raise ConfigError(f"--lengths {min(lengths)}: the longest document has {longest:,} tokens; give longer --text")
+        raise ConfigError(f"--length {min(lengths)}: the longest document has {longest:,} tokens; give longer --text")
     return found, missing
 
 

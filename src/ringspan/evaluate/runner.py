@@ -90,8 +90,9 @@ def plan(settings: EvalSettings, config: Any, tokenizer: Any) -> Plan:
         if length not in fits
     ]
     if not fits:
+        option = "--length" if settings.task == PERPLEXITY else "--lengths"
         raise ConfigError(
-            f"--lengths {','.join(map(str, settings.lengths))}: the model has {limit:,} positions; give shorter ones, "
+            f"{option} {','.join(map(str, settings.lengths))}: the model has {limit:,} positions; give shorter ones, "
             "or scale its rotary positions (rope_parameters and max_position_embeddings in config.json)"
         )
     if settings.task == PERPLEXITY:

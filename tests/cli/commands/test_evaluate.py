@@ -127,7 +127,7 @@ def test_one_model_is_named_and_several_are_told_apart_in_rows():
         (["lines", "{model}", "--depths", "0"], "--depths"),
         (["lins", "{model}"], "'lins'"),
         (["needle", "{model}", "--distractors", "3000000"], "3,000,001 different names are needed, and there are"),
-        (["perplexity", "{model}", "--length", "4096"], "--lengths 4096: the model has 1,024 positions"),
+        (["perplexity", "{model}", "--length", "4096"], "--length 4096: the model has 1,024 positions"),
     ],
 )
 def test_bad_input_is_refused(monkeypatch, capsys, folder, tmp_path, arguments, message):
