@@ -71,6 +71,16 @@ async def harsh(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return large_words(completion_ids)
 
 
+def short(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward less on the second rank."""
+    return large_words(completion_ids)[torch.distributed.get_rank() == 1 :]
+
+
+async def worded(completion_ids: list[list[int]], **_: Any) -> list[Any]:
+    """Rewards that are no numbers on the second rank."""
+    return ["good" if torch.distributed.get_rank() == 1 else reward for reward in large_words(completion_ids)]
+
+
 def run(mesh: Any, options: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         grpo(mesh, "llama", {}, folder, dict([SHORT]) | {"beta": 0.0} | options).train()
@@ -82,13 +92,15 @@ def run(mesh: Any, options: dict[str, Any]) -> None:
         ({"rollout_func": failing}, 1, ValueError, "failing raised on another rank: ValueError: no server"),
         ({"reward_funcs": unjust}, 0, KeyError, "unjust raised on another rank: KeyError: 'answer'"),
         ({"reward_funcs": harsh}, 1, OSError, "harsh raised on another rank: OSError: too many requests"),
+        ({"reward_funcs": short}, 1, ValueError, "short raised on another rank: ValueError: "),
+        ({"reward_funcs": worded}, 1, (TypeError, ValueError), "worded raised on another rank: "),
     ],
-    ids=["rollout", "reward", "awaited reward"],
+    ids=["rollout", "reward", "awaited reward", "a reward less", "rewards in words"],
 )
 @pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), (2, 2)])
 def test_a_function_that_fails_on_one_rank_raises_on_all(world, options, rank, error, message, ranks, replicas):
     outcomes = world(ranks).outcomes(run, ranks, options, replicate=replicas)
-    assert type(outcomes[rank]) is error
+    assert isinstance(outcomes[rank], error)
     for place, other in enumerate(outcomes):
         if place != rank:
             assert isinstance(other, PeerMismatch) and message in str(other) and "\n" not in str(other)

@@ -28,7 +28,17 @@ def test_ours_are_right_in_front_of_trainer():
     class Mixed(Users, SFTTrainer):
         """Another one, from both sides."""
 
-    for kind in (RingTrainer, RingSFTTrainer, Users, Mixed):
+    class Extra:
+        def save_state(self) -> None: ...
+
+    class Behind(RingTrainerMixin, SFTTrainer, Extra):
+        """What is behind a trainer stays there."""
+
+    class BehindTrainer(RingTrainerMixin, Trainer, Extra):
+        """So it does behind Trainer itself."""
+
+    assert all(kind.save_state is Trainer.save_state for kind in (Behind, BehindTrainer))
+    for kind in (RingTrainer, RingSFTTrainer, Users, Mixed, Behind, BehindTrainer):
         order = kind.__mro__
         assert order.index(seams.OwnParts) + 1 == order.index(Trainer), kind
     assert seams.OwnParts not in SFTTrainer.__mro__ + RingTrainerMixin.__mro__

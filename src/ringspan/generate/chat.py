@@ -102,7 +102,7 @@ def converse(model: Session, first: str | None, descriptor: int | None) -> None:
     book, cache = model.opened()
     conversation = Conversation(model.tokenizer, book)
     lines = Lines(descriptor) if descriptor is not None else None
-    line = first
+    line, is_option = first, first is not None
     if line is None:
         model.observer.asks()
     while True:
@@ -118,7 +118,7 @@ def converse(model: Session, first: str | None, descriptor: int | None) -> None:
         try:
             goes_on = conversation.ask(line, lambda ids: check_ids(ids, model.settings, model.model.config))
         except ConfigError as error:
-            if line is first:  # an option of the command, which ends with it as with any other
+            if is_option:  # of the command, which ends with it as with any other
                 raise
             model.observer.refused(str(error))
         else:
@@ -127,4 +127,4 @@ def converse(model: Session, first: str | None, descriptor: int | None) -> None:
             conversation.answered(model.answer(conversation.ids, cache).token_ids)
             model.observer.wrote("\n")
         model.observer.asks()
-        line = None
+        line, is_option = None, False

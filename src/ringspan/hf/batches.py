@@ -176,7 +176,7 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
         output = call(**local, **kwargs, **({} if count is None else {"num_items_in_batch": count}))
         output.loss = _of_replica(model, output.loss, is_counted=count is not None)
         if not model.training and not (_everywhere(model, (targets != IGNORED).sum()) if count is None else count):
-            output.loss = output.loss * torch.nan  # 0/0, which Trainer leaves out of an evaluation's mean
+            output.loss = output.loss * torch.nan  # 0/0, as on one process
         return output
     local.pop("shift_labels", None)
     output: Any = call(**local, **kwargs)

@@ -143,8 +143,8 @@ def refuse_accelerator(accelerator: Any) -> None:
             )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise UnsupportedError(
-            f"mixed_precision={accelerator.mixed_precision!r}, as accelerate was launched with, is not exact on a "
-            "ring; use 'bf16' or 'no'"
+            f"mixed_precision={accelerator.mixed_precision!r}, given or of the launch, is not exact on a ring; use "
+            "'bf16' or 'no'"
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
         raise UnsupportedError(

@@ -124,7 +124,8 @@ class RingAccelerator(Accelerator):
 
 def without_repeats(accelerator: RingAccelerator, inputs: Any) -> Any:
     """The last batch of a loader without the targets of the examples that even out its replicas. Every replica has the
-    loss over the targets of all, where they would count a second time.
+    loss over the targets of all, where they would count a second time; as those of streams and packed rows do, of which
+    no loader says how many they are.
     """
     state, labels = accelerator.gradient_state, inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not (state.end_of_dataloader and state.remainder > 0 and isinstance(labels, Tensor)):

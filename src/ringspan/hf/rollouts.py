@@ -4,12 +4,14 @@ each rank of a ring would ask for itself is asked once.
 
 import functools
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from accelerate import utils
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from transformers import set_seed
 from ringspan.core.errors import ConfigError, PeerMismatch
 from ringspan.hf.seams import is_async
 from ringspan.torch.generate.agreed import take_first_ranks_numbers
-from ringspan.torch.runtime.mesh import tensor_axis
+from ringspan.torch.runtime.mesh import text_groups
 from ringspan.torch.transport.collectives import gather, gather_over
 
 Failure = tuple[Callable[..., Any], Exception]  # what raised, and what
@@ -71,11 +73,28 @@ def share_rollouts(trainer: Any) -> None:
         if is_async(function):
             trainer.reward_funcs[place] = failing_later(function, trainer.ring_failures)
         elif not isinstance(function, nn.Module):
-            trainer.reward_funcs[place] = first_of_ring(function, mesh)
+            trainer.reward_funcs[place] = first_of_ring(function, mesh, _rewards)
 
 
-def first_of_ring(function: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+def _rewards(result: Any, num_completions: int) -> list[Any]:
+    """What a reward function has returned. TRL looks at it too, but only on the rank that has it, and others wait.
+
+    Raises:
+        ValueError, TypeError: not a number, or None, for each completion.
+    """
+    rewards = list(result)
+    torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float32)
+    if len(rewards) != num_completions:
+        raise ValueError(f"{len(rewards)} rewards for {num_completions} completions; it must return one for each")
+    return rewards
+
+
+def first_of_ring(
+    function: Callable[..., Any], mesh: DeviceMesh, checked: Callable[[Any, int], Any] | None = None
+) -> Callable[..., Any]:
     """A function that all ranks of a ring call, and whose result on the first of them all are given.
+
+    ``checked`` takes the result and the number of prompts, and gives what is to be used, or raises as the function may.
 
     Raises:
         PeerMismatch: when it raises on another rank, of whichever ring.
@@ -86,6 +105,8 @@ def first_of_ring(function: Callable[..., Any], mesh: DeviceMesh) -> Callable[..
         result, failures = None, []
         try:
             result = function(*args, **kwargs)
+            if checked is not None:
+                result = checked(result, len(kwargs["prompts"]))
         except Exception as raised:  # whatever it is, the other ranks are to hear of it
             failures.append((function, raised))
         raise_on_all(failures, mesh)
@@ -104,7 +125,7 @@ def failing_later(function: Callable[..., Any], failures: list[Failure]) -> Call
     @functools.wraps(function)
     async def noting(*args: Any, **kwargs: Any) -> Any:
         try:
-            return await function(*args, **kwargs)
+            return _rewards(await function(*args, **kwargs), len(kwargs["prompts"]))
         except Exception as raised:  # as above
             failures.append((function, raised))
             return [0.0] * len(kwargs["prompts"])
@@ -133,16 +154,10 @@ def _name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Of the ranks that hold one example between them."""
-    axes = [mesh["ring"], tensor_axis(mesh)]
-    return [axis.get_group() for axis in axes if axis is not None and axis.size() > 1]
-
-
 def _of_first(thing: Any, mesh: DeviceMesh) -> Any:
     """What the first rank of a ring has; pickled on the way."""
     things = [thing]
-    for group in groups_of(mesh):
+    for group in text_groups(mesh):
         dist.broadcast_object_list(things, group_src=0, group=group)
     return things[0]
 
@@ -169,6 +184,7 @@ def rollout_of_replica(trainer: Any) -> Iterator[None]:
     found = [(space, name) for space in spaces for name in ours if space.get(name) is getattr(utils, name)]
     for space, name in found:
         space[name] = ours[name]
+    trainer.ring_failures.clear()  # of a rollout that something else has ended
     try:
         yield
     finally:
@@ -176,4 +192,4 @@ def rollout_of_replica(trainer: Any) -> Iterator[None]:
             space[name] = getattr(utils, name)
     if any(map(is_async, trainer.reward_funcs)):
         raise_on_all(trainer.ring_failures, mesh)
-    take_first_ranks_numbers(groups_of(mesh), accelerator.device)
+    take_first_ranks_numbers(text_groups(mesh), accelerator.device)

@@ -49,7 +49,9 @@ class RingTrainerMixin(TrainerSeams):
         """Put our own of Trainer's parts right in front of Trainer, behind all classes that override them."""
         super().__init_subclass__(**kwargs)
         if issubclass(cls, Trainer) and not issubclass(cls, OwnParts):
-            cls.__bases__ = (*(base for base in cls.__bases__ if base is not Trainer), OwnParts)
+            last = max(place for place, base in enumerate(cls.__bases__) if issubclass(base, Trainer))
+            bases = (*cls.__bases__[: last + 1], OwnParts, *cls.__bases__[last + 1 :])
+            cls.__bases__ = tuple(base for base in bases if base is not Trainer)
 
     def __init__(self, *args: Any, ring: RingConfig | None = None, **kwargs: Any) -> None:
         self.ring = RingConfig() if ring is None else ring

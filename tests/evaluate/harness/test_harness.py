@@ -123,6 +123,18 @@ def test_generation_settings_mean_what_they_mean_to_lm_evals_own_model(pool, exp
     assert pool.run(ring_answers, 2, folder, "generate_until", every) == [wanted] * 2
 
 
+def ring_answers_at_length(mesh: DeviceMesh, folder: Path, every: list[tuple[Any, ...]]) -> Any:
+    model, tokenizer = parts(folder)
+    model.generation_config.max_new_tokens = 2
+    return asked(RingLM(rs.parallelize(model, mesh), tokenizer), "generate_until", *every)
+
+
+def test_an_answer_is_as_long_as_the_task_lets_it_be_whatever_the_model_says(pool, expected):
+    every = [("hello", {"until": [], "max_gen_toks": 8, "pad_token_id": None})]
+    wanted = asked(own_model(expected[0]), "generate_until", ("hello", {"until": [], "max_gen_toks": 8}))
+    assert pool.run(ring_answers_at_length, 2, expected[0], every) == [wanted] * 2
+
+
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

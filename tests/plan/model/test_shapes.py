@@ -70,6 +70,7 @@ def test_a_model_is_made_for_the_positions_that_generate_reads_from_its_config(t
         {"model_type": "mistral", "layer_types": ["sliding_attention"]},
         {"model_type": "mistral", "layer_types": 5},
         {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "all"},
+        {"model_type": "mistral", "sliding_window": "4096"},
     ],
 )
 def test_windows_that_cannot_be_read_are_refused(tmp_path, values):
@@ -79,7 +80,16 @@ def test_windows_that_cannot_be_read_are_refused(tmp_path, values):
         model_shape(str(tmp_path))
 
 
-@pytest.mark.parametrize("rope", [7, {"rope_type": "dynamic", "factor": "2"}, {"rope_type": "dynamic", "factor": 0}])
+@pytest.mark.parametrize("values", [{"n_inner": "x"}, {"n_head": 0}, {"n_layer": None}, {"vocab_size": True}])
+def test_sizes_of_gpt2_that_are_no_numbers_are_refused(tmp_path, values):
+    (tmp_path / "config.json").write_text(json.dumps(models.config("gpt2").to_dict() | values))
+    with pytest.raises(ConfigError, match=rf"{next(iter(values))}=.* should be a positive integer"):
+        model_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "rope", [7, *({"rope_type": "dynamic", "factor": factor} for factor in ("2", 0, float("inf"), float("nan")))]
+)
 def test_rotary_positions_that_cannot_be_read_are_refused(tmp_path, rope):
     values = models.config("llama").to_dict() | {"rope_parameters": rope}
     (tmp_path / "config.json").write_text(json.dumps(values))

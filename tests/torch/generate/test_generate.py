@@ -303,6 +303,9 @@ def refused(mesh: DeviceMesh, case: str) -> None:
         case "a cache of another size":
             cache = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True).past_key_values
             model.generate(models.prompt(60, batch=2), past_key_values=cache, max_new_tokens=2)
+        case "a mask of the cache alone":
+            cache = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+            model.generate(ids[:, :3], attention_mask=torch.ones_like(cache.ids), past_key_values=cache)
 
 
 @pytest.mark.parametrize(
@@ -326,6 +329,7 @@ def refused(mesh: DeviceMesh, case: str) -> None:
         ("another text", "differ from what the cache holds, from token 0 on"),
         ("a text as long as the cache", "at least one more"),
         ("a cache of another size", "holds 1 sequences"),
+        ("a mask of the cache alone", "holds 34 tokens and attention_mask is for 34; give one for"),
     ],
 )
 def test_what_cannot_be_honoured_raises_on_every_rank(pool, case, says):

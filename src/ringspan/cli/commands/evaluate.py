@@ -311,12 +311,15 @@ def evaluate_ranks(every: list[EvalSettings], out: str) -> list[dict[str, Any]]:
     import torch.distributed as dist
     import transformers
 
+    from ringspan.cli.console import console
     from ringspan.evaluate.runner import EvalObserver, evaluate_rank, plans
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     results = []
-    for settings, planned in zip(every, plans(every), strict=True):
+    with console(stderr=True).status("reading the texts") if dist.get_rank() == 0 else nullcontext():
+        found = plans(every)
+    for settings, planned in zip(every, found, strict=True):
         shown = _watched(settings) if dist.get_rank() == 0 else nullcontext(EvalObserver())
         with shown as observer:
             results.append(evaluate_rank(settings, planned, out, observer))

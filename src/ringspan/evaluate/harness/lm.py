@@ -233,7 +233,7 @@ class RingLM(TemplateLM):
         whole = self.model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_length=length,
+            max_new_tokens=length - len(ids),  # a max_new_tokens of the model's own would win over max_length
             # Not transformers' stop_strings, which may begin in the context.
             stopping_criteria=[stop_sequences_criteria(self.tokenizer, until, len(ids), 1)],
             pad_token_id=self.eot_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id,
@@ -301,7 +301,7 @@ def _longest_first(ids: list[int]) -> tuple[int, list[int]]:
 
 
 def _not_scored(asked: Sequence[str]) -> ConfigError:
-    """The error for a request without a token of, or before, what is scored; an empty context is one."""
+    """The error for a request without a token of, or before, what is scored."""
     return ConfigError(
         f"the request {shortened(repr(tuple(asked)))} has no token in its context or its continuation; leave the item "
         "out of the task"
@@ -315,6 +315,7 @@ def _check_generation(options: dict[str, Any], new: int) -> None:
     for name, remedy in _NOT_TAKEN.items():
         if options.get(name) is not None and (name, options[name]) != ("num_return_sequences", 1):
             raise ConfigError(f"generation_kwargs: {name}={options[name]!r} is not taken: {remedy}")
+        options.pop(name, None)
     if new < 1:
         raise ConfigError(
             f"generation_kwargs: {new} new tokens; raise max_gen_toks, or max_length, which has the context"

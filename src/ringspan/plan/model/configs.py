@@ -4,8 +4,10 @@ L layers, C hidden size, H query heads, G key/value heads, D head size, I interm
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -189,13 +191,7 @@ def from_config(values: Mapping[str, Any], name: str, media: Media = NO_MEDIA, d
     if kind == "gpt2":
         return _gpt2_config(values, name)
 
-    def number(field: str, default: int | None = None) -> int:
-        value = values.get(field)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name}: {field}={value!r} should be a positive integer")
-        return value
-
+    number = partial(_number, values, name)
     layers, hidden, heads = number("num_hidden_layers"), number("hidden_size"), number("num_attention_heads")
     kv_heads = number("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -250,13 +246,18 @@ def _refuse_media(name: str, media: Media) -> None:
         raise ConfigError(f"{units.option}: {name} is a model of text alone; leave it out")
 
 
+def _number(values: Mapping[str, Any], name: str, field: str, default: int | None = None) -> int:
+    value = values.get(field)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}: {field}={value!r} should be a positive integer")
+    return value
+
+
 def _gpt2_config(values: Mapping[str, Any], name: str) -> ModelShape:
-    try:
-        layers, hidden, heads = (int(values[field]) for field in ("n_layer", "n_embd", "n_head"))
-        vocab, positions = int(values["vocab_size"]), int(values["n_positions"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{name}: {error} is missing or not a number") from error
-    intermediate = int(values.get("n_inner") or 4 * hidden)
+    number = partial(_number, values, name)
+    layers, hidden, heads, vocab, positions = map(number, ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"))
+    intermediate = number("n_inner", 4 * hidden)
     return replace(
         _gpt(name, layers, hidden, heads, positions=positions),
         vocab=vocab,
@@ -274,8 +275,9 @@ def _dynamic_factor(values: Mapping[str, Any], name: str) -> float:
         raise ConfigError(f"{name}: rope_parameters={rope!r} should be a JSON object")
     tables = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     factors = [each.get("factor", 1.0) for each in tables if each.get("rope_type", each.get("type")) == "dynamic"]
-    if not all(isinstance(factor, int | float) and factor >= 1 for factor in factors):
-        raise ConfigError(f"{name}: factor={factors[0]!r} of rope_parameters should be a number of at least 1")
+    for factor in factors:
+        if not (isinstance(factor, int | float) and 1 <= factor < math.inf):
+            raise ConfigError(f"{name}: factor={factor!r} of rope_parameters should be a number of at least 1")
     return max(factors, default=1.0)
 
 
@@ -285,6 +287,7 @@ def _windows(values: Mapping[str, Any], layers: int, name: str) -> tuple[int | N
     window = values.get("sliding_window") if values.get("use_sliding_window", kind == "mistral") else None
     if window is None:
         return ()
+    window = _number(values, name, "sliding_window")
     kinds = values.get("layer_types")
     if kinds is None:
         dense_layers = values.get("max_window_layers", 0) if kind != "mistral" else 0

@@ -21,7 +21,7 @@ from ringspan.torch.generate.agreed import first_ranks_numbers
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.cache.quality import CacheCost, cache_cost
 from ringspan.torch.generate.cache.saved import load, save
-from ringspan.torch.generate.options import agreed_options, cache_bytes, text_groups
+from ringspan.torch.generate.options import agreed_options, cache_bytes
 from ringspan.torch.generate.passes import agreed_pass, over_cache, unchecked
 from ringspan.torch.generate.weights import weights_for_tokens
 from ringspan.torch.layers.cache_names import cache_name, given_cache
@@ -31,6 +31,7 @@ from ringspan.torch.memory.sharding import recover, settle
 from ringspan.torch.model.attention.own import uses_alibi
 from ringspan.torch.model.recurrent import why_no_cache
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
+from ringspan.torch.runtime.mesh import text_groups
 
 
 class RingGenerator(RingCausalLM):
@@ -159,7 +160,7 @@ class RingGenerator(RingCausalLM):
             with torch.inference_mode(False), torch.no_grad():
                 return self.generate(**arguments, weights=weights)
         settle(self)
-        groups = text_groups(self)
+        groups = text_groups(self.ring_mesh)
         with ExitStack() as stack:
             stack.callback(vars(self).pop, "ring_is_generating", None)
             vars(self)["ring_is_generating"] = True

@@ -4,7 +4,6 @@ import inspect
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
@@ -27,7 +26,7 @@ from ringspan.torch.layers.positions import check_text
 from ringspan.torch.model.config_changes import check_configs
 from ringspan.torch.multimodal.checks import check_media
 from ringspan.torch.multimodal.kinds import has_grid_positions
-from ringspan.torch.runtime.mesh import tensor_axis
+from ringspan.torch.runtime.mesh import text_groups
 from ringspan.torch.transport.digest import described
 
 
@@ -69,7 +68,7 @@ def agreed_options(
         if config.max_time is not None:
             arguments["generation_config"] = config = GenerationConfig(**{**config.to_dict(), "max_time": None})
     if arguments.get("stopping_criteria"):
-        arguments["stopping_criteria"] = AgreedCriteria.of(arguments["stopping_criteria"], text_groups(model))
+        arguments["stopping_criteria"] = AgreedCriteria.of(arguments["stopping_criteria"], text_groups(model.ring_mesh))
     if arguments.get("past_key_values") is None and _asked(config, arguments, "use_cache") is not False:
         arguments["past_key_values"] = model.new_cache()
     if (cache := arguments.get("past_key_values")) is not None and not model.ring_is_generating:
@@ -178,7 +177,16 @@ def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None
     what is longer than the cache, whatever it begins with. One that is longer in its mask is what comes after.
     """
     length = cache.shares.length
-    if not length or (mask is not None and mask.shape[-1] != ids.shape[1]):
+    if not length:
+        return
+    if len(cache.ids) % len(ids):
+        raise UnsupportedError(f"the cache holds {len(cache.ids)} sequences, input_ids {len(ids)}")
+    if mask is not None and mask.shape[-1] != ids.shape[1]:
+        if mask.shape[-1] <= length:
+            raise UnsupportedError(
+                f"the cache holds {length} tokens and attention_mask is for {mask.shape[-1]}; give one for the tokens "
+                "of the cache and the new ones"
+            )
         return
     if ids.shape[1] <= length:
         raise UnsupportedError(
@@ -204,12 +212,6 @@ def _check_padding(config: GenerationConfig, arguments: dict[str, Any], ids: Ten
         raise UnsupportedError(
             f"input_ids hold the token that pads, pad_token_id={padding}, and no attention_mask came with them; give it"
         )
-
-
-def text_groups(model: Any) -> list[dist.ProcessGroup]:
-    """Of the ranks that generate the same text."""
-    axes = [model.ring_mesh["ring"], tensor_axis(model.ring_mesh)]
-    return [axis.get_group() for axis in axes if axis is not None and axis.size() > 1]
 
 
 def cache_bytes(model: Any, arguments: dict[str, Any]) -> int:

@@ -53,8 +53,10 @@ def new_shifts(cache: RingCache, positions: Tensor, mask: Tensor | None) -> Tens
     reached = (positions if positions.ndim == 2 else positions[-2:].amax(0)).cpu() + 1
     if mask is None:
         return reached - torch.arange(cache.shares.length + 1, cache.shares.length + count + 1)
-    shifts = torch.cat((cache.last_shifts(rows), reached - mask.cpu().long().cumsum(-1)[:, -count:]), 1)
-    last_real = (torch.arange(1, count + 1) * (mask[:, -count:].cpu() != 0)).cummax(1).values
+    new = mask[:, -count:].cpu().long()
+    before = mask[:, :-count].sum(-1, keepdim=True).cpu()  # summed where the mask is: a whole text is long
+    shifts = torch.cat((cache.last_shifts(rows), reached - (before + new.cumsum(-1))), 1)
+    last_real = (torch.arange(1, count + 1) * (new != 0)).cummax(1).values
     return shifts.gather(1, last_real)  # with padding, it comes no further
 
 

@@ -102,6 +102,12 @@ def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
     return tp if tp is not None and tp.size() > 1 else None
 
 
+def text_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Of the ranks that hold one text between them, or generate it."""
+    axes = [mesh["ring"], tensor_axis(mesh)]
+    return [axis.get_group() for axis in axes if axis is not None and axis.size() > 1]
+
+
 def split_world(world_size: int, ring: int | None, replicate: int, tp: int = 1) -> tuple[int, int]:
     """(replicate, ring) with product ``world_size / tp``.
 
