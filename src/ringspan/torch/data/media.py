@@ -93,13 +93,13 @@ def _tensor(name: str, value: Any) -> Tensor:
             f"{name} must be a tensor or a list of numbers, got a {type(value).__name__}: {one_line(error)}"
         ) from error
     if name.endswith("_grid_thw"):
-        check_counts(name, made, ("frames", "rows", "columns"))
+        check_numbers(name, made, ("frames", "rows", "columns"))
     if name == "second_per_grid_ts" and made.ndim != 1:
         raise UnsupportedError(f"{name} must be a number of each video, got the shape {tuple(made.shape)}")
     return made
 
 
-def check_counts(name: str, counts: Tensor, columns: tuple[str, ...]) -> None:
+def check_numbers(name: str, counts: Tensor, columns: tuple[str, ...]) -> None:
     """Refuse what does not say so many counts of each image.
 
     Raises:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.data.media import check_counts
+from ringspan.torch.data.media import check_numbers
 
 Inputs = Mapping[str, Tensor]
 
@@ -45,7 +45,7 @@ class Cut:
         if self.needs_all and (lacking := [name for name in self.names if name not in inputs]):
             raise UnsupportedError(f"{self.pixels} needs {lacking[0]} beside it, which the processor returns")
         if "image_sizes" in inputs:
-            check_counts("image_sizes", inputs["image_sizes"], ("height", "width"))
+            check_numbers("image_sizes", inputs["image_sizes"], ("height", "width"))
         counts = {name: len(inputs[name]) for name in self.names if name in inputs}
         if len(set(counts.values())) > 1:
             raise UnsupportedError(
@@ -197,7 +197,7 @@ class ImagesOfTiles(Cut):
                 f"{self.pixels} must be (images, tiles, channels, height, width) with image_sizes (images, 2) beside "
                 f"it, got {tuple(pixels.shape)} and {None if sizes is None else tuple(sizes.shape)}"
             )
-        check_counts("image_sizes", sizes, ("height", "width"))
+        check_numbers("image_sizes", sizes, ("height", "width"))
         if sum(self._groups(inputs)) != len(pixels):
             raise UnsupportedError(
                 f"batch_num_images says {sum(self._groups(inputs))} images, {self.pixels} holds {len(pixels)}"
