@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -45,7 +47,9 @@ def one_process(replicas: int) -> tuple[list[float], list[float], dict[str, Tens
     return losses, norms, dict(model.named_parameters())
 
 
-def loop(mesh: Any, sizes: dict[str, int], save: str | None = None, resume: str | None = None, **options: Any) -> Any:
+def loop(
+    mesh: Any, sizes: dict[str, int], save: str | None = None, resume: str | None = None, *, is_split: bool = False
+) -> Any:
     config = RingConfig(**sizes)
     accelerator = ring_accelerator(config, gradient_accumulation_steps=2, cpu=True)
     model: Any = build("llama")
@@ -57,7 +61,7 @@ def loop(mesh: Any, sizes: dict[str, int], save: str | None = None, resume: str 
     losses, norms = [], []
     for number, batch in enumerate(loader, start=1):
         with accelerator.accumulate(model):
-            loss = model(**batch).loss
+            loss = model(**rs.shard_batch(batch, accelerator.ring_mesh) if is_split else batch).loss
             accelerator.backward(loss)
             losses.append(float(loss.detach()))
             if accelerator.sync_gradients:
@@ -85,6 +89,38 @@ def test_a_loop_equals_one_process(world, sizes):
         assert gathered == list(range(replicas)) and kind.endswith("LlamaForCausalLM")
     for name, weight in weights.items():
         assert relative(found[0][2][name], weight.detach()) < 1e-5, name
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(3, {"ring": 3}), (4, {"ring": 2, "replicate": 2})])
+def test_a_loop_that_splits_its_batches_equals_one_process(world, ranks, sizes):
+    losses, norms, _ = one_process(sizes.get("replicate", 1))
+    for found_losses, found_norms, *_ in world(ranks).run(partial(loop, is_split=True), ranks, sizes):
+        assert found_losses == pytest.approx(losses, rel=1e-5)
+        assert found_norms == pytest.approx(norms, rel=1e-5)
+
+
+def prepared_by_accelerate(mesh: Any) -> tuple[float, float]:
+    """Loss and norm of a model on the ring that an accelerator of no ring was given."""
+    model: Any = rs.parallelize(build("llama"), mesh)
+    accelerator = Accelerator(cpu=True)
+    same, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert same is model
+    place = mesh["replicate"].get_local_rank() * 2
+    ids = ROWS.ids[place : place + 2]
+    loss = model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
+    accelerator.backward(loss)
+    norm: Any = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float(loss.detach()), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def test_a_model_that_is_on_the_ring_is_left_alone(world):
+    model, ids = build("llama"), ROWS.ids[:4]
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for found in world(4).run(prepared_by_accelerate, 4, replicate=2):
+        assert found == pytest.approx((float(loss), float(norm)), rel=1e-5)
 
 
 def test_a_state_is_loaded_on_another_mesh(world, tmp_path):

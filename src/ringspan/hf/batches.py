@@ -58,7 +58,8 @@ class WholeBatches:
         ``whole_logits`` asks for them. Without: the logits, which are differentiable. With ``fused_lm_head=True``: what
         TRL's fused head gives.
         ``num_items_in_batch`` counts the targets on all replicas, of which the loss is then 1/R: callers multiply it by
-        the number of processes, as Trainer does.
+        the number of processes, as Trainer does. A batch from ``shard_batch`` has the loss and the gradients that it
+        has without a trainer.
         """
         call: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
         if args:
@@ -67,10 +68,13 @@ class WholeBatches:
             kwargs |= bound.get("kwargs", {})
         if self.ring_is_generating or isinstance(given_cache(kwargs), RingCache):
             return call(**kwargs)
-        if "batch_digest" in kwargs or "ring_asked" in kwargs:  # from shard_batch
-            return call(**kwargs)
         called = classified if _is(self, RingClassifier) else _called
         with nullcontext() if self.ring_autocast is None else self.ring_autocast():
+            if "batch_digest" in kwargs or "ring_asked" in kwargs:  # from shard_batch
+                output = call(**kwargs)
+                if getattr(output, "loss", None) is not None:
+                    output.loss = _of_replica(self, output.loss, is_counted=False)
+                return output
             return called(self, call, {name: value for name, value in kwargs.items() if value is not None})
 
     is_gradient_checkpointing = is_activation_checkpointing = False
