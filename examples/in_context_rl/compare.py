@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 examples/in_context_rl/compare.py --world grid
     torchrun --nproc-per-node 2 examples/in_context_rl/compare.py --world point --trajectories bc,1,4,16,64
 
-Each agent is trained on the ring on sequences of so many trajectories, and acts on one process with transformers'
-cache. ``bc`` is behaviour cloning, ``1`` the decision transformer with one trajectory, both on the same data. What is
-done is in ``--result``, and a run that was ended continues after it.
+Each agent is trained on a ring of all processes, on sequences of so many trajectories, and acts on one process with
+transformers' cache. The results of docs/evaluation.md were made with one process. ``bc`` is behaviour cloning, ``1``
+the decision transformer with one trajectory, both on the same data. What is done is in ``--result``, and a run that was
+ended continues after it.
 """
 
 import argparse
