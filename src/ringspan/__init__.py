@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from ringspan.core.geometry.balanced import balanced
-    from ringspan.core.geometry.layout import Layout, Span
+    from ringspan.core.geometry.layout import CustomLayout, Layout, Span
     from ringspan.core.geometry.mask import Mask, causal, chunked, documents, frames, full, prefix_lm, sliding_window
     from ringspan.torch.attention.op import ring_attention
     from ringspan.torch.data.batch import shard_batch
@@ -35,6 +35,7 @@ __version__ = "0.1.0"
 # Where each public name is defined. Type checkers read the imports above; a test compares the two and __all__.
 _MODULES = {
     "ConfigError": "ringspan.core.errors",
+    "CustomLayout": "ringspan.core.geometry.layout",
     "Layout": "ringspan.core.geometry.layout",
     "LayoutError": "ringspan.core.errors",
     "Mask": "ringspan.core.geometry.mask",
@@ -81,6 +82,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "ConfigError",
+    "CustomLayout",
     "Layout",
     "LayoutError",
     "Mask",

@@ -321,6 +321,12 @@ def test_explicit_meshes_work_too():
         ([(1, 2, 8, 4)] * 3, {"layout": 3}, rs.LayoutError, "layout must be a name or a Layout, got 3"),
         ([(1, 2, 8, 4)] * 3, {"key_layout": "zigzag"}, rs.LayoutError, "key_layout must be a Layout or None"),
         ([(1, 2, 8, 4)] * 3, {"key_layout": rs.Layout("striped", 8, 2)}, rs.LayoutError, "make them alike"),
+        (
+            [(1, 2, 8, 4)] * 3,
+            {"layout": rs.CustomLayout.of([[(0, 4)], [(4, 4)]])},
+            rs.UnsupportedError,
+            "not supported in JAX, where one program serves all ranks; use contiguous, striped",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(shapes, options, error, message):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ringspan.core.errors import LayoutError, MaskError, UnsupportedError
-from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import FORMS, Mask, causal
 from ringspan.core.messages.numbers import described, integer, is_a, real
 from ringspan.core.names import LayoutName
@@ -124,12 +124,23 @@ def _check_layouts(layout: Any, key_layout: Any) -> None:
 
 
 def check_sharding(shape: Sequence[int], layout: Any, dim: Any) -> None:
-    """Refuse a layout that is none, and a dimension that a tensor of this shape does not have.
+    """Refuse a layout that is none or leaves out positions, and a dimension that a tensor of this shape does not have.
 
     Raises:
         LayoutError: naming the value.
     """
     if not isinstance(layout, Layout):
         raise LayoutError(f"layout must be a Layout, got {described(layout)}; {_LAYOUT_HINT}")
+    if isinstance(layout, CustomLayout):
+        _check_whole(layout)
     if not -len(shape) <= integer(dim, "dim", LayoutError) < len(shape):
         raise LayoutError(f"dimension {dim} is none of a tensor of shape {tuple(shape)}")
+
+
+def _check_whole(layout: CustomLayout) -> None:
+    """Refuse a layout whose positions are not those of a sequence and of the padding at its end."""
+    end = max([layout.length, *(span.start + span.count for held in layout.parts for span in held)])
+    if layout.padded_length != end:
+        raise LayoutError(
+            f"a custom layout must hold every position to be sharded, this one holds {layout.padded_length} of {end}"
+        )

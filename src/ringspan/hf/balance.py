@@ -17,7 +17,6 @@ from ringspan.train.data.order import even_out, worth_of_sharing
 _log: Final = logging.getLogger(__name__)
 # Whose ``compute_loss`` divides the sum over a step's targets by their number: not what a micro-batch has alone.
 _COUNTED: Final = frozenset({"transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer"})
-_SAID: Final = 10  # steps after which it is said what it brings
 
 
 class EvenSampler(Sampler[int]):
@@ -34,7 +33,7 @@ class EvenSampler(Sampler[int]):
 
     def __init__(self, base: Any, work: Callable[[int], int], shape: tuple[int, int, int]) -> None:
         self._base, self._work, self._shape = base, work, shape
-        self._steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] | None = []
+        self._has_said = False
 
     def __len__(self) -> int:
         return len(self._base)
@@ -57,20 +56,16 @@ class EvenSampler(Sampler[int]):
         yield from step
 
     def _say(self, work: NDArray[np.int64], places: NDArray[np.int64]) -> None:
-        """Of the first steps: how many examples were moved, and what for."""
-        if self._steps is None:
+        """Of the first step in which examples are moved: how many, and what for."""
+        if self._has_said:
             return
-        self._steps.append((work, places))
-        if len(self._steps) < _SAID:
-            return
-        came, places = (np.stack(each) for each in zip(*self._steps, strict=True))
-        self._steps = None
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            moved, after, before = worth_of_sharing(came, places)
+        moved, after, before = worth_of_sharing(work[None], places[None])
+        self._has_said = moved > 0
+        if moved and (not dist.is_initialized() or dist.get_rank() == 0):
             _log.warning(
-                "balance='flops' moves %.0f%% of the examples within their steps: the busiest replica computes %.3f of "
-                "the mean, %.3f without (%d steps)",
-                *(100 * moved, after, before, _SAID),
+                "balance='flops' moves examples within their steps, of the first such step %.0f%%: the busiest replica "
+                "computes %.3f of the mean, %.3f without",
+                *(100 * moved, after, before),
             )
 
 

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import ringspan as rs
 from ringspan.core.errors import LayoutError
 from ringspan.core.geometry.layout import CustomLayout, Layout, Span
 from ringspan.core.geometry.mask import causal
@@ -91,14 +93,56 @@ def test_unequal_shares_are_counted_and_have_no_tokens_per_rank():
     layout = CustomLayout.of([[(0, 3), (10, 2)], [(3, 7)], []])
     assert [layout.tokens_of(rank) for rank in range(3)] == [5, 7, 0]
     assert layout.length == layout.padded_length == 12 and layout.positions(0).tolist() == [0, 1, 2, 10, 11]
-    with pytest.raises(LayoutError, match="0 to 7 tokens"):
+    with pytest.raises(LayoutError) as raised:
         _ = layout.tokens_per_rank
+    assert str(raised.value) == "the ranks of this layout hold 0 to 7 tokens; equal ones are needed"
 
 
-@pytest.mark.parametrize("parts", [[[(0, 4)], [(3, 2)]], [[(-1, 2)]], [[(0, 0)]], [], [[]]])
-def test_runs_that_are_none_or_overlap_raise(parts):
-    with pytest.raises(LayoutError):
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([[(0, 4)], [(3, 2)]], "a custom layout has positions 3 to 3 in two runs; each may be in one"),
+        ([[(2, 3), (0, 9)]], "a custom layout has positions 2 to 4 in two runs; each may be in one"),
+        ([[(-1, 2)]], "a custom layout has a run from -1, which is before the sequence; positions start at 0"),
+        ([[(4, 0)]], "a custom layout has a run of 0 positions at 4; each needs at least one"),
+        ([[(0, 4, 2)]], "a custom layout has a run from 0 in steps of 2; runs are of consecutive positions"),
+        ([[(0, 2.5)]], "the count of a run must be an integer, got 2.5 (float)"),
+        (
+            [(0, 9)],
+            "takes a list of runs (start, count) for each rank, as in [[(0, 8)], [(8, 8)]], got [(0, 9)] (list)",
+        ),
+        ([], "a layout needs at least one rank and one token, got 0 and 0"),
+        ([[]], "a layout needs at least one rank and one token, got 1 and 0"),
+    ],
+)
+def test_runs_that_are_none_or_overlap_raise(parts, message):
+    with pytest.raises(LayoutError) as raised:
         CustomLayout.of(parts)
+    assert str(raised.value).endswith(message) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("parts", "length", "message"),
+    [
+        ([[(0, 4)], [(8, 4)]], None, "holds 8 of 12"),
+        ([[(0, 4)], [(20, 4)]], 8, "holds 8 of 24"),
+        ([[(0, 4)], [(4, 4)]], 12, "holds 8 of 12"),
+    ],
+    ids=["gap", "outside", "too long"],
+)
+def test_a_layout_that_leaves_out_positions_cannot_be_sharded(parts, length, message):
+    layout = CustomLayout.of(parts, length=length)
+    for raises in (lambda x: rs.shard(x, layout, 0, 0), lambda x: rs.unshard(x, layout, None, 0)):
+        with pytest.raises(LayoutError) as raised:
+            raises(torch.zeros(layout.length))
+        expected = f"a custom layout must hold every position to be sharded, this one {message}"
+        assert str(raised.value) == expected
+
+
+def test_runs_in_any_order_are_sharded_and_padded():
+    layout = CustomLayout.of([[(4, 2), (0, 2)], [(2, 2), (6, 3)]], length=8)
+    parts = [rs.shard(torch.arange(8), layout, rank, 0, value=-1).tolist() for rank in range(2)]
+    assert parts == [[4, 5, 0, 1], [2, 3, 6, 7, -1]]
 
 
 def test_custom_and_named_layouts_do_not_mix_and_have_no_groups():
@@ -107,5 +151,5 @@ def test_custom_and_named_layouts_do_not_mix_and_have_no_groups():
         make_schedule(Layout("contiguous", 4, 2), causal(), 0, custom)
     with pytest.raises(LayoutError, match="Ulysses"):
         custom.grouped(2)
-    with pytest.raises(LayoutError):
+    with pytest.raises(LayoutError, match="in steps of 2"):
         CustomLayout("custom", 4, 1, parts=((Span(0, 4, 2),),))

@@ -172,6 +172,13 @@ def test_float32_is_float32_and_bfloat16_keeps_its_states_wider():
     [
         (rs.Layout("striped", 8, 2), (0,), {}, rs.LayoutError, "use zigzag or contiguous"),
         (rs.Layout("zigzag", 16, 4), (0,), {}, rs.LayoutError, "for 4 ranks, the ring has 2"),
+        (
+            rs.CustomLayout.of([[(0, 4)], [(4, 4)]]),
+            (0,),
+            {},
+            rs.UnsupportedError,
+            "not supported in JAX, where one program serves all ranks; use contiguous or zigzag",
+        ),
         (rs.Layout("zigzag", 8, 2), (1, 3), {}, rs.UnsupportedError, "starts must be positions in increasing order"),
         (rs.Layout("zigzag", 8, 2), (0, 8), {}, rs.LayoutError, "a document begins at 8, the layout has 8 tokens"),
         (rs.Layout("zigzag", 8, 2), (0,), {"beta": np.ones((2, 8, 3))}, rs.UnsupportedError, r"beta \(2, 4, 3\)"),

@@ -13,7 +13,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ringspan as rs
-from ringspan.core.geometry.layout import CustomLayout
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.transport.exchange import COUNTERS
 from tests.torch.models import relative
@@ -120,7 +119,7 @@ def test_tensors_that_do_not_fit_the_layout_on_one_rank_are_refused_on_all(pool,
 
 
 def unequal_shares(mesh):
-    layout = CustomLayout.of([[(0, 5)], [(5, 3)]])
+    layout = rs.CustomLayout.of([[(0, 5)], [(5, 3)]])
     q, k, v, _ = tensors(layout.tokens_of(mesh["ring"].get_local_rank()))
     rs.ring_attention(q, k, v, layout=layout, group=mesh["ring"])
 
@@ -128,6 +127,18 @@ def unequal_shares(mesh):
 def test_a_layout_of_unequal_shares_is_refused_on_all_ranks(pool):
     for outcome in pool.outcomes(unequal_shares, 2):
         assert isinstance(outcome, rs.LayoutError) and "hold 3 to 5 tokens" in str(outcome)
+
+
+def overlapping_shares(mesh):
+    layout = rs.CustomLayout.of([[(0, 8)], [(6, 8)]])
+    q, k, v, _ = tensors(8)
+    rs.ring_attention(q, k, v, layout=layout, group=mesh["ring"])
+
+
+def test_a_layout_of_overlapping_shares_raises_on_all_ranks(pool):
+    for outcome in pool.outcomes(overlapping_shares, 2):
+        assert isinstance(outcome, rs.LayoutError)
+        assert str(outcome) == "a custom layout has positions 6 to 7 in two runs; each may be in one"
 
 
 def few_queries(mesh, name, queries, keys, route):

@@ -155,23 +155,58 @@ class Layout:
         return np.argsort(self.permutation)
 
 
+def _run(start: int, count: int, step: int = 1) -> Span:
+    return Span(
+        integer(start, "the start of a run", LayoutError),
+        integer(count, "the count of a run", LayoutError),
+        integer(step, "the step of a run", LayoutError),
+    )
+
+
+def _wrong(start: int, count: int, step: int, end: int) -> str:
+    """What is wrong with a run of a custom layout; the one before it goes up to ``end``."""
+    if count < 1:
+        return f"a run of {count} positions at {start}; each needs at least one"
+    if step != 1:
+        return f"a run from {start} in steps of {step}; runs are of consecutive positions"
+    if start < 0:
+        return f"a run from {start}, which is before the sequence; positions start at 0"
+    return f"positions {start} to {min(end, start + count) - 1} in two runs; each may be in one"
+
+
 @dataclass(frozen=True)
 class CustomLayout(Layout):
-    """Any runs of consecutive positions per rank, in storage order; a rank may hold more tokens than another, or none.
+    """Any runs of consecutive positions per rank, in the order in which the rank stores them; ``of`` makes one.
 
-    ``CustomLayout.of([[(0, 3), (10, 2)], [(3, 7)]])``: rank 0 holds 0, 1, 2, 10, 11 and rank 1 holds 3 to 9. Positions
-    at or past ``length`` are padding, as in every layout; those that no rank holds do not exist.
+    ``CustomLayout.of([[(0, 3), (10, 2)], [(3, 5)]])``: rank 0 holds 0, 1, 2, 10, 11 and rank 1 holds 3 to 7. Positions
+    count tokens of the global sequence from 0. Those at or past ``length`` are padding, as in every layout; those that
+    no rank holds, here 8 and 9, do not exist: ``ring_attention`` takes such a layout, ``shard`` and ``unshard`` do not.
+    ``ring_attention`` and ``unshard`` need as many tokens on every rank.
 
     Raises:
-        LayoutError: no rank, an empty run, a negative position, or a position that is held twice.
+        LayoutError: no rank, a run without positions or with a step, a negative position, or one that two runs hold.
     """
 
     parts: tuple[tuple[Span, ...], ...] = ()
 
     @staticmethod
     def of(parts: Iterable[Iterable[tuple[int, int]]], length: int | None = None) -> "CustomLayout":
-        """From runs (start, count) of each rank; as long as the last position says when ``length`` is None."""
-        spans = tuple(tuple(starmap(Span, runs)) for runs in parts)
+        """From the runs of each rank.
+
+        Args:
+            parts: of each rank, runs (start, count): its first position and its number of tokens.
+            length: tokens of the global sequence without padding; when None, up to the last position that is held.
+
+        Raises:
+            LayoutError: what is no such list, or anything that the class refuses.
+        """
+        try:
+            spans = tuple(tuple(starmap(_run, runs)) for runs in parts)
+        except TypeError as error:
+            raise LayoutError(
+                "a custom layout takes a list of runs (start, count) for each rank, as in [[(0, 8)], [(8, 8)]], "
+                f"got {described(parts)}"
+            ) from error
         if length is None:
             length = max((span.start + span.count for held in spans for span in held), default=0)
         return CustomLayout("custom", length, len(spans), parts=spans)  # pyright: ignore[reportArgumentType]
@@ -210,11 +245,7 @@ class CustomLayout(Layout):
         ends = np.concatenate(([0], spans[:, 0] + spans[:, 1]))
         wrong = np.flatnonzero((spans[:, 1] < 1) | (spans[:, 2] != 1) | (spans[:, 0] < ends[:-1]))
         if wrong.size:
-            start, count, _ = spans[wrong[0]].tolist()
-            raise LayoutError(
-                f"positions {start} to {start + count - 1} of a custom layout: runs must have at least one position "
-                "each, and none that is negative or in another run"
-            )
+            raise LayoutError(f"a custom layout has {_wrong(*spans[wrong[0]].tolist(), ends[wrong[0]])}")
 
     @property
     def granularity(self) -> int:

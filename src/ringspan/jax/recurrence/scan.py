@@ -36,7 +36,10 @@ def spans_of(layout: Layout) -> tuple[Span, ...]:
         UnsupportedError: a layout of any runs, for which one program cannot serve all ranks.
     """
     if isinstance(layout, CustomLayout):
-        raise UnsupportedError("a layout of any runs of positions is not supported in JAX; use contiguous or zigzag")
+        raise UnsupportedError(
+            "a layout of any runs of positions is not supported in JAX, where one program serves all ranks; use "
+            "contiguous or zigzag"
+        )
     places_of(layout)
     chunks = 2 if layout.name == "zigzag" else 1
     first = layout.permutation.reshape(layout.ranks, chunks, -1)[:, :, 0]
