@@ -195,7 +195,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     _note_what_stays(model, layers, mesh)
     if given is not model:
         put_on_ring(given)
-    given._is_accelerate_prepared = True  # accelerate leaves such a model as it is, and would wrap another one in DDP
+    vars(given)["_is_accelerate_prepared"] = True  # as accelerate marks what it has not to wrap
     return given
 
 

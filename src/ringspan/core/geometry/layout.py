@@ -245,7 +245,8 @@ class CustomLayout(Layout):
         ends = np.concatenate(([0], spans[:, 0] + spans[:, 1]))
         wrong = np.flatnonzero((spans[:, 1] < 1) | (spans[:, 2] != 1) | (spans[:, 0] < ends[:-1]))
         if wrong.size:
-            raise LayoutError(f"a custom layout has {_wrong(*spans[wrong[0]].tolist(), ends[wrong[0]])}")
+            start, count, step = spans[wrong[0]].tolist()
+            raise LayoutError(f"a custom layout has {_wrong(start, count, step, int(ends[wrong[0]]))}")
 
     @property
     def granularity(self) -> int:
