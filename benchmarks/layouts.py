@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
 from typing import Final
 
 import numpy as np
@@ -174,9 +173,7 @@ def rows() -> Iterator[dict[str, object]]:
             documents = distribution(length)
             for ranks in RANKS:
                 for name, make in LAYOUTS.items():
-                    began = perf_counter()
                     layout = make(documents, ranks)
-                    seconds = perf_counter() - began
                     balance, sent = counted(layout, documents)
                     yield {
                         "documents": distribution.__name__,
@@ -186,7 +183,6 @@ def rows() -> Iterator[dict[str, object]]:
                         "layout": name,
                         "most_work_over_mean": round(balance, 4),
                         "sent_tokens": sent,
-                        "seconds": round(seconds, 4),
                     } | (carried(layout, documents) if name in ("balanced", "zigzag") else {})
                 yield {
                     "documents": distribution.__name__,

@@ -108,7 +108,7 @@ def test_a_callback_that_is_added_later_raises(world):
 
 def test_a_precision_of_the_launcher_raises(world):
     for error in world(2).run(launched_with, 2, "fp16"):
-        assert "mixed_precision='fp16', as accelerate was launched with, is not exact on a ring; use 'bf16'" in error
+        assert "mixed_precision='fp16', given or of the launch, is not exact on a ring; use 'bf16'" in error
 
 
 def caught(mesh: Any, options: dict[str, Any]) -> str:

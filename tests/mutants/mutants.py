@@ -165,10 +165,17 @@ MUTANTS = [
     Mutant(
         "the ranks of a ring shuffle their completions each by its own numbers",
         "hf/rollouts.py",
-        "take_first_ranks_numbers(groups_of(mesh), accelerator.device)",
+        "take_first_ranks_numbers(text_groups(mesh), accelerator.device)",
         "pass",
         f"{ROLLOUTS}test_steps_on_a_ring_equal_one_process[grpo-qwen3-window-"
         "{'beta': 0.0, 'sampled': True, 'temperature': 0.7}]",
+    ),
+    Mutant(
+        "a batch that the loop splits has the gradient of one replica",
+        "hf/batches.py",
+        "_of_replica(self, output.loss, is_counted=False)",
+        "output.loss",
+        "hf/test_loop.py::test_a_loop_that_splits_its_batches_equals_one_process[4-sizes1]",
     ),
     Mutant(
         "an awaited reward that fails is told to nobody",
