@@ -155,7 +155,7 @@ class Layout:
         return np.argsort(self.permutation)
 
 
-def _run(start: int, count: int, step: int = 1) -> Span:
+def _of_whole_numbers(start: int, count: int, step: int) -> Span:
     return Span(
         integer(start, "the start of a run", LayoutError),
         integer(count, "the count of a run", LayoutError),
@@ -201,12 +201,15 @@ class CustomLayout(Layout):
             LayoutError: what is no such list, or anything that the class refuses.
         """
         try:
-            spans = tuple(tuple(starmap(_run, runs)) for runs in parts)
+            spans = tuple(tuple(starmap(Span, runs)) for runs in parts)
         except TypeError as error:
             raise LayoutError(
                 "a custom layout takes a list of runs (start, count) for each rank, as in [[(0, 8)], [(8, 8)]], "
                 f"got {described(parts)}"
             ) from error
+        # A cache makes a layout for every token, of runs that are integers.
+        if not {int}.issuperset(map(type, chain.from_iterable(chain.from_iterable(spans)))):
+            spans = tuple(tuple(starmap(_of_whole_numbers, held)) for held in spans)
         if length is None:
             length = max((span.start + span.count for held in spans for span in held), default=0)
         return CustomLayout("custom", length, len(spans), parts=spans)  # pyright: ignore[reportArgumentType]
