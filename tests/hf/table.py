@@ -1,8 +1,10 @@
 """The table of docs/trainers.md: ten steps on a ring beside one process, and what the library's own context parallelism
 does with the same script. ``python -m tests.hf.table`` measures it and writes it (three minutes), or the cases named.
+It fails where a figure is further from one process than ``BOUND``.
 """
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,6 +30,10 @@ RESULT: Final = ROOT / "benchmarks" / "results" / "trainers-cpu.json"
 PAGE: Final = ROOT / "docs" / "trainers.md"
 BEGIN, END = "<!-- table: python -m tests.hf.table -->", "<!-- end of the table -->"
 RINGS: Final = {"ring 2": (2, 1), "ring 3": (3, 1), "2 x ring 2": (4, 2)}
+COLUMNS: Final = ("loss", "grad_norm", "eval_loss", "weights")
+BOUND: Final = 1e-5  # relative
+# TRL takes the mean of these over batches, and two rings have half as many, each of other examples.
+MEANS: Final = frozenset({("2 x ring 2", "entropy"), ("2 x ring 2", "eval_entropy")})
 
 
 @dataclass(frozen=True)
@@ -78,20 +84,28 @@ def of_the_library(mesh: Any, make: Callable[..., Any], options: dict[str, Any])
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+def apart(case: Case, name: str, pool: Callable[[int], Pool]) -> tuple[dict[str, float], dict[str, Any]]:
+    """How far a case is from one process on one of ``RINGS``, by figure and of all ranks the furthest; and what that
+    process logged.
+    """
+    ranks, replicas = RINGS[name]
+    sizes = {"per_device_train_batch_size": 2 * replicas}
+    if case.make is not sft:  # TRL evaluates each process's batch by itself, and takes the mean
+        sizes["per_device_eval_batch_size"] = 2 * replicas
+    if case.averages and replicas > 1:
+        expected = pool(replicas).run(train, replicas, case.make, "llama", None, case.options)[0]
+    else:
+        expected = train(None, case.make, "llama", None, case.options | sizes)
+    every = pool(ranks).run(train, ranks, case.make, "llama", {}, case.options, replicate=replicas)
+    each = [differences(found, expected) for found in every]
+    return {key: max(one.get(key, 0.0) for one in each) for key in each[0]}, expected
+
+
 def measured(case: Case, pools: dict[int, Pool]) -> dict[str, Any]:
     """The row of a case."""
     row: dict[str, Any] = {"name": case.name}
-    for name, (ranks, replicas) in RINGS.items():
-        sizes = {"per_device_train_batch_size": 2 * replicas}
-        if case.make is not sft:  # TRL evaluates each process's batch by itself, and takes the mean
-            sizes["per_device_eval_batch_size"] = 2 * replicas
-        if case.averages and replicas > 1:
-            expected = pools[replicas].run(train, replicas, case.make, "llama", None, case.options)[0]
-        else:
-            expected = train(None, case.make, "llama", None, case.options | sizes)
-        every = pools[ranks].run(train, ranks, case.make, "llama", {}, case.options, replicate=replicas)
-        apart = [differences(found, expected) for found in every]
-        row[name] = {key: max(one.get(key, 0.0) for one in apart) for key in apart[0]}
+    for name, (ranks, _) in RINGS.items():
+        row[name], expected = apart(case, name, pools.__getitem__)
         if ranks == 2:
             row["one process"] = {"loss": expected["loss"], "eval_loss": expected["eval_loss"][0]}
     try:
@@ -103,6 +117,17 @@ def measured(case: Case, pools: dict[int, Pool]) -> dict[str, Any]:
     return row
 
 
+def beyond(rows: list[dict[str, Any]]) -> list[str]:
+    """The figures that are further from one process than ``BOUND``, are no numbers or are missing, a line each."""
+    return [
+        f"{row['name']}, on {name}: {figure} is {value:.1e} from one process, more than {BOUND:g}"
+        for row in rows
+        for name in RINGS
+        for figure, value in (dict.fromkeys(COLUMNS, math.nan) | row[name]).items()
+        if not value <= BOUND and (name, figure) not in MEANS
+    ]
+
+
 def lines(rows: list[dict[str, Any]]) -> list[str]:
     """The table in Markdown, and below it what the library raised, each once."""
     raised = list(dict.fromkeys(row["library"] for row in rows if isinstance(row["library"], str)))
@@ -112,8 +137,7 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
     ]
     for row in rows:
         for place, name in enumerate(RINGS):
-            names = ("loss", "grad_norm", "eval_loss", "weights")
-            numbers = " | ".join(f"{row[name][key]:.1e}" for key in names)
+            numbers = " | ".join(f"{row[name].get(key, math.nan):.1e}" for key in COLUMNS)
             theirs = said(row, raised) if place == 0 else ""
             table.append(f"| {row['name'] if place == 0 else ''} | {name} | {numbers} | {theirs} |")
     return [*table, "", *(f"{number}. {text.replace('`', '')}" for number, text in enumerate(raised, 1))]
@@ -129,7 +153,9 @@ def said(row: dict[str, Any], raised: list[str]) -> str:
 
 
 def main(wanted: list[str]) -> None:
-    """Measure the cases of these names, all without names, and write after each."""
+    """Measure the cases of these names, all without names, and write after each; then fail where the table is beyond
+    its bound.
+    """
     serve_forks("tests.hf.trainers")
     releases = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, trl)}
     kept = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
@@ -143,6 +169,8 @@ def main(wanted: list[str]) -> None:
     finally:
         for pool in pools.values():
             pool.close()
+    if found := beyond(list(rows.values())):
+        sys.exit("\n".join(found))
 
 
 def write(rows: list[dict[str, Any]], releases: dict[str, str]) -> None:
