@@ -98,3 +98,13 @@ def test_the_ratio_of_a_first_step_is_one(world, ranks, tp, options, steps):
         for step in (1, 2, 3):
             apart = max(away[2 * step - 2 : 2 * step])
             assert apart < 1e-5 if step in steps else apart > 1e-3
+
+
+@pytest.mark.long
+def test_the_ratio_of_hundreds_of_tokens_is_one(world):
+    """None of them ends a completion: which tokens are drawn is no matter of what they were drawn with."""
+    options = {"sampled": True, "max_steps": 1, "max_completion_length": 300}
+    options |= {"generation_kwargs": {"suppress_tokens": [tokenizer().eos_token_id]}}
+    for found in world(2).run(ratios, 2, options):
+        assert [len(batch) for batch in found] == [600, 600]
+        assert all(float((batch - 1).abs().max()) < 1e-5 for batch in found)
