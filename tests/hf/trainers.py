@@ -20,7 +20,9 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsag
 
 from ringspan.hf import RingConfig, RingTrainerMixin
 from ringspan.torch.model.saving import whole_weights
+from tests.every_model.hybrids import HYBRIDS
 from tests.torch.models import build
+from tests.torch.recurrence.models import build as build_stateful
 
 VOCABULARY = 97
 COMMON = {
@@ -43,6 +45,7 @@ OWN = (
     "callbacks",
     "compute_loss_func",
     "compute_metrics",
+    "data_collator",
     "eval_dataset",
     "preprocess_logits_for_metrics",
     "train_dataset",
@@ -109,6 +112,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def made(model: str) -> Any:
     """A kind of model; behind a plus sign, with the auxiliary loss of its router."""
     kind, _, router = model.partition("+")
+    if kind in HYBRIDS:
+        return build_stateful(kind, torch.float32)
     return build(kind, **({"output_router_logits": True} if router else {}))
 
 

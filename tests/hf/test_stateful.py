@@ -1,0 +1,65 @@
+"""Layers with a state in a trainer: it goes on from rank to rank as on one process, and ends with a document."""
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+
+from tests.hf.trainers import differences, sft, train
+from tests.long import long
+
+TOLERANCE = 1e-5
+OPTIONS = {"max_steps": 3}
+
+
+def read(model: Any, *, is_leaking: bool) -> None:
+    """Let a decoder on one process read each packed document by itself, or all as one text. transformers' layers with a
+    state do neither without CUDA kernels: they raise.
+    """
+    decoder = model.base_model
+    plain = decoder.forward
+
+    def forward(input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
+        assert len(input_ids) == 1
+        starts = [0] if is_leaking else (position_ids[0] == 0).nonzero().flatten().tolist()
+        assert is_leaking or len(starts) > 1
+        places = pairwise([*starts, input_ids.shape[1]])
+        hidden = [plain(input_ids=input_ids[:, start:end]).last_hidden_state for start, end in places]
+        return BaseModelOutput(last_hidden_state=torch.cat(hidden, 1))
+
+    decoder.forward = forward
+
+
+def packed(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> Any:
+    """TRL's trainer of packed documents."""
+    options = OPTIONS | {"packing": True} | options
+    is_leaking = options.pop("is_leaking", False)
+    trainer = sft(mesh, model, ring, folder, options)
+    if ring is None:
+        read(trainer.model, is_leaking=is_leaking)
+    return trainer
+
+
+@lru_cache
+def on_one_process(kind: str) -> dict[str, Any]:
+    return train(None, sft, kind, None, OPTIONS)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", *long("lfm2")])
+@pytest.mark.parametrize("ranks", [2, *long(3)])
+def test_a_state_goes_on_from_rank_to_rank(world, kind, ranks):
+    expected = on_one_process(kind)
+    for found in world(ranks).run(train, ranks, sft, kind, {}, OPTIONS):
+        assert max(differences(found, expected).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["mamba2", *long("lfm2")])
+def test_a_state_ends_with_a_packed_document(world, kind):
+    expected, leaking = (train(None, packed, kind, None, {"is_leaking": each}) for each in (False, True))
+    assert differences(leaking, expected)["loss"] > 100 * TOLERANCE  # by which a leak would be seen
+    for found in world(2).run(train, 2, packed, kind, {}, {}):
+        assert max(differences(found, expected).values()) < TOLERANCE
