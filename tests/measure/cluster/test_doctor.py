@@ -3,6 +3,8 @@
 import os
 import socket
 import time
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,13 +151,20 @@ def test_the_report_says_what_stops_and_what_does_not():
 
 
 def test_too_old_packages_and_missing_back_ends_stop(monkeypatch):
-    monkeypatch.setattr(doctor, "package_version", {"torch": "2.10.1", "transformers": "5.0.0"}.get)
+    monkeypatch.setattr(doctor, "package_version", {"torch": "2.10.1", "transformers": "5.16.3"}.get)
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    old, no_gloo = doctor._problems_here(torch.device("cpu"))
+    old, older, no_gloo = doctor._problems_here(torch.device("cpu"))
     assert old.what == "torch is 2.10.1, 2.11 is needed" and old.stops
+    assert older.what == "transformers is 5.16.3, 5.17 is needed" and older.stops
     assert no_gloo.what.startswith("torch has no gloo") and no_gloo.stops
     monkeypatch.undo()
     assert not [problem for problem in doctor._problems_here(torch.device("cpu")) if problem.stops]
+
+
+def test_what_is_too_old_is_what_pip_would_not_install():
+    project = tomllib.loads((Path(doctor.__file__).parents[4] / "pyproject.toml").read_text())["project"]
+    for name, least in doctor._LEAST.items():
+        assert f"{name}>={'.'.join(map(str, least))}" in project["dependencies"]
 
 
 def test_ranks_that_do_not_come_together_are_a_problem_that_stops(monkeypatch):

@@ -41,7 +41,7 @@ from ringspan.torch.transport.clock import synchronize
 from ringspan.torch.transport.collectives import gather
 from ringspan.train.metrics import measure_flops
 
-_LEAST: Final = {"torch": (2, 11), "transformers": (5,)}
+_LEAST: Final = {"torch": (2, 11), "transformers": (5, 17)}  # as in pyproject.toml
 # Packages that something here uses when they are there: what for, and how to get them.
 _OPTIONAL: Final = {
     "datasets": ("training from a TOML file, and the demo", "pip install 'ringspan[train]'"),
