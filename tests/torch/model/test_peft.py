@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
+from packaging.version import Version
 from peft import (
     AdaLoraConfig,
     AutoPeftModelForCausalLM,
@@ -19,6 +21,7 @@ from peft import (
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import ringspan as rs
 from ringspan.torch.model.support import refuse_unsupported
@@ -307,6 +310,10 @@ def transformers_adapter(mesh: DeviceMesh, folder: Path) -> Any:
     return result, {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
+@pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
+    reason=f"add_adapter of this transformers needs PEFT {MIN_PEFT_VERSION}",  # 5.24 one that is not published yet
+)
 def test_an_adapter_of_transformers_trains_and_is_written(pool, tmp_path):
     model = build("llama")
     torch.manual_seed(1)
