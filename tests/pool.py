@@ -27,14 +27,15 @@ TIMEOUT_SECONDS = 100
 
 class Pool:
     """``size`` processes, one thread each. ``run(f, ranks, ...)`` calls ``f(mesh, ...)`` on the first ``ranks`` of
-    them. Those that are ``launched`` have what torchrun would put into their environment.
+    them. Those that are ``launched`` have what torchrun would put into their environment. An answer takes so many
+    seconds at most.
 
     ``mesh`` has the axes ``replicate`` and ``ring``, and ``tp`` where that is above 1; all are made at the start, since
     making one takes every process.
     """
 
-    def __init__(self, size: int = SIZE, *, launched: bool = False) -> None:
-        self.size, self._launched = size, launched
+    def __init__(self, size: int = SIZE, *, launched: bool = False, timeout_seconds: int = TIMEOUT_SECONDS) -> None:
+        self.size, self._launched, self._timeout = size, launched, timeout_seconds
         self._context = mp.get_context("forkserver")
         self._start()
 
@@ -46,7 +47,9 @@ class Pool:
         for rank in range(self.size):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
-                target=_serve, args=(rank, theirs, self._store, self.size, self._launched), daemon=not self._launched
+                target=_serve,
+                args=(rank, theirs, self._store, self.size, self._launched, self._timeout),
+                daemon=not self._launched,
             )
             process.start()
             theirs.close()
@@ -61,9 +64,9 @@ class Pool:
             pipe.send((function, (ranks, replicate, tp), args))
         results = []
         for rank, pipe in enumerate(self._pipes[:ranks]):
-            if not pipe.poll(TIMEOUT_SECONDS):
+            if not pipe.poll(self._timeout):
                 self.restart()
-                raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT_SECONDS} s")
+                raise TimeoutError(f"rank {rank} did not answer within {self._timeout} s")
             try:
                 results.append(pipe.recv())
             except EOFError:
@@ -93,7 +96,7 @@ class Pool:
             os.unlink(self._store)
 
 
-def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool) -> None:
+def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, timeout_seconds: int) -> None:
     settle()
     if launched:
         sizes = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank}
@@ -107,9 +110,8 @@ def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool) -
     share = shared._anonymous_file
     # Rings of three talk through sockets, as between hosts, so that the tests go both ways.
     shared._anonymous_file = lambda ranks: None if ranks == 3 else share(ranks)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
+    timeout = timedelta(seconds=0.6 * timeout_seconds)  # ranks that wait for each other say so before we do
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     meshes = {
         (ranks, replicate, tp): _mesh(ranks, replicate, tp, size)
         for ranks in range(1, size + 1)

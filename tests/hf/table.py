@@ -160,7 +160,7 @@ def main(wanted: list[str]) -> None:
     releases = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, trl)}
     kept = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
     rows = {row["name"]: row for row in kept}
-    pools = {ranks: Pool(ranks, launched=True) for ranks, _ in RINGS.values()}
+    pools = {ranks: Pool(ranks, launched=True, timeout_seconds=900) for ranks, _ in RINGS.values()}
     try:
         for case in CASES:
             if not wanted or case.name in wanted:

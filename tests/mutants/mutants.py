@@ -107,6 +107,20 @@ MUTANTS = [
         f"{TRAINER}test_a_batch_without_targets_has_no_part_in_an_evaluation[2-1]",
     ),
     Mutant(
+        "a state that goes on into the next packed document",
+        "torch/model/local_pass.py",
+        "        starts = tuple(starts_of([row for row in packed.rows if row is not None]))\n",
+        "        starts = ((0,),) * len(packed.rows)\n",
+        "hf/test_stateful.py::test_a_state_ends_with_a_packed_document[mamba2]",
+    ),
+    Mutant(
+        "a folder that is pushed without the weights of the ring",
+        "hf/trainer.py",
+        "        self.model.save_pretrained(folder)\n",
+        "",
+        "hf/test_hub.py::test_checkpoints_are_pushed_while_a_run_goes_on",
+    ),
+    Mutant(
         "a reference model stays whole on every rank",
         "hf/replicas.py",
         "if evaluation_mode and (head is None or head() is None) and not is_classifier(model):",

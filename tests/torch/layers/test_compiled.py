@@ -2,6 +2,8 @@
 lengths.
 """
 
+import shutil
+from contextlib import closing
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringspan as rs
 from ringspan.torch.attention import op
 from tests.long import long
+from tests.pool import Pool
 from tests.torch.models import build, relative, tokens
 from tests.torch.recurrence.models import build as build_stateful
 from tests.torch.test_parallelize import whole_gradients
@@ -32,16 +35,19 @@ def batch_of(length: int, documents: list[list[int]] | None = None) -> dict[str,
 
 
 def steps(
-    mesh: DeviceMesh, kind: str, batches: list[dict[str, Tensor]], options: dict[str, Any], changes: dict[str, Any]
+    mesh: DeviceMesh,
+    kind: str,
+    batches: list[dict[str, Tensor]],
+    options: dict[str, Any],
+    changes: dict[str, Any],
+    compiler: Any = "aot_eager",  # traces both passes, and generates no code
 ) -> Any:
     """Of each batch the loss and gradients, eager and compiled, and how often the ring ran forward; then what
     torch.compile did for all of them, and what evaluation and generation give.
     """
     torch.compiler.reset()
     counters.clear()
-    models = [
-        rs.parallelize(build(kind, **changes), mesh, compile=backend, **options) for backend in (False, "aot_eager")
-    ]
+    models = [rs.parallelize(build(kind, **changes), mesh, compile=each, **options) for each in (False, compiler)]
     layout, found = options.get("layout", "zigzag"), []
     for batch in batches:
         pair = []
@@ -87,7 +93,12 @@ FIVE = {"num_hidden_layers": 5}  # which one program serves
 )
 def test_layers_compute_the_same_in_few_programs(pool, kind, batches, options, changes, graphs):
     """Of layers of one kind two programs: for the first length, then for any."""
-    for found, breaks, made, evaluated, answers in pool.run(steps, 2, kind, batches, options, changes):
+    check(pool.run(steps, 2, kind, batches, options, changes), graphs)
+
+
+def check(results: list[Any], graphs: int) -> None:
+    """Compiled and eager are alike on every rank, and took no more programs than these."""
+    for found, breaks, made, evaluated, answers in results:
         assert breaks == 0
         assert 0 < made <= graphs
         for (loss, gradients, passes), (compiled_loss, compiled, compiled_passes) in found:
@@ -97,6 +108,23 @@ def test_layers_compute_the_same_in_few_programs(pool, kind, batches, options, c
                 assert relative(compiled[name], gradient) < 1e-5, name
         assert relative(*evaluated) < 1e-6
         assert torch.equal(*answers)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)  # Inductor generates C++ and has it compiled
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("ranks", "kind", "batches"),
+    [
+        (1, "llama", [batch_of(n) for n in (37, 64)]),
+        (2, "llama", [batch_of(n) for n in (37, 64, 80)]),
+        (2, "gemma3_text", [batch_of(40, [[10, 30], [20, 20]])] * 2),
+    ],
+    ids=["one rank", "two ranks", "windows and documents"],
+)
+def test_what_inductor_generates_computes_the_same(ranks, kind, batches):
+    with closing(Pool(ranks, timeout_seconds=600)) as pool:
+        check(pool.run(steps, ranks, kind, batches, {}, {}, True), 4)
 
 
 def under_autocast_with_heads_split(mesh: DeviceMesh) -> Any:
