@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ringspan.evaluate.prompts import Prompts
 from ringspan.evaluate.settings import EvalSettings
+from ringspan.evaluate.words import ADJECTIVES, NOUNS
 from tests.cli.commands.test_generate import save_model, save_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
@@ -22,6 +24,16 @@ def save(folder: Path, *, template: str | None = None, **changes: Any) -> Path:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_of_words(folder: Path, **changes: Any) -> Path:
+    """The same with a token a word or number, so that long lists of words are short."""
+    pieces = ["?", "-", ".", *dict.fromkeys([*ADJECTIVES, *NOUNS]), *map(str, range(1, 400))]
+    tokenizer: Any = Tokenizer(models.WordLevel({piece: at for at, piece in enumerate(pieces)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
+    save(folder, vocab_size=len(pieces), **changes)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
     return folder
 
 

@@ -1230,8 +1230,22 @@ MUTANTS = [
     Mutant(
         "records of an adapter do not tell its base model",
         "evaluate/records.py",
-        "(settings.folder, base_folder(settings.folder))",
-        "(settings.folder, settings.folder)",
+        "(folder, base_folder(folder))",
+        "(folder, folder)",
         "evaluate/test_runner.py::test_records_of_an_adapter_begin_anew_with_another_base",
+    ),
+    Mutant(
+        "an evaluation that continues asks all again",
+        "evaluate/runner.py",
+        "return [key for key in planned.keys if key not in records.by_key]",
+        "return planned.keys",
+        "evaluate/test_resuming.py::test_a_killed_run_continues_after_its_last_item_under_torchrun",
+    ),
+    Mutant(
+        "requests of lm-eval that are answered are asked again",
+        "evaluate/harness/lm.py",
+        "if known is None]",
+        "if known is None or at]",
+        "evaluate/harness/test_answers.py::test_a_killed_run_answers_what_is_left_and_has_lm_evals_own_results",
     ),
 ]

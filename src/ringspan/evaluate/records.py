@@ -21,16 +21,26 @@ _LEFT_OUT: Final = {"tp", "weights", "prefill_tokens", "lengths", "depths", "ite
 
 
 def identity(settings: EvalSettings) -> dict[str, Any]:
-    """What the answers depend on: the settings, the model's files, those of the model that an adapter is for too, how
-    prompts are made, and the text, which is Python's own unless there are files.
+    """What the answers depend on besides the model: the settings, how prompts are made, and the text, which is Python's
+    own unless there are files.
     """
     kept = {name: value for name, value in asdict(settings).items() if name not in _LEFT_OUT}
-    folders = dict.fromkeys((settings.folder, base_folder(settings.folder)))
-    model = [
-        {path.name: _describe(path) for path in sorted(Path(folder).iterdir()) if _matters(path)} for folder in folders
-    ]
     text = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in settings.text]
-    return {**kept, "version": VERSION, "model": model, "text": text or platform.python_version()}
+    return {**kept, "text": text or platform.python_version()}
+
+
+def records_file(out: Path, task: str, model: str, facts: dict[str, Any]) -> Path:
+    """Where the records of a task are: another file for other facts, and other files of the model, or of the one that
+    an adapter is for.
+    """
+    known = json.dumps({**facts, "version": VERSION, "model": _model(model)}, sort_keys=True)
+    digest = hashlib.sha256(known.encode()).hexdigest()[:12]
+    return out / f"{task}-{Path(model).resolve().name}-{digest}.jsonl"
+
+
+def _model(folder: str) -> list[dict[str, str]]:
+    folders = dict.fromkeys((folder, base_folder(folder)))
+    return [{path.name: _describe(path) for path in sorted(Path(each).iterdir()) if _matters(path)} for each in folders]
 
 
 def _matters(path: Path) -> bool:
@@ -48,10 +58,8 @@ def _describe(path: Path) -> str:
 class Records:
     """A line of JSON per item, appended when it is done; a line that was cut off is dropped."""
 
-    def __init__(self, folder: Path, settings: EvalSettings) -> None:
-        known = json.dumps(identity(settings), sort_keys=True)
-        digest = hashlib.sha256(known.encode()).hexdigest()[:12]
-        self.path = folder / f"{settings.task}-{Path(settings.folder).resolve().name}-{digest}.jsonl"
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.by_key: dict[Hashable, dict[str, Any]] = {}
 
     def load(self) -> None:

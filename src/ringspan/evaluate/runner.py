@@ -11,7 +11,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.evaluate.documents import long_documents
 from ringspan.evaluate.perplexity import Document, chosen, measure
 from ringspan.evaluate.prompts import Prompts, Question
-from ringspan.evaluate.records import Records
+from ringspan.evaluate.records import Records, identity, records_file
 from ringspan.evaluate.scores import accuracy_rows, loss_rows
 from ringspan.evaluate.settings import PERPLEXITY, EvalSettings
 from ringspan.generate.folder import check_ids, load_config, load_tokenizer
@@ -115,7 +115,7 @@ def evaluate_rank(
     config = load_config(settings.generating(1))
     tokenizer = load_tokenizer(settings.folder, config)
     observer = observer or EvalObserver()
-    records = Records(Path(out), settings)
+    records = Records(records_file(Path(out), settings.task, settings.folder, identity(settings)))
 
     def begin() -> list[Key]:
         assert planned is not None, "on the first rank"

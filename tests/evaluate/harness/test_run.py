@@ -20,10 +20,10 @@ from tests.evaluate.models import TEMPLATE, save
 _NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 
 
-def heard(settings: HarnessSettings) -> tuple[Any, list[tuple[str, float]]]:
+def heard(settings: HarnessSettings, out: str) -> tuple[Any, list[tuple[str, float]]]:
     """What a rank returns, and the beats of its watchdog: what it does, and for how long at most."""
     with mock.patch.object(Watchdog, "be", autospec=True, side_effect=Watchdog.be) as be:
-        found = harness_rank(settings)
+        found = harness_rank(settings, out)
     return found, [call.args[2:] for call in be.call_args_list]
 
 
@@ -44,7 +44,7 @@ def test_the_first_rank_has_lm_evals_own_results(folder, tmp_path):
 
     tasks, names = str(write(tmp_path)), ("local_shots", "local_roll*", "local_until")
     settings = HarnessSettings(folder=str(folder), tasks=names, include=tasks, chat=True)
-    (found, beats), (other, _) = launch(heard, 2, settings, threads=1)
+    (found, beats), (other, _) = launch(heard, 2, settings, str(tmp_path / "kept"), threads=1)
     assert other is None
     plain: Any = simple_evaluate
     expected = plain(

@@ -134,6 +134,7 @@ def harness(
     dtype: Dtype = "auto",
     nproc: Nproc = None,
     tp: Tp = 1,
+    out: Out = Path("runs/eval"),
     as_json: AsJson = False,
 ) -> None:
     """Any tasks of lm-evaluation-harness, at full length on the ring."""
@@ -147,6 +148,7 @@ def harness(
     names = tuple(name.strip() for name in tasks.split(",") if name.strip())
     if include is not None and not include.is_dir():
         raise ConfigError(f"--include {include}: there is no such folder")
+    check_folder("--out", out)
     settings = HarnessSettings(
         folder=model, tasks=names, include=None if include is None else str(include.absolute()), limit=limit,
         num_fewshot=num_fewshot, chat=chat, seed=seed, dtype=dtype, tp=tp,
@@ -154,7 +156,7 @@ def harness(
     if nproc is not None:
         settings.generating.check_ranks(nproc)
     settings = replace(settings, folder=local_folder(model))
-    found, is_first = in_ranks(harness_rank, settings.generating, (settings,), nproc)
+    found, is_first = in_ranks(harness_rank, settings.generating, (settings, str(out.absolute())), nproc)
     if not is_first:
         return
     result = {**found, "model": model}
@@ -170,7 +172,7 @@ def harness(
     table(console(), f"lm-eval: {model}", ["task", "metric", "value", "items"], rows, numbers=2)
 
 
-def harness_rank(settings: Any) -> dict[str, Any] | None:
+def harness_rank(settings: Any, out: str) -> dict[str, Any] | None:
     """One rank's part; rank 0 shows how it goes."""
     import transformers
 
@@ -178,7 +180,7 @@ def harness_rank(settings: Any) -> dict[str, Any] | None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    return run_harness(settings)
+    return run_harness(settings, Path(out))
 
 
 def _numbers(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:

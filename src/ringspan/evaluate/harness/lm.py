@@ -3,7 +3,9 @@
 S tokens of a request, C of its continuation, V vocabulary.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -24,6 +26,7 @@ from tqdm import tqdm
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.messages.lines import one_line, shortened
+from ringspan.evaluate.harness.answers import Answers
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions, rotates_by_length
@@ -52,12 +55,15 @@ class RingLM(TemplateLM):
         tokenizer: its tokenizer.
         max_length: positions of the model; those of its config when None.
         on_request: told what is done next, before each request; None after the last one that lm-eval has asked for.
+        answers: file of the first process that keeps each answer, unless it is drawn; a run that was ended continues
+            after them, on any number of processes. Give each model one of its own.
 
     Raises:
         ConfigError: a ``max_length`` below 1; a tokenizer with neither an end nor a beginning of text; for a request
             that has more tokens than there are positions, or no token to score, or settings of generation that cannot
             be meant.
-        UnsupportedError: another model, or lm-eval's ``use_cache`` with several processes.
+        UnsupportedError: another model; ``answers`` of one whose rotary frequencies follow the longest text so far;
+            lm-eval's ``use_cache`` with several processes.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class RingLM(TemplateLM):
         *,
         max_length: int | None = None,
         on_request: Callable[[str | None], None] = lambda what: None,
+        answers: str | Path | None = None,
     ) -> None:
         super().__init__()
         if not hasattr(model, "new_cache"):
@@ -79,8 +86,14 @@ class RingLM(TemplateLM):
         config = text_config(model.config)
         self.max_length = max_length or num_trained_positions(config) or _NO_LIMIT
         self._keeps_context = not rotates_by_length(config)
+        if answers is not None and not self._keeps_context:
+            raise UnsupportedError(
+                f"answers={str(answers)!r}: the rotary frequencies of this model depend on the texts that it read "
+                "before, and a run that continues has read others; leave it out"
+            )
         self._cache: Any = None
         self._on_request = on_request
+        self._answers = None if answers is None else Answers(Path(answers))
 
     # lm-eval divides requests among processes by these two; here all processes answer each request together.
     @property
@@ -92,6 +105,11 @@ class RingLM(TemplateLM):
     def world_size(self) -> int:
         """1: all ranks are one model."""
         return 1
+
+    @property
+    def num_kept(self) -> int:
+        """Answers of an earlier run, on the first process."""
+        return 0 if self._answers is None else self._answers.num_kept
 
     @property
     def eot_token_id(self) -> Any:
@@ -135,7 +153,7 @@ class RingLM(TemplateLM):
         if dist.get_world_size() > 1:
             raise UnsupportedError(
                 "use_cache is not supported with several processes: each has a file of its own, and after an "
-                "interruption they would ask for different requests; leave it out"
+                "interruption they would ask for different requests; give RingLM a file as answers instead"
             )
         super().set_cache_hook(cache_hook)
 
@@ -145,7 +163,27 @@ class RingLM(TemplateLM):
         for asked in every:
             if not asked[1]:
                 raise _not_scored(asked)
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        scored = super().loglikelihood
+        return self._continued("loglikelihood", requests, lambda missing: scored(missing, disable_tqdm=disable_tqdm))
+
+    def _continued(
+        self, method: str, requests: list[Instance], answer: Callable[[list[Instance]], list[Any]]
+    ) -> list[Any]:
+        """Answers that an earlier run has kept, and those to all other requests."""
+        if self._answers is None:
+            return answer(requests)
+        found = self._answers.known(method, [request.args for request in requests])
+        missing = [at for at, known in enumerate(found) if known is None]
+        answers = answer([requests[at] for at in missing]) if missing else []
+        for at, value in zip(missing, answers, strict=True):
+            found[at] = value
+        return found
+
+    def _keep(self, method: str, asked: tuple[Any, ...], answer: Any) -> None:
+        """Let lm-eval's cache and the file of answers have one."""
+        self.cache_hook.add_partial(method, asked, answer)
+        if self._answers is not None:
+            self._answers.add(method, asked, answer)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
@@ -160,7 +198,7 @@ class RingLM(TemplateLM):
                 self._on_request("reading a request")
                 asked, context, continuation = requests[at]
                 found[at] = self._scored(context, continuation)
-                self.cache_hook.add_partial("loglikelihood", asked, found[at])
+                self._keep("loglikelihood", asked, found[at])
         finally:
             self._cache = None
         self._on_request(None)
@@ -174,6 +212,10 @@ class RingLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each text, in windows of all positions where it is longer."""
+        shows = self._shows({"disable_tqdm": disable_tqdm})
+        return self._continued("loglikelihood_rolling", requests, lambda missing: self._rolled(missing, shows))
+
+    def _rolled(self, requests: list[Instance], shows: bool) -> list[float]:
         texts = [str(request.args[0]) for request in requests]
         windows = [
             (at, *make_disjoint_window(window))
@@ -186,13 +228,13 @@ class RingLM(TemplateLM):
             )
         ]
         windows.sort(key=lambda window: _longest_first(window[1] + window[2]))
-        found = [0.0] * len(texts)
-        shows = self._shows({"disable_tqdm": disable_tqdm})
+        found, left = [0.0] * len(texts), Counter(window[0] for window in windows)
         for at, context, continuation in tqdm(windows, desc="Scoring texts", disable=not shows):
             self._on_request("scoring a text")
             found[at] += self._logprob(context, continuation)
-        for text, total in zip(texts, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+            left[at] -= 1
+            if not left[at]:
+                self._keep("loglikelihood_rolling", (texts[at],), found[at])
         self._on_request(None)
         return found
 
@@ -200,6 +242,10 @@ class RingLM(TemplateLM):
         """What the model writes after each context, until one of the task's strings."""
         if self.eot_token_id is None:
             raise ConfigError("the tokenizer has no eos_token, at which lm-eval's answers end; set one")
+        shows = self._shows({"disable_tqdm": disable_tqdm})
+        return self._continued("generate_until", requests, lambda missing: self._generated(missing, shows))
+
+    def _generated(self, requests: list[Instance], shows: bool) -> list[str]:
         # In the order of lm-eval's own model: what is drawn depends on what was drawn before.
         every: list[Any] = [request.args for request in requests]
         ordered: Any = Collator(
@@ -209,12 +255,11 @@ class RingLM(TemplateLM):
             group_fn=lambda asked: asked[1],
         )
         found = []
-        shows = self._shows({"disable_tqdm": disable_tqdm})
         for batch in tqdm(ordered.get_batched(n=1), "Writing answers", len(requests), disable=not shows):
             self._on_request("writing an answer")
             ((context, given),) = batch
             found.append(self._written(context, given))
-            self.cache_hook.add_partial("generate_until", (context, given), found[-1])
+            self._keep("generate_until", (context, given), found[-1])
         self._on_request(None)
         return ordered.get_original(found)
 

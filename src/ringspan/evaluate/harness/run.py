@@ -2,8 +2,10 @@
 
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -14,8 +16,11 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
 from ringspan.evaluate.harness.lm import RingLM
 from ringspan.evaluate.harness.settings import HarnessSettings
+from ringspan.evaluate.records import records_file
 from ringspan.generate.folder import load_config, load_tokenizer
 from ringspan.generate.session import PATIENCE_SECONDS, Session, session
+from ringspan.torch.layers.decoder import text_config
+from ringspan.torch.layers.positions import rotates_by_length
 
 _simple_evaluate: Any = simple_evaluate  # its decorator hides its parameters
 
@@ -64,8 +69,11 @@ def run_tasks(lm: Any, names: Sequence[str], manager: TaskManager, **options: An
         raise ConfigError(f"{asked}: {one_line(error)}") from error
 
 
-def run_harness(settings: HarnessSettings) -> dict[str, Any] | None:
-    """One rank's part of ``ringspan eval harness``; what ``--json`` prints, on the first rank of each machine."""
+def run_harness(settings: HarnessSettings, out: Path) -> dict[str, Any] | None:
+    """One rank's part of ``ringspan eval harness``; what ``--json`` prints, on the first rank of each machine.
+
+    Requests that are in the file of this model in ``out`` are not answered again.
+    """
     if dist.get_rank():
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = known_tasks(settings.include, settings.tasks)
@@ -76,8 +84,14 @@ def run_harness(settings: HarnessSettings) -> dict[str, Any] | None:
         raise ConfigError(f"{settings.folder}: its tokenizer has no eos_token, at which lm-eval's answers end; set one")
     if settings.chat and not tokenizer.chat_template:
         raise ConfigError(f"--chat: the tokenizer of {settings.folder} has no chat template; leave --chat out")
+    answers = None
+    if not rotates_by_length(text_config(config)):
+        # Requests are told apart by their own text.
+        answers = records_file(out, "harness", settings.folder, {"dtype": settings.dtype})
     with session(settings.generating, config, tokenizer) as model:
-        lm = RingLM(model.model, tokenizer, on_request=lambda what: _beat(model, what))
+        lm = RingLM(model.model, tokenizer, on_request=lambda what: _beat(model, what), answers=answers)
+        if lm.num_kept:
+            print(f"{lm.num_kept} answers are in {answers}; continuing after them", file=sys.stderr, flush=True)
         model.model.ring_on_read = lambda tokens: _beat(model, f"at token {tokens:,} of a request")
         _beat(model, None)
         found = run_tasks(
@@ -91,7 +105,10 @@ def run_harness(settings: HarnessSettings) -> dict[str, Any] | None:
         )
     if found is None:
         return None
-    return {"task": "harness", "model": settings.folder, "rows": rows_of(found), "skipped": [], "seed": settings.seed}
+    return {
+        "task": "harness", "model": settings.folder, "rows": rows_of(found), "skipped": [], "seed": settings.seed,
+        "records": None if answers is None else str(answers),
+    }  # fmt: skip
 
 
 def _beat(model: Session, what: str | None) -> None:
