@@ -29,7 +29,26 @@ CURVES = [
     result("runs/base", [row(1024, 0.5), row(4096, 0.05)]),
     result("runs/tuned", [row(1024, 1.0), row(4096, 0.95)]),
 ]
-MAP = [result("runs/base", [row(length, 0.3 + depth / 2, depth) for length in (1024, 4096) for depth in (0.0, 1.0)])]
+MAPS = [
+    result(model, [row(length, start + depth / 2, depth) for length in (1024, 4096) for depth in (0.0, 1.0)])
+    for model, start in (("runs/base", 0.3), ("runs/tuned", 0.5))
+]
+
+
+def losses(model: str, first: float, change: float) -> dict[str, object]:
+    """Of perplexity, by position."""
+    rows = [
+        {
+            "start": start, "length": stop, "loss": loss, "bits_per_byte": loss / 3, "low": loss - 0.25,
+            "high": loss + 0.25, "items": 8,
+        }
+        for at, (start, stop) in enumerate(((1, 64), (64, 1024), (1024, 4096)))
+        for loss in [first + change * at]
+    ]  # fmt: skip
+    return {**result(model, []), "task": "perplexity", "rows": rows}
+
+
+LOSSES = [losses("runs/base", 3.0, 0.5), losses("runs/tuned", 2.75, -0.5)]
 
 # What a user would look at, where it is drawn.
 SEEN = """() => {
@@ -52,8 +71,40 @@ SEEN = """() => {
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: the page is not drawn")
-@pytest.mark.parametrize(("results", "is_map"), [(CURVES, False), (MAP, True)])
-def test_the_page_works_in_a_browser(tmp_path, results, is_map):
+@pytest.mark.parametrize(
+    ("results", "texts", "pointed", "curves"),
+    [
+        pytest.param(
+            CURVES,
+            {"accuracy", "length (tokens)", "1K", "4K", "0%", "100%"},
+            ["1,024 tokens. base: 50.0% (45.0% to 55.0%), n = 20; tuned: 100.0% (90.0% to 100.0%), n = 20"],
+            2,
+            id="curves",
+        ),
+        pytest.param(
+            MAPS,
+            {"depth", "length (tokens)", "1K", "4K", "0%", "100%"},
+            [
+                "base, 1,024 tokens, depth 100%: 80.0% (72.0% to 82.0%), n = 20",
+                "tuned, 1,024 tokens, depth 100%: 100.0% (90.0% to 100.0%), n = 20",
+                "tuned, 4,096 tokens, depth 0%: 50.0% (45.0% to 55.0%), n = 20",
+            ],
+            0,
+            id="maps",
+        ),
+        pytest.param(
+            LOSSES,
+            {"loss (nats per token)", "position (tokens)", "64", "1K", "4K", "2.0", "3.0"},
+            [
+                "64 tokens. base: 3.0000 (2.7500 to 3.2500), n = 8; tuned: 2.7500 (2.5000 to 3.0000), n = 8",
+                "4,096 tokens. base: 4.0000 (3.7500 to 4.2500), n = 8; tuned: 1.7500 (1.5000 to 2.0000), n = 8",
+            ],
+            2,
+            id="perplexity",
+        ),
+    ],
+)
+def test_the_page_works_in_a_browser(tmp_path, results, texts, pointed, curves):
     sync_api = pytest.importorskip("playwright.sync_api")
     page, said = tmp_path / "page.html", []
     write_page(results, page, "ringspan eval lines base tuned --lengths 1024,4096")
@@ -68,16 +119,11 @@ def test_the_page_works_in_a_browser(tmp_path, results, is_map):
         browser.close()
 
     assert said == [] and seen["hidden"] == 0
-    assert {"length (tokens)", "1K", "4K", "0%", "100%", "base"} <= set(seen["texts"])
-    if is_map:
-        assert "depth" in seen["texts"] and len(seen["pointed"]) == 4
-        assert "base, 1,024 tokens, depth 100%: 80.0% (72.0% to 82.0%), n = 20" in seen["pointed"]
-    else:
-        assert {"accuracy", "tuned"} <= set(seen["texts"])
-        assert len(set(seen["curves"])) == 2
-        assert seen["pointed"][0] == (
-            "1,024 tokens. base: 50.0% (45.0% to 55.0%), n = 20; tuned: 100.0% (90.0% to 100.0%), n = 20"
-        )
+    assert texts | {"base", "tuned"} <= set(seen["texts"])
+    assert len(set(seen["curves"])) == curves
+    assert set(pointed) <= set(seen["pointed"])
+    cells = [row for result in results for row in result["rows"]]
+    assert len(seen["pointed"]) == (len(cells) if not curves else len({row["length"] for row in cells}))
     assert skipped == len(results)
 
 
