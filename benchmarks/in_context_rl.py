@@ -1,7 +1,8 @@
 """What examples/in_context_rl measured: return against trajectories in context, as JSON and pictures.
 
     torchrun --nproc-per-node 2 examples/in_context_rl/compare.py --world grid --result runs/grid.json
-    torchrun --nproc-per-node 2 examples/in_context_rl/compare.py --world point --result runs/point.json
+    torchrun --nproc-per-node 1 examples/in_context_rl/compare.py --world point --result runs/point.json ...
+    torchrun --nproc-per-node 2 examples/in_context_rl/compare.py --world point --result runs/point.json ...
     python -m benchmarks.in_context_rl runs/grid.json runs/point.json
     python -m benchmarks.tables
 
@@ -11,6 +12,7 @@ which is less noisy. Intervals are those of Student's t over seeds, 95%.
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,33 +43,48 @@ def by_kind(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per kind of agent."""
-    made = []
+    """A row per kind of agent; ``gain`` is that of the last quarter over the kind before, seed by seed."""
+    made, before = [], {}
     for kind, own in by_kind(rows).items():
         returns = np.array([row["returns"] for row in own])
         ends = {"last": returns[:, -1], "quarter": returns[:, -max(1, returns.shape[1] // 4) :].mean(1)}
+        by_seed = dict(zip((row["seed"] for row in own), ends["quarter"], strict=True))
+        gains = np.array([by_seed[seed] - before[seed] for seed in by_seed if seed in before])
+        before = by_seed
         made.append(
             {
                 "kind": kind,
                 "trajectories": own[0]["trajectories"],
                 "tokens": own[0]["tokens"],
+                "ranks": own[0]["ranks"],
                 "seeds": len(own),
                 "first_return": round(float(returns[:, 0].mean()), 2),
                 **{f"{name}_return": round(float(end.mean()), 2) for name, end in ends.items()},
                 **{f"{name}_interval": interval(end) for name, end in ends.items()},
+                "gain": round(float(gains.mean()), 2) if len(gains) else None,
+                "gain_interval": interval(gains),
             }
         )
     return made
 
 
+def groups(count: int) -> list[slice]:
+    """Attempts that are drawn as one point: each of the first four, then two groups for each doubling."""
+    ends = [0]
+    while ends[-1] < count:
+        ends.append(min(count, ends[-1] + max(1, (1 << ends[-1].bit_length()) // 4)))
+    return [slice(start, end) for start, end in pairwise(ends)]
+
+
 def attempt_by_attempt(kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A curve: the return of each attempt in a context, over seeds."""
-    points = []
-    for attempt, returns in enumerate(np.array([row["returns"] for row in rows]).T, 1):
+    """A curve: the return of attempts in a context, over seeds."""
+    points, every = [], np.array([row["returns"] for row in rows])
+    for group in groups(every.shape[1]):
+        returns = every[:, group].mean(1)
         mean, half = float(returns.mean()), interval(returns)
         # That of two seeds is so wide that nothing else could be seen.
         low, high = (None, None) if half is None or len(rows) < 3 else (mean - half, mean + half)
-        points.append({"length": attempt, "return": mean, "low": low, "high": high, "items": len(rows)})
+        points.append({"length": group.stop, "return": mean, "low": low, "high": high, "items": len(rows)})
     return {"model": NAMES.get(kind, f"{kind} trajectories in context"), "rows": points}
 
 
@@ -79,7 +96,7 @@ def main(files: list[Path]) -> None:
         world, rows = found["options"]["world"], found["rows"]
         worlds[world] = {**found, "table": table(rows)}
         drawn = [attempt_by_attempt(kind, own) for kind, own in by_kind(rows).items()]
-        picture = curves(drawn, "return", "attempt in a context", "return")
+        picture = curves(drawn, "return", "attempt in a context", "return", unit="attempts")
         (DOCS / f"in-context-rl-{world}.svg").write_text(svg(picture), encoding="utf-8")
     facts = {"command": "python -m benchmarks.in_context_rl", "machine": describe_machine(), "worlds": worlds}
     RESULT.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

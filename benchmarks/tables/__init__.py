@@ -54,7 +54,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "retrieval": retrieval.accuracies,
     "in-context-rl-grid": partial(learnt.returns, "grid"),
     "in-context-rl-point": partial(learnt.returns, "point"),
-    "in-context-rl-memory": learnt.memory,
+    "in-context-rl-memory-grid": partial(learnt.memory, "grid"),
 }
 PAGES: Final = (
     "understand/overlap.md",

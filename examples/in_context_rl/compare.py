@@ -4,23 +4,26 @@
     torchrun --nproc-per-node 2 examples/in_context_rl/compare.py --world point --trajectories bc,1,4,16,64
 
 Each agent is trained on a ring of all processes, on sequences of so many trajectories, and acts on one process with
-transformers' cache. The results of docs/evaluation.md were made with one process. ``bc`` is behaviour cloning, ``1``
-the decision transformer with one trajectory, both on the same data. What is done is in ``--result``, and a run that was
-ended continues after it.
+transformers' cache. ``bc`` is behaviour cloning, ``1`` the decision transformer with one trajectory, both on the same
+data. What is done is in ``--result``, and a run that was ended continues after it, on any number of processes: each row
+says how many it had, and within what memory.
 """
 
 import argparse
+import ctypes
 import importlib
 import json
+import multiprocessing
 import re
 import resource
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch.distributed as dist
@@ -30,6 +33,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from ringspan.measure.bench.machine import describe_machine
+
+M_MMAP_THRESHOLD: Final = -3
+"""Of glibc's mallopt: pieces as large as this go back to the system when they are freed."""
 
 
 def trained(
@@ -99,15 +105,22 @@ def measured(
     tokens = kind.trajectories * world.STEPS
     return {
         "kind": name(kind), "trajectories": kind.trajectories, "seed": seed, "tokens": tokens,
+        "ranks": mesh.size(), "memory_mb": arguments.memory_mb,
         "loss": round(float(np.mean(losses[-20:])), 4),
         "returns": [round(float(value), 3) for value in returns], "train_cpu_seconds": round(seconds, 1),
     }  # fmt: skip
 
 
-def collected(world: ModuleType, seed: int, arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], Any]:
+def collected(seed: int, arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], Any]:
     """The trajectories that all kinds of a seed learn from, and the generator after them."""
-    random = np.random.default_rng((seed, 1))
+    world, random = importlib.import_module(arguments.world), np.random.default_rng((seed, 1))
     return world.collect(world.tasks(arguments.tasks, random), arguments.collected, random), random
+
+
+def collected_apart(seed: int, arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], Any]:
+    """The same, by another process: what is freed here stays mapped, and steps would find it for nothing."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        return other.submit(collected, seed, arguments).result()
 
 
 def name(kind: Kind) -> str:
@@ -136,6 +149,8 @@ def main() -> None:
     if arguments.memory_mb:
         # Any limit keeps messages out of shared memory, which would be nobody's; the real one is set later.
         resource.setrlimit(resource.RLIMIT_AS, (1 << 46, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        # Without a number, glibc keeps what is freed in ever larger pieces, and those that come again count as none.
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 15)
     mesh = rs.init_mesh()
     world = importlib.import_module(arguments.world)
     kinds = [Kind(1, False) if one == "bc" else Kind(int(one)) for one in arguments.trajectories.split(",")]
@@ -143,7 +158,8 @@ def main() -> None:
     done = {(row["kind"], row["seed"]) for row in rows}
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         missing = [kind for kind in kinds if (name(kind), seed) not in done]
-        data, random = collected(world, seed, arguments) if missing else ({}, None)
+        collect = collected_apart if arguments.memory_mb else collected
+        data, random = collect(seed, arguments) if missing else ({}, None)
         for kind in missing:
             rows.append(measured(world, kind, seed, data, deepcopy(random), arguments, mesh))
             if dist.get_rank() == 0:
@@ -154,9 +170,9 @@ def main() -> None:
 
 def write(arguments: argparse.Namespace, rows: list[dict]) -> None:
     """All rows so far."""
-    of_this_call = ("output", "result", "seeds", "first_seed", "trajectories")
+    of_this_call = ("output", "result", "seeds", "first_seed", "trajectories", "memory_mb")
     options = {key: str(value) for key, value in vars(arguments).items() if key not in of_this_call}
-    made = {"options": options, "machine": describe_machine(), "ranks": dist.get_world_size(), "rows": rows}
+    made = {"options": options, "machine": describe_machine(), "rows": rows}
     arguments.result.parent.mkdir(parents=True, exist_ok=True)
     arguments.result.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.examples.imported import imported
 
-SIZES = Namespace(steps=6, tasks=9, collected=7, tokens=300, heads=4, memory_mb=None)
+SIZES = Namespace(world="grid", steps=6, tasks=9, collected=7, tokens=300, heads=4, memory_mb=None)
 NUMBERS = SimpleNamespace(STEPS=9, NUM_ACTIONS=2, NUM_OBSERVED=3, ACTIONS_ARE_INDICES=False, SCALE=2.0)
 """A world whose actions are numbers."""
 
@@ -63,7 +63,7 @@ def test_an_agent_acts_on_the_tokens_that_it_was_trained_on(monkeypatch):
 def training(mesh: DeviceMesh, are_indices: bool) -> list[float]:
     compare, agent, grid = (imported("in_context_rl", name) for name in ("compare", "agent", "grid"))
     if are_indices:
-        data, random = compare.collected(grid, 0, SIZES)
+        data, random = compare.collected(0, SIZES)
         return compare.trained(grid, agent.Kind(5), 0, data, random, SIZES, mesh)[1]
     random, shape = np.random.default_rng(0), (SIZES.tasks, SIZES.collected, NUMBERS.STEPS)
     seen = random.normal(size=(*shape, NUMBERS.NUM_OBSERVED))

@@ -57,7 +57,7 @@ def save_picture(results: Sequence[Result], path: Path) -> None:
         figure.savefig(path, dpi=144, facecolor=PAPER)
 
 
-def curves(results: Sequence[Result], name: str, x_label: str, y_label: str) -> "Figure":
+def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, unit: str = "tokens") -> "Figure":
     """A curve per model over lengths on a logarithmic axis, with its 95% interval, and values where pointed at."""
     names = short_names(results)
     is_share = name == "accuracy"
@@ -100,7 +100,9 @@ def curves(results: Sequence[Result], name: str, x_label: str, y_label: str) -> 
         text(page, left + 26, legend + 18 * at + 4, model, size=12)
     middles = [(here * there) ** 0.5 for here, there in pairwise(lengths)]
     spots(
-        axes, [across[0], *middles, across[1]], (_title(names, results, name, is_share, length) for length in lengths)
+        axes,
+        [across[0], *middles, across[1]],
+        (f"{length:,} {unit}. {_values(names, results, name, is_share, length)}" for length in lengths),
     )
     return figure
 
@@ -171,14 +173,14 @@ def _limits(rows: Sequence[Result], name: str) -> tuple[float, float]:
     return min(values) - room, max(values) + room
 
 
-def _title(names: Sequence[str], results: Sequence[Result], name: str, is_share: bool, length: int) -> str:
+def _values(names: Sequence[str], results: Sequence[Result], name: str, is_share: bool, length: int) -> str:
     said = [
         f"{model}: {_sure(row, is_share=is_share, name=name)}"
         for model, result in zip(names, results, strict=True)
         for row in result["rows"]
         if row["length"] == length
     ]
-    return f"{length:,} tokens. {'; '.join(said)}"
+    return "; ".join(said)
 
 
 def _sure(row: Result, *, is_share: bool, name: str = "accuracy") -> str:
