@@ -49,7 +49,7 @@ docs: $(STAMP) ## build the site into build/docs; a warning is an error
 docs-serve: docs ## show the site on http://127.0.0.1:8000 (PORT=8001 for another port)
 	$(BIN)/python -m http.server $(or $(PORT),8000) --bind 127.0.0.1 --directory build/docs
 
-docs-check: $(STAMP) ## run the Python of every page in short form, and look at every page in a browser (about five minutes)
+docs-check: $(STAMP) ## run the Python and the commands of every page in short form, and look at every page in a browser (about fifteen minutes)
 	RINGSPAN_DOCS=1 OMP_NUM_THREADS=1 $(BIN)/pytest --timeout=300 tests/docs $(ARGS)
 
 package: $(STAMP) ## build wheel and sdist into dist, and check what is in them

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.ancestor_curves import ancestor_curves
 from benchmarks.moving_picture import moving_picture
-from benchmarks.understand_pictures import cache_picture, overlap_picture, states_picture, ulysses_picture
+from benchmarks.understand_pictures import (
+    cache_picture,
+    overlap_picture,
+    partials_picture,
+    states_picture,
+    ulysses_picture,
+)
 from ringspan.core.geometry.balanced import balanced
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal, documents, full, prefix_lm, sliding_window
@@ -37,6 +43,7 @@ PICTURES: Final[dict[str, Callable[[], "Figure | str"]]] = {
     "understand/ancestors.svg": _ancestors,
     "understand/blocks.svg": lambda: ring_picture(Layout("contiguous", _LENGTH, 4), full()),
     "understand/overlap.svg": overlap_picture,
+    "understand/partials.svg": partials_picture,
     "understand/ulysses.svg": ulysses_picture,
     "understand/cache.svg": cache_picture,
     "understand/states.svg": states_picture,

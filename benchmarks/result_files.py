@@ -14,6 +14,8 @@ _COMMANDS: Final = {
     "weights": "python benchmarks/weights.py",
     "weights-models": "make models",
 }
+_COMMITTED: Final = {"recurrence-second-pass-cpu": "2026-11-25"}
+"""When the figures of a machine whose file has no date were committed."""
 
 
 def read(name: str) -> Any:
@@ -38,7 +40,8 @@ def files() -> str:
         processor = machines[0]["processor"].replace("(R)", "").replace(" Processor", "") if machines else "any"
         machine = f"{processor}, torch {machines[0]['torch'].partition('+')[0]}" if machines else processor
         dates = sorted({each["date"] for each in machines if "date" in each})
-        rows.append((f"[{path.stem}](../benchmarks/results/{path.name})", made, machine, dates[-1] if dates else ""))
+        committed = f"{_COMMITTED[path.stem]} (committed)" if path.stem in _COMMITTED else ""
+        rows.append((f"[{path.stem}](../benchmarks/results/{path.name})", made, machine, (dates or [committed])[-1]))
     return table(("file", "command", "machine", "date"), rows, left=4)
 
 

@@ -1,13 +1,16 @@
-"""Pictures of docs/understand beside who computes what: times, traded heads, a cache's shares, a chain of states.
+"""Pictures of docs/understand beside who computes what: partials, times, traded heads, a cache's shares, states.
 
-All of them are drawn from what the library computes with: timelines of schedules, shares, scans.
+All of them are drawn from what the library computes with: masks and its float64 attention, timelines, shares, scans.
 """
 
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
+from ringspan.core import reference
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.geometry.mask import full
+from ringspan.core.geometry.mask import causal, full
 from ringspan.core.geometry.shares import Shares
 from ringspan.core.recurrence.scan import scan_rounds
 from ringspan.core.recurrence.spans import links_of, places_of
@@ -24,6 +27,45 @@ if TYPE_CHECKING:
 
 _SHAPE: Final = Shape(batch=1, heads=1, kv_heads=1, head_dim=64, value_dim=64, itemsize=2)
 _RANKS: Final = 4
+_LSE: Final = "\u2113"  # as formulas write it
+
+
+def partials_picture() -> "Figure":
+    """One query and 32 keys in four blocks: attention over each block alone, and over all of them by their merge."""
+    layout, query = Layout("contiguous", 32, _RANKS), np.array([20])
+    random = np.random.default_rng(43)
+    q, k = random.standard_normal((1, 1, 1, 16)), random.standard_normal((1, 1, layout.length, 16))
+
+    def attention(keys: np.ndarray) -> tuple[np.ndarray, float]:
+        """Values are one-hot, so that the result is what each key weighs; and the log-sum-exp."""
+        values = np.eye(layout.length)[keys][None, None]
+        out, lse = reference.attention(q, k[:, :, keys], values, causal().dense(query, keys), 1 / 6)
+        return out[0, 0, 0], lse.item()
+
+    whole, lse = attention(np.arange(layout.length))
+    figure, page = canvas(640, 300, "Attention over four blocks alone, each times its weight, is attention over all.")
+    text(page, 20, 18, "attention of query 20 over each block alone", strong=True)
+    text(page, 20, 174, f"times e^({_LSE} of the block \u2212 {_LSE} of all): attention over all keys", strong=True)
+    for rank in range(_RANKS):
+        keys, left = layout.positions(rank), 20 + rank * 152
+        out, block_lse = attention(keys)
+        weight = float(np.exp(block_lse - lse))
+        assert np.allclose(weight * out[keys], whole[keys])
+        for floor, heights in ((112, out[keys]), (268, weight * out[keys])):
+            line(page, (left, left + 144), (floor, floor), GRID, 1)
+            _bars(page, left, floor, heights, RANK_COLOURS[rank])
+        number = f"{block_lse:.2f}" if np.isfinite(block_lse) else "\u2212∞: it sees no key"
+        text(page, left + 72, 132, f"{_LSE} = {number}", anchor="center", size=11)
+        text(page, left + 72, 194, f"× {weight:.2f}", anchor="center", size=11)
+        text(page, left + 72, 288, f"keys {keys[0]} to {keys[-1]}", SOFT, "center", size=11)
+    return figure
+
+
+def _bars(page: "Axes", left: float, floor: float, heights: np.ndarray, colour: str) -> None:
+    for at, height in enumerate(heights.tolist()):
+        if height:
+            tall = round(220 * height, 1)  # the last bits of a sum differ between machines
+            rectangle(page, left + at * 18 + 1, floor - tall, 16, tall, colour, title=f"{height:.3f}")
 
 
 def overlap_picture() -> "Figure":

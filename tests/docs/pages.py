@@ -50,12 +50,15 @@ def blocks(page: Path) -> Iterator[Block]:
             fence, language, start, kept = "    ", "text", number, [line[4:]]
 
 
+def without_blocks(page: Path) -> str:
+    """The text without fenced blocks."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^\s*(`{3,})[^\n]*\n.*?^\s*\1\s*$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
 def prose(page: Path) -> str:
     """The text without fenced blocks and code in a line."""
-    text = re.sub(
-        r"^\s*(`{3,})[^\n]*\n.*?^\s*\1\s*$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
-    return re.sub(r"`[^`\n]*`", "", text)
+    return re.sub(r"`[^`\n]*`", "", without_blocks(page))
 
 
 def anchors(page: Path) -> set[str]:

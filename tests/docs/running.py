@@ -1,16 +1,16 @@
 """Runs the blocks of Python of a page on two ranks, with small models and sizes in place of the page's.
 
 A page's blocks follow each other in one namespace. What a page takes for granted (a data set, a model of the reader's)
-is made by the lines of ``SETUPS``.
+is made by the lines of ``SETUPS``. ``python -m tests.docs.running docs/jax.md FOLDER`` runs a page in one process.
 """
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from tests.docs.pages import ROOT, blocks
 
@@ -35,15 +35,17 @@ REPLACED: Final = {
     "scored=256": "scored=8",
     "SFTConfig(...)": "sft_config",
     'batch["labels"] = ...': 'batch["labels"] = batch["input_ids"]',
+    'tasks=["hellaswag"]': 'tasks=["local_choice"], task_manager=known_tasks(folder + "/tasks", ["local_choice"])',
 }
 
 
 class Setup(NamedTuple):
-    """Lines before the page's first block and before each of them; ``ranks`` that run them."""
+    """Lines before the page's first block and before each of them."""
 
     once: str = ""
     each: str = ""
-    ranks: int = 2
+    alone: bool = False
+    """In a process without ranks: JAX's devices are chosen once for a process."""
 
 
 _LOOP: Final = """
@@ -95,8 +97,17 @@ q, k, v = (torch.randn(1, h, 1024, 16) for h in (4, 2, 2))
     "docs/how-to/from-torchtitan.md": Setup(once=_LOOP),
     "docs/how-to/from-deepspeed.md": Setup(once=_LOOP),
     "docs/adapters.md": Setup(once=_LOOP + "from peft import LoraConfig, get_peft_model\n"),
+    "docs/evaluation.md": Setup(
+        once=_BOOK
+        + """
+import lm_eval
+from ringspan.evaluate.harness.run import known_tasks
+model, mesh = build("llama", vocab_size=300), rs.init_mesh(ring=2)
+"""
+    ),
     "docs/generation.md": Setup(once=_BOOK),
     "docs/hybrids.md": Setup(once=_LOOP),
+    "docs/jax.md": Setup(once="ids = torch.randint(2, 97, (2, 64)).numpy()", alone=True),
     "docs/layouts.md": Setup(
         once=_LOOP + 'batch["position_ids"] = torch.cat([torch.arange(40), torch.arange(24)])[None]\n'
     ),
@@ -155,12 +166,8 @@ scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     "docs/weights.md": Setup(once=_LOOP + "from peft import LoraConfig, get_peft_model\n"),
 }
 
-# Blocks that other tests run, since they need more than two ranks and a small model; by a line of theirs.
+# Blocks that other tests run, since they need a package that `make setup` does not install; by a line of theirs.
 ELSEWHERE: Final = {
-    "lm_eval.simple_evaluate(RingLM": "tests/evaluate/harness",
-    "from ringspan.jax import init_mesh": "tests/jax/test_attention.py",
-    "from ringspan.jax.recurrence import": "tests/jax/recurrence",
-    "from ringspan.jax.checkpoint import": "tests/jax/test_llama.py",
     "TorchAoConfig(Int8WeightOnlyConfig())": "tests/torch/model/test_packed.py",
 }
 
@@ -174,7 +181,7 @@ def python_blocks(page: str) -> list[tuple[str, str]]:
     ]
 
 
-def run_page(mesh: DeviceMesh, page: str, folder: str) -> list[str]:
+def run_page(_mesh: Any, page: str, folder: str) -> list[str]:
     """Run all blocks of a page on this rank; the places of those that were run."""
     import transformers
     from torch import nn
@@ -206,10 +213,17 @@ def run_page(mesh: DeviceMesh, page: str, folder: str) -> list[str]:
 
 
 def save_models(folder: Path) -> None:
-    """What the pages' models are here: folders with a tiny model and a tokenizer."""
+    """What the pages' models are here: folders with a tiny model and a tokenizer; and tasks for lm-eval."""
     from tests.cli.commands.test_generate import save_tokenizer
+    from tests.evaluate.harness.data import write
     from tests.torch.models import build
 
     for name, kind in (("model", "llama"), ("hybrid", "qwen3_next")):
         build(kind, vocab_size=300).save_pretrained(folder / name)
         save_tokenizer(folder / name)
+    (folder / "tasks").mkdir()
+    write(folder / "tasks")
+
+
+if __name__ == "__main__":
+    print("\n".join(run_page(None, *sys.argv[1:])))

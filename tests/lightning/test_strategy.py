@@ -232,8 +232,10 @@ class Predicting(Module):
         return len(batch["input_ids"])
 
 
-def predicted(mesh: Any, examples: int, batch_size: int) -> Any:
-    trainer = Trainer(**QUIET, devices=4, strategy=RingStrategy(replicate=2), plugins=[Ranks()])
+def predicted(mesh: Any, examples: int, batch_size: int, limit: float = 1.0) -> Any:
+    trainer = Trainer(
+        **QUIET, devices=4, strategy=RingStrategy(replicate=2), plugins=[Ranks()], limit_predict_batches=limit
+    )
     return trainer.predict(Predicting(), DataLoader(ROWS[:examples], batch_size))  # type: ignore[arg-type]
 
 
@@ -241,10 +243,17 @@ def test_predictions_that_replicas_would_not_make_together_are_refused(pool):
     for outcome in pool.outcomes(predicted, 4, 5, 1):
         assert isinstance(outcome, rs.UnsupportedError), outcome
         assert str(outcome).startswith("predict: 5 examples in batches of 1 do not come out even on 2 replicas")
-        assert "give 4 or 6 examples, or use RingStrategy(replicate=1)" in str(outcome)
+        assert "give 4 or 6 examples, or limit_predict_batches=2, or use RingStrategy(replicate=1)" in str(outcome)
     first, *_ = pool.outcomes(predicted, 4, 1, 1)  # on a replica without examples Lightning's sampler has raised
     assert "give 2 examples, or use" in str(first)
     assert pool.run(predicted, 4, 7, 2) == [[2, 2], [2, 2], [2, 1], [2, 1]]
+
+
+def test_predictions_are_counted_up_to_their_limit(pool):
+    assert pool.run(predicted, 4, 5, 1, 2) == [[1, 1]] * 4
+    for outcome in pool.outcomes(predicted, 4, 5, 1, 0.67):  # one of two batches, two of three
+        assert isinstance(outcome, rs.UnsupportedError), outcome
+    assert pool.run(predicted, 4, 5, 1, 0.5) == [[1]] * 4
 
 
 def test_there_is_no_mesh_before_the_trainer_starts():

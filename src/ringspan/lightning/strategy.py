@@ -99,7 +99,7 @@ class RingStrategy(ModelParallelStrategy):
         assert self._dealing is not None and self.lightning_module is not None, "set up before"
         stage = self.lightning_module.trainer.state.stage
         if stage == RunningStage.PREDICTING:
-            _refuse_uneven(dataloader)
+            _refuse_uneven(dataloader, self.lightning_module.trainer.limit_predict_batches)
         return self._dealing.dealt(dataloader, stage)
 
     def setup(self, trainer: Trainer) -> None:
@@ -136,9 +136,11 @@ class RingStrategy(ModelParallelStrategy):
             settle(model)
 
 
-def _refuse_uneven(loader: object) -> None:
+def _refuse_uneven(loader: object, limit: float) -> None:
     """Refuse examples of which replicas would have different numbers of batches: for predictions Lightning repeats
     none, and a replica's passes need those of the others.
+
+    ``limit`` is the trainer's ``limit_predict_batches``: batches, or as a float a share of them.
 
     Raises:
         UnsupportedError: naming how many there are.
@@ -148,11 +150,17 @@ def _refuse_uneven(loader: object) -> None:
     if not isinstance(sampler, DistributedSampler):
         return
     examples, replicas, batch = sampler.total_size, sampler.num_replicas, batches.batch_size
-    fewest, most = examples // replicas, -(-examples // replicas)
-    if -(-fewest // batch) != -(-most // batch):
-        even = [str(count) for count in (fewest * replicas, most * replicas) if count]
+    counts = examples // replicas, -(-examples // replicas)
+    fewest, most = (-(-count // batch) for count in counts)
+    if _limited(fewest, limit) != _limited(most, limit):
+        even = [str(count * replicas) for count in counts if count]
+        fewer = f", or limit_predict_batches={fewest}" if fewest else ""
         raise UnsupportedError(
             f"predict: {examples} examples in batches of {batch} do not come out even on {replicas} replicas, which "
-            f"would wait for each other; give {' or '.join(even)} examples, or use "
+            f"would wait for each other; give {' or '.join(even)} examples{fewer}, or use "
             "RingStrategy(replicate=1)"
         )
+
+
+def _limited(count: int, limit: float) -> int:
+    return min(count, limit) if isinstance(limit, int) else int(count * limit)
