@@ -168,12 +168,14 @@ def reader(folder: Path) -> None:
     """What the reader of a page has: models under the names that pages give them, texts, a training file, a module."""
     from transformers import Qwen2_5_VLConfig
 
-    from tests.cli.commands.test_generate import save_tokenizer
+    from tests.cli.commands.test_generate import byte_tokenizer
     from tests.evaluate.harness.data import write
     from tests.torch.models import build
 
     build("llama", vocab_size=300, max_position_embeddings=2048).save_pretrained(folder / "model")
-    save_tokenizer(folder / "model")
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = "!"
+    tokenizer.save_pretrained(folder / "model")
     for name in ("my-model", "base", "tuned", "runs/demo/model", "runs/finetune/model"):
         shutil.copytree(folder / "model", folder / name)
     Qwen2_5_VLConfig().save_pretrained(folder / "Qwen2.5-VL-7B-Instruct")

@@ -101,6 +101,7 @@ q, k, v = (torch.randn(1, h, 1024, 16) for h in (4, 2, 2))
         once=_BOOK
         + """
 import lm_eval
+tokenizer.eos_token = "!"
 from ringspan.evaluate.harness.run import known_tasks
 model, mesh = build("llama", vocab_size=300), rs.init_mesh(ring=2)
 """

@@ -57,7 +57,7 @@ def ran(command: Command, home: Path, folder: Path) -> str:
 def printed(command: Command, here: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", f"{ROOT}/src"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        arguments(command), cwd=here, env=environment, capture_output=True, text=True, timeout=280, check=False
+        arguments(command), cwd=here, env=environment, capture_output=True, text=True, timeout=580, check=False
     )
     assert done.returncode == 0, f"{command.place}: {command.text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
@@ -69,6 +69,7 @@ def test_a_quick_command_runs(home: Path, tmp_path: Path, line: str):
 
 
 @pytest.mark.skipif("RINGSPAN_DOCS" not in os.environ, reason="minutes; make docs-check")
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("line", LONG, ids=[each.place for each in LONG.values()])
 def test_a_command_runs(home: Path, tmp_path: Path, line: str):
     ran(LONG[line], home, tmp_path)
