@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.hf.launchers import TORCHRUN, launched
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -35,3 +37,16 @@ def test_grpo(world, tmp_path):
     first, second = world(2).run(run, 2, "grpo", ["--output", str(tmp_path), "--steps", "4"])
     assert first == second and len(first) == 4 and first[-1] > first[0]
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("sft", "evaluation loss "), ("dpo", "prefers the right answer in "), ("grpo", "reward ")],
+)
+def test_an_example_is_launched(tmp_path, name, said):
+    """What it prints is of rank 0 alone, behind what the trainers log."""
+    out = launched(TORCHRUN, name, tmp_path, "--output", "out", "--steps", "3")
+    assert [line for line in out.splitlines() if line.startswith(said)] == [out.splitlines()[-1]]
+    assert out.endswith(f", model in {tmp_path / 'out'}\n")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0

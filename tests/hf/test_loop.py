@@ -1,10 +1,6 @@
 """A loop of accelerate's on a ring: losses, norms, schedules and weights of one process, checkpoints on any mesh."""
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +12,7 @@ from torch.utils.data import DataLoader
 import ringspan as rs
 from ringspan.hf import RingConfig, ring_accelerator
 from ringspan.torch.model.saving import whole_weights
+from tests.hf.launchers import ACCELERATE, TORCHRUN, launched
 from tests.hf.trainers import Examples
 from tests.long import long
 from tests.torch.models import build, relative
@@ -184,26 +181,8 @@ def test_what_would_not_be_exact_raises(world, what, message):
         assert message in said and "\n" not in said
 
 
-@pytest.mark.parametrize(
-    ("launcher", "ranks"),
-    [
-        # On CPUs accelerate starts one process; on GPUs it is torchrun.
-        *long((["accelerate.commands.launch", "--cpu", "--mixed_precision", "no", "--dynamo_backend", "no"], 1)),
-        (["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 2),
-    ],
-)
+@pytest.mark.parametrize(("launcher", "ranks"), [*long((ACCELERATE, 1)), (TORCHRUN, 2)])
 def test_a_script_is_launched(tmp_path, launcher, ranks):
-    root = Path(__file__).parents[2]
-    script = [str(root / "examples" / "accelerate_loop.py"), "--steps", "4", "--length", "48"]
-    run = subprocess.run(
-        [sys.executable, "-m", *launcher, *script, "--output", str(tmp_path / "state")],
-        env={**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.startswith("loss 4.") and f"on {ranks} rank" in run.stdout
+    out = launched(launcher, "accelerate_loop", tmp_path, "--steps", "4", "--length", "48", "--output", "state")
+    assert out.startswith("loss 4.") and f"on {ranks} rank" in out
     assert (tmp_path / "state" / "model.safetensors").is_file()
