@@ -11,10 +11,12 @@ ranks. ``ulysses`` sends queries, keys, values and results of all tokens, in tok
 """
 
 import json
+import os
 import sys
 import sysconfig
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from pathlib import Path
@@ -37,26 +39,34 @@ CHUNK: Final = 512
 
 def lognormal(total: int) -> list[int]:
     """Around 2,048 tokens."""
-    return _filled(total, (int(n) for n in _lognormal(1.0)))
+    return drawn(total, 0, 1.0)
+
+
+def drawn(total: int, seed: int, sigma: float) -> list[int]:
+    """Lognormal lengths around 2,048 tokens."""
+    numbers = np.random.default_rng(seed)
+    return _filled(total, iter(lambda: int(numbers.lognormal(np.log(2048), sigma)), None))
 
 
 def code(total: int) -> list[int]:
     """The modules of this Python installation, four bytes a token."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
-    sizes = [path.stat().st_size // 4 for path in files if "site-packages" not in path.parts]
+    sizes = _source_files()
     order = np.random.default_rng(0).permutation(len(sizes))
     return _filled(total, (sizes[index] for index in [*order, *order, *order]))
 
 
+@cache
+def _source_files() -> list[int]:
+    found: list[Path] = []
+    for folder, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        inside[:] = [name for name in inside if name != "site-packages"]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return [path.stat().st_size // 4 for path in sorted(found)]
+
+
 def one_long(total: int) -> list[int]:
     """One of 65,536 tokens among short ones around 2,048."""
-    return [min(total, 65_536), *_filled(total - 65_536, (int(n) for n in _lognormal(0.5)))]
-
-
-def _lognormal(sigma: float) -> Iterator[float]:
-    numbers = np.random.default_rng(0)
-    while True:
-        yield numbers.lognormal(np.log(2048), sigma)
+    return [min(total, 65_536), *drawn(total - 65_536, 0, 0.5)]
 
 
 def _filled(total: int, sizes: Iterator[int]) -> list[int]:
@@ -102,6 +112,7 @@ LAYOUTS: Final[dict[str, Callable[[list[int], int], Layout]]] = {
     "balanced": lambda documents, ranks: rs.balanced(rs.documents(documents), length=sum(documents), ranks=ranks),
     "zigzag": lambda documents, ranks: rs.Layout("zigzag", sum(documents), ranks),
     "zigzag per document": zigzag_per_document,
+    "striped": lambda documents, ranks: rs.Layout("striped", sum(documents), ranks),
     "contiguous": lambda documents, ranks: rs.Layout("contiguous", sum(documents), ranks),
     "chunks": chunks,
 }
@@ -109,6 +120,8 @@ LAYOUTS: Final[dict[str, Callable[[list[int], int], Layout]]] = {
 
 def counted(layout: Layout, documents: list[int]) -> tuple[float, int]:
     """The most work over the mean, and tokens sent."""
+    if layout.name == "striped":
+        return _counted_by_token(layout.ranks, documents)
     total = sum(documents)
     cut = stretches(rs.documents(documents), total)
     held = sorted(
@@ -133,6 +146,14 @@ def counted(layout: Layout, documents: list[int]) -> tuple[float, int]:
                 others.add(held[later][2])
                 later += 1
             sent += len(others - {rank}) * (stop - first)
+    return float(work.max() / work.mean()), sent
+
+
+def _counted_by_token(ranks: int, documents: list[int]) -> tuple[float, int]:
+    """``counted`` of a striped layout, whose every token is a run: the next ones are those of all other ranks."""
+    seen = np.concatenate([np.arange(1, length + 1) for length in documents])
+    work = np.bincount(np.arange(len(seen)) % ranks, weights=seen, minlength=ranks)
+    sent = sum(int(np.minimum(ranks - 1, np.arange(length)).sum()) for length in documents)
     return float(work.max() / work.mean()), sent
 
 

@@ -18,6 +18,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "overlap": partial(counts.overlap, "overlap-cpu"),
     "overlap-amd": partial(counts.overlap, "overlap-cpu-amd"),
     "layouts": counts.layouts,
+    "balanced": counts.balanced,
     "received": counts.received,
     "states": counts.states,
     "communication": counts.communication,

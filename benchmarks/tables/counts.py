@@ -52,29 +52,53 @@ def overlap(name: str) -> str:
     return table((*head, "measured / predicted"), rows, left=2)
 
 
+_DOCUMENTS: Final = {
+    "lognormal": "lognormal around 2K",
+    "code": "Python's source files",
+    "one_long": "one of 64K among short ones",
+}
+
+
+def balanced() -> str:
+    """The balanced layout of all documents: work, and what is sent of what zigzag per document sends."""
+    found = {
+        (row["documents"], row["length_tokens"], row["ranks"], row["layout"]): row
+        for row in read("layouts-counts")["rows"]
+    }
+    ranks = sorted({key[2] for key in found})
+    rows: list[Sequence[object]] = []
+    for kind, shown in _DOCUMENTS.items():
+        for length in sorted({key[1] for key in found}):
+            cells: list[str] = []
+            for number in ranks:
+                row = found[kind, length, number, "balanced"]
+                zigzag = found[kind, length, number, "zigzag per document"]["sent_tokens"]
+                cells += [f"{row['most_work_over_mean']:.3f}", f"{row['sent_tokens'] / zigzag:.1%}"]
+            rows.append((shown, f"{length:,}", *cells))
+    head = [f"{number} ranks: work" if part else "sent" for number in ranks for part in (True, False)]
+    return table(("documents", "tokens", *head), rows)
+
+
 def layouts() -> str:
     """Balance and bytes of documents on 16 ranks."""
-    kinds = {
-        "lognormal": "lognormal around 2K",
-        "code": "Python's source files",
-        "one_long": "one of 64K among short ones",
-    }
     found = {
         (row["layout"], row["documents"]): row
         for row in read("layouts-counts")["rows"]
         if (row["length_tokens"], row["ranks"]) == (1 << 20, 16)
     }
-    names = ("balanced", "zigzag", "zigzag per document", "chunks")
+    names = ("balanced", "zigzag", "zigzag per document", "striped", "contiguous", "chunks")
     rows: list[Sequence[object]] = []
     for name in (*names, "ulysses"):
         cells = [
             shown
-            for kind in kinds
+            for kind in _DOCUMENTS
             for row in (found[name, kind],)
             for shown in (f"{row['most_work_over_mean']:.2f}", f"{row['sent_tokens']:,}")
         ]
         rows.append(("Ulysses" if name == "ulysses" else name, *cells))
-    head = [f"{shown}: work" if part == "work" else "sent" for shown in kinds.values() for part in ("work", "sent")]
+    head = [
+        f"{shown}: work" if part == "work" else "sent" for shown in _DOCUMENTS.values() for part in ("work", "sent")
+    ]
     return table(("1,048,576 tokens on 16 ranks", *head), rows)
 
 

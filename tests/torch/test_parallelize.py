@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ringspan as rs
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
+from ringspan.torch.transport.exchange import COUNTERS
 from tests.long import long
 from tests.torch.models import build, relative, tokens
 
@@ -158,6 +159,26 @@ def test_packed_documents_change_the_result():
     """What the packed cases are compared with does keep documents apart."""
     apart, together = one_step("llama", 37, 1, "all", [[5, 20, 1, 11]]), one_step("llama", 37, 1)
     assert relative(apart["loss"], together["loss"]) > 1e-4
+
+
+def bytes_of_a_step(mesh: DeviceMesh, layout: str, documents: list[int]) -> int:
+    """Bytes that this rank sends in a step's attention, on a batch of its replica's own."""
+    model = rs.parallelize(build("llama"), mesh, layout=layout)
+    ids = tokens(1, sum(documents)) + mesh["replicate"].get_local_rank()
+    positions = torch.cat([torch.arange(length) for length in documents])[None]
+    batch = rs.shard_batch({"input_ids": ids, "labels": ids, "position_ids": positions}, mesh, layout=layout)
+    before = COUNTERS.sent_bytes
+    model(**batch).loss.backward()
+    return COUNTERS.sent_bytes - before
+
+
+@pytest.mark.parametrize(
+    ("layout", "documents", "is_silent"),
+    [("balanced", [10, 6, 6, 10], True), ("balanced", [30, 2], False), ("zigzag", [10, 6, 6, 10], False)],
+)
+def test_replicas_whose_documents_fit_on_ranks_send_no_block(pool, layout, documents, is_silent):
+    sent = pool.run(bytes_of_a_step, 4, layout, documents, replicate=2)
+    assert [number == 0 for number in sent] == [is_silent] * 4
 
 
 def without_documents(mesh: DeviceMesh) -> None:

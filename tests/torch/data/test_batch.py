@@ -239,13 +239,14 @@ def test_shards_of_a_wrong_length_are_refused(layout):
 def gather_differently(mesh: DeviceMesh, what: str) -> None:
     odd = mesh.get_rank() == 1
     layout = rs.Layout("striped" if odd and what == "layout" else "zigzag", 16, 2)
+    if what == "runs":
+        layout = rs.CustomLayout.of([[(8, 8)], [(0, 8)]] if odd else [[(0, 8)], [(8, 8)]])
     x = torch.zeros(2 if odd and what == "shape" else 1, 8, dtype=torch.int32 if odd and what == "dtype" else None)
     rs.unshard(x, layout, mesh["ring"], 1)
 
 
-@pytest.mark.parametrize("what", ["layout", "shape", "dtype"])
+@pytest.mark.parametrize("what", ["layout", "runs", "shape", "dtype"])
 def test_ranks_that_would_put_a_tensor_together_differently_raise(pool, what):
+    differs = "different layout" if what in ("layout", "runs") else "unshard"
     for outcome in pool.outcomes(gather_differently, 2, what):
-        assert isinstance(outcome, rs.PeerMismatch) and ("different layout" if what == "layout" else "unshard") in str(
-            outcome
-        )
+        assert isinstance(outcome, rs.PeerMismatch) and differs in str(outcome)

@@ -6,6 +6,7 @@ S global tokens, N ranks, T = padded S / N tokens per rank. A position is an ind
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from hashlib import sha256
 from itertools import chain, starmap
 from typing import NamedTuple
 
@@ -68,6 +69,11 @@ class Layout:
             raise LayoutError(f"a layout needs at least one rank, got ranks={self.ranks}")
         if self.length < 1:
             raise LayoutError(f"a layout needs at least one token, got length={self.length}")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What ranks compare of a layout beside its length, which is short even of thousands of runs."""
+        return self.name
 
     @property
     def granularity(self) -> int:
@@ -227,6 +233,10 @@ class CustomLayout(Layout):
         _, length, parts = text.split(":")
         runs = ([run.split("+") for run in held.split(",") if run] for held in parts.split("/"))
         return CustomLayout.of(([(int(start), int(count)) for start, count in held] for held in runs), int(length))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return f"custom {sha256(self.spec.encode()).hexdigest()[:16]}"
 
     @cached_property
     def _hash(self) -> int:

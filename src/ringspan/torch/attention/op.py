@@ -4,7 +4,6 @@ Being an operator, it traces under FakeTensor and torch.compile without communic
 name it to keep its result. B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
 """
 
-import hashlib
 import logging
 import os
 from dataclasses import replace
@@ -191,12 +190,6 @@ def _layout_options(layout: Layout, keys: Layout) -> dict[str, Any]:
     return {"layout": layout.name, "padding": padding_of(layout), "key_padding": padding_of(keys)}
 
 
-def _named(layout: str) -> str:
-    """A layout's text as ranks compare it: there may be thousands of runs."""
-    name, _, runs = layout.partition(":")
-    return f"{name} {hashlib.sha256(runs.encode()).hexdigest()[:16]}" if runs else name
-
-
 # Asked once: torch.compile of PyTorch 2.11 cannot trace the question.
 _HAVE_AUTOCAST: Final = frozenset(
     kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
@@ -319,13 +312,13 @@ def _prepare(
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     layout, keys = spec.layouts(q.shape[2], k.shape[2], ranks)
     facts = {
-        "layout": f"{_named(spec.layout)} over {ranks} ranks",
+        "layout": f"{layout.fingerprint} over {ranks} ranks",
         "queries": tuple(q.shape),
         "keys": tuple(k.shape),
         "values": tuple(v.shape),
         "length": f"{layout.length} tokens and {keys.length} keys",
         "dtype": str(q.dtype),
-        "keys' layout": _named(spec.key_layout or spec.layout),
+        "keys' layout": keys.fingerprint,
         "mask": spec.mask,
         "route": spec.route,
         "comm_dtype": f"{spec.comm_dtype}, gradients {spec.gradient_comm_dtype}",

@@ -52,7 +52,7 @@ def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | N
         raise LayoutError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
     if layout.ranks > 1:
         what = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}, dimension {dim}"
-        agree(group, {"unshard": what, "layout": f"{layout.name} of {layout.length} tokens"})
+        agree(group, {"unshard": what, "layout": f"{layout.fingerprint} of {layout.length} tokens"})
     x = x.detach().movedim(dim, 0).contiguous()
     parts = [torch.empty_like(x) for _ in range(layout.ranks)]
     if layout.ranks == 1:

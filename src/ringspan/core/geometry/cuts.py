@@ -1,0 +1,88 @@
+"""A document that is cut: which of its chunks go to which of its ranks, so that each gets the work that it should."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.core.geometry.pairs import IntArray, Stretches
+
+FloatArray = NDArray[np.floating]
+
+_CANDIDATES: Final = 64  # ways to split a rank's part of a long document into an early and a late chunk
+_SWEEPS: Final = 4  # over all cut documents
+
+
+@dataclass
+class Cut:
+    """A document on several ranks, with as many tokens of it as each of them holds."""
+
+    stretch: int
+    ranks: IntArray
+    counts: IntArray
+    pairs: IntArray
+    """Of each rank, as are ``counts``."""
+    chunks: list[tuple[int, int, int]]
+    """Rank, start, count."""
+
+
+def cut_in_order(some: Stretches, stretch: int, ranks: IntArray, counts: IntArray) -> Cut:
+    """One chunk per rank."""
+    edges = some.starts[stretch] + np.concatenate(([0], counts.cumsum()))
+    pairs = np.diff(some.before(stretch, edges))
+    return Cut(stretch, ranks, counts, pairs, list(zip(ranks.tolist(), edges.tolist(), counts.tolist(), strict=False)))
+
+
+def cut_by_work(
+    some: Stretches, stretch: int, ranks: IntArray, counts: IntArray, wanted: FloatArray, above: float
+) -> Cut:
+    """Two chunks per rank, an early one, which sees little, and a late one, which sees much, so that they are the work
+    that is wanted; or one where that is at most ``above`` more, as under a window.
+    """
+    in_order = cut_in_order(some, stretch, ranks, counts)
+    if (in_order.pairs - wanted).max() <= above:
+        return in_order
+    start, stop = int(some.starts[stretch]), int(some.stops[stretch])
+    pairs: list[int] = []
+    chunks: list[tuple[int, int, int]] = []
+    for rank, count, work in zip(ranks.tolist(), counts.tolist(), wanted.tolist(), strict=True):
+        steps = min(count, _CANDIDATES)
+        early = np.arange(steps + 1, dtype=np.int64) * count // steps
+        edges = some.before(stretch, np.concatenate((start + early, stop - count + early, [start, stop])))
+        both = edges[: len(early)] - edges[-2] + edges[-1] - edges[len(early) : -2]
+        best = int(np.abs(both - work).argmin())
+        first = int(early[best])
+        pairs.append(int(both[best]))
+        chunks += [(rank, start, first), (rank, stop - (count - first), count - first)]
+        start, stop = start + first, stop - (count - first)
+    return Cut(stretch, ranks, counts, np.array(pairs), [chunk for chunk in chunks if chunk[2]])
+
+
+def level(some: Stretches, cuts: list[Cut], lacking: FloatArray, above: float, above_in_order: float) -> None:
+    """Cut documents anew, with other early and late chunks, where that takes work from ranks that have too much.
+
+    Ranks keep their tokens and documents, so hardly more is sent. What a rank has too much goes on from document to
+    document, over the ranks that share them.
+
+    Args:
+        some: the documents.
+        cuts: the cut ones, changed in place.
+        lacking: the work that each rank lacks, changed in place.
+        above: the work that a rank may have too much.
+        above_in_order: what it may have too much of one document, so that this has one chunk per rank.
+    """
+    for _ in range(_SWEEPS):
+        is_changed = False
+        for index, old in enumerate(cuts):
+            before = lacking[old.ranks]
+            if -before.min() <= above or before.mean() - before.min() <= above / 4:
+                continue
+            wanted = old.pairs + before - before.mean()
+            new = cut_by_work(some, old.stretch, old.ranks, old.counts, wanted, above_in_order)
+            after = before + old.pairs - new.pairs
+            if after.min() > before.min():
+                lacking[old.ranks] = after
+                cuts[index], is_changed = new, True
+        if not is_changed:
+            return
