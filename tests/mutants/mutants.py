@@ -362,6 +362,13 @@ MUTANTS = [
         "torch/kernels/test_kernels.py::test_a_band_is_a_window_from_the_last_corner",
     ),
     Mutant(
+        "window with more rows than keys given to FlashAttention 2 as it is",
+        "core/schedule/kernel_launches.py",
+        "return (tile,) if is_read else",
+        "return (tile,) if is_read or tile.num_keys else",
+        "torch/kernels/test_kernels.py::test_flash_attention_2_reads_every_window_as_it_is_meant",
+    ),
+    Mutant(
         "triangle with more rows than keys taken for a square",
         "core/schedule/kernel_launches.py",
         "    return square, Tile.full(last, tile.q1, tile.k0, tile.k1)",

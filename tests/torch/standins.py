@@ -53,6 +53,19 @@ def _scores(q, k, scale, causal, left, right, softcap):
     return s.masked_fill(outside, -torch.inf), slope
 
 
+def flash2_window(left, right, causal, most_keys):
+    """What FlashAttention 2 makes of a window: no bound is one of ``most_keys``, and so is a larger one. With more rows
+    than keys it does bind on the right: the first rows do not see the last keys.
+    """
+    left, right = (-1 if x is None or x >= most_keys else x for x in (left, right))
+    right = 0 if causal else right
+    if left < 0 <= right:
+        left = most_keys
+    elif right < 0 <= left:
+        right = most_keys
+    return {"left": left, "right": right}
+
+
 def _one_forward(q, k, v, scale, causal, left, right, softcap):
     s, _ = _scores(q, k, scale, causal, left, right, softcap)
     lse = s.logsumexp(-1) if k.shape[0] else torch.full(s.shape[:-1], -torch.inf)
@@ -133,7 +146,7 @@ def _torch_forward(
 ):
     _CALLS.append("flash")
     assert not dropout_p and not return_debug_mask
-    window = {"left": window_size_left, "right": window_size_right}
+    window = flash2_window(window_size_left, window_size_right, is_causal, max_k)
     out, lse = flash_forward(query, key, value, cum_seq_q, cum_seq_k, scale=scale, causal=is_causal, **window)
     return out, lse, torch.empty(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
 
@@ -160,7 +173,8 @@ def _torch_backward(
 ):
     _CALLS.append("flash backward")
     inputs = grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k
-    return flash_backward(*inputs, scale=scale, causal=is_causal, left=window_size_left, right=window_size_right)
+    window = flash2_window(window_size_left, window_size_right, is_causal, max_k)
+    return flash_backward(*inputs, scale=scale, causal=is_causal, **window)
 
 
 def _cudnn_forward(
@@ -219,7 +233,7 @@ def _flash2_forward(
     return_softmax,
 ):  # fmt: skip
     _CALLS.append("flash2")
-    window = {"left": window_size_left, "right": window_size_right}
+    window = flash2_window(window_size_left, window_size_right, causal, k.shape[1])
     return *flash_forward(q, k, v, scale=softmax_scale, causal=causal, softcap=softcap, **window), None, None
 
 
@@ -229,7 +243,7 @@ def _flash2_varlen_forward(
     leftpad_k=None, seqused_k=None, zero_tensors=False,
 ):  # fmt: skip
     _CALLS.append("flash2 varlen")
-    window = {"left": window_size_left, "right": window_size_right}
+    window = flash2_window(window_size_left, window_size_right, causal, max_seqlen_k)
     cuts = cu_seqlens_q, cu_seqlens_k
     return *flash_forward(q, k, v, *cuts, scale=softmax_scale, causal=causal, softcap=softcap, **window), None, None
 
@@ -238,7 +252,7 @@ def _flash2_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
     window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    window = {"left": window_size_left, "right": window_size_right}
+    window = flash2_window(window_size_left, window_size_right, causal, k.shape[1])
     made = flash_backward(
         dout, q, k, v, out, softmax_lse, scale=softmax_scale, causal=causal, softcap=softcap, **window
     )
@@ -252,7 +266,7 @@ def _flash2_varlen_backward(
     zero_tensors=False,
 ):  # fmt: skip
     options = {"scale": softmax_scale, "causal": causal, "softcap": softcap}
-    options |= {"left": window_size_left, "right": window_size_right}
+    options |= flash2_window(window_size_left, window_size_right, causal, max_seqlen_k)
     made = flash_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, **options)
     for into, one in zip((dq, dk, dv), made, strict=True):
         into.copy_(one)

@@ -13,6 +13,7 @@ from tests.torch.merge import check_merge
 
 pytestmark = pytest.mark.gpu
 BFLOAT16_LIMIT = 6e-3  # bfloat16 rounds to 2**-9 = 2e-3; one device has 3e-3 to 4e-3 on such inputs
+ONE_ROUNDING = 2**-9  # gradients of sinks are a number a head: too few for one run's error to say what another's may be
 OF_CUDA = ("cudnn", "flash", "flash2", "flash3", "flash4", "triton")
 MASKS = [
     rs.causal(), rs.full(), rs.sliding_window(70), rs.prefix_lm(40), rs.documents([9, 130, 61, 5, 95, 1, 200]),
@@ -32,7 +33,7 @@ def check(problem, layout, kernel, sizes):
     assert max(one) < BFLOAT16_LIMIT
     for ranks in sizes:
         for error, limit in zip(problem.errors(layout, ranks, kernel=kernel), one, strict=True):
-            assert error < 1.4 * limit
+            assert error < max(1.4 * limit, ONE_ROUNDING)
 
 
 @pytest.mark.parametrize("kernel", OF_CUDA)

@@ -16,6 +16,7 @@ from ringspan.torch.transport.exchange import PendingReceive, TensorSpec
 from ringspan.torch.transport.fake import FakeTransport, MessageKey
 
 Queue = queue.Queue[Tensor]
+_PATIENCE_SECONDS = 120 if torch.cuda.is_available() else 10  # on a GPU, kernels are compiled meanwhile
 
 
 class Mailbox:
@@ -51,7 +52,7 @@ class Mailbox:
             return channel.get_nowait()
         self._turn.release()
         try:
-            return channel.get(timeout=10)
+            return channel.get(timeout=_PATIENCE_SECONDS)
         finally:
             self._turn.acquire()
 
@@ -78,7 +79,7 @@ def on_ranks(ranks: int, function: Callable[[int, FakeTransport], Any]) -> tuple
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(60 + _PATIENCE_SECONDS)
     for result in results:
         if isinstance(result, BaseException):
             raise result

@@ -161,3 +161,17 @@ with patch.object(jax, "default_backend", lambda: "gpu"):
 def test_it_lowers_for_gpus_that_are_not_there():
     """By jax-triton, Triton's compiler and JAX's own plugin, which need no device for it."""
     assert int(without_interpreter(LOWER)) >= 3
+
+
+TUNED = """
+from ringspan.jax.kernels.triton import _tuned
+for name in ("forward", "backward_queries", "backward_keys"):
+    for row_bytes in (256, 512):
+        print(len(_tuned(name, row_bytes, 5, 9).configs), _tuned(name, row_bytes, 5, 9).keys)
+"""
+
+
+def test_every_program_has_blocks_to_choose_from():
+    """On a GPU alone, so that nothing here would notice if they were looked for in the wrong place."""
+    lines = without_interpreter(TUNED).splitlines()
+    assert len(lines) == 6 and all(int(line.split()[0]) >= 3 and line.count("'") == 8 for line in lines)

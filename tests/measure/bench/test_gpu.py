@@ -1,52 +1,82 @@
 """The one script for a machine with a GPU, in its dry run: each row is kept, and a failure loses nothing else."""
 
 import json
-import subprocess
 import sys
 
 import pytest
+import torch
 
-from benchmarks import gpu
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.rows import ROWS, documents
 
 
 def test_a_dry_run_keeps_every_row_that_was_asked_for(tmp_path):
-    gpu.main(["--quick", "--rows", "ring-documents", "--output", str(tmp_path)])
-    gpu.main(["--quick", "--rows", "llama-ring-4", "--output", str(tmp_path)])
+    gpu.main(["--quick", "--rows", "ring-documents,kernels-causal-8k-64", "--output", str(tmp_path)])
+    gpu.main(["--quick", "--rows", "llama-4x32k", "--output", str(tmp_path)])
     (path,) = tmp_path.iterdir()
     found = json.loads(path.read_text())
-    assert found["machine"]["torch"] and list(found["rows"]) == ["ring-documents", "llama-ring-4"]
+    assert found["machine"]["torch"]
+    assert list(found["rows"]) == ["ring-documents", "kernels-causal-8k-64", "llama-4x32k"]
     assert all(row["result"] and row["seconds"] > 0 for row in found["rows"].values())
-    assert found["rows"]["llama-ring-4"]["result"]["tokens_per_second_per_rank"] > 0
+    assert found["rows"]["llama-4x32k"]["result"]["tokens_per_second_per_rank"] > 0
+    kernels = found["rows"]["kernels-causal-8k-64"]["result"]
+    assert kernels["chosen"] in kernels["seconds"] and 0 < kernels["fraction_of_fastest"]["forward"] <= 1
     efficiency = found["rows"]["ring-documents"]["result"]["efficiency"]["forward"]
     assert found["summary"]["ring-documents forward"] == {"measured": efficiency, "at_least": 0.92}
 
 
+FIRST = f"print('{gpu._PREFIX}' + '{{\"result\": 1}}', flush=True); "
+
+
 @pytest.mark.parametrize(
-    ("code", "reason"),
-    [("raise SystemExit('no memory')", "no memory"), ("print('no json')", "JSONDecodeError"), ("", "IndexError")],
+    ("code", "errors"),
+    [
+        ("raise SystemExit('no memory')", [None, "no memory", "no memory"]),
+        ("import time; print('noise', flush=True); time.sleep(60)", [None, "longer than 2 s", "longer than 2 s"]),
+        ("", [None, "it ended with 0", "it ended with 0"]),
+    ],
 )
-def test_a_row_that_fails_says_why(code, reason):
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert reason in gpu._finish(process, 60)["error"]
+def test_a_row_that_fails_says_why_and_the_next_has_a_process_of_its_own(monkeypatch, code, errors):
+    started = []
+
+    def follow(command, left, end, limit):
+        started.append(list(left))
+        script = FIRST + code if len(started) == 1 else code
+        yield from original([sys.executable, "-c", script], left, end, limit)
+
+    original = gpu._follow
+    monkeypatch.setattr(gpu, "_follow", follow)
+    rows = dict(gpu.measure(["a", "b", "c"], True, 60, 2))
+    assert list(rows) == ["a", "b", "c"] and started == [["a", "b", "c"], ["c"]]
+    for row, error in zip(rows.values(), errors, strict=True):
+        assert row == {"result": 1, "seconds": row["seconds"]} if error is None else error in row["error"]
 
 
-def test_a_row_that_takes_too_long_is_ended():
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert "longer than 0 s" in gpu._finish(process, 0.2)["error"]
-    assert process.wait(10) and "time was over" in gpu._finish(None, 1)["error"]
+def test_rows_without_time_are_named():
+    rows = dict(gpu.measure(["merge", "facts"], True, 0.0, 60))
+    assert all("longer than 0 s" in row["error"] for row in rows.values()) and len(rows) == 2
+
+
+def test_a_row_that_raises_leaves_the_others_alone(monkeypatch, capsys):
+    def fail(quick):
+        raise ValueError("no such kernel")
+
+    monkeypatch.setitem(ROWS, "merge", fail)
+    monkeypatch.setitem(ROWS, "facts", lambda quick: {"quick": quick})
+    gpu._serve(["merge", "facts"], True)
+    lines = [json.loads(line.removeprefix(gpu._PREFIX)) for line in capsys.readouterr().out.splitlines()]
+    assert "no such kernel" in lines[0]["error"] and lines[1] == {"result": {"quick": True}}
 
 
 def test_it_refuses_politely(tmp_path):
     with pytest.raises(SystemExit, match="no row is called abacus"):
         gpu.main(["--quick", "--rows", "abacus", "--output", str(tmp_path)])
-    if not gpu.torch.cuda.is_available():
+    if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match="there is no CUDA device"):
             gpu.main(["--output", str(tmp_path)])
     assert not list(tmp_path.iterdir())
 
 
 def test_documents_fill_the_sequence_around_their_mean():
-    lengths = [int(length) for length in gpu._documents(65536, 2048).removeprefix("documents:").split(",")]
+    lengths = [int(length) for length in documents(65536, 2048).removeprefix("documents:").split(",")]
     assert sum(lengths) == 65536 and 1800 < sum(lengths) / len(lengths) < 2300 and min(lengths) > 0

@@ -3,6 +3,7 @@
 import platform
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given
@@ -11,7 +12,16 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.names import KERNEL_NAMES, LAYOUT_NAMES
-from ringspan.core.schedule.kernel_launches import KernelLaunch, Window, bands, chains, pieces, squares, whole
+from ringspan.core.schedule.kernel_launches import (
+    KernelLaunch,
+    Window,
+    bands,
+    chains,
+    pieces,
+    squares,
+    whole,
+    windows,
+)
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch import kernels
 from ringspan.torch.kernels.contract import BackwardInputs
@@ -21,7 +31,7 @@ from ringspan.torch.kernels.score_mod import Scores
 from tests.core.strategies import layouts, masks
 from tests.fuzz import examples
 from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem, views
-from tests.torch.standins import calls, installed
+from tests.torch.standins import calls, flash2_window, installed
 from tests.torch.views import VIEWS
 
 PLAIN = Scores(1.0)
@@ -53,7 +63,7 @@ def test_however_tiles_are_grouped_each_pair_is_computed_once(layout, mask):
     hops = [hop for rank in range(layout.ranks) for hop in make_schedule(layout, mask, rank).hops]
     for tiles in (hop.bands for hop in hops):
         expected = pairs(tiles)
-        for group in (bands, pieces, squares, chains, whole):
+        for group in (bands, pieces, squares, chains, windows, whole):
             found = [(launch, tile) for launch in group(tiles) for tile in launch.tiles]
             assert pairs(tile.shifted(launch.q0, launch.k0) for launch, tile in found) == expected
             for launch, tile in found:
@@ -79,6 +89,22 @@ def test_a_band_is_a_window_from_the_last_corner(layout, mask):
             and (window.left < 0 or j - i - shift >= -window.left)
         ]
         assert inside == pairs([tile])
+
+
+@given(layouts, masks)
+@examples(100)
+def test_flash_attention_2_reads_every_window_as_it_is_meant(layout, mask):
+    for rank in range(layout.ranks):
+        for hop in make_schedule(layout, mask, rank).hops:
+            launches = windows(hop.bands)
+            for tile, most_keys in ((t, max(t.num_keys for t in one.tiles)) for one in launches for t in one.tiles):
+                left, right = Window.of(tile)
+                read = flash2_window(left, right, (left, right) == (-1, 0), most_keys)
+                distance = np.arange(tile.num_keys) - np.arange(tile.num_rows)[:, None] - tile.num_keys + tile.num_rows
+                allowed = (read["left"] < 0) | (distance >= -read["left"])
+                allowed &= (read["right"] < 0) | (distance <= read["right"])
+                rows, keys = np.nonzero(allowed)
+                assert list(zip(tile.q0 + rows, tile.k0 + keys, strict=True)) == pairs([tile])
 
 
 @pytest.mark.parametrize("kernel", OF_CUDA)

@@ -117,6 +117,22 @@ def chains(tiles: tuple[Tile, ...]) -> KernelLaunches:
 
 
 @lru_cache(_CACHED)
+def windows(tiles: tuple[Tile, ...]) -> KernelLaunches:
+    """As ``chains``, of windows that FlashAttention 2 reads as they are meant, and squares instead of the others.
+
+    It takes a bound on the right of ``num_keys`` or more for none, and none beside one on the left for ``num_keys``.
+    Where there are more rows than keys the one would bind, and so does the other: the first rows would see keys that
+    they must not see, or miss keys that they must (``mha_varlen_fwd``, ``set_params_fprop`` of its flash_api.cpp).
+    """
+    return chains(tuple(part for tile in tiles for part in _readable(tile)))
+
+
+def _readable(tile: Tile) -> tuple[Tile, ...]:
+    is_read = tile.is_full or tile.num_rows <= tile.num_keys + 1 or 0 <= Window.of(tile).right < tile.num_keys
+    return (tile,) if is_read else tuple(one.tile.shifted(one.q0, one.k0) for one in squares((tile,)))
+
+
+@lru_cache(_CACHED)
 def whole(tiles: tuple[Tile, ...]) -> KernelLaunches:
     """One call."""
     return (KernelLaunch.of(*tiles),) if tiles else ()

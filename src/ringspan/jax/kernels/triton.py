@@ -135,7 +135,7 @@ def _tuned(name: str, row_bytes: int, first: int, stop: int) -> Any:
     program = getattr(attention, name)
     if interprets_triton():
         return tuning.interpreted(program)
-    blocks = getattr(attention, name.upper())
+    blocks = getattr(tuning, name.upper())
     return triton.autotune(blocks.configs(row_bytes), key=program.arg_names[first:stop])(program)
 
 

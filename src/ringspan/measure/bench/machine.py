@@ -3,11 +3,12 @@
 import os
 import platform
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import ringspan
 
 
 def describe_machine() -> dict[str, Any]:
@@ -20,7 +21,7 @@ def describe_machine() -> dict[str, Any]:
         "cuda": torch.version.cuda if cuda else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "ringspan": version("ringspan"),
+        "ringspan": ringspan.__version__,
         "date": date.today().isoformat(),
     }
 

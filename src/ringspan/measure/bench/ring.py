@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ringspan.core import reference
 from ringspan.core.errors import ConfigError
+from ringspan.core.geometry.balanced import balanced
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
-from ringspan.core.names import KernelName, LayoutName
+from ringspan.core.names import BatchLayoutName, KernelName
 from ringspan.core.schedule.events import MESSAGES_PER_HOP
 from ringspan.core.schedule.schedule import Schedule, make_schedule
 from ringspan.measure.bench.machine import describe_machine
@@ -52,7 +53,7 @@ class RingCase:
     head_dim: int = 128
     dtype: str = "bfloat16"
     mask: str = "causal"
-    layout: LayoutName = "zigzag"
+    layout: BatchLayoutName = "zigzag"
     kernel: KernelName = "auto"
     repeats: int = 5
     error_ranks: tuple[int, ...] = (1, 8, 64)
@@ -169,7 +170,7 @@ class PlayedRank:
     def __init__(self, case: RingCase) -> None:
         self.case, self.device, self.dtype = case, local_device(), getattr(torch, case.dtype)
         self.mask = Mask.parse(case.mask)
-        self.layout = Layout(case.layout, case.virtual_ranks * case.tokens, case.virtual_ranks)
+        self.layout = _layout(case)
         self.schedule = make_schedule(self.layout, self.mask, case.rank)
         if not self.schedule.num_pairs:
             raise ConfigError(f"--rank {case.rank}: has nothing to compute under the mask {case.mask}")
@@ -226,10 +227,17 @@ class PlayedRank:
         return Layout("contiguous", low, 1)
 
 
+def _layout(case: RingCase) -> Layout:
+    length = case.virtual_ranks * case.tokens
+    if case.layout == "balanced":
+        return balanced(Mask.parse(case.mask), length=length, ranks=case.virtual_ranks)
+    return Layout(case.layout, length, case.virtual_ranks)
+
+
 def ring_of(case: RingCase, layout: Layout, q: Tensor, k: Tensor) -> Ring:
     """The rank's part in the attention of a case, alone."""
     schedule = make_schedule(layout, Mask.parse(case.mask), case.rank)
-    spec = AttentionSpec(scale=case.head_dim**-0.5, mask=case.mask, layout=layout.name, kernel=case.kernel)
+    spec = AttentionSpec(scale=case.head_dim**-0.5, mask=case.mask, kernel=case.kernel)
     return Ring(schedule, FakeTransport(Nobody()), Scores(spec.scale), spec, num_head_groups(q, k, schedule))
 
 
@@ -283,7 +291,7 @@ def alone(
 def error_row(case: RingCase, ranks: int) -> dict[str, Any]:
     """Relative errors of out and dq on the first, the middle and the last of some ranks, and of one kernel alone."""
     small = replace(case, virtual_ranks=ranks, rank=0, tokens=max(2, case.error_tokens // ranks))
-    layout = Layout(small.layout, small.virtual_ranks * small.tokens, ranks)
+    layout = _layout(small)
     one = PlayedRank(replace(small, virtual_ranks=1, tokens=layout.length))
     q, k, v, dout, mask = one.q, one.k, one.v, one.dout, one.mask
     found: dict[str, list[Any]] = {name: [] for name in ("out", "dq", "alone out", "alone dq", "exact out", "exact dq")}

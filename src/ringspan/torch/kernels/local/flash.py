@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, Window, chains, squares
+from ringspan.core.schedule.kernel_launches import (
+    KernelLaunch,
+    KernelLaunches,
+    Window,
+    chains,
+    squares,
+    windows,
+)
 from ringspan.torch.kernels import device, mirror
 from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.heads import one_size, too_large
@@ -90,7 +97,7 @@ class Flash:
 
     def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
         if self._calls.takes_windows:
-            return chains(tiles)
+            return windows(tiles)
         found = squares(tiles)
         # These kernels mask a causal triangle alone: other bands come as squares, anticausal ones by their mirror.
         plain = (one.tile.shifted(one.q0, one.k0) for one in found if not one.tile.is_anticausal)

@@ -1,0 +1,175 @@
+"""What is measured, in the order of its worth: what comes last is lost first when time runs out."""
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.kernels import Case, compare
+from benchmarks.gpu.step import Row, Step, measured, traced
+from ringspan.measure.bench.ring import RingCase, run, timed
+
+_PACKAGES: Final = (
+    "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "liger-kernel", "transformers", "nvidia-cudnn-cu13",
+    "nvidia-nccl-cu13",
+)  # fmt: skip
+_KERNELS: Final = ("cudnn", "flash", "flash2", "flash3", "flash4", "triton", "eager")
+
+
+def facts(quick: bool) -> dict[str, Any]:
+    """Device, driver, versions; the speed of a large matrix product and of a copy, which bound everything else."""
+    found: dict[str, Any] = {"packages": {name: _version(name) for name in _PACKAGES}}
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
+        found["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"capability": torch.cuda.get_device_capability(), "memory_bytes": properties.total_memory}
+        found |= {"multiprocessors": properties.multi_processor_count, "cudnn": torch.backends.cudnn.version()}
+    size = 256 if quick else 8192
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    found["matmul_flops_per_second"] = 2 * size**3 / _seconds(lambda: a @ b)
+    source, target = (torch.empty(1 << (16 if quick else 28), dtype=torch.uint8, device=device) for _ in range(2))
+    found["copy_bytes_per_second"] = source.nbytes / _seconds(lambda: target.copy_(source))
+    return found
+
+
+def kernel_errors(quick: bool) -> dict[str, Any]:
+    """Every kernel against float64 on masks of all kinds: its worst relative error, or why it does not serve."""
+    import ringspan as rs
+    from ringspan.torch import kernels
+    from ringspan.torch.kernels.score_mod import Scores
+    from tests.torch.attention.test_ring import Problem
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    length = 64 if quick else 1024
+    documents = rs.documents([length // 8, length // 2, length - length // 8 - length // 2])
+    masks = {"causal": rs.causal(), "window": rs.sliding_window(length // 5), "documents": documents}
+    found: dict[str, Any] = {}
+    for name in (*_KERNELS, "cpu"):
+        found[name] = {}
+        for text, mask in masks.items():
+            problem = Problem(length, mask, heads=4, groups=2, size=64, dtype=torch.bfloat16, device=device)
+            reason = kernels.why_not(name, problem.q, problem.v, Scores(1.0))
+            if reason or (name == "triton" and device == "cpu"):
+                found[name] = {"why_not": reason or "only interpreted here"}
+                break
+            try:
+                errors = problem.errors("zigzag", 1, kernel=name)
+                found[name][text] = dict(zip(("out", "dq", "dk", "dv"), errors, strict=True))
+            except Exception as error:
+                found[name][text] = {"error": f"{type(error).__name__}: {error}"}
+    return found
+
+
+def errors_by_ranks(quick: bool) -> dict[str, Any]:
+    """Out, dq, dk and dv against float64 on rings of 1, 8 and 64 virtual ranks: flat, whatever the kernel."""
+    import ringspan as rs
+    from tests.torch.attention.test_ring import Problem
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    length = 64 if quick else 2048
+    problem = Problem(length, rs.causal(), heads=4, groups=2, size=64, dtype=torch.bfloat16, device=device)
+    rows = []
+    for kernel in ("auto", "triton") if device == "cuda" else ("auto",):
+        for ranks in (1, 8, 64 if device == "cuda" else 16):
+            errors = problem.errors("zigzag", ranks, kernel=kernel)
+            rows.append({"kernel": kernel, "ranks": ranks, **dict(zip(("out", "dq", "dk", "dv"), errors, strict=True))})
+    return {"length": length, "rows": rows}
+
+
+def merge(quick: bool) -> dict[str, Any]:
+    """The eager merge of a partial into the running result, and the fused one."""
+    from ringspan.torch.kernels.partials.partial import merge_into
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = 64 if quick else 8192
+    out, lse = torch.randn(1, 32, rows, 128, device=device), torch.randn(1, 32, rows, device=device)
+    new, new_lse = torch.randn_like(out).bfloat16(), torch.randn_like(lse)
+    found = {"rows": rows, "eager_seconds": _seconds(lambda: merge_into(out, lse, new, new_lse))}
+    if device == "cuda":
+        from ringspan.torch.kernels.partials import triton_merge
+
+        found["fused_seconds"] = _seconds(lambda: triton_merge.merge_into(out, lse, new, new_lse))
+        moved = 2 * (out.nbytes + lse.nbytes) + new.nbytes + new_lse.nbytes
+        found["fused_bytes_per_second"] = moved / found["fused_seconds"]
+    return found
+
+
+def _ring(**changes: Any) -> Callable[[bool], dict[str, Any]]:
+    def measure(quick: bool) -> dict[str, Any]:
+        case = RingCase(error_ranks=(), **changes)
+        if quick:
+            mask = "window:20" if "window" in case.mask else "documents:9,40,70,9" if ":" in case.mask else case.mask
+            small = {"tokens": 16, "heads": 2, "kv_heads": 1, "head_dim": 16, "repeats": 1, "mask": mask}
+            case = replace(case, kernel="auto", **small)
+        return run(case)
+
+    return measure
+
+
+def documents(total: int, mean: int) -> str:
+    """Lengths of documents around a mean, the same every time."""
+    lengths: list[int] = []
+    generator = np.random.default_rng(0)
+    while sum(lengths) < total:
+        lengths.append(int(generator.integers(mean // 4, 2 * mean - mean // 4)))
+    lengths[-1] -= sum(lengths) - total
+    return "documents:" + ",".join(str(length) for length in lengths if length)
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return median([timed(function, device) for _ in range(12)][2:])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cases(head_dim: int) -> list[Case]:
+    plain = [Case(mask=mask, tokens=n, head_dim=head_dim) for n in _LENGTHS for mask in ("causal", "full")]
+    return plain + [
+        Case(mask=mask, tokens=65536, head_dim=head_dim) for mask in (documents(65536, 2048), "window:4096")
+    ]
+
+
+_LENGTHS: Final = (8192, 32768, 131072)
+_FLEX: Final = [
+    Case(mask=mask, tokens=65536, has_flex=True) for mask in (documents(65536, 2048), "window:4096", "causal")
+]
+STEPS: Final = {
+    "llama-4x32k": Step(ring=4, tokens=32768),
+    "llama-8x16k": Step(ring=8, tokens=16384),
+    "llama-4x32k-full": Step(ring=4, tokens=32768, checkpoint="full", repeats=1),
+    "llama-8x16k-full": Step(ring=8, tokens=16384, checkpoint="full", repeats=1),
+    "llama-4x8k": Step(ring=4, tokens=8192),
+    "llama-8x4k": Step(ring=8, tokens=4096),
+    "llama-4x32k-offload": Step(ring=4, tokens=32768, offload="activations", repeats=1),
+    "llama-4x32k-compile": Step(ring=4, tokens=32768, compile=True),
+    "llama-8x64k-offload": Step(ring=8, tokens=65536, offload="activations", repeats=1),
+}
+ROWS: Final[dict[str, Row]] = {
+    "facts": facts,
+    "kernel-errors": kernel_errors,
+    "merge": merge,
+    "ring-8k": _ring(),
+    "errors-by-ranks": errors_by_ranks,
+    "ring-documents": _ring(mask=documents(65536, 2048)),
+    "ring-documents-balanced": _ring(mask=documents(65536, 2048), layout="balanced"),
+    "ring-window": _ring(mask="window:4096"),
+    "ring-8k-triton": _ring(kernel="triton", repeats=3),
+    "ring-32k": _ring(tokens=32768, repeats=3),
+    **{case.name: compare(case) for case in (*_cases(128), *_cases(64), *_FLEX)},
+    **{name: measured(step) for name, step in STEPS.items()},
+    "ring-8k-flash": _ring(kernel="flash", repeats=3),
+    **{name.replace("llama", "trace"): traced(step) for name, step in STEPS.items() if not step.compile},
+}
