@@ -1,5 +1,7 @@
 """Hugging Face models on the ring against themselves on one process: logits, loss and every gradient."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -430,3 +432,20 @@ def test_a_wrapped_model_is_refused_with_what_to_give_instead(wrap):
 def test_a_config_without_attention_is_refused_by_name():
     with pytest.raises(rs.UnsupportedError, match="rwkv has no attention heads"):
         refuse_config(AutoConfig.for_model("rwkv"))
+
+
+def dropped(mesh, kind):
+    """How many parameters are left of a model that has trained a step, once nobody has it any more."""
+    model = rs.parallelize(build(kind), mesh)
+    ids = tokens(1, 64)
+    model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss.backward()
+    left = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    return sum(parameter() is not None for parameter in left)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_model_that_nobody_has_any_more_leaves_no_weights(pool, kind):
+    """FSDP remembers the classes that it was given; what of a model is in its class stays for ever."""
+    assert pool.run(dropped, 2, kind) == [0, 0]

@@ -60,17 +60,20 @@ def own_config(model: PreTrainedModel) -> None:
 
 
 def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
-    """Give a module a subclass of its own class, with a mixin before it and attributes of the class, in place.
+    """Give a module a subclass of its own class, with a mixin before it, and attributes, in place.
 
     As FSDP2 does; the class keeps its name, which saved configs contain. A forward that was set on the module itself
-    would hide the mixin's, so it moves to the class behind it.
+    would hide the mixin's, so it moves to the class behind it. Functions become methods; other values are the module's
+    own: FSDP remembers every class that it was given, and what that holds would stay when the module is gone.
     """
     plain = type(module)
     behind: tuple[type, ...] = (mixin, plain)
     if "forward" in vars(module):
         own = vars(module).pop("forward")
         behind = mixin, type(plain.__name__, (plain,), {"__module__": plain.__module__, "forward": _as_method(own)})
-    module.__class__ = type(plain.__name__, behind, {"__module__": plain.__module__, **attributes})
+    methods = {name: value for name, value in attributes.items() if inspect.isfunction(value)}
+    module.__class__ = type(plain.__name__, behind, {"__module__": plain.__module__, **methods})
+    vars(module).update({name: value for name, value in attributes.items() if name not in methods})
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -242,7 +242,7 @@ def _refuse_head(model: Any, head: nn.Module, *, is_split: bool) -> None:
     kind = kind_of_head(head)
     if kind != model.ring_head:
         refuse_mixing(head)
-        type(model).ring_head = kind
+        vars(model)["ring_head"] = kind
 
 
 def _groups(model: Any) -> list[dist.ProcessGroup]:
