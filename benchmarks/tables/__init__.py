@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import retrieval
-from benchmarks.tables import counts, learnt, memory, speed
+from benchmarks.tables import counts, gpu, learnt, memory, speed
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
 TABLES: Final[dict[str, Callable[[], str]]] = {
@@ -53,6 +53,10 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "prompts": memory.prompts,
     "ancestors": memory.ancestors,
     "retrieval": retrieval.accuracies,
+    "gpu-steps": gpu.steps,
+    "gpu-kernels": gpu.kernels,
+    "gpu-hops": gpu.hops,
+    "gpu-errors": gpu.errors,
     "in-context-rl-grid": partial(learnt.returns, "grid"),
     "in-context-rl-point": partial(learnt.returns, "point"),
     "in-context-rl-memory-grid": partial(learnt.memory, "grid"),
@@ -63,6 +67,7 @@ PAGES: Final = (
     "memory.md",
     "jax.md",
     "performance.md",
+    "gpu.md",
     "peers.md",
     "overlap.md",
     "error.md",

@@ -221,6 +221,15 @@ def test_packed_documents_are_a_call_a_hop_or_two(standins, kernel, layout):
     assert 0 < len(forward) <= 2 * groups * ranks * hops
 
 
+@pytest.mark.parametrize(("capability", "forward"), [((9, 0), "triton"), ((8, 0), "flash"), ((10, 0), "flash")])
+def test_on_hopper_windows_go_to_our_own_kernel_forward(capability, forward):
+    names, band, q = ("cudnn", "flash", "triton", "eager"), Tile(0, 8, 0, 8, 0, 3), torch.zeros(1, 2, 8, 16)
+    with ruled_by(cpu=DeviceRules(cuts_for_cores=False, capability=capability)):
+        assert kernels.choose(names, (band,), q).name == forward
+        assert kernels.choose(names, (band,), q, is_backward=True).name == "flash"
+        assert kernels.choose(("flash3", *names), (band,), q).name == "flash3"
+
+
 @pytest.mark.parametrize("kernel", ["flash", "flash2", "flash3", "flash4"])
 def test_a_row_between_documents_saw_nothing(standins, kernel):
     launch = KernelLaunch.of(Tile.full(0, 4, 0, 4), Tile.full(6, 9, 6, 9))
@@ -239,6 +248,8 @@ def test_auto_takes_the_first_kernel_that_knows_the_tiles():
     assert kernels.choose(everything, (square, rectangle), q).name == "cudnn"
     assert kernels.choose(everything, (band,), q).name == "flash3"
     assert kernels.choose(everything, tuple(square.shifted(8 * i, 8 * i) for i in range(9)), q).name == "flash3"
+    large = Tile(0, 1024, 0, 1024, 0, 1023)
+    assert kernels.choose(everything, tuple(large.shifted(1024 * i, 1024 * i) for i in range(9)), q).name == "cudnn"
     assert kernels.choose(("cudnn", "flash", "eager"), (band,), q).name == "flash"
     assert kernels.choose(("cudnn", "eager"), (band,), q).name == "cudnn"
     assert kernels.serving("auto", q, q, PLAIN) == ("cpu", "eager")

@@ -49,6 +49,7 @@ def _gpu(
     links: tuple[float, float],
     attention: float,
     *,
+    matmul: float = 0.7,
     host: tuple[float, int] = (0, 0),
     per_node: int = 8,
 ) -> Device:
@@ -62,7 +63,7 @@ def _gpu(
         intra_node_bandwidth=links[0] * GIGA,
         inter_node_bandwidth=links[1] * GIGA,
         devices_per_node=per_node,
-        matmul_efficiency=0.7,
+        matmul_efficiency=matmul,
         attention_efficiency=attention,
         host_bandwidth=host[0] * GIGA,
         host_memory_bytes=host[1] * GIGA,
@@ -88,9 +89,9 @@ def _tpu(name: str, title: str, teraflops: float, memory: tuple[int, float], lin
 #   library and fragmentation.
 # - Network: one adapter a GPU, NDR InfiniBand of 400 Gb/s (50 GB/s), is an assumption about a cluster; for the A100 it
 #   is the 12.5 GB/s of table 2 of arXiv 2310.01889v4.
-# - Attention: FlashAttention-2 (Dao 2023, abstract: 72% model FLOPs utilization in training on A100) and its 35% of an
-#   H100 (Shah et al. 2024, FlashAttention-3, abstract); PyTorch's flash kernel is that algorithm. The other
-#   efficiencies are assumptions: measure yours (``ringspan doctor``, ``ringspan bench ring``).
+# - Attention: 55% on an H100 and an H200, by cuDNN, forward and backward, and 65% for matrix products of a whole step
+#   (benchmarks/results, gpu-*.json); FlashAttention-2 on an A100 (Dao 2023, abstract: 72% model FLOPs utilization in
+#   training). The other efficiencies are assumptions: measure yours (``ringspan doctor``, ``ringspan bench ring``).
 # - Host: PCIe x16 of 32 GB/s (gen 4) or 64 GB/s (gen 5) each way, and an eighth of the memory of the vendor's server.
 # "Not confirmed" is a figure of which no data sheet or digest of one could be read when it was entered.
 _DEVICES: Final = (
@@ -99,9 +100,9 @@ _DEVICES: Final = (
     _gpu("a100-40gb", "NVIDIA A100 40 GB", 312, (40, 1555), (300, 12.5), 0.60, host=(32, 125)),
     _gpu("a100-80gb", "NVIDIA A100 80 GB", 312, (80, 2039), (300, 12.5), 0.60, host=(32, 250)),
     # NVIDIA data sheet "H100 SXM": 1,979 TFLOP/s with sparsity, 3.35 TB/s, NVLink 900 GB/s; DGX H100: 2 TB.
-    _gpu("h100-80gb", "NVIDIA H100 80 GB", 989, (80, 3350), (450, 50), 0.35, host=(64, 250)),
+    _gpu("h100-80gb", "NVIDIA H100 80 GB", 989, (80, 3350), (450, 50), 0.55, matmul=0.65, host=(64, 250)),
     # NVIDIA data sheet "H200 SXM": the H100's FLOP/s, 141 GB, 4.8 TB/s. The memory of DGX H200 is not confirmed.
-    _gpu("h200", "NVIDIA H200 141 GB", 989, (141, 4800), (450, 50), 0.35, host=(64, 250)),
+    _gpu("h200", "NVIDIA H200 141 GB", 989, (141, 4800), (450, 50), 0.55, matmul=0.65, host=(64, 250)),
     # H20, of which NVIDIA publishes no sheet: resellers agree on 148 TFLOP/s, 96 GB (there are some with 141), 4.0 TB/s
     # and NVLink 900 GB/s. It computes so little for its memory that attention is taken to reach the A100's share.
     _gpu("h20", "NVIDIA H20 96 GB", 148, (96, 4000), (450, 50), 0.60, host=(64, 250)),

@@ -279,7 +279,7 @@ def _backward_of_heads(
         total = local
         if hop.index:
             total = GradientBlock.in_transit(PackedSpec.of(hop.gradient, k, v, dtype), ring.exchange.empty)
-        kernel = kernels.choose(serving, hop.bands, q)
+        kernel = kernels.choose(serving, hop.bands, q, is_backward=True)
         for launch in within_ranges(kernel.launches, hop.bands, block.ranges, total.ranges):
             rows, keys = slice(launch.q0, launch.q1), block.part(launch.k0, launch.k1)
             ours = BackwardInputs(dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows])

@@ -31,11 +31,15 @@ KERNELS: Final[dict[str, Returning | InPlace]] = {
         Eager(),
     )
 }
-# What "auto" prefers, for a few rectangles and squares and for anything else: cuDNN's kernels are the fastest on Hopper
-# and later, but know no other band and cannot take several documents in one call.
+# What "auto" prefers, for rectangles and squares that are few or large, and for anything else. On Hopper
+# (benchmarks/results, gpu-*.json) cuDNN computes these nearly twice as fast as FlashAttention 2, but knows no other
+# band, and takes a call for each; of the others our own kernel is the fastest forward, and none is backward.
 _FEW: Final = 4
+_LARGE: Final = 1024  # rows of a tile on average
 _FOR_SQUARES: Final = ("cudnn", "flash3", "flash4", "flash2", "flash", "cpu", "triton", "eager")
 _FOR_ANYTHING: Final = ("flash3", "flash2", "flash", "flash4", "cudnn", "cpu", "triton", "eager")
+_FORWARD_ON_HOPPER: Final = ("flash3", "triton", *_FOR_ANYTHING)
+_HOPPER: Final = 9  # the first number of its compute capability
 
 
 def register(*kernels: Returning | InPlace) -> None:
@@ -83,11 +87,20 @@ def laid_out(names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
     return Memory.of_all(KERNELS[name].memory for name in names).laid_out(*tensors)
 
 
-def choose(names: tuple[str, ...], tiles: tuple[Tile, ...], q: Tensor) -> Returning | InPlace:
+def choose(
+    names: tuple[str, ...], tiles: tuple[Tile, ...], q: Tensor, *, is_backward: bool = False
+) -> Returning | InPlace:
     """Which of the serving kernels computes the tiles of a hop for some heads of the queries."""
     if "cpu" in names and is_slow_at(tiles, q):
         names = tuple(name for name in names if name != "cpu") or names
-    are_squares = len(tiles) <= _FEW and all(
-        tile.is_full or (tile.is_causal and tile.num_rows == tile.num_keys) for tile in tiles
-    )
-    return KERNELS[next(name for name in (_FOR_SQUARES if are_squares else _FOR_ANYTHING) if name in names)]
+    are_worth_a_call = len(tiles) <= _FEW or sum(tile.num_rows for tile in tiles) >= _LARGE * len(tiles)
+    if are_worth_a_call and all(map(_is_square, tiles)):
+        order = _FOR_SQUARES
+    else:
+        is_hopper = rules_of(q.device).capability[0] == _HOPPER
+        order = _FORWARD_ON_HOPPER if is_hopper and not is_backward else _FOR_ANYTHING
+    return KERNELS[next(name for name in order if name in names)]
+
+
+def _is_square(tile: Tile) -> bool:
+    return tile.is_full or (tile.is_causal and tile.num_rows == tile.num_keys)
