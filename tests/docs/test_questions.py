@@ -124,8 +124,8 @@ QUESTIONS = [
     (
         "What was never measured?",
         "not-measured.md",
-        "Everything measured so far was measured on CPUs, two cores at a time.",
-        "| CUDA kernels: cuDNN, FlashAttention, Triton | written and tested through stand-ins",
+        "What was measured was measured on CPUs, two cores at a time, and for fifteen minutes on [one GPU](gpu.md).",
+        "| NVLink, InfiniBand, several GPUs | not run",
     ),
     (
         "What does `memory.checkpoint` in the training file take?",

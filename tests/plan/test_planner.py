@@ -96,7 +96,7 @@ def test_a_larger_micro_batch_is_proposed_where_one_sequence_waits_for_parameter
     assert plan.setting.batch > 1 and plan.as_json()["micro_steps"] * plan.setting.batch * plan.setting.replicate == 256
     assert any(f"{plan.setting.batch} sequences per micro-step" in reason for reason in plan.reasons)
     one = step_cost(LLAMA, replace(plan.setting, batch=1), H100, 256)
-    assert plan.cost.seconds < 0.6 * one.seconds
+    assert one.seconds > 1.3 * one.compute_seconds and plan.cost.seconds < 1.01 * one.compute_seconds
     assert plan_for(length=131_072, batch=16).setting.batch == 1
 
 

@@ -3,12 +3,11 @@
 import os
 import platform
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-
-import ringspan
 
 
 def describe_machine() -> dict[str, Any]:
@@ -21,7 +20,7 @@ def describe_machine() -> dict[str, Any]:
         "cuda": torch.version.cuda if cuda else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "ringspan": ringspan.__version__,
+        "ringspan": _version(),
         "date": date.today().isoformat(),
     }
 
@@ -29,6 +28,14 @@ def describe_machine() -> dict[str, Any]:
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _version() -> str | None:
+    """Ours; None in a folder of sources that nobody has installed."""
+    try:
+        return version("ringspan")
+    except PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:
