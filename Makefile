@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint docs docs-serve docs-check package mutants fuzz long faults models trainers compat unpinned bench clean
+.PHONY: help setup demo test lint docs docs-serve docs-check package mutants fuzz long faults models trainers packed compat unpinned bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -75,6 +75,10 @@ models: $(STAMP) ## try every causal language model of transformers on the ring 
 
 trainers: $(STAMP) ## train on rings and on one process, and write the table of docs/trainers.md
 	$(BIN)/python -m tests.hf.table
+
+packed: $(STAMP) ## run the tests of packed weights, which need torchao
+	$(BIN)/python -m pip install -q torchao==0.18.0
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/torch/model/test_packed.py tests/hf/test_sft.py tests/train/test_optimizer.py $(ARGS)
 
 # The oldest releases that the trainers support beside each other; the newest are those of constraints.txt.
 compat: ## run the trainers' tests with the oldest transformers and PyTorch that they support, in .venv-oldest
