@@ -3,7 +3,6 @@
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any, Final
 
@@ -12,6 +11,7 @@ import torch
 
 from benchmarks.gpu.kernels import Case, compare
 from benchmarks.gpu.step import Row, Step, measured, traced
+from ringspan.measure.bench.machine import package_version
 from ringspan.measure.bench.ring import RingCase, run, timed
 
 _PACKAGES: Final = (
@@ -23,7 +23,7 @@ _KERNELS: Final = ("cudnn", "flash", "flash2", "flash3", "flash4", "triton", "ea
 
 def facts(quick: bool) -> dict[str, Any]:
     """Device, driver, versions; the speed of a large matrix product and of a copy, which bound everything else."""
-    found: dict[str, Any] = {"packages": {name: _version(name) for name in _PACKAGES}}
+    found: dict[str, Any] = {"packages": {name: package_version(name) for name in _PACKAGES}}
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
@@ -126,13 +126,6 @@ def documents(total: int, mean: int) -> str:
 def _seconds(function: Callable[[], Any]) -> float:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return median([timed(function, device) for _ in range(12)][2:])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _cases(head_dim: int) -> list[Case]:

@@ -1,16 +1,20 @@
 """One rank's training step of a Llama 3.1 8B on one device, and the peak that the dry run expects of it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import ringspan as rs
 from ringspan.core.names import CheckpointName, OffloadName
 from ringspan.measure.bench.ring import timed
+from ringspan.measure.trace.dry_run import fake_mesh, hugging_face_config, trace
+from ringspan.plan.cost.cost import model_flops
+from ringspan.plan.cost.setting import Setting
+from ringspan.plan.model.configs import model_shape
+from ringspan.plan.model.shapes import ModelShape
+from ringspan.torch.parallelize import put_on_mesh
 
 Row = Callable[[bool], dict[str, Any]]
 
@@ -25,87 +29,57 @@ class Step:
     offload: OffloadName = "none"
     compile: bool = False
     repeats: int = 2
-    layers: int = 32
-    hidden: int = 4096
-    heads: int = 32
-    kv_heads: int = 8
-    intermediate: int = 14336
-    vocabulary: int = 128256
-    dtype: str = "bfloat16"
 
     @property
-    def length(self) -> int:
-        return self.ring * self.tokens
+    def setting(self) -> Setting:
+        """In bfloat16, parameters and optimizer too."""
+        return Setting(
+            length=self.ring * self.tokens,
+            ring=self.ring,
+            checkpoint=self.checkpoint,
+            offload=self.offload,
+            compile=self.compile,
+            parameter_dtype="bfloat16",
+        )
 
-    def shrunk(self) -> "Step":
-        """For a dry run of the script."""
-        sizes = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64, "vocabulary": 128}
-        return replace(self, tokens=16, compile=False, **sizes)
+
+def _sized(step: Step, quick: bool) -> tuple[Step, ModelShape]:
+    """A step and its model, or both small for a dry run of the script."""
+    shape = model_shape("llama-3.1-8b")
+    if not quick:
+        return step, shape
+    sizes = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64, "vocab": 128}
+    return replace(step, tokens=16, compile=False), replace(shape, **sizes)
 
 
 def measured(step: Step) -> Row:
     """Nobody answers, so that blocks and gathered weights hold anything, at full size: no transfer is waited for."""
-    return lambda quick: _measure(step.shrunk() if quick else step)
+    return lambda quick: _measure(*_sized(step, quick))
 
 
 def traced(step: Step) -> Row:
     """The same step's peak by the dry run, which needs no device."""
 
     def measure(quick: bool) -> dict[str, Any]:
-        from ringspan.measure.trace.dry_run import trace
-
-        one = step.shrunk() if quick else step
-        peak = trace(*setup(one)).peak
+        one, shape = _sized(step, quick)
+        peak = trace(hugging_face_config(shape, one.setting.length), one.setting).peak
         return {"step": asdict(one), "peak_bytes": peak.total_bytes, "bytes": peak.bytes, "phase": peak.phase}
 
     return measure
 
 
-def setup(step: Step) -> tuple[Any, Any]:
-    """The model's config and the planner's setting of a step."""
-    from transformers import LlamaConfig
-
-    from ringspan.plan.cost.setting import Setting
-
-    config = LlamaConfig(
-        vocab_size=step.vocabulary,
-        hidden_size=step.hidden,
-        intermediate_size=step.intermediate,
-        num_hidden_layers=step.layers,
-        num_attention_heads=step.heads,
-        num_key_value_heads=step.kv_heads,
-        max_position_embeddings=step.length,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        attention_dropout=0.0,
-        use_cache=False,
-        tie_word_embeddings=False,
-    )
-    setting = Setting(
-        length=step.length,
-        ring=step.ring,
-        checkpoint=step.checkpoint,
-        offload=step.offload,
-        compute_dtype=step.dtype,
-        parameter_dtype=step.dtype,
-    )
-    return config, setting
-
-
-def _measure(step: Step) -> dict[str, Any]:
+def _measure(step: Step, shape: ModelShape) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
-    import ringspan as rs
-
-    config, setting = setup(step)
+    setting = step.setting
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if is_cuda else "cpu")
-    with _alone_among(step.ring):
-        mesh = rs.init_mesh(ring=step.ring)
+    with fake_mesh(setting, 0, device.type) as mesh:
         with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, step.dtype)).train()
+            config = hugging_face_config(shape, setting.length)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         parameters = sum(p.numel() for p in model.parameters())
-        options = {"checkpoint": step.checkpoint, "offload": step.offload, "compile": step.compile}
-        model = rs.parallelize(model, mesh, layout=setting.layout, **options)
+        model = put_on_mesh(model, mesh, setting)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
         def one(tokens: int) -> None:
@@ -120,26 +94,10 @@ def _measure(step: Step) -> dict[str, Any]:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         seconds = [timed(lambda: one(step.tokens), device) for _ in range(step.repeats)]
-    flops = _flops(step, parameters)
+    flops = model_flops(shape, setting.length) / step.ring
     found = {"step": asdict(step), "parameters": parameters, "step_seconds": seconds, "flops_per_step": flops}
     found |= {"tokens_per_second_per_rank": step.tokens / min(seconds), "flops_per_second": flops / min(seconds)}
     if is_cuda:
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
         found["reserved_bytes"] = torch.cuda.max_memory_reserved()
     return found
-
-
-def _flops(step: Step, parameters: int) -> float:
-    """Of the model, as they are usually counted: nothing that is computed again, half of the pairs of a causal mask."""
-    attention = step.layers * 4 * (step.tokens * step.length / 2) * step.hidden * 3
-    return 6 * (parameters - step.vocabulary * step.hidden) * step.tokens + attention
-
-
-@contextmanager
-def _alone_among(ranks: int) -> Iterator[None]:
-    """A process group in which nothing is sent."""
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

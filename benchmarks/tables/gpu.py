@@ -1,4 +1,4 @@
-"""Tables of what a GPU has measured: kernels, the hops of a rank, a training step, errors."""
+"""Tables of what a GPU has measured: kernels, one rank's hops, a training step, errors."""
 
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ def kernels() -> str:
 
 
 def hops() -> str:
-    """A rank's hops beside the fastest single kernel on as many pairs."""
+    """One rank's hops beside the fastest single kernel on as many pairs."""
     lines = []
     for device in _FILES:
         rows = _rows(device)
@@ -45,7 +45,7 @@ def hops() -> str:
                 cells = (f"{each['forward']:.1%} / {each['backward']:.1%}" for each in shares)
                 seconds = " / ".join(f"{1000 * one['seconds']['ring'][kind]:.1f}" for kind in ("forward", "backward"))
                 lines.append((device, text, _speed(one["flops_per_second"]["ring"]), *cells, seconds))
-    head = ("card", "mask, tokens a rank", "TFLOP/s", "of the fastest kernel", "spent on transfers", "ms")
+    head = ("card", "mask, tokens per rank", "TFLOP/s", "of the fastest kernel", "spent on transfers", "ms")
     return table(head, lines, left=2)
 
 
@@ -69,7 +69,7 @@ def steps() -> str:
                 f"{speed / matmul:.0%}",
             )
         )
-    head = ("tokens", "ring", "checkpoint", "seconds", "tokens/s of a rank", "TFLOP/s", "of a matrix product")
+    head = ("tokens", "ring", "checkpoint", "seconds", "tokens/s per rank", "TFLOP/s", "of a matrix product")
     return table(head, lines, left=0)
 
 

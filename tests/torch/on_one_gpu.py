@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,43 +147,6 @@ def run(check: str) -> None:
     found = globals()[check](rs.init_mesh(ring=2))
     print(json.dumps(found), flush=True)
     dist.destroy_process_group()
-
-
-def train_command(folder: Path) -> list[str]:
-    """``ringspan train`` on text that it makes, for a test that kills it."""
-    text = folder / "text"
-    text.mkdir(exist_ok=True)
-    for number in range(20):
-        lines = (f"chapter {number} line {line} says {line * number % 17}\n" for line in range(40))
-        (text / f"{number}.txt").write_text("".join(lines))
-    config = folder / "job.toml"
-    config.write_text(f"""
-run = "{folder / "run"}"
-steps = 12
-[mesh]
-ring = 2
-[model]
-init = "scratch"
-tokenizer = "train"
-[model.config]
-model_type = "llama"
-vocab_size = 300
-hidden_size = 64
-intermediate_size = 64
-num_hidden_layers = 2
-num_attention_heads = 4
-num_key_value_heads = 2
-max_position_embeddings = 64
-[data]
-paths = ["{text}"]
-sequence_length_tokens = 61
-eval_fraction = 0
-[optimizer]
-warmup_steps = 2
-[checkpoints]
-every_steps = 4
-""")
-    return [sys.executable, "-m", "ringspan", "train", str(config)]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from ringspan.core.errors import EXIT_PEER_LOST
-from tests.torch.on_one_gpu import MASKS, ROUTES, train_command
+from tests.faults.job import Job
+from tests.torch.on_one_gpu import MASKS, ROUTES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,24 +92,24 @@ def test_the_watchdog_ends_a_rank_whose_peer_has_died():
     assert time.monotonic() - started < 80
 
 
-def losses(run: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+def trained(job: Job) -> list[subprocess.Popen[str]]:
+    return start([sys.executable, "-m", "ringspan", "train", str(job.config)])
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
-    for name in ("whole", "struck"):
-        (tmp_path / name).mkdir()
-    whole = finish(start(train_command(tmp_path / "whole")))
-    assert [code for code, _, _ in whole] == [0, 0], whole[0][2][-3000:]
-    struck = start(train_command(tmp_path / "struck"))
-    checkpoints = tmp_path / "struck" / "run" / "checkpoints"
-    while not list(checkpoints.glob("step_*")) and struck[0].poll() is None:
+    # Kernels are compiled in the first step.
+    whole, struck = (Job(tmp_path, name, steps=12, every_steps=4, min_seconds=60) for name in ("whole", "struck"))
+    ended = finish(trained(whole))
+    assert [code for code, _, _ in ended] == [0, 0], ended[0][2][-3000:]
+    processes = trained(struck)
+    while not struck.newest() and processes[0].poll() is None:
         time.sleep(0.02)
-    for process in struck:
+    for process in processes:
         process.send_signal(signal.SIGKILL)
-    finish(struck)
-    again = finish(start(train_command(tmp_path / "struck")))
-    assert [code for code, _, _ in again] == [0, 0], again[0][2][-3000:]
-    expected, found = losses(tmp_path / "whole" / "run"), losses(tmp_path / "struck" / "run")
-    assert list(found) == list(expected) and found == pytest.approx(expected, rel=1e-5)
+    finish(processes)
+    ended = finish(trained(struck))
+    assert [code for code, _, _ in ended] == [0, 0], ended[0][2][-3000:]
+    expected, found = whole.curve(), struck.curve()
+    assert list(found) == list(expected)
+    for step, (loss, norm) in found.items():
+        assert (loss, norm) == pytest.approx(expected[step], rel=1e-5), step

@@ -296,11 +296,12 @@ def _note_what_stays(model: PreTrainedModel, layers: list[nn.Module], mesh: Devi
     """Note what must be as it is now at every later call, so that a change raises."""
     note_data(model)
     note_buffers(model, layers)
-    # Of the model, not of its class, which torch remembers for ever: it would keep the weights.
-    vars(model)["ring_structure"] = structure_of(model)
     kind: Any = type(model)
     kind.__deepcopy__ = refuse_copy
-    kind.ring_loss_function, kind.ring_number = staticmethod(model.loss_function), _next_number(mesh)
+    # The model's own, as with ``mix_in``: torch remembers the class for ever.
+    vars(model).update(
+        ring_structure=structure_of(model), ring_loss_function=model.loss_function, ring_number=_next_number(mesh)
+    )
 
 
 def _next_number(mesh: DeviceMesh) -> str:

@@ -20,7 +20,7 @@ def describe_machine() -> dict[str, Any]:
         "cuda": torch.version.cuda if cuda else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "ringspan": _version(),
+        "ringspan": package_version("ringspan"),  # None in a folder of sources
         "date": date.today().isoformat(),
     }
 
@@ -30,10 +30,10 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _version() -> str | None:
-    """Ours; None in a folder of sources that nobody has installed."""
+def package_version(name: str) -> str | None:
+    """Of what is installed; None of what is not."""
     try:
-        return version("ringspan")
+        return version(name)
     except PackageNotFoundError:
         return None
 

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from ringspan.core.messages.units import shown_bandwidth
+from ringspan.measure.bench.machine import package_version
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport.clock import synchronize
 from ringspan.torch.transport.collectives import gather
@@ -49,13 +49,6 @@ def versions() -> dict[str, str | None]:
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, nccl_version)) if nccl_version else None,
     }
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def examine_ranks(group: dist.ProcessGroup) -> dict[str, Any]:

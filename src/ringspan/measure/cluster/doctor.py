@@ -22,12 +22,11 @@ from ringspan.core.messages.extras import installed
 from ringspan.core.messages.units import shown_speed
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.bench.kernels import kernel_report
-from ringspan.measure.bench.machine import describe_machine, num_cores
+from ringspan.measure.bench.machine import describe_machine, num_cores, package_version
 from ringspan.measure.bench.ring import alone
 from ringspan.measure.cluster.cluster import (
     Problem,
     examine_ranks,
-    package_version,
     problems_between,
     versions,
 )
