@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.hf.launchers import TORCHRUN, launched
+from tests.hf.launchers import launched
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -40,13 +40,14 @@ def test_grpo(world, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 @pytest.mark.parametrize(
     ("name", "said"),
     [("sft", "evaluation loss "), ("dpo", "prefers the right answer in "), ("grpo", "reward ")],
 )
-def test_an_example_is_launched(tmp_path, name, said):
+def test_an_example_is_launched(tmp_path, name, said, launcher):
     """What it prints is of rank 0 alone, behind what the trainers log."""
-    out = launched(TORCHRUN, name, tmp_path, "--output", "out", "--steps", "3")
+    out = launched(launcher, name, tmp_path, "--output", "out", "--steps", "3")
     assert [line for line in out.splitlines() if line.startswith(said)] == [out.splitlines()[-1]]
     assert out.endswith(f", model in {tmp_path / 'out'}\n")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0

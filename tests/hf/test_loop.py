@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import ringspan as rs
 from ringspan.hf import RingConfig, ring_accelerator
 from ringspan.torch.model.saving import whole_weights
-from tests.hf.launchers import ACCELERATE, TORCHRUN, launched
+from tests.hf.launchers import launched
 from tests.hf.trainers import Examples
 from tests.long import long
 from tests.torch.models import build, relative
@@ -181,7 +181,9 @@ def test_what_would_not_be_exact_raises(world, what, message):
         assert message in said and "\n" not in said
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [*long((ACCELERATE, 1)), (TORCHRUN, 2)])
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), [("accelerate", 2), *long(("accelerate, one process", 1), ("torchrun", 2))]
+)
 def test_a_script_is_launched(tmp_path, launcher, ranks):
     out = launched(launcher, "accelerate_loop", tmp_path, "--steps", "4", "--length", "48", "--output", "state")
     assert out.startswith("loss 4.") and f"on {ranks} rank" in out
