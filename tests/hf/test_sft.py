@@ -80,8 +80,8 @@ def test_split_heads_and_vocabulary_equal_one_process(world):
         assert max(differences(found, expected).values()) < TOLERANCE
 
 
-def adapted(mesh: Any, folder: str, resume: str | None, packed: bool) -> Any:
-    """The losses of a run that trains an adapter and saves it; on one process without a mesh."""
+def adapted(mesh: Any, folder: str, resume: str | None, packed: str | None) -> Any:
+    """The losses of a run that trains an adapter and saves it; of packed weights where their folder is named."""
     options = {"lora": True, "packed": packed, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     trainer = sft(mesh, "llama", None if mesh is None else {}, folder, options)
     trainer.train(resume_from_checkpoint=resume)
@@ -90,13 +90,16 @@ def adapted(mesh: Any, folder: str, resume: str | None, packed: bool) -> Any:
 
 @pytest.mark.parametrize("packed", [*long(False), True], ids=["float32", "int8"])
 def test_an_adapter_resumes_on_another_ring_and_peft_opens_it(world, tmp_path, packed):
+    weights = None
     if packed:
         pytest.importorskip("torchao")
-    through = world(2).run(adapted, 2, str(tmp_path / "first"), None, packed)[0]
-    assert through == pytest.approx(adapted(None, str(tmp_path / "alone"), None, packed), rel=1e-5)
+        weights = str(tmp_path / "weights")
+        made("llama").save_pretrained(weights)
+    through = world(2).run(adapted, 2, str(tmp_path / "first"), None, weights)[0]
+    assert through == pytest.approx(adapted(None, str(tmp_path / "alone"), None, weights), rel=1e-5)
     checkpoint = tmp_path / "first" / "checkpoint-2"
     assert PeftModel.from_pretrained(made("llama"), checkpoint).peft_config["default"].r == 4
-    for losses in world(3).run(adapted, 3, str(tmp_path / "second"), str(checkpoint), packed):
+    for losses in world(3).run(adapted, 3, str(tmp_path / "second"), str(checkpoint), weights):
         after = {step: loss for step, loss in losses.items() if step > 2}
         assert after == pytest.approx({3: through[3], 4: through[4]}, rel=1e-6)
 

@@ -117,13 +117,12 @@ def made(model: str) -> Any:
     return build(kind, **({"output_router_logits": True} if router else {}))
 
 
-def packed(model: Any, folder: str) -> Any:
-    """A model as transformers opens it with weights in 8 bits."""
+def packed(folder: str) -> Any:
+    """The model of a folder, as transformers opens it with weights in 8 bits."""
     from torchao.quantization import Int8WeightOnlyConfig  # two seconds that no other test needs
 
-    model.save_pretrained(f"{folder}/base")
     config = TorchAoConfig(Int8WeightOnlyConfig())
-    return AutoModelForCausalLM.from_pretrained(f"{folder}/base", quantization_config=config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
 
 
 def arguments(folder: str, kind: type = TrainingArguments, **options: Any) -> Any:
@@ -147,7 +146,8 @@ def sft(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options
     # Without the last rows: of those that do not come out even, replicas would see some twice.
     options = {"bf16": False, "max_length": 24, "dataloader_drop_last": True} | options
     column, lora = options.pop("column", None), options.pop("lora", False)
-    of = packed(made(model), folder) if options.pop("packed", False) else made(model)
+    weights = options.pop("packed", None)
+    of = made(model) if weights is None else packed(weights)
     given = {"model": of, "args": arguments(folder, SFTConfig, **options), "processing_class": tokenizer()}
     given |= {"train_dataset": conversations(200, 0, column), "eval_dataset": conversations(36, 1, column)}
     if lora:
