@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.torch.runtime.forks import settle
 from ringspan.torch.runtime.mesh import make_mesh
+from ringspan.torch.runtime.timeout import take_timeout
 from ringspan.torch.transport import shared_memory as shared
 
 SIZE = 4
@@ -152,4 +153,7 @@ def _mesh(ranks: int, replicate: int, tp: int, size: int) -> DeviceMesh:
         return make_mesh("cpu", replicate, ranks // (replicate * tp), tp)
     axes, shape = ("replicate", "ring", "tp"), (replicate, -1, tp)
     num_axes = 3 if tp > 1 else 2
-    return DeviceMesh("cpu", torch.arange(ranks).view(shape[:num_axes]), mesh_dim_names=axes[:num_axes])
+    mesh = DeviceMesh("cpu", torch.arange(ranks).view(shape[:num_axes]), mesh_dim_names=axes[:num_axes])
+    if dist.get_rank() < ranks:
+        take_timeout(mesh)
+    return mesh

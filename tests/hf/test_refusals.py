@@ -30,6 +30,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True .* leave it out, and use save_steps"),
     ({"callbacks": [BEMACallback()]}, "BEMACallback is not supported on a ring; it copies whole weights"),
     ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.* use 'group_by_length'"),
+    ({"dataloader_in_order": False, "dataloader_num_workers": 2}, "dataloader_in_order=False .* leave it True"),
 ]
 
 

@@ -80,6 +80,8 @@ def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
         yield "dispatch_batches=True", "leave it out: each rank reads its replica's batches"
     if not args.accelerator_config.even_batches and ring.replicas > 1:
         yield "even_batches=False with several replicas", "one would wait for batches that others lack; leave it True"
+    if args.dataloader_num_workers > 1 and not getattr(args, "dataloader_in_order", True):
+        yield "dataloader_in_order=False", "each rank would get its workers' batches in another order; leave it True"
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         yield "train_sampling_strategy='batch_rebalance'", "use 'group_by_length' or 'random'"
     if getattr(args, "activation_offloading", False):

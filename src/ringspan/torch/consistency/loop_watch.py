@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.torch.consistency.watchdog import Watchdog
-from ringspan.torch.transport.agreement import timeout_seconds
+from ringspan.torch.runtime.timeout import timeout_seconds
 
 _OUTSIDE: Final = "outside of ringspan"
 _ANY_TIME: Final = float("inf")

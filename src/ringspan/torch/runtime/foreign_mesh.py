@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.core.errors import ConfigError
 from ringspan.core.mesh_axes import Names, assigned, recognised
 from ringspan.torch.runtime.mesh import AXES, check_order, flatten_weights
+from ringspan.torch.runtime.timeout import take_timeout
 
 # Of each default process group, the meshes that were made in it: a loop maps its mesh at every step.
 _mapped: Final[WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]]] = WeakKeyDictionary()
@@ -93,7 +94,9 @@ def _mapped_anew(mesh: DeviceMesh, roles: Mapping[str, tuple[str, ...]]) -> Devi
     for axis in axes:
         split = [name for name in roles[axis] if sizes[name] > 1] or roles[axis][:1]
         if len(split) > 1:
-            groups.append(mesh[tuple(split)]._flatten(f"ringspan_{axis}").get_group())
+            joined = mesh[tuple(split)]._flatten(f"ringspan_{axis}")
+            take_timeout(joined)
+            groups.append(joined.get_group())
         else:
             groups.append(mesh.get_group(split[0]) if split else _group_of_one())
     mapped = DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=axes)

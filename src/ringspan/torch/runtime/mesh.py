@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ringspan.core.errors import ConfigError, PeerMismatch
 from ringspan.torch.runtime.environment import is_rank
 from ringspan.torch.runtime.launch import join, local_device
+from ringspan.torch.runtime.timeout import take_timeout
 
 AXES: Final = "replicate", "ring", "tp"
 
@@ -22,7 +23,8 @@ def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> De
 
     Joins the process group that torchrun describes when none exists, or makes one of a single process.
     Replicas take different examples; the ranks of a ring share one; those of ``tp`` share tokens and split heads,
-    feed-forward and vocabulary. ``ring=None`` takes all ranks that the other two leave.
+    feed-forward and vocabulary. ``ring=None`` takes all ranks that the other two leave. Ranks wait for each other as
+    long as those of the process group.
 
     Raises:
         ConfigError: the numbers do not multiply to the world size, or the environment describes half a rank.
@@ -60,9 +62,9 @@ def _check_alike(asked: dict[str, int]) -> None:
 
 def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMesh:
     """The mesh over all ranks of the default process group; its axis ``tp`` only where that is above 1."""
-    if tp == 1:
-        return init_device_mesh(device_type, (replicate, ring), mesh_dim_names=AXES[:2])
-    mesh = init_device_mesh(device_type, (replicate, ring, tp), mesh_dim_names=AXES)
+    sizes = (replicate, ring) if tp == 1 else (replicate, ring, tp)
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES[: len(sizes)])
+    take_timeout(mesh)
     flatten_weights(mesh)
     return mesh
 
@@ -93,7 +95,7 @@ def flatten_weights(mesh: DeviceMesh) -> None:
     where the mesh has only some of them.
     """
     if "tp" in (mesh.mesh_dim_names or ()) and mesh.size() == dist.get_world_size():
-        mesh[AXES[1:]]._flatten()
+        take_timeout(mesh[AXES[1:]]._flatten())
 
 
 def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:

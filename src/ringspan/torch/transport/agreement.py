@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringspan.core.errors import PeerMismatch, UnsupportedError
+from ringspan.torch.runtime.timeout import timeout_seconds
 from ringspan.torch.transport.collectives import gather
 from ringspan.torch.transport.queue import SharedQueues
 
@@ -145,8 +146,3 @@ def _compare(group: dist.ProcessGroup, here: _Group, problem: str | None = None)
 
 def _by_rank(values: Sequence[Any]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-
-
-def timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How long the group waits for anything; torch has no public name for it."""
-    return group._get_backend(device).options._timeout.total_seconds()  # pyright: ignore

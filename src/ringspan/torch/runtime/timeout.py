@@ -1,0 +1,27 @@
+"""How long the ranks of a process group wait for each other; torch has no public names for it."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout  # pyright: ignore[reportPrivateUsage]
+
+
+def timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How long the group waits for anything."""
+    return group._get_backend(device).options._timeout.total_seconds()  # pyright: ignore
+
+
+def take_timeout(mesh: DeviceMesh) -> None:
+    """Let the ranks of each axis wait as long as those of the default process group: torch makes the groups of a mesh
+    with a time-out of its own, whatever ``init_process_group`` was given.
+    """
+    world = dist.group.WORLD
+    if world is None or dist.get_backend() == "fake":
+        return
+    device = torch.device(mesh.device_type)
+    seconds = timeout_seconds(world, device)
+    for group in mesh.get_all_groups():
+        if timeout_seconds(group, device) != seconds:
+            _set_pg_timeout(timedelta(seconds=seconds), group)
