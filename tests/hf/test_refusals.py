@@ -18,12 +18,20 @@ from tests.hf.trainers import Examples, Ring, arguments, made, plain, sft
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"fp16": True}, "fp16=True is not supported on a ring; use bf16=True"),
+    ({"fp16_full_eval": True}, "fp16_full_eval=True is not supported on a ring; load the model in that dtype"),
     ({"bf16_full_eval": True}, "bf16_full_eval=True is not supported on a ring; load the model in that dtype"),
     ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1 .* RingConfig\(label_smoothing=...\) for language"),
     ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 is not supported on a ring"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size=True .* set the batch size"),
     ({"optim": "adafactor"}, "optim='adafactor' .* use one of adagrad, adamw_torch"),
     ({"ddp_bucket_cap_mb": 3}, "ddp_bucket_cap_mb=3 .* not wrapped"),
+    ({"ddp_broadcast_buffers": True}, "ddp_broadcast_buffers=True .* not wrapped"),
+    ({"ddp_static_graph": True}, "ddp_static_graph=True .* not wrapped"),
+    ({"fsdp": True, "fsdp_config": {"version": 2}}, r"fsdp is not supported on a ring; .* sharded over the ring"),
+    ({"torch_compile": True}, r"torch_compile=True .* RingConfig\(compile=True\)"),
+    ({"torch_compile_backend": "aot_eager"}, r"torch_compile=True .* RingConfig\(compile=True\)"),
+    ({"torch_compile_mode": "default"}, r"torch_compile=True .* RingConfig\(compile=True\)"),
+    ({"use_liger_kernel": True}, "use_liger_kernel=True .* the ring's loss uses Liger's"),
     ({"save_on_each_node": True}, "save_on_each_node=True .* rank 0 writes"),
     ({"eval_use_gather_object": True}, "eval_use_gather_object=True is not"),
     ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True .* each rank reads"),
@@ -161,6 +169,12 @@ def preferring(mesh: Any, make: Any, options: dict[str, Any]) -> None:
         (dpo, {"use_liger_kernel": True}, "use_liger_kernel=True is not supported on a ring; leave it out"),
         (grpo, {"use_vllm": True}, "use_vllm=True is not supported on a ring; leave it out: the model on the ring"),
         (grpo, {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True is not"),
+        (grpo, {"use_transformers_paged": True}, "use_transformers_continuous_batching=True is not"),
+        (
+            grpo,
+            {"cache_implementation": "static"},
+            "cache_implementation='static' is not supported on a ring; leave it",
+        ),
         (grpo, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True is not supported on a ring"),
         (
             grpo,

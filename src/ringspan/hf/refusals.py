@@ -120,6 +120,8 @@ def _of_preferences_and_rollouts(args: Any) -> Iterator[tuple[str, str]]:
     for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
         if getattr(args, name, False):
             yield f"{name}=True", "leave it out: the model on the ring makes the completions"
+    if (kind := getattr(args, "cache_implementation", None)) is not None:
+        yield f"cache_implementation={kind!r}", "leave it out: the cache is split over the ring"
     if getattr(args, "cast_lm_head_to_fp32", False):
         yield "cast_lm_head_to_fp32=True", "leave it out: it replaces the head's forward; load the model in float32"
 

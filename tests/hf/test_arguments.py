@@ -1,0 +1,92 @@
+"""Every argument of a trainer means on a ring what it means on one process, or raises; none is forgotten."""
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hf.arguments import CONFIGS, NOT_TRIED, Options, named, of, runs
+from tests.hf.preferences import dpo
+from tests.hf.rollouts import grpo
+from tests.hf.trainers import SCORES, SHORT, differences, history
+
+TOLERANCE = 1e-5
+# What is logged of time and of memory, and what is a mean over other logits there (docs/trainers.md).
+NOT_COMPARED = ("runtime", "per_second", "step_time", "mem_", "logits/")
+QUICK = ("accelerator_config", "num_train_epochs", "eval_packing", "discopop_tau", "entropy_coef_min", "sampled")
+
+
+@pytest.mark.parametrize("make", CONFIGS, ids=lambda make: make.__name__)
+def test_every_argument_has_a_place(make):
+    assert not of(make) - named(make), "try it in tests/hf/arguments.py, or refuse it in ringspan/hf/refusals.py"
+
+
+def test_what_is_said_to_raise_is_tried():
+    source = Path(__file__).with_name("test_refusals.py").read_text()
+    names = NOT_TRIED["raises: test_refusals.py"].split()
+    assert [name for name in names if f'"{name}"' not in source] == []
+
+
+def trained(mesh: Any, make: Any, ring: dict[str, Any] | None, options: Options) -> tuple[Any, list[Any], int]:
+    """What ``history`` has of a run and an evaluation, what else was logged, and how many tokens were seen."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make(mesh, "llama", ring, folder, dict([SHORT]) | copy.deepcopy(options))
+        trainer.train()
+        trainer.evaluate()
+        logs = [
+            {
+                name: value
+                for name, value in one.items()
+                if name not in SCORES and not any(p in name for p in NOT_COMPARED)
+            }
+            for one in trainer.state.log_history
+        ]
+        return history(trainer), logs, trainer.state.num_input_tokens_seen
+
+
+def cases() -> list[Any]:
+    quick = {name: next(options for _, options in runs() if name in options) for name in QUICK}
+    return [
+        pytest.param(
+            make,
+            options,
+            marks=() if options in quick.values() else pytest.mark.long,
+            id=f"{make.__name__}-{', '.join(f'{name}={value}' for name, value in options.items())}",
+        )
+        for make, options in runs()
+    ]
+
+
+def close(found: tuple[Any, list[Any], int], expected: tuple[Any, list[Any], int]) -> None:
+    apart = differences(found[0], expected[0])
+    assert not {name: value for name, value in apart.items() if not value < TOLERANCE}
+    assert found[2] == expected[2] and len(found[1]) == len(expected[1])
+    for one, other in zip(found[1], expected[1], strict=True):
+        assert one == {name: pytest.approx(value, rel=TOLERANCE, abs=1e-6) for name, value in other.items()}
+
+
+@pytest.mark.parametrize(("make", "options"), cases())
+def test_an_argument_has_the_meaning_of_one_process(world, make, options):
+    expected = trained(None, make, None, options)
+    for found in world(2).run(trained, 2, make, {}, options):
+        close(found, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        *((dpo, {"loss_type": [name]}) for name in ("sft", "aot", "aot_unpaired")),
+        (grpo, {"beta": 0.0, "loss_type": "bnpo"}),
+        (grpo, {"beta": 0.0, "entropy_coef": 0.05, "top_entropy_quantile": 0.3}),
+        (grpo, {"beta": 0.0, "delta": 1.5, "num_iterations": 2}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_what_is_of_each_process_is_of_each_ring(world, make, options):
+    """Means, orders and quantiles of a process's batch, which TRL then averages: not those of one process."""
+    expected = world(2).run(trained, 2, make, None, options)[0]
+    for found in world(4).run(trained, 4, make, {}, options, replicate=2):
+        close(found, expected)
