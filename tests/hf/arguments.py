@@ -2,7 +2,6 @@
 trainer on one process, or why there is none.
 """
 
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Final
 
@@ -177,10 +176,3 @@ def named(make: Any) -> set[str]:
 def of(make: Any) -> set[str]:
     """The arguments that a trainer of the installed release has."""
     return {field.name for field in fields(CONFIGS[make])}
-
-
-def runs() -> Iterator[tuple[Any, Options]]:
-    """All that is tried."""
-    for make, all_options in TRIED.items():
-        for options in all_options:
-            yield make, options

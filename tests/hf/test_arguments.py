@@ -2,12 +2,13 @@
 
 import copy
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hf.arguments import CONFIGS, NOT_TRIED, Options, named, of, runs
+from tests.hf.arguments import CONFIGS, NOT_TRIED, TRIED, Options, named, of
 from tests.hf.preferences import dpo
 from tests.hf.rollouts import grpo
 from tests.hf.trainers import SCORES, SHORT, differences, history
@@ -15,7 +16,6 @@ from tests.hf.trainers import SCORES, SHORT, differences, history
 TOLERANCE = 1e-5
 # What is logged of time and of memory, and what is a mean over other logits there (docs/trainers.md).
 NOT_COMPARED = ("runtime", "per_second", "step_time", "mem_", "logits/")
-QUICK = ("accelerator_config", "num_train_epochs", "eval_packing", "discopop_tau", "entropy_coef_min", "sampled")
 
 
 @pytest.mark.parametrize("make", CONFIGS, ids=lambda make: make.__name__)
@@ -46,17 +46,12 @@ def trained(mesh: Any, make: Any, ring: dict[str, Any] | None, options: Options)
         return history(trainer), logs, trainer.state.num_input_tokens_seen
 
 
-def cases() -> list[Any]:
-    quick = {name: next(options for _, options in runs() if name in options) for name in QUICK}
-    return [
-        pytest.param(
-            make,
-            options,
-            marks=() if options in quick.values() else pytest.mark.long,
-            id=f"{make.__name__}-{', '.join(f'{name}={value}' for name, value in options.items())}",
-        )
-        for make, options in runs()
-    ]
+def cases() -> Iterator[Any]:
+    """One case for each line of the table; the first of each trainer is one of ``make test``."""
+    for make, runs in TRIED.items():
+        for options in runs:
+            name = f"{make.__name__}-{', '.join(f'{name}={value}' for name, value in options.items())}"
+            yield pytest.param(make, options, marks=() if options is runs[0] else pytest.mark.long, id=name)
 
 
 def close(found: tuple[Any, list[Any], int], expected: tuple[Any, list[Any], int]) -> None:

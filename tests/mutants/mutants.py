@@ -65,6 +65,13 @@ TALK = "train/test_conversations.py::"
 
 MUTANTS = [
     Mutant(
+        "groups of a mesh wait as long as torch says",
+        "torch/runtime/timeout.py",
+        "_set_pg_timeout(timedelta(seconds=seconds), group)",
+        "pass",
+        "torch/runtime/test_timeout.py::test_the_groups_of_a_mesh_have_the_time_out_of_the_world[2-1]",
+    ),
+    Mutant(
         "a trainer's gradients are summed over replicas",
         "hf/batches.py",
         'module.set_gradient_divide_factor(float(base.ring_mesh["replicate"].size()))',
