@@ -101,9 +101,8 @@ def conversations(count: int, seed: int, column: str | None) -> datasets.Dataset
     return datasets.Dataset.from_list(rows)
 
 
-@lru_cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One word for each entry of the vocabulary."""
+    """One word for each entry of the vocabulary; made anew, since trainers change theirs."""
     words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")

@@ -10,7 +10,13 @@ import torch.distributed as dist
 pytest.importorskip("lightning", reason="needs ringspan[lightning]")
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from torch.utils.data import DataLoader
 
@@ -72,6 +78,7 @@ class Module(LightningModule):
         super().__init__()
         self.model: Any = build("llama")
         self.is_on_ring = False
+        self.lr = 1e-2
         self.losses: list[float] = []
         self.evaluated: list[float] = []
 
@@ -142,9 +149,10 @@ def ring_fit(
     batch_size: int,
     save: str | None = None,
     resume: str | None = None,
+    callbacks: list[Callback] | None = None,
     **changes: Any,
 ) -> Any:
-    callbacks = [SaveAt(0, save)] if save else []
+    callbacks = [SaveAt(0, save)] if save else callbacks or []
     options = {"devices": 4, "strategy": RingStrategy(**sizes), "plugins": [Ranks()], "callbacks": callbacks}
     return fit(options, batch_size, resume, **changes)
 
@@ -202,6 +210,45 @@ def test_a_checkpoint_resumes_on_another_mesh(pool, expected, tmp_path, is_folde
             assert relative(found["weights"][name], weight) < 1e-5, name
 
 
+class SaveAtStart(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Trainer, *args: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def saved_at_start(mesh: Any, path: str, is_folder: bool) -> tuple[list[float], list[float]]:
+    """The losses of a run that saves before its first step, and of one that begins with what was saved."""
+    sizes = {"ring": 4, "save_distributed_checkpoint": is_folder}
+    through = ring_fit(mesh, sizes, 4, callbacks=[SaveAtStart(path)])
+    return through["losses"], ring_fit(mesh, sizes, 4, resume=path)["losses"]
+
+
+@pytest.mark.parametrize("is_folder", [True, *long(False)])
+def test_saving_before_the_first_step_changes_nothing(pool, expected, tmp_path, is_folder):
+    for through, resumed in pool.run(saved_at_start, 4, str(tmp_path / "saved"), is_folder):
+        assert through == pytest.approx(expected["losses"], rel=1e-5)
+        assert resumed == pytest.approx(expected["losses"], rel=1e-5)
+
+
+def searched(mesh: Any, sizes: dict[str, Any] | None) -> list[float]:
+    """The losses of a search for a learning rate, which begins anew after it, and of the fit."""
+    search = LearningRateFinder(min_lr=1e-4, max_lr=1e-1, num_training_steps=5)
+    found = (
+        fit({"devices": 1, "callbacks": [search]}, 4) if sizes is None else ring_fit(mesh, sizes, 4, callbacks=[search])
+    )
+    return found["losses"]
+
+
+@pytest.mark.long
+def test_a_search_for_a_learning_rate_leaves_no_trace(pool):
+    expected = searched(None, None)
+    assert len(expected) == 30
+    for losses in pool.run(searched, 4, {"ring": 4}):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 class NotOnRing(Module):
     def configure_model(self) -> None:
         pass
@@ -225,6 +272,26 @@ def refused(mesh: Any, sizes: dict[str, Any], precision: Any, kind: Any) -> str:
 def test_what_would_not_be_exact_is_refused(pool, sizes, precision, kind, message):
     for said in pool.run(refused, 4, sizes, precision, kind):
         assert message in said and "\n" not in said
+
+
+def with_callback(mesh: Any, kind: Any, given: dict[str, Any]) -> str:
+    with pytest.raises(rs.UnsupportedError) as caught:
+        ring_fit(mesh, {"ring": 4}, 4, callbacks=[kind(**given)])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "does"),
+    [
+        (StochasticWeightAveraging, {"swa_lrs": 0.1}, "copies"),
+        (EMAWeightAveraging, {}, "copies"),
+        (ModelPruning, {"pruning_fn": "l1_unstructured"}, "prunes"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_callbacks_that_need_whole_weights_are_refused(pool, kind, given, does):
+    for said in pool.run(with_callback, 4, kind, given):
+        assert said == f"{kind.__name__} {does} whole weights, which are split on a ring; leave it out"
 
 
 class Predicting(Module):

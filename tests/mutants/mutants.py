@@ -65,6 +65,13 @@ TALK = "train/test_conversations.py::"
 
 MUTANTS = [
     Mutant(
+        "an optimizer that was saved before its first step has taken one",
+        "lightning/strategy.py",
+        "inner.state.clear()",
+        "pass",
+        "lightning/test_strategy.py::test_saving_before_the_first_step_changes_nothing[True]",
+    ),
+    Mutant(
         "groups of a mesh wait as long as torch says",
         "torch/runtime/timeout.py",
         "_set_pg_timeout(timedelta(seconds=seconds), group)",

@@ -3,7 +3,10 @@
 from datetime import timedelta
 from typing import Any, Final
 
+import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.distributed.constants import default_pg_timeout
@@ -18,6 +21,12 @@ from ringspan.torch.runtime.mesh import make_mesh, split_world
 
 # What Lightning does to a model for them is what a ring's model does itself, or nothing.
 _PRECISIONS: Final = ("32-true", "bf16-mixed")
+# Callbacks that work on whole weights, and how.
+_CALLBACKS: Final = (
+    (StochasticWeightAveraging, "copies"),
+    (WeightAveraging, "copies"),
+    (ModelPruning, "prunes"),
+)
 
 
 class RingStrategy(ModelParallelStrategy):
@@ -45,7 +54,7 @@ class RingStrategy(ModelParallelStrategy):
 
     Raises:
         ConfigError: sizes that do not multiply to the number of devices, when the trainer starts.
-        UnsupportedError: a precision that would convert the weights.
+        UnsupportedError: a precision that would convert the weights, or a callback that needs them whole.
     """
 
     def __init__(
@@ -84,11 +93,12 @@ class RingStrategy(ModelParallelStrategy):
         """Join the process group and make the mesh."""
         ring, replicate, tp = self._sizes
         found = split_world(self.num_nodes * self.num_processes, ring, replicate, tp)
+        module = self.lightning_module
+        assert module is not None, "connected before"
+        _refuse_callbacks(module.trainer)
         super().setup_environment()  # with a mesh of two axes, which nobody uses
         if self._ring_mesh is None:  # a trainer that fits and then validates has one model, on one mesh
             self._ring_mesh = make_mesh(self.root_device.type, *found, tp)
-        module = self.lightning_module
-        assert module is not None, "connected before"
         give_mesh(module, self._ring_mesh)
         if self._dealing is None:
             self._dealing = Dealing(module.trainer)
@@ -122,6 +132,17 @@ class RingStrategy(ModelParallelStrategy):
         self._settle()
         return super().lightning_module_state_dict()
 
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The shards of an optimizer's state, or on rank 0 all of it."""
+        inner: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        is_new = not inner.state
+        state = super().optimizer_state(inner)
+        if is_new:  # torch has taken a step, of length 0, to have something to save
+            inner.state.clear()
+            for values in state.get("state", {}).values():
+                values |= {name: torch.zeros_like(value) for name, value in values.items() if name == "step"}
+        return state
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill the shards of model and optimizers from a checkpoint of any mesh."""
         self._settle()
@@ -134,6 +155,20 @@ class RingStrategy(ModelParallelStrategy):
     def _settle(self) -> None:
         for model in self._on_ring():
             settle(model)
+
+
+def _refuse_callbacks(trainer: Any) -> None:
+    """Refuse callbacks that work on whole weights.
+
+    Raises:
+        UnsupportedError: naming the first.
+    """
+    for callback in trainer.callbacks:
+        for kind, does in _CALLBACKS:
+            if isinstance(callback, kind):
+                raise UnsupportedError(
+                    f"{type(callback).__name__} {does} whole weights, which are split on a ring; leave it out"
+                )
 
 
 def _refuse_uneven(loader: object, limit: float) -> None:
