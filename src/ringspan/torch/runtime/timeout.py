@@ -21,7 +21,10 @@ def take_timeout(mesh: DeviceMesh) -> None:
     if world is None or dist.get_backend() == "fake":
         return
     device = torch.device(mesh.device_type)
-    seconds = timeout_seconds(world, device)
+    try:
+        seconds = timeout_seconds(world, device)
+    except (AttributeError, RuntimeError):  # neither gloo nor NCCL, which alone let it be set
+        return
     for group in mesh.get_all_groups():
         if timeout_seconds(group, device) != seconds:
             _set_pg_timeout(timedelta(seconds=seconds), group)
