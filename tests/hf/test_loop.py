@@ -146,12 +146,14 @@ def test_inputs_are_split_over_replicas_and_triggers_heard_by_all_ranks(world, s
 
 
 def refused(mesh: Any, what: str) -> str:
-    from accelerate import ParallelismConfig
+    from accelerate import DistributedDataParallelKwargs, ParallelismConfig
 
     config = RingConfig(ring=2)
     with pytest.raises((rs.RingspanError, ValueError)) as caught:
         if what == "parallelism_config":
             ring_accelerator(config, parallelism_config=ParallelismConfig(cp_size=2), cpu=True)
+        if what == "wrapper":
+            ring_accelerator(config, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)], cpu=True)
         accelerator = ring_accelerator(config, cpu=True)
         model: Any = build("llama")
         if what == "other parameters":
@@ -169,6 +171,7 @@ def refused(mesh: Any, what: str) -> str:
     ("what", "message"),
     [
         ("parallelism_config", "parallelism_config is a second parallelism beside the ring; leave it out"),
+        ("wrapper", "DistributedDataParallelKwargs are for DistributedDataParallel, in which a model on a ring is not"),
         ("other parameters", "the optimizer has parameters of no model that was prepared"),
         ("steps", "the optimizer has taken steps; prepare it, with its model, before the first"),
         ("gather_for_metrics", "accelerator.gather_for_metrics is not for a ring; model(**batch).loss is that of"),

@@ -66,6 +66,11 @@ def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAcc
         raise UnsupportedError(f"dynamo_backend={backend!r} compiles the model around its exchanges; leave it out")
     if not made.even_batches and config.replicas > 1:
         raise UnsupportedError("even_batches=False: a replica would wait for batches that others lack; leave it out")
+    if made.ddp_handler is not None:
+        raise UnsupportedError(
+            "DistributedDataParallelKwargs are for DistributedDataParallel, in which a model on a ring is not wrapped; "
+            "leave them out"
+        )
     if made.dataloader_config.dispatch_batches:
         raise UnsupportedError("dispatch_batches=True is not for a ring: each rank reads its replica's batches")
     ours: Any = count_rings(made, config.make_mesh(), config.step)
