@@ -140,7 +140,8 @@ def _share_loop() -> None:
     """
     make, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
 
-    def make_on_device(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    # torch 2.14 has an argument more, ``enable_reconfigure``, which nobody asks for.
+    def make_on_device(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
         options = ProcessGroupGloo._Options()
         options._devices, options._threads, options._timeout = [device], 2, timeout
         make(self, store, rank, size, options)
