@@ -1,5 +1,6 @@
 """Meshes that somebody else made: their axes in the roles that ours have, over the process groups that they have."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -7,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world  # pyright: ignore[reportPrivateUsage]
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.mesh_axes import Names, assigned, recognised
@@ -15,6 +17,7 @@ from ringspan.torch.runtime.timeout import take_timeout
 
 # Of each default process group, the meshes that were made in it: a loop maps its mesh at every step.
 _mapped: Final[WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]]] = WeakKeyDictionary()
+_numbers: Final = itertools.count(1 << 30)  # of groups of one rank; no job has as many groups
 
 
 def ring_mesh(mesh: Any) -> DeviceMesh:
@@ -116,7 +119,15 @@ def _arranged(ranks: Tensor, names: tuple[str, ...], roles: Mapping[str, tuple[s
 
 
 def _group_of_one() -> dist.ProcessGroup:
-    """For an axis that the mesh lacks."""
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    """For an axis that the mesh lacks.
+
+    torch 2.14 names groups by how many there are, which must be the same on all ranks; some of them may be making none
+    here, so this one does not count.
+    """
+    count, _world.group_count = _world.group_count, next(_numbers)
+    try:
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    finally:
+        _world.group_count = count
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group
