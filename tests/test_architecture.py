@@ -209,7 +209,10 @@ def test_the_checker_accepts_what_the_design_allows(tmp_path: Path):
     assert violations(root) == []
 
 
-MAY_REPLACE = "measure/trace/torch_seams.py"
+MAY_REPLACE = {
+    "measure/trace/torch_seams.py": "a dry run has no devices",
+    "torch/runtime/foreign_mesh.py": "torch counts groups that only some ranks make, and takes the count back nowhere",
+}
 
 
 def replacements(source: str) -> list[int]:
@@ -239,7 +242,7 @@ def replacements(source: str) -> list[int]:
 def test_nothing_of_another_module_is_replaced_but_what_torch_has_no_seam_for():
     files = {path.relative_to(SOURCE / PACKAGE).as_posix(): path for path in SOURCE.rglob("*.py")}
     found = {name: replacements(path.read_text(encoding="utf-8")) for name, path in files.items()}
-    assert [name for name, lines in found.items() if lines] == [MAY_REPLACE], found
+    assert {name for name, lines in found.items() if lines} == set(MAY_REPLACE), found
 
 
 @pytest.mark.parametrize(
