@@ -140,8 +140,10 @@ def _share_loop() -> None:
     """
     make, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
 
-    # torch 2.14 has an argument more, ``enable_reconfigure``, which nobody asks for.
-    def make_on_device(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
+    def make_on_device(
+        self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
+    ) -> None:
+        assert not enable_reconfigure, "torch 2.14 has it, and nobody here asks for it"
         options = ProcessGroupGloo._Options()
         options._devices, options._threads, options._timeout = [device], 2, timeout
         make(self, store, rank, size, options)

@@ -5,6 +5,8 @@ trainer on one process, or why there is none.
 from dataclasses import fields
 from typing import Any, Final
 
+import numpy as np
+import torch
 from transformers import TrainingArguments
 from trl import (  # pyright: ignore[reportPrivateImportUsage]
     DPOConfig,
@@ -33,13 +35,43 @@ CONFIGS: Final = {
 
 Options = dict[str, Any]
 
+
+def of_everything(found: Any) -> dict[str, float]:
+    """Numbers of an evaluation that know each logit's place, and of inputs and losses where these were asked for."""
+    logits = found.predictions
+    numbers = {"places": float((logits * np.cos(np.arange(logits.size).reshape(logits.shape))).mean())}
+    for name in ("inputs", "losses"):
+        if getattr(found, name) is not None:
+            numbers[name] = float(np.mean(getattr(found, name)))
+    return numbers
+
+
+def of_batches(found: Any) -> dict[str, float]:
+    """The same of predictions batch by batch."""
+    return {f"batch_{n}": float(np.cos(logits).mean()) for n, logits in enumerate(found.predictions)}
+
+
+class BatchByBatch:
+    """Numbers that add up over an evaluation's batches."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    def __call__(self, found: Any, compute_result: bool) -> dict[str, float]:
+        self.sums.append(float(torch.as_tensor(found.predictions).cos().mean()))
+        if not compute_result:
+            return {}
+        result, self.sums = {"sum": sum(self.sums)}, []
+        return result
+
+
 # Each line is one run.
 TRIED: Final[dict[Any, list[Options]]] = {
     plain: [
         {"accelerator_config": {"split_batches": True}},
         {"accelerator_config": {"use_seedable_sampler": False, "non_blocking": True}},
         {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {"adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 1e-2, "weight_decay": 0.3, "data_seed": 3, "seed": 9},
         {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 3},
         {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 1, "eval_delay": 2, "full_determinism": True},
@@ -49,6 +81,12 @@ TRIED: Final[dict[Any, list[Options]]] = {
         {"logging_strategy": "steps", "logging_first_step": True, "logging_steps": 2, "debug": "underflow_overflow"},
         {"max_steps": -1, "num_train_epochs": 0.3, "optim": "adamw_torch_fused", "remove_unused_columns": False},
         {"train_sampling_strategy": "sequential", "skip_memory_metrics": False, "use_cache": True},
+        {"batch_eval_metrics": True, "compute_metrics": BatchByBatch()},
+        {"eval_accumulation_steps": 1, "include_for_metrics": ["inputs", "loss"], "compute_metrics": of_everything},
+        {"eval_do_concat_batches": False, "compute_metrics": of_batches},
+        {"prediction_loss_only": True, "compute_metrics": of_everything},
+        {"save_strategy": "steps", "save_steps": 2, "save_only_model": True},
+        {"train_sampling_strategy": "group_by_length", "length_column_name": "length"},
         {"optim_args": "a=b", "optim_target_modules": "all-linear"},  # which no optimizer of these reads
     ],
     sft: [
@@ -56,6 +94,7 @@ TRIED: Final[dict[Any, list[Options]]] = {
         {"packing": True, "eval_packing": False, "packing_strategy": "bfd_split"},
         {"eval_packing": True, "truncation_mode": "keep_end", "max_length": 9},
         {"packing": True, "pad_to_multiple_of": 8},
+        {"train_sampling_strategy": "group_by_length", "length_column_name": "length"},
         {"loss_type": "dft", "dataset_kwargs": {"skip_prepare_dataset": False}, "dataset_num_proc": 2},
     ],
     dpo: [
@@ -139,29 +178,30 @@ NOT_TRIED: Final = {
         "vllm_server_timeout vllm_structured_outputs_regex vllm_tensor_parallel_size"
     ),
     "test_trainer.py": (
-        "batch_eval_metrics bf16 dataloader_drop_last do_eval do_predict do_train eval_accumulation_steps "
-        "eval_do_concat_batches greater_is_better ignore_data_skip include_for_metrics load_best_model_at_end "
-        "logging_nan_inf_filter max_grad_norm max_steps metric_for_best_model prediction_loss_only "
-        "resume_from_checkpoint restore_callback_states_from_checkpoint save_only_model save_steps save_strategy "
-        "save_total_limit gradient_checkpointing gradient_checkpointing_kwargs"
+        "bf16 dataloader_drop_last load_best_model_at_end logging_nan_inf_filter max_grad_norm max_steps "
+        "metric_for_best_model resume_from_checkpoint save_steps save_strategy save_total_limit"
     ),
-    "test_lengths.py": "length_column_name",
-    "test_sft.py": "assistant_only_loss completion_only_loss padding_free router_aux_loss_coef",
-    "test_hub.py": (
-        "hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token push_to_hub"
+    "what gradient_checkpointing is called later": "activation_checkpointing activation_checkpointing_kwargs",
+    "which checkpoint is the best, and what is read from it: Trainer's own": (
+        "greater_is_better ignore_data_skip restore_callback_states_from_checkpoint"
     ),
+    "read by scripts alone": "do_eval do_predict do_train",
+    "test_sft.py": "completion_only_loss padding_free router_aux_loss_coef",
+    "test_hub.py": "hub_always_push hub_model_id hub_strategy push_to_hub",
     "test_preferences.py, test_rollouts.py": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
     "every run has it": (
         "dataloader_pin_memory disable_tqdm eval_steps eval_strategy generation_batch_size "
         "gradient_accumulation_steps learning_rate max_completion_length num_generations output_dir "
         "per_device_eval_batch_size per_device_train_batch_size report_to use_cpu"
     ),
-    "about texts, before they are dealt": "chat_template_kwargs chat_template_path max_tool_calling_iterations",
+    "about texts, before they are dealt": (
+        "assistant_only_loss chat_template_kwargs chat_template_path max_tool_calling_iterations"
+    ),
     "how a model is opened, before it is put on the ring": "model_init_kwargs trust_remote_code",
     "about processes, logs and other services": (
         "dataloader_multiprocessing_context ddp_backend ddp_find_unused_parameters ddp_timeout local_rank log_level "
         "log_level_replica log_on_each_node project run_name tf32 trackio_bucket_id trackio_space_id "
-        "trackio_static_space_id log_completions_hub_repo log_multimodal"
+        "trackio_static_space_id log_completions_hub_repo log_multimodal hub_private_repo hub_revision hub_token"
     ),
     "needs a package that is not installed": "deepspeed ds3_gather_for_generation generate_during_eval",
 }  # fmt: skip

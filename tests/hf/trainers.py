@@ -162,13 +162,20 @@ def history(trainer: Any) -> dict[str, Any]:
     return found | {"weights": {name: tensor.clone() for name, tensor in state.items()}}
 
 
-def train(mesh: Any, make: Callable[..., Any], model: str, ring: dict[str, Any] | None, options: dict[str, Any]) -> Any:
-    """Ten steps and an evaluation; on one process where ``ring`` is None."""
+def train(
+    mesh: Any,
+    make: Callable[..., Any],
+    model: str,
+    ring: dict[str, Any] | None,
+    options: dict[str, Any],
+    seen: Callable[[Any], Any] = history,
+) -> Any:
+    """What is ``seen`` of a trainer after ten steps and an evaluation; on one process where ``ring`` is None."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make(mesh, model, ring, folder, options)
         trainer.train()
         trainer.evaluate()
-        return history(trainer)
+        return seen(trainer)
 
 
 SHORT = ("max_steps", 3)
