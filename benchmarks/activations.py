@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from category_picture import category_picture
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -28,7 +29,6 @@ from ringspan.measure.bench.step import StepCase, small_llama
 from ringspan.measure.bench.timing import timed, timed_in_turns
 from ringspan.measure.trace.dry_run import trace
 from ringspan.plan.cost.setting import Setting
-from ringspan.report.charts import category_picture
 from ringspan.report.drawing import svg
 from ringspan.torch.layers.blockwise.blocks import run_in_blocks
 from ringspan.torch.runtime.launch import launch

@@ -28,13 +28,13 @@ COMMANDS = {
     ],
     "step": [f"ringspan bench step --length 8192 --dtype {dtype} --json" for dtype in ("float32", "bfloat16")],
     "context": [
-        "ringspan bench context --budget 4e9 --options off --dtype bfloat16 --json",
-        "ringspan bench context --budget 16e9 --options off --dtype bfloat16 --json",
-        "ringspan bench context --budget 4e9 --options on --dtype bfloat16 --start 61696 --trials 1 --json",
-        "ringspan bench context --budget 4e9 --options on --dtype bfloat16 --start 16384 --trials 1 --json",
+        "python -m benchmarks.context --budget 4e9 --options off --dtype bfloat16",
+        "python -m benchmarks.context --budget 16e9 --options off --dtype bfloat16",
+        "python -m benchmarks.context --budget 4e9 --options on --dtype bfloat16 --start 61696 --trials 1",
+        "python -m benchmarks.context --budget 4e9 --options on --dtype bfloat16 --start 16384 --trials 1",
         *(
-            f"ringspan bench context --budget {budget} --options {options} --dtype bfloat16 --start {start} --trials 1 "
-            f"--rows-in {rows_in} --json"
+            f"python -m benchmarks.context --budget {budget} --options {options} --dtype bfloat16 --start {start} "
+            f"--trials 1 --rows-in {rows_in}"
             for budget, options, start, rows_in in (
                 ("4e9", "on", 16384, 64),
                 ("4e9", "on", 61696, 64),
@@ -44,7 +44,7 @@ COMMANDS = {
             )
         ),
     ],
-    "memory": ["ringspan bench memory --length 8192 --rings 1,2,4 --json"],
+    "memory": ["python -m benchmarks.memory --length 8192 --rings 1,2,4"],
 }
 
 
@@ -55,7 +55,7 @@ def main() -> None:
         rows = []
         for command in COMMANDS[name]:
             print(command, file=sys.stderr, flush=True)
-            arguments = [sys.executable, "-m", *shlex.split(command)]
+            arguments = [sys.executable, "-m", *shlex.split(command.removeprefix("python -m "))]
             done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True)
             rows.append({"command": command, "result": json.loads(done.stdout)})
         (RESULTS / f"{name}-cpu.json").write_text(json.dumps(rows, indent=1) + "\n")

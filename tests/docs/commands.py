@@ -74,9 +74,9 @@ TABLE: Final = (
     _EVAL,
     Row(r"ringspan eval harness", short={"--tasks": "local_choice"}, added="--include tasks"),
     Row(r"ringspan eval perplexity", short={"--length": "512"}, added="--items 1"),
-    Row(r"ringspan bench memory", short={"--length": "128", "--variants": "chunks"}),
+    Row(r"python -m benchmarks.memory", short={"--length": "128", "--variants": "chunks"}),
     Row(
-        r"ringspan bench context", short={"--budget": "2e9"},
+        r"python -m benchmarks.context", short={"--budget": "2e9"},
         added="--layers 1 --hidden-size 24 --vocabulary 256 --trials 1 --max-length 1024",
     ),
     Row(r"python -m ringspan.conformance", added="--ranks 2"),
@@ -193,7 +193,7 @@ def reader(folder: Path) -> None:
     write(folder / "tasks")
     (folder / "my_module.py").write_text(_OWN_ATTENTION + _block("conformance.md", "py"), encoding="utf-8")
     (folder / "train.py").write_text(_script(), encoding="utf-8")
-    for name in ("examples", "README.md", "docs", "src"):
+    for name in ("examples", "benchmarks", "README.md", "docs", "src"):
         (folder / name).symlink_to(ROOT / name)
 
 

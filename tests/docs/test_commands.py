@@ -158,8 +158,8 @@ def test_what_a_command_in_a_sentence_names_is_there():
         ("python -m benchmarks.nothing", "benchmarks.nothing"),
         ("python benchmarks/nothing.py FOLDER", "benchmarks/nothing.py"),
         ("ringspan explain --all", "explain"),
-        ("ringspan bench cache MODEL --lenght 3", "--lenght"),
-        ("ringspan bench cache MODEL --text-file book.txt", None),
+        ("ringspan bench step --lenght 3", "--lenght"),
+        ("ringspan bench step --length 3", None),
         ("make test ARGS=...", None),
     ],
 )

@@ -11,7 +11,6 @@ import typer
 from ringspan import __version__
 from ringspan.cli.commands import (
     bench,
-    bench_cache,
     demo,
     doctor,
     evaluate,
@@ -62,7 +61,6 @@ app.command("plan", epilog=plan.EPILOG)(plan.command)
 app.command("rehearse", epilog=rehearse.EPILOG)(rehearse.command)
 app.command("profile", epilog=profile.EPILOG)(profile.command)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.command)
-bench.app.command("cache", epilog=bench_cache.EPILOG)(bench_cache.command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
 

@@ -136,7 +136,7 @@ def test_the_fullest_rank_is_that_of_the_cache(ring, window, read, written):
 
 
 def test_bytes_are_near_those_that_were_measured():
-    """The model of ``bench generate``, whose peak while reading counts the gathered weights, and not their shards."""
+    """The model of ``benchmarks.generation``, whose peak while reading counts gathered weights, not their shards."""
     measured = json.loads(MEASURED.read_text())
     shape = ModelShape(
         name="small", layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=768, vocab=4096

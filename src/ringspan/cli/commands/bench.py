@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +12,6 @@ from ringspan.cli.checks import (
     check_dtype,
     check_heads,
     check_memory,
-    check_picture,
     ring_sizes,
 )
 from ringspan.core.messages.units import shown_bytes, shown_seconds, shown_speed
@@ -22,8 +20,6 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Measure speed and memory against one process. Close other programs first: everything here is timed.",
 )
-
-_READ_AND_WRITTEN = ("prompt", "prefill_seconds", "ratio_prefill"), ("token", "seconds_per_token", "ratio_token")
 
 _LEAST_TOKEN_BYTES = 1024  # of a step of the small models here: hidden states alone are more
 _MOST = 1 << 40  # of tokens and of other sizes; what a machine's memory holds of them is checked on top
@@ -207,144 +203,6 @@ def step(
     speeds = [f"{result[f'{who}_tokens_per_second']:,.0f}" for who in ("ring", "baseline")]
     rows = [[*speeds, f"{result['ratio_tokens_per_second']:.3f}", shown_bytes(result["peak_bytes"])]]
     _table(f"one step of {length:,} tokens, {dtype}", ["ring tokens/s", "one process", "ratio", "peak"], rows)
-
-
-@app.command("generate", epilog="Example: ringspan bench generate --ranks 2 --length 32768 --json")
-def generate(
-    ranks: Ranks = 2,
-    length: Annotated[int, typer.Option(min=1, max=_MOST, help="Tokens of the prompt.")] = 32768,
-    new_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens to write after it.")] = 32,
-    dtype: Dtype = "float32",
-    repeats: Repeats = 3,
-    as_json: Json = False,
-) -> None:
-    """Reading a prompt and writing after it on the ring, against transformers' generate on one process of N threads."""
-    from ringspan.measure.bench.generate import GenerateCase, run
-
-    check_dtype(dtype)
-    check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
-    _say("a prompt read by a ring and by one process", quiet=as_json)
-    result = run(GenerateCase(ranks=ranks, length=length, new_tokens=new_tokens, dtype=dtype, repeats=repeats))
-    if as_json:
-        print(json.dumps(result))
-        return
-    rows = [
-        [what, *(shown_seconds(result[f"{who}{key}"]) for who in ("", "baseline_")), f"{result[ratio]:.3f}"]
-        for what, key, ratio in _READ_AND_WRITTEN
-    ]
-    _table(f"a prompt of {length:,} tokens, {dtype}", ["", "ring", "one process", "ratio"], rows)
-    print(
-        f"a rank allocates at most {shown_bytes(result['peak_bytes'])} while it reads, its share of the cache included"
-    )
-
-
-@app.command("memory", epilog="Example: ringspan bench memory --length 8192 --json")
-def memory(
-    length: Length = 8192,
-    rings: Annotated[str, typer.Option(help="Ring sizes to compare.")] = "1,2,4",
-    variants: Annotated[str, typer.Option(help="plain, chunks, offload: what is added to each policy.")] = "plain",
-    layout: LayoutOption = "zigzag",
-    dtype: Dtype = "float32",
-    picture: Annotated[Path | None, typer.Option(help="Write the bytes by category as an SVG file.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Bytes of activations and of all else that each rank holds, at a fixed length and at fixed tokens per rank."""
-    from ringspan.core.errors import ConfigError
-    from ringspan.core.geometry.layout import layout_name
-    from ringspan.core.messages.extras import require
-    from ringspan.measure.bench.memory import VARIANTS, MemoryCase, VariantName, run
-    from ringspan.report.charts import category_picture
-    from ringspan.report.drawing import svg
-
-    check_dtype(dtype)
-    sizes = ring_sizes("--rings", rings, "1,2,4")
-    if length < 2 * max(sizes):
-        raise ConfigError(f"--length {length}: a ring of {max(sizes)} needs at least {2 * max(sizes)} tokens")
-    names: tuple[VariantName, ...] = tuple(name for name in VARIANTS if name in variants.split(","))
-    if len(names) != len(variants.split(",")):
-        raise ConfigError(f"--variants {variants!r}: choose from {', '.join(VARIANTS)}, with commas")
-    if picture:
-        check_picture(picture, ".svg")
-        require(f"--picture {picture}", "matplotlib")
-    check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
-    case = MemoryCase(rings=sizes, length=length, variants=names, layout=layout_name(layout), dtype=dtype)
-    _say("the memory of each rank", quiet=as_json)
-    result = run(case)
-    if picture:
-        drawn = category_picture(result["rows"])
-        picture.write_text(svg(drawn) if drawn else "", encoding="utf-8")
-    if as_json:
-        print(json.dumps(result))
-        return
-    rows = [
-        [
-            str(row["ring"]),
-            f"{row['length']:,}",
-            f"{row['tokens_per_rank']:,}",
-            row["checkpoint"],
-            row["variant"],
-            shown_bytes(row["bytes"]["activations"]),
-        ]
-        for row in result["rows"]
-    ]
-    _table("activations held per rank", ["ring", "tokens", "tokens per rank", "checkpoint", "variant", "bytes"], rows)
-
-
-@app.command("context", epilog="Example: ringspan bench context --budget 6e9 --options on --json")
-def context(
-    budget: Annotated[float, typer.Option(min=1, max=1e18, help="Bytes of memory for all ranks together.")] = 16e9,
-    ranks: Ranks = 2,
-    options: Annotated[str, typer.Option(help="on or off: everything that keeps activations small.")] = "on",
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the Llama.")] = 12,
-    hidden_size: Annotated[int, typer.Option(min=12, help="Its hidden size; a multiple of 24.")] = 768,
-    vocabulary: Annotated[int, typer.Option(min=256, help="Its vocabulary.")] = 32000,
-    dtype: Dtype = "float32",
-    layout: LayoutOption = "zigzag",
-    trials: Annotated[int, typer.Option(min=1, help="Steps to try at most; time grows as their lengths squared.")] = 8,
-    start: Annotated[int, typer.Option(min=1, help="Length to try first.")] = 1024,
-    max_length: Annotated[int, typer.Option(min=1024, help="Longest sequence to try.")] = 1 << 24,
-    rows_in: Annotated[
-        int,
-        typer.Option(min=1, help="Compute one row in so many of attention (CPU): a step's memory without its time."),
-    ] = 1,
-    as_json: Json = False,
-) -> None:
-    """The longest sequence on which a Llama (100M parameters) takes a whole training step within a memory budget."""
-    from ringspan.core.errors import ConfigError
-    from ringspan.core.geometry.layout import layout_name
-    from ringspan.measure.bench.context import OPTIONS, ContextCase, run
-
-    check_dtype(dtype)
-    if options not in OPTIONS:
-        raise ConfigError(f"--options {options!r}: choose one of {', '.join(OPTIONS)}")
-    if hidden_size % 24:
-        raise ConfigError(f"--hidden-size {hidden_size}: is no multiple of 24 (twelve heads of an even size)")
-    case = ContextCase(
-        ranks=ranks,
-        budget_bytes=int(budget),
-        options=options,
-        layers=layers,
-        hidden_size=hidden_size,
-        vocabulary=vocabulary,
-        dtype=dtype,
-        layout=layout_name(layout),
-        start_tokens=start,
-        max_trials=trials,
-        max_length=max_length,
-        rows_in=rows_in,
-    )
-    _say("how long a sequence fits", quiet=as_json)
-    result = run(case)
-    if as_json:
-        print(json.dumps(result))
-        return
-    rows = [
-        [f"{trial['length']:,}", shown_bytes(trial["peak_bytes"]), shown_seconds(trial["step_seconds"])]
-        for trial in result["trials"]
-    ]
-    seconds = "step" if rows_in == 1 else f"step, attention of one row in {rows_in}"
-    _table(f"{result['parameters']:,} parameters, options {options}", ["tokens", "all ranks", seconds], rows)
-    print(f"longest: {result['max_length_tokens']:,} tokens in {shown_bytes(result['budget_bytes'])}")
 
 
 def _say(what: str, *, quiet: bool) -> None:

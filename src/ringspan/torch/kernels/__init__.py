@@ -42,20 +42,15 @@ _FORWARD_ON_HOPPER: Final = ("flash3", "triton", *_FOR_ANYTHING)
 _HOPPER: Final = 9  # the first number of its compute capability
 
 
-def register(*kernels: Returning | InPlace) -> None:
-    """Let kernels be found under their names from now on, in the place of those that were."""
-    KERNELS.update({kernel.name: kernel for kernel in kernels})
-
-
 @contextmanager
 def registered(*kernels: Returning | InPlace) -> Iterator[None]:
-    """As ``register``, while this context is active."""
+    """Let kernels be found under their names while this context is active, in the place of those that were."""
     before = dict(KERNELS)
-    register(*kernels)
+    KERNELS.update({kernel.name: kernel for kernel in kernels})
     try:
         yield
     finally:
-        register(*before.values())
+        KERNELS.update(before)
 
 
 def why_not(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> str | None:

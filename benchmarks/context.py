@@ -1,22 +1,32 @@
-"""The longest sequence on which a Llama of 100M parameters takes one whole training step within a budget of memory."""
+"""The longest sequence on which a Llama of 100M parameters takes one whole training step within a budget of memory.
 
+python -m benchmarks.context --budget 6e9 --options on
+"""
+
+import json
 import math
 import resource
 import shutil
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
+import typer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+import ringspan
+from benchmarks.thin import thin_attention
+from ringspan.cli.checks import check_dtype
+from ringspan.cli.commands.bench import Dtype, LayoutOption, Ranks
 from ringspan.core.errors import ConfigError
+from ringspan.core.geometry.layout import layout_name
 from ringspan.core.names import LayoutName
 from ringspan.measure.bench.machine import describe_machine
-from ringspan.measure.bench.thin import thin_attention
 from ringspan.plan.cost.memory import saved_per_token
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import from_config
@@ -44,7 +54,7 @@ OPTIONS: Final[dict[OptionsName, dict[str, Any]]] = {
 class ContextCase:
     """A model, a ring and a budget for all of its ranks together; ``max_trials`` steps are tried at most.
 
-    ``rows_in`` above 1 computes one row in so many of attention (``ringspan.measure.bench.thin``), on a CPU alone.
+    ``rows_in`` above 1 computes one row in so many of attention (``benchmarks.thin``), on a CPU alone.
     """
 
     ranks: int = 2
@@ -168,8 +178,11 @@ def _measure(case: ContextCase, length: int) -> dict[str, Any]:
         # A length that is far too long fails here, rather than by what the system does to the machine's programs.
         limit = int(1.5 * case.budget_bytes / case.ranks) + (2 << 30)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    if case.rows_in > 1:
-        thin_attention(case.rows_in)
+    with thin_attention(case.rows_in) if case.rows_in > 1 else nullcontext():
+        return _step(case, length, device)
+
+
+def _step(case: ContextCase, length: int, device: torch.device) -> dict[str, Any]:
     mesh = init_mesh(ring=case.ranks)
     model = parallelize(_llama(case, length), mesh, layout=case.layout, **OPTIONS[case.options])
     parameters = sum(p.numel() for p in model.parameters())
@@ -210,7 +223,54 @@ def _config(case: ContextCase, length: int) -> LlamaConfig:
 
 
 def _text(length: int) -> torch.Tensor:
-    """The bytes of this package's own source, over and over."""
-    paths = sorted(Path(__file__).parents[2].rglob("*.py"))
+    """The bytes of ringspan's own source, over and over."""
+    paths = sorted(Path(ringspan.__file__).parent.rglob("*.py"))
     source = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
     return source.repeat(-(-length // len(source)))[:length].long()
+
+
+def main(
+    budget: Annotated[float, typer.Option(min=1, max=1e18, help="Bytes of memory for all ranks together.")] = 16e9,
+    ranks: Ranks = 2,
+    options: Annotated[str, typer.Option(help="on or off: everything that keeps activations small.")] = "on",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the Llama.")] = 12,
+    hidden_size: Annotated[int, typer.Option(min=12, help="Its hidden size; a multiple of 24.")] = 768,
+    vocabulary: Annotated[int, typer.Option(min=256, help="Its vocabulary.")] = 32000,
+    dtype: Dtype = "float32",
+    layout: LayoutOption = "zigzag",
+    trials: Annotated[int, typer.Option(min=1, help="Steps to try at most; time grows as their lengths squared.")] = 8,
+    start: Annotated[int, typer.Option(min=1, help="Length to try first.")] = 1024,
+    max_length: Annotated[int, typer.Option(min=1024, help="Longest sequence to try.")] = 1 << 24,
+    rows_in: Annotated[
+        int,
+        typer.Option(min=1, help="Compute one row in so many of attention (CPU): a step's memory without its time."),
+    ] = 1,
+) -> None:
+    """Search, and print the result as one JSON object."""
+    check_dtype(dtype)
+    if options not in OPTIONS:
+        raise ConfigError(f"--options {options!r}: choose one of {', '.join(OPTIONS)}")
+    if hidden_size % 24:
+        raise ConfigError(f"--hidden-size {hidden_size}: is no multiple of 24 (twelve heads of an even size)")
+    case = ContextCase(
+        ranks=ranks,
+        budget_bytes=int(budget),
+        options=options,
+        layers=layers,
+        hidden_size=hidden_size,
+        vocabulary=vocabulary,
+        dtype=dtype,
+        layout=layout_name(layout),
+        start_tokens=start,
+        max_trials=trials,
+        max_length=max_length,
+        rows_in=rows_in,
+    )
+    print(json.dumps(run(case)))
+
+
+if __name__ == "__main__":
+    # By its full name, by which the ranks import what they run.
+    from benchmarks import context
+
+    typer.run(context.main)

@@ -1,5 +1,6 @@
 """Attention of one row in N: a step that holds what a whole one holds, and takes a fraction of its time."""
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch
-from ringspan.torch.kernels import KERNELS, register
+from ringspan.torch.kernels import KERNELS, registered
 from ringspan.torch.kernels.contract import BackwardInputs, InPlace, Kernel, Returning
 from ringspan.torch.kernels.score_mod import Scores
 
@@ -89,8 +90,9 @@ class ThinnedInPlace(_Thinned[InPlace]):
             rows[:, :, row + 1 : row + self._every] = rows[:, :, row : row + 1]
 
 
-def thin_attention(every: int) -> None:
-    """Let this process compute one row in ``every`` of attention on a CPU, from now on."""
-    for name in ("cpu", "eager"):
-        kernel = KERNELS[name]
-        register(ThinnedInPlace(kernel, every) if isinstance(kernel, InPlace) else Thinned(kernel, every))
+def thin_attention(every: int) -> AbstractContextManager[None]:
+    """Compute one row in ``every`` of attention on a CPU while this is active."""
+    both = KERNELS["cpu"], KERNELS["eager"]
+    return registered(
+        *(ThinnedInPlace(one, every) if isinstance(one, InPlace) else Thinned(one, every) for one in both)
+    )

@@ -1,11 +1,11 @@
-"""``ringspan bench generate`` on a small prompt: what it says of the cache, and that both sides wrote the same."""
+"""``benchmarks.generation`` on a small prompt: what it says of the cache, and that both sides wrote the same."""
 
 import json
 from pathlib import Path
 
-from ringspan.measure.bench.generate import GenerateCase, run
+from benchmarks.generation import GenerateCase, run
 
-LONG = Path(__file__).parents[3] / "benchmarks" / "results" / "long-prompts-cpu.json"
+LONG = Path(__file__).parents[2] / "benchmarks" / "results" / "long-prompts-cpu.json"
 
 
 def test_a_share_of_the_cache_and_the_same_text():

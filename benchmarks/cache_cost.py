@@ -1,12 +1,20 @@
-"""What caches in fewer bits cost a model on a text: change of the loss and of perplexity, and bytes."""
+"""What caches in fewer bits cost a model on a text: change of the loss and of perplexity, and bytes.
 
+python -m benchmarks.cache_cost runs/demo/model --text-file book.txt --scored 512
+"""
+
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import torch
 import torch.distributed as dist
+import typer
 
+from ringspan.cli.commands.bench import Ranks
+from ringspan.cli.commands.generate import check_folder, prompt_ids, prompt_text
 from ringspan.core.errors import ConfigError
 from ringspan.core.names import CACHE_DTYPE_NAMES, CacheDtypeName, find_name
 from ringspan.generate.folder import load_config, load_tokenizer
@@ -88,3 +96,28 @@ def _measure(case: CacheCase, ids: list[int]) -> dict[str, Any]:
         "cache_bytes_per_rank": int(sizes[0, 0]),
         "caches": rows,
     }
+
+
+def main(
+    model: Annotated[Path, typer.Argument(help="Folder of the model and its tokenizer.", show_default=False)],
+    text_file: Annotated[
+        Path, typer.Option(help="The text; - reads standard input. The first tokens are read, the last scored.")
+    ],
+    dtypes: Annotated[str, typer.Option(help="Of the caches, with commas.")] = ",".join(DTYPES),
+    scored: Annotated[int, typer.Option(min=1, help="Tokens whose loss is compared.")] = 256,
+    length: Annotated[int | None, typer.Option(min=3, help="Tokens of the text to take; default: all.")] = None,
+    ranks: Ranks = 2,
+) -> None:
+    """Measure, and print the result as one JSON object."""
+    check_folder(model)
+    chosen = tuple(dict.fromkeys(dtypes.split(",")))
+    case = CacheCase(folder=str(model), ranks=ranks, dtypes=chosen, scored=scored)  # type: ignore[arg-type]
+    ids = prompt_ids(case.settings, prompt_text(None, text_file, "--text-file"), length)
+    print(json.dumps(run(case, ids.tolist())))
+
+
+if __name__ == "__main__":
+    # By its full name, by which the ranks import what they run.
+    from benchmarks import cache_cost
+
+    typer.run(cache_cost.main)

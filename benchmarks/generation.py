@@ -1,16 +1,22 @@
 """Reading a prompt and writing after it on a ring of N ranks of one thread, against transformers on one process of N
 threads.
+
+    python -m benchmarks.generation --ranks 2 --length 32768
 """
 
+import json
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+import typer
 from torch import Tensor
 from transformers import DynamicCache
 
+from ringspan.cli.checks import check_dtype
+from ringspan.cli.commands.bench import Dtype, Ranks, Repeats
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.step import StepCase, small_llama
 from ringspan.measure.bench.timing import timed
@@ -102,3 +108,23 @@ def _measure(case: GenerateCase) -> dict[str, Any]:
         "peak_bytes": peak,
         "same_tokens": same,
     }
+
+
+def main(
+    ranks: Ranks = 2,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 32768,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write after it.")] = 32,
+    dtype: Dtype = "float32",
+    repeats: Repeats = 3,
+) -> None:
+    """Measure, and print the result as one JSON object."""
+    check_dtype(dtype)
+    case = GenerateCase(ranks=ranks, length=length, new_tokens=new_tokens, dtype=dtype, repeats=repeats)
+    print(json.dumps(run(case)))
+
+
+if __name__ == "__main__":
+    # By its full name, by which the ranks import what they run.
+    from benchmarks import generation
+
+    typer.run(generation.main)
