@@ -29,8 +29,8 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from examples.jax_llama import Llama, LlamaConfig, mean_loss, shardings
 from ringspan.jax import sharded_ring_attention
-from ringspan.jax.llama import Llama, LlamaConfig, mean_loss, shardings
 from ringspan.jax.mesh import BATCH_AXES
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.plan.model.configs import MODELS

@@ -4,7 +4,8 @@
     python examples/jax_finetune.py --model path/to/llama    # a Hugging Face Llama folder, saved back when done
     python examples/jax_finetune.py --sp 2 --fsdp 2          # another mesh
 
-Needs ringspan[jax]. Run it again with more --steps and it resumes from its newest checkpoint.
+Needs ringspan[jax], flax, optax and orbax-checkpoint; the model is jax_llama.py beside it. Run it again with more
+--steps and it resumes from its newest checkpoint.
 """
 
 import argparse
@@ -16,11 +17,19 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax_llama import (
+    Llama,
+    LlamaConfig,
+    load_checkpoint,
+    load_llama,
+    mean_loss,
+    save_checkpoint,
+    save_llama,
+    shardings,
+)
 
-from ringspan.core.errors import RingspanError
+from ringspan import RingspanError
 from ringspan.jax import init_mesh, shard_batch
-from ringspan.jax.checkpoint import load_checkpoint, load_llama, save_checkpoint, save_llama
-from ringspan.jax.llama import Llama, LlamaConfig, mean_loss, shardings
 
 SMALL = LlamaConfig(
     vocab_size=256,  # a token is a byte

@@ -5,7 +5,6 @@ from typing import Final
 
 import jax
 import numpy as np
-from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ringspan.core.errors import LayoutError
@@ -74,8 +73,3 @@ def _map(mesh: Mesh, roles: Mapping[str, tuple[str, ...]]) -> Mesh:
     sizes = [int(np.prod([mesh.shape[name] for name in roles[axis]])) for axis in AXES]
     devices = mesh.devices.transpose(*used, *others).reshape(sizes)
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def gathered(weight: Array, axis: int) -> Array:
-    """A weight of which each device of fsdp holds a part along ``axis``; its gradient is summed and split again."""
-    return jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
