@@ -15,18 +15,10 @@ def toml_tables(question: Question, setting: Setting) -> str:
     What is the default of ``ringspan.train.config.tables`` in every plan is left out.
     """
     mesh = {"ring": setting.ring, "replicate": setting.replicate} | ({"tp": setting.tp} if setting.tp > 1 else {})
-    optimizer: dict[str, Any] = {
-        "batch_size": setting.batch,
-        "accumulation_steps": setting.micro_steps(question.batch),
-    }
+    optimizer: dict[str, Any] = {"batch_size": setting.batch, "accumulation_steps": setting.micro_steps(question.batch)}
     if setting.optimizer_on_host:
         optimizer["on_host"] = True
-    tables = {
-        "mesh": mesh,
-        "attention": _sent(setting),
-        "memory": _kept(setting),
-        "optimizer": optimizer,
-    }
+    tables = {"mesh": mesh, "attention": _sent(setting), "memory": _kept(setting), "optimizer": optimizer}
     return "\n\n".join("\n".join([f"[{name}]", *_assignments(table)]) for name, table in tables.items())
 
 

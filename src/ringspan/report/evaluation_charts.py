@@ -132,15 +132,7 @@ def maps(results: Sequence[Result]) -> "Figure":
             for over, length in enumerate(lengths):
                 _cell(page, _LEFT + over * wide, y, found.get((length, depth)), model)
         for over, length in enumerate(lengths):
-            text(
-                page,
-                _LEFT + (over + 0.5) * wide,
-                bottom + 16,
-                _short(length),
-                SOFT,
-                "center",
-                size=11,
-            )
+            text(page, _LEFT + (over + 0.5) * wide, bottom + 16, _short(length), SOFT, "center", size=11)
         text(page, _LEFT, bottom + 32, "length (tokens)", SOFT, size=11)
         text(page, 18, top + high * len(depths) / 2, "depth", SOFT, "center", size=11, rotation=90)
     return figure

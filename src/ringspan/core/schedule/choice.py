@@ -37,13 +37,7 @@ class Choice:
 
 @lru_cache(maxsize=64)
 def choose_route(
-    layout: Layout,
-    mask: Mask,
-    shape: Shape,
-    speeds: Speeds,
-    keys: Layout | None = None,
-    *,
-    comm_dtype: str = "exact",
+    layout: Layout, mask: Mask, shape: Shape, speeds: Speeds, keys: Layout | None = None, *, comm_dtype: str = "exact"
 ) -> Choice:
     """The quickest route by the model; the one with the smaller messages of two rings unless another is clearly
     quicker.

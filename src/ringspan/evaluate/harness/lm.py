@@ -13,12 +13,7 @@ import torch.distributed as dist
 from jinja2.exceptions import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import (
-    Collator,
-    handle_stop_sequences,
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-)
+from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor

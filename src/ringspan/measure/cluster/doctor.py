@@ -24,12 +24,7 @@ from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.bench.kernels import kernel_report
 from ringspan.measure.bench.machine import describe_machine, num_cores, package_version
 from ringspan.measure.bench.ring import alone
-from ringspan.measure.cluster.cluster import (
-    Problem,
-    examine_ranks,
-    problems_between,
-    versions,
-)
+from ringspan.measure.cluster.cluster import Problem, examine_ranks, problems_between, versions
 from ringspan.measure.trace.rehearsal import host_memory_bytes
 from ringspan.plan.cluster.hardware import min_block_tokens
 from ringspan.torch import kernels

@@ -98,11 +98,7 @@ def host_memory_bytes() -> int:
 
 
 def rehearse(
-    config: PreTrainedConfig,
-    setting: Setting,
-    rank: int,
-    bandwidth: float,
-    doing: Callable[[str], None] = _tell_nobody,
+    config: PreTrainedConfig, setting: Setting, rank: int, bandwidth: float, doing: Callable[[str], None] = _tell_nobody
 ) -> Rehearsal:
     """Run training steps as ``rank`` of ``ring x replicate`` on this process's device.
 

@@ -30,10 +30,7 @@ def state_passes(
     computed = batch * split.tokens_per_rank * kind.scan_flops / speeds.flops
     twice = 1.0 if ranks > 1 else 0.0
     forward, backward = (_exchange(split, kind, number_bytes, speeds, reverse=reverse) for reverse in (False, True))
-    return (
-        _pass(computed * (1 + twice), forward, batch),
-        _pass(computed * (2 + twice), backward, batch),
-    )
+    return (_pass(computed * (1 + twice), forward, batch), _pass(computed * (2 + twice), backward, batch))
 
 
 def state_bytes(layout: Layout, kind: LayerKind, number_bytes: int) -> list[int]:

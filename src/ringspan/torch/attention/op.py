@@ -223,12 +223,7 @@ def _ranks_per_node(ranks: int) -> int:
 
 @torch.library.custom_op("ringspan::ring_attention", mutates_args=())
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    spec: str,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, spec: str
 ) -> tuple[Tensor, Tensor]:
     check_differentiation("ring_attention", q, k, v, sinks)  # of who calls the operator itself
     asked = AttentionSpec.parse(spec)

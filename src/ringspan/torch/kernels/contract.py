@@ -59,10 +59,7 @@ class Returning(Kernel, Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self,
-        given: BackwardInputs,
-        launch: KernelLaunch,
-        scores: Scores,
+        self, given: BackwardInputs, launch: KernelLaunch, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -75,11 +72,5 @@ class InPlace(Kernel, Protocol):
     ) -> None: ...
 
     def backward_into(
-        self,
-        given: BackwardInputs,
-        launch: KernelLaunch,
-        scores: Scores,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        self, given: BackwardInputs, launch: KernelLaunch, scores: Scores, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> None: ...

@@ -17,10 +17,7 @@ def forward(
 
 
 def backward(
-    kernel: Returning,
-    given: BackwardInputs,
-    launch: KernelLaunch,
-    scores: Scores,
+    kernel: Returning, given: BackwardInputs, launch: KernelLaunch, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``kernel.backward`` of a launch of one tile, by its mirror image."""
     flipped = BackwardInputs(*(x.flip(2) for x in given))

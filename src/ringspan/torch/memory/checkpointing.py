@@ -11,13 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.costs import LayerSizes, saved_bytes
 from ringspan.core.errors import ConfigError
-from ringspan.core.names import (
-    CHECKPOINT_NAMES,
-    CheckpointName,
-    OffloadName,
-    checkpoint_name,
-    offload_name,
-)
+from ringspan.core.names import CHECKPOINT_NAMES, CheckpointName, OffloadName, checkpoint_name, offload_name
 from ringspan.core.schedule.choice import check_segments, segment_sizes
 from ringspan.torch.attention import traced  # noqa: F401 - it registers the operator named below
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, layers_of

@@ -52,12 +52,7 @@ class CpuFlash:
         out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, tile.is_causal, scale=scores.scale)
         return out[..., :value_size], lse
 
-    def backward(
-        self,
-        given: BackwardInputs,
-        launch: KernelLaunch,
-        scores: Scores,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, given: BackwardInputs, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         tile = launch.tile
         if tile.is_anticausal:
             return mirror.backward(self, given, launch, scores)

@@ -61,12 +61,7 @@ class Cudnn:
         )
         return out[..., :value_size], lse.squeeze(-1) if lse.dim() == q.dim() else lse
 
-    def backward(
-        self,
-        given: BackwardInputs,
-        launch: KernelLaunch,
-        scores: Scores,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, given: BackwardInputs, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = given
         if min(launch.num_rows, launch.num_keys) < _FEWEST:
             dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))

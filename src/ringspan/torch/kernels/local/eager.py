@@ -55,13 +55,7 @@ class Eager:
                 merge_into(into, lse_into, new_out.view(into.shape), new_lse.view(lse_into.shape))
 
     def backward_into(
-        self,
-        given: BackwardInputs,
-        launch: KernelLaunch,
-        scores: Scores,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        self, given: BackwardInputs, launch: KernelLaunch, scores: Scores, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> None:
         dout, q, k, v, out, lse = given
         dtype, size = lse.dtype, _chunk_size(q, launch.tile)

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.kernel_launches import (
-    KernelLaunch,
-    KernelLaunches,
-    Window,
-    chains,
-    squares,
-    windows,
-)
+from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, Window, chains, squares, windows
 from ringspan.torch.kernels import device, mirror
 from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.heads import one_size, too_large
@@ -63,11 +56,7 @@ class Calls(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self,
-        given: BackwardInputs,
-        cuts: Cuts | None,
-        window: Window,
-        scores: Scores,
+        self, given: BackwardInputs, cuts: Cuts | None, window: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -119,12 +108,7 @@ class Flash:
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)
         return out.unflatten(0, q.shape[:2])[..., :value_size].transpose(1, 2), lse
 
-    def backward(
-        self,
-        given: BackwardInputs,
-        launch: KernelLaunch,
-        scores: Scores,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, given: BackwardInputs, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         if self._is_mirrored(launch):
             return mirror.backward(self, given, launch, scores)
         dout, q, k, v, out, lse = given
@@ -182,11 +166,7 @@ class TorchFlash:
         return out, lse
 
     def backward(
-        self,
-        given: BackwardInputs,
-        cuts: Cuts | None,
-        window: Window,
-        scores: Scores,
+        self, given: BackwardInputs, cuts: Cuts | None, window: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = given
         # The state of a random generator, which is read only where there is dropout.
@@ -217,11 +197,7 @@ class Flash2:
         return out, lse
 
     def backward(
-        self,
-        given: BackwardInputs,
-        cuts: Cuts | None,
-        window: Window,
-        scores: Scores,
+        self, given: BackwardInputs, cuts: Cuts | None, window: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = given
         package = import_module("flash_attn.flash_attn_interface")
@@ -259,11 +235,7 @@ class Flash3:
         return out, lse
 
     def backward(
-        self,
-        given: BackwardInputs,
-        cuts: Cuts | None,
-        window: Window,
-        scores: Scores,
+        self, given: BackwardInputs, cuts: Cuts | None, window: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = given
         import_module("flash_attn_interface")
@@ -294,11 +266,7 @@ class Flash4:
         return out, lse
 
     def backward(
-        self,
-        given: BackwardInputs,
-        cuts: Cuts | None,
-        window: Window,
-        scores: Scores,
+        self, given: BackwardInputs, cuts: Cuts | None, window: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = given
         package = import_module("flash_attn.cute.interface")

@@ -47,13 +47,7 @@ class TritonAttention:
         triton_attention.forward_into(q, k, v, launch, scores, out, lse)
 
     def backward_into(
-        self,
-        given: BackwardInputs,
-        launch: KernelLaunch,
-        scores: Scores,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        self, given: BackwardInputs, launch: KernelLaunch, scores: Scores, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> None:
         from ringspan.torch.kernels.local import triton_attention
 

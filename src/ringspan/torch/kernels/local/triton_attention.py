@@ -67,12 +67,7 @@ def forward_into(
 
 
 def backward_into(
-    given: BackwardInputs,
-    launch: KernelLaunch,
-    scores: Scores,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    given: BackwardInputs, launch: KernelLaunch, scores: Scores, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
     """Add the launch's share to the running dq, dk and dv, in float32, from the global out and lse."""
     dout, q, k, v, out, lse = given
