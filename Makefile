@@ -26,14 +26,20 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## show exact ring attention at work on this machine
 	$(BIN)/ringspan demo $(ARGS)
 
-# Two processes at least keep two cores busy; more than four would not help, since many tests start four ranks each.
-# With a process for each core, threads of PyTorch would only wait for each other.
-WORKERS := --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
-test: $(STAMP) ## run the tests (ARGS="-k ring -x" goes to one pytest)
+# Three steps (tests/tiers.py): what one process computes; what needs ranks or models, of which one worker has all that
+# needs the pool; what waits for processes by the clock, alone. With a process for each core, threads of PyTorch would only
+# wait for each other. More than four workers would not help: one has the longest part.
+WORKERS := --numprocesses=logical --maxprocesses=4 --dist=loadgroup
+PLAIN := -m "not alone and not seeded and not long"
+test: $(STAMP) ## run the tests in three steps (ARGS="-k ring -x" goes to one pytest)
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not alone and not seeded and not long" $(WORKERS)
+	@echo "make test, step 1 of 3: what one process computes (about four minutes on two cores)"
+	OMP_NUM_THREADS=1 $(BIN)/pytest --tier a $(PLAIN) $(WORKERS)
+	@echo "make test, step 2 of 3: what needs ranks or models (about nine minutes)"
+	OMP_NUM_THREADS=1 $(BIN)/pytest --tier b $(PLAIN) $(WORKERS)
+	@echo "make test, step 3 of 3: what must run alone (half a minute)"
 	$(BIN)/pytest -m alone $$(grep -rl "mark\.alone" tests --include="test_*.py")
 endif
 

@@ -2,15 +2,19 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import Phase, settings
 
 from ringspan.torch.runtime.forks import serve_forks
+from tests.budget import Budget
 from tests.fuzz import FACTOR
 from tests.pool import Pool
+from tests.tiers import HEAVY, tier
 
 gc.set_threshold(50_000, 20, 10)  # to look for garbage among what three frameworks hold is a tenth of the tests' time
 
@@ -22,6 +26,22 @@ if not torch.cuda.is_available():
 settings.register_profile("ringspan", deadline=None, derandomize=FACTOR <= 1, print_blob=FACTOR > 1)
 settings.register_profile("unshrunk", settings.get_profile("ringspan"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("ringspan")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=("a", "b"), help="run only the files of this step (tests/tiers.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("tier") and not hasattr(config, "workerinput"):  # workers report to the one that sums up
+        config.pluginmanager.register(Budget(config.getoption("tier")))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    wanted = config.getoption("tier")
+    if wanted and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        return tier(collection_path) != wanted or None
+    return None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,14 +66,19 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:  # one worker runs all that needs the pool, so that there is one pool
+        uses_pool = "pool" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("pool" if uses_pool else item.nodeid.partition("::")[0]))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # what is imported by now stays
+    if session.config.getoption("tier") == "a" and (slow := sorted(HEAVY & set(sys.modules))):
+        raise pytest.UsageError(f"tests of the first step import {', '.join(slow)}; import them in a function")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

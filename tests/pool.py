@@ -2,13 +2,17 @@
 slow.
 """
 
+import faulthandler
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,8 +70,9 @@ class Pool:
         results = []
         for rank, pipe in enumerate(self._pipes[:ranks]):
             if not pipe.poll(self._timeout):
+                stacks = self._stacks()
                 self.restart()
-                raise TimeoutError(f"rank {rank} did not answer within {self._timeout} s")
+                raise TimeoutError(f"rank {rank} did not answer within {self._timeout} s; they waited here:\n{stacks}")
             try:
                 results.append(pipe.recv())
             except EOFError:
@@ -84,6 +89,17 @@ class Pool:
                 raise result
         return results
 
+    def _stacks(self) -> str:
+        """Where each rank is, as Python's fault handler writes it when it gets the signal."""
+        for process in self._processes:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, signal.SIGUSR2)
+        time.sleep(0.5)
+        return "\n".join(
+            f"rank {rank}: {Path(f'{self._store}-{rank}').read_text() or 'ended, or in no Python code'}"
+            for rank in range(self.size)
+        )
+
     def restart(self) -> None:
         self.close()
         self._start()
@@ -93,12 +109,14 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
-        with suppress(FileNotFoundError):
-            os.unlink(self._store)
+        for path in (self._store, *(f"{self._store}-{rank}" for rank in range(self.size))):
+            Path(path).unlink(missing_ok=True)
 
 
 def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, timeout_seconds: int) -> None:
     settle()
+    stacks = open(f"{store}-{rank}", "w")  # noqa: SIM115 - for as long as the process lives
+    faulthandler.register(signal.SIGUSR2, file=stacks)
     if launched:
         sizes = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank}
         os.environ |= {name: str(value) for name, value in sizes.items()} | {"OMP_NUM_THREADS": "1"}

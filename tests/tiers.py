@@ -1,0 +1,72 @@
+"""The three steps of `make test`, and which test file belongs to which.
+
+A is what one process computes: no pool of ranks, and no framework of models at import, so that it starts in seconds. B is what
+starts ranks or takes a model. C waits for processes by the clock and must run alone: the tests marked `alone`. A file says
+by its imports which of A and B it is; nothing lists them.
+"""
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
+# What takes seconds to import, in each worker.
+HEAVY: Final = frozenset(
+    {"accelerate", "datasets", "flax", "jax", "lightning", "lm_eval", "peft", "transformers", "trl", "diffusers"}
+)
+
+
+def tier(path: Path) -> str:
+    """Return "a" or "b": the step that runs the test file."""
+    return "b" if _imports_heavy(path, frozenset()) or _uses_pool(path) else "a"
+
+
+def _uses_pool(path: Path) -> bool:
+    functions = (node for node in ast.walk(_parsed(path)) if isinstance(node, ast.FunctionDef))
+    return any(argument.arg == "pool" for function in functions for argument in function.args.args)
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+_judged: dict[Path, bool] = {}
+
+
+def _imports_heavy(path: Path, above: frozenset[Path]) -> bool:
+    """True if importing the file imports a heavy package, by whatever of ours it imports."""
+    if path not in _judged and path not in above:
+        names = list(_imported(path))
+        ours = {file for name in names for file in _files(name)}
+        heavy = any(name.partition(".")[0] in HEAVY for name in names)
+        _judged[path] = heavy or any(_imports_heavy(file, above | {path}) for file in ours)
+    return _judged.get(path, False)
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """Dotted names of the imports that run when the file is imported: not those of functions or for types only."""
+    todo: list[ast.stmt] = list(_parsed(path).body)
+    while todo:
+        match todo.pop():
+            case ast.Import(names=names):
+                yield from (name.name for name in names)
+            case ast.ImportFrom(module=str(module), names=names):
+                yield from (f"{module}.{name.name}" for name in names)
+            case ast.If(test=test, body=body, orelse=orelse):
+                todo += orelse if "TYPE_CHECKING" in ast.unparse(test) else body + orelse
+            case ast.Try(body=body) | ast.With(body=body):
+                todo += body
+
+
+def _files(name: str) -> Iterator[Path]:
+    """Yield the files of ours that importing the name runs: its packages' and its own."""
+    parts = name.split(".")
+    if parts[0] not in ("ringspan", "tests"):
+        return
+    base = ROOT / "src" if parts[0] == "ringspan" else ROOT
+    for end in range(1, len(parts) + 1):
+        path = base.joinpath(*parts[:end])
+        yield from filter(Path.is_file, (path / "__init__.py", path.with_suffix(".py")))
