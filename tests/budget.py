@@ -13,7 +13,7 @@ _BUSY: Final = 0.15  # the share of all cores that others may use on a quiet mac
 
 
 class Budget:
-    """A plugin of pytest that adds up what tests take, and fails a step for one that takes more than its folder's budget."""
+    """A plugin of pytest that adds up what tests take, and fails a step for one above its folder's budget."""
 
     def __init__(self, tier: str) -> None:
         self._limits: dict[str, float] = tomllib.loads(_BUDGETS.read_text())[tier]

@@ -1,8 +1,8 @@
 """The three steps of `make test`, and which test file belongs to which.
 
-A is what one process computes: no pool of ranks, and no framework of models at import, so that it starts in seconds. B is what
-starts ranks or takes a model. C waits for processes by the clock and must run alone: the tests marked `alone`. A file says
-by its imports which of A and B it is; nothing lists them.
+A is what one process computes: no pool of ranks, and no framework of models at import, so that it starts in seconds.
+B is what starts ranks or takes a model. C waits for processes by the clock and must run alone: the tests marked
+`alone`. A file says by its imports which of A and B it is; nothing lists them.
 """
 
 import ast

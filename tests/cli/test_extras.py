@@ -12,8 +12,8 @@ import pytest
 
 from ringspan.core.errors import MissingExtraError
 from ringspan.core.messages.extras import EXTRAS, installed, require
+from tests.cases import long
 from tests.cli.test_bad_input import CONFIG
-from tests.long import long
 from tests.surface import OBJECTS, check_object
 
 SOURCE = Path(__file__).parents[2] / "src"

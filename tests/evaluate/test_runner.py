@@ -16,8 +16,8 @@ from ringspan.evaluate.records import Records, identity, records_file
 from ringspan.evaluate.settings import PERPLEXITY, EvalSettings
 from ringspan.evaluate.tasks import TASKS
 from ringspan.torch.runtime.launch import launch
+from tests.cases import long
 from tests.evaluate.models import TEMPLATE, plain_tokens, save, save_of_words
-from tests.long import long
 
 LENGTHS = {"common-words": (6_500,), "frequent-words": (1_201,)}
 ITEMS = {"common-words": 1}  # its answers are long

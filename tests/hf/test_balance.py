@@ -15,11 +15,11 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.hf import RingConfig, RingTrainerMixin, ring_accelerator
 from ringspan.hf.balance import EvenSampler
 from ringspan.train.data.order import busiest_over_mean
+from tests.cases import long
 from tests.hf.preferences import dpo
 from tests.hf.test_classes import classify
 from tests.hf.test_trainer import Stream
 from tests.hf.trainers import Examples, arguments, differences, made, plain, sft, train
-from tests.long import long
 
 TOLERANCE = 1e-5
 

@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, Trainer
 
 from ringspan.hf import RingConfig
+from tests.cases import long
 from tests.hf.trainers import VOCABULARY, Ring, arguments, differences, history
-from tests.long import long
 from tests.torch.models import config as config_of
 
 LABELS = 3

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Trainer
 from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from ringspan.hf import RingConfig
+from tests.cases import long
 from tests.hf.trainers import Ring, RingSFT, arguments, differences, train
-from tests.long import long
 from tests.torch.multimodal.models import Example, batch_of, build
 from tests.train.conversations import COLOURS, CONFIG, SIDE, write_processor
 

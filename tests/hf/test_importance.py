@@ -11,9 +11,9 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from ringspan.hf import RingGRPOTrainer
+from tests.cases import long
 from tests.hf.rollouts import rollout
 from tests.hf.trainers import tokenizer
-from tests.long import long
 
 TEMPERATURE = 0.7
 

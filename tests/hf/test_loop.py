@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 import ringspan as rs
 from ringspan.hf import RingConfig, ring_accelerator
 from ringspan.torch.model.saving import whole_weights
+from tests.cases import long
 from tests.hf.launchers import launched
 from tests.hf.trainers import Examples
-from tests.long import long
 from tests.torch.models import build, relative
 
 BATCHES = 6  # of four examples, two of them accumulated

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from ringspan.torch.layers.modules import local_part
+from tests.cases import long
 from tests.hf.preferences import dpo, kto, orpo, reward
 from tests.hf.trainers import SHORT, differences, made, short_run, train
-from tests.long import long
 
 TOLERANCE = 1e-5
 

@@ -10,10 +10,10 @@ from transformers import AutoModelForSequenceClassification
 
 from ringspan.core.errors import PeerMismatch
 from ringspan.torch.layers.modules import local_part
+from tests.cases import long
 from tests.hf.rollouts import fixed, grpo, large_words, rloo
 from tests.hf.test_rollouts import SHORT, TOLERANCE
 from tests.hf.trainers import differences, tokenizer, train
-from tests.long import long
 from tests.torch.models import config as config_of
 
 

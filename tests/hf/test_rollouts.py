@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from tests.cases import long
 from tests.hf.rollouts import grpo, rloo
 from tests.hf.trainers import SHORT, differences, short_run, train
-from tests.long import long
 
 TOLERANCE = 1e-5
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from peft import PeftModel
 
+from tests.cases import long
 from tests.hf.trainers import differences, made, sft, train
-from tests.long import long
 
 TOLERANCE = 1e-5
 PACKED = {"packing": True}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from tests.cases import long
 from tests.hf.trainers import differences, sft, train
-from tests.long import long
 
 TOLERANCE = 1e-5
 OPTIONS = {"max_steps": 3}

@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,23 +23,18 @@ def exact(name: str = "DPO") -> dict[str, Any]:
     return {"name": name} | {ring: dict.fromkeys((*COLUMNS, "entropy"), 0.0) for ring in RINGS}
 
 
-@pytest.mark.parametrize("ring", RINGS)
-@pytest.mark.parametrize("figure", [*COLUMNS, "logps/chosen"])
-@pytest.mark.parametrize("value", [2 * BOUND, math.inf, math.nan])
-def test_a_figure_beyond_the_bound_is_named(ring, figure, value):
-    row = exact()
-    row[ring][figure] = value
-    line = f"DPO, on {ring}: {figure} is {value:.1e} from one process, more than 1e-05"
-    assert table.beyond([exact("KTO"), row]) == [line]
-    row[ring][figure] = BOUND
-    assert table.beyond([row]) == []
-
-
-@pytest.mark.parametrize("figure", COLUMNS)
-def test_a_figure_that_is_missing_is_beyond_the_bound(figure):
-    row = exact()
-    del row["ring 3"][figure]
-    assert table.beyond([row]) == [f"DPO, on ring 3: {figure} is nan from one process, more than 1e-05"]
+def test_a_figure_beyond_the_bound_or_missing_is_named():
+    for ring, figure, value in product(RINGS, [*COLUMNS, "logps/chosen"], [2 * BOUND, math.inf, math.nan]):
+        row = exact()
+        row[ring][figure] = value
+        line = f"DPO, on {ring}: {figure} is {value:.1e} from one process, more than 1e-05"
+        assert table.beyond([exact("KTO"), row]) == [line]
+        row[ring][figure] = BOUND
+        assert table.beyond([row]) == []
+    for figure in COLUMNS:
+        row = exact()
+        del row["ring 3"][figure]
+        assert table.beyond([row]) == [f"DPO, on ring 3: {figure} is nan from one process, more than 1e-05"]
 
 
 def test_means_over_the_batches_of_replicas_are_left_out_there_alone():

@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from ringspan.hf import RingConfig, RingTrainerMixin, seams
+from tests.cases import long
 from tests.hf.trainers import Examples, arguments, differences, made, plain, saved, train
-from tests.long import long
 
 # What is logged and the weights, relative; a seed of float32 apart.
 TOLERANCE = 1e-5

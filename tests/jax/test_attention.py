@@ -16,10 +16,10 @@ import ringspan as rs
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.schedule import choice
 from ringspan.jax import ring_attention, sharded_ring_attention
+from tests.cases import long
 from tests.core.strategies import masks
 from tests.fuzz import examples
 from tests.jax.rings import attention_and_gradients, by_data, in_order, mesh, shards
-from tests.long import long
 from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem, relative
 
 TORCH_LIMIT = 1e-5

@@ -27,7 +27,7 @@ from examples.jax_llama import (
     save_llama,
 )
 from ringspan.jax import init_mesh, map_mesh, shard_batch
-from tests.long import long
+from tests.cases import long
 from tests.torch.models import build
 
 VOCAB, RATE = 96, 1e-3

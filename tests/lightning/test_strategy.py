@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import ringspan as rs
 from ringspan.lightning import RingStrategy
-from tests.long import long
+from tests.cases import long
 from tests.torch.models import build, relative, tokens
 
 IDS = tokens(40, 21)

@@ -19,7 +19,7 @@ from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import _Race, make_plan, weighed_seconds
 from ringspan.plan.search import Question, longest, meshes, policies, routes
 from ringspan.plan.snippet import python_call, toml_tables
-from tests.long import long
+from tests.cases import long
 
 LLAMA = MODELS["llama-3.1-8b"]
 H100 = DEVICES["h100-80gb"]

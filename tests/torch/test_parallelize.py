@@ -19,7 +19,7 @@ import ringspan as rs
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.transport.exchange import COUNTERS
-from tests.long import long
+from tests.cases import long
 from tests.torch.models import build, relative, tokens
 
 

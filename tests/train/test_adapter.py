@@ -24,8 +24,8 @@ from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.loop import train
 from ringspan.train.model import build_model, load_model_config
+from tests.cases import long
 from tests.cli.commands.test_generate import printed
-from tests.long import long
 from tests.torch.models import build, relative, tokens
 from tests.train.test_loop import losses, text, train_on  # noqa: F401  text is a fixture
 

@@ -23,7 +23,7 @@ from ringspan.train.data.sequences import build_data
 from ringspan.train.job import _matmul_flops, learning_rate, prepare
 from ringspan.train.loop import Observer, train
 from ringspan.train.model import build_model, load_model_config, load_tokenizer
-from tests.long import long
+from tests.cases import long
 
 
 def settings(folder: Path, name: str, **changes: object) -> TrainConfig:

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ringspan.cli.commands.generate import prompt_text
+from tests.cases import long
 from tests.cli.test_bad_input import refusal
-from tests.long import long
 from tests.surface import check_object
 
 BOOK = "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea. "

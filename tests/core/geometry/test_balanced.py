@@ -17,9 +17,9 @@ from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.pairs import pairs_before, stretches
 from ringspan.core.geometry.placing import Placing
 from ringspan.core.schedule.schedule import make_schedule
+from tests.cases import long
 from tests.core.strategies import custom_layouts, lengths, masks
 from tests.fuzz import examples
-from tests.long import long
 
 
 @given(masks, lengths, st.integers(1, 9), st.integers(1, 8))

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ringspan as rs
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.evaluate import RingLM
+from tests.cases import long
 from tests.evaluate.harness.data import TASKS, write
 from tests.evaluate.models import save
-from tests.long import long
 
 
 def parts(folder: Path) -> tuple[Any, Any]:

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import ringspan as rs
 from ringspan.core.recurrence import reference
 from ringspan.jax import recurrence, shard, unshard
+from tests.cases import long
 from tests.jax.rings import mesh
-from tests.long import long
 
 BATCH, HEADS, KEY, VALUE = 2, 2, 3, 4
 # Of each layer: its arguments by name, with the dimension of tokens of those that have one, and that of its outputs.

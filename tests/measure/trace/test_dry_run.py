@@ -20,7 +20,7 @@ from ringspan.plan.cost.cost import step_cost
 from ringspan.plan.cost.memory import training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import MODELS, from_config
-from tests.long import long
+from tests.cases import long
 from tests.plan.cost.heap import measured_peaks
 from tests.torch import models
 

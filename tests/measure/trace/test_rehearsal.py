@@ -15,7 +15,7 @@ from ringspan.plan.cost.setting import Setting
 from ringspan.torch.attention.ring import _Coming
 from ringspan.torch.transport import protocol
 from ringspan.torch.transport.exchange import COUNTERS
-from tests.long import long
+from tests.cases import long
 from tests.plan.cost.heap import measured_peaks
 from tests.torch import models
 

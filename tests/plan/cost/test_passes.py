@@ -9,16 +9,20 @@ from ringspan.core.schedule.timing import Speeds
 from ringspan.core.schedule.workspace import Shape
 from ringspan.plan.cost import passes
 from ringspan.plan.cost.passes import attention_passes, causal_pairs, even_passes
+from tests.cases import long, pairwise
 
 SIZES = Shape(1, 32, 8, 128, 128, 2)
 
 
 @pytest.mark.parametrize(
-    ("route", "per_node"),
-    [("double-ring:8", 8), *((route, n) for route in ("ring", "all-gather", "ulysses:2") for n in (8, 48, 512))],
+    ("tokens", "layout", "route", "per_node"),
+    [
+        (2048, "zigzag", "double-ring:8", 8),
+        *long(
+            *pairwise([1024, 2048, 4096], ["zigzag", "contiguous"], ["ring", "all-gather", "ulysses:2"], [8, 48, 512])
+        ),
+    ],
 )
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("tokens", [1024, 2048, 4096])
 def test_a_large_ring_is_drawn_on_from_small_ones(monkeypatch, tokens, layout, route, per_node):
     """At 144 ranks, near the balance of computing and sending, where neither hides the other alone."""
     speeds = Speeds(4e14, 3e11, 5e10, per_node)
@@ -31,8 +35,7 @@ def test_a_large_ring_is_drawn_on_from_small_ones(monkeypatch, tokens, layout, r
         assert one == pytest.approx(other, rel=0.02)
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 4])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("layout", "nodes"), [("zigzag", 2), *long(("zigzag", 4), ("contiguous", 1))])
 def test_a_large_inner_ring_is_drawn_on_from_small_ones(monkeypatch, layout, nodes):
     ranks, speeds = nodes * 96, Speeds(4e14, 3e11, 5e10, 96)
     asked = layout, ranks * 2048, ranks, None, "double-ring:96", SIZES, speeds
@@ -70,12 +73,17 @@ def test_attention_computes_the_pairs_of_the_mask(layout, window):
     assert backward.compute_seconds == pytest.approx(2.5 * forward.compute_seconds)
 
 
-@pytest.mark.parametrize("window", [None, 100, 3000])
-@pytest.mark.parametrize("route", ["ring", "bidirectional", "double-ring:8", "all-gather", "pass-q", "ulysses:4"])
-@pytest.mark.parametrize(("ranks", "tokens"), [(8, 2), (8, 320), (16, 5000), (96, 512)])
-def test_nothing_beats_an_even_share_of_the_pairs(ranks, tokens, route, window):
+@pytest.mark.parametrize(
+    ("size", "route", "window"),
+    pairwise(
+        [(8, 2), (8, 320), (16, 5000)],
+        ["ring", "bidirectional", "double-ring:8", "all-gather", "pass-q", "ulysses:4"],
+        [None, 100, 3000],
+    ),
+)
+def test_nothing_beats_an_even_share_of_the_pairs(size, route, window):
     """By which the planner knows that a route cannot win before it has made its schedules."""
-    speeds = Speeds(4e14, 3e11, 5e10, 8)
+    (ranks, tokens), speeds = size, Speeds(4e14, 3e11, 5e10, 8)
     for layout in ("zigzag", "contiguous", "striped"):
         asked = (layout, ranks * tokens, ranks, window, route, SIZES)
         for least, one in zip(even_passes(*asked, speeds), attention_passes(*asked, speeds), strict=True):

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 import ringspan as rs
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.tensor_parallel.split import refuse_split
-from tests.long import long
+from tests.cases import long
 from tests.torch.layers.blockwise.test_head import check, one_step
 from tests.torch.models import build, relative, tokens
 from tests.torch.test_parallelize import whole_gradients

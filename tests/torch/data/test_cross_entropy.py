@@ -3,6 +3,7 @@ memory.
 """
 
 import sys
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,7 @@ import ringspan as rs
 from ringspan.core.costs import loss_bytes
 from ringspan.measure.trace.peak import allocated_bytes
 from ringspan.torch.data import cross_entropy as loss_module
-from tests.long import long
+from tests.cases import long, pairwise
 from tests.torch.models import relative
 
 
@@ -51,7 +52,8 @@ def check(dtype, bound, chunks, extras, **shape: Any):
         assert relative(x, expected) < bound or not (expected.any() or x.any())
 
 
-CHUNKS = [(1, None), (7, 1), (7, 13), (64, 101), (1000, 50), (1000, 5000)]
+BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-6}
+CHUNKS = [(7, 13), (1, None), (7, 1), (64, 101), (1000, 50), (1000, 5000)]
 EXTRAS = [
     {},
     {"softcap": 3.0},
@@ -62,21 +64,17 @@ EXTRAS = [
 ]
 
 
-@pytest.mark.parametrize(("chunk_tokens", "chunk_vocabulary"), CHUNKS)
-@pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: "-".join(extras) or "plain")
-def test_loss_and_gradients_are_those_of_whole_logits(chunk_tokens, chunk_vocabulary, extras):
-    chunks = {"chunk_tokens": chunk_tokens, "chunk_vocabulary": chunk_vocabulary}
-    check(torch.float64, 1e-13, chunks, extras)
-    check(torch.float32, 1e-6, chunks, extras)
+def test_loss_and_gradients_are_those_of_whole_logits():
+    for chunks, extras, dtype in pairwise(CHUNKS, EXTRAS, list(BOUNDS)):
+        check(dtype, BOUNDS[dtype], dict(zip(("chunk_tokens", "chunk_vocabulary"), chunks, strict=True)), extras)
 
 
-@pytest.mark.parametrize(("chunk_tokens", "chunk_vocabulary"), CHUNKS)
-@pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: "-".join(extras) or "plain")
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
-def test_the_loss_of_each_token_and_any_function_of_it(dtype, bound, chunk_tokens, chunk_vocabulary, extras):
+@pytest.mark.parametrize(("chunks", "extras", "dtype"), pairwise(CHUNKS, EXTRAS, list(BOUNDS)))
+def test_the_loss_of_each_token_and_any_function_of_it(chunks, extras, dtype):
+    bound = BOUNDS[dtype]
     inputs, targets = example(dtype)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    chunks = {"chunk_tokens": chunk_tokens, "chunk_vocabulary": chunk_vocabulary}
+    chunks = dict(zip(("chunk_tokens", "chunk_vocabulary"), chunks, strict=True))
     ours = rs.blockwise_cross_entropy(*inputs[:2], targets, bias=inputs[2], reduction="none", **chunks, **extras)
     one = [(exact[0][i : i + 1], *exact[1:], targets[i : i + 1]) for i in range(len(targets))]
     truth = torch.stack([whole(*each, **extras) for each in one])
@@ -90,13 +88,11 @@ def test_the_loss_of_each_token_and_any_function_of_it(dtype, bound, chunk_token
     assert all(x.isfinite().all() for x in torch.autograd.grad(undefined.sum(), inputs))
 
 
-@pytest.mark.parametrize("ignored", ["some", "all", "none"])
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("chunk_vocabulary", [None, 30])
-def test_tokens_without_targets_and_heads_without_biases(ignored, with_bias, chunk_vocabulary):
-    chunks = {"chunk_tokens": 7, "chunk_vocabulary": chunk_vocabulary}
+def test_tokens_without_targets_and_heads_without_biases():
     extras = {"z_loss": 0.01, "label_smoothing": 0.1}
-    check(torch.float32, 1e-6, chunks, extras, ignored=ignored, with_bias=with_bias)
+    for ignored, with_bias, chunk_vocabulary in product(["some", "all", "none"], [False, True], [None, 30]):
+        chunks = {"chunk_tokens": 7, "chunk_vocabulary": chunk_vocabulary}
+        check(torch.float32, 1e-6, chunks, extras, ignored=ignored, with_bias=with_bias)
 
 
 @pytest.mark.parametrize("chunk_vocabulary", [None, 30])
@@ -141,9 +137,14 @@ def test_a_second_backward_pass_is_refused():
         loss.backward()
 
 
-@pytest.mark.parametrize(("chunk_tokens", "chunk_vocabulary"), [(512, 8192), *long((512, None), (1024, 5000))])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(
+    ("chunk_tokens", "chunk_vocabulary", "dtype", "softcap"),
+    [
+        (512, 8192, torch.float32, 5.0),
+        (512, 8192, torch.bfloat16, None),
+        *long((512, None, torch.float32, None), (1024, 5000, torch.bfloat16, 5.0)),
+    ],
+)
 def test_memory_is_that_of_one_block_at_any_length(chunk_tokens, chunk_vocabulary, dtype, softcap):
     vocabulary, size = 16384, 48
     expected = loss_bytes(

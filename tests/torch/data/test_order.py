@@ -60,10 +60,10 @@ def test_above_so_many_examples_replicas_still_share_them_out(monkeypatch):
     assert len({number for each in dealt for number in each}) == 5001
 
 
-@pytest.mark.parametrize("length", [*range(1, 70), 255, 256, 257, 4099])
-def test_every_example_has_one_place(length):
-    order = shuffled(np.arange(length), length, seed=length)
-    assert sorted(order) == list(range(length))
-    if length > 60:
-        assert (order != shuffled(np.arange(length), length, seed=length + 1)).sum() > length // 2
-        assert np.abs(np.corrcoef(order, np.arange(length))[0, 1]) < 0.4
+def test_every_example_has_one_place():
+    for length in [*range(1, 70), 255, 256, 257, 4099]:
+        order = shuffled(np.arange(length), length, seed=length)
+        assert sorted(order) == list(range(length))
+        if length > 60:
+            assert (order != shuffled(np.arange(length), length, seed=length + 1)).sum() > length // 2
+            assert np.abs(np.corrcoef(order, np.arange(length))[0, 1]) < 0.4

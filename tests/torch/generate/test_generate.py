@@ -13,8 +13,8 @@ import ringspan as rs
 from ringspan.torch.generate.weights import gathered_bytes
 from ringspan.torch.layers.modules import local_part
 from ringspan.torch.memory.sharding import gathered_parameters, kept_whole
+from tests.cases import long
 from tests.cli.commands.test_generate import byte_tokenizer
-from tests.long import long
 from tests.pool import Pool
 from tests.torch.generate import models
 

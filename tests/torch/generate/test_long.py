@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from tests.long import long
+from tests.cases import long
 from tests.torch.generate import models
 
 

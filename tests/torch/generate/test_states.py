@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringspan as rs
 from ringspan.core.arguments import is_split
 from ringspan.core.errors import UnsupportedError
-from tests.long import long
+from tests.cases import long
 from tests.torch.generate.models import prompt
 from tests.torch.recurrence.models import build
 

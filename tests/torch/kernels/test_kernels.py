@@ -2,6 +2,7 @@
 
 import platform
 from dataclasses import replace
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -132,8 +133,7 @@ def test_any_mask_through_the_kernels_of_cuda(
     assert max(problem.errors(layout, ranks, kernel=kernel)) < FLOAT32_LIMIT
 
 
-@pytest.mark.parametrize("kernel", OF_CUDA)
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("view", "kernel"), zip(VIEWS, cycle(OF_CUDA)))
 def test_the_kernels_of_cuda_are_given_rows_that_they_can_load(standins, kernel, view):
     problem = Problem(24, rs.sliding_window(9), batch=2, heads=4, groups=2, size=8, views=[view] * 4)
     assert max(problem.errors("contiguous", 2, kernel=kernel)) < FLOAT32_LIMIT

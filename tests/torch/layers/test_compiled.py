@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from ringspan.torch.attention import op
-from tests.long import long
+from tests.cases import long
 from tests.pool import Pool
 from tests.torch.models import build, relative, tokens
 from tests.torch.recurrence.models import build as build_stateful

@@ -12,8 +12,8 @@ import ringspan as rs
 from ringspan.torch.layers.blockwise.blocks import run_in_blocks
 from ringspan.torch.layers.router_loss import RouterLoss
 from ringspan.torch.layers.router_record import RouterRecorder
+from tests.cases import long
 from tests.every_model.tiny import tiny_model
-from tests.long import long
 from tests.torch.models import build, relative, tokens
 from tests.torch.test_parallelize import restarting, whole_gradients
 

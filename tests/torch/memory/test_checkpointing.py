@@ -15,7 +15,7 @@ from ringspan.torch.attention import op as attention
 from ringspan.torch.memory import offload
 from ringspan.torch.memory.checkpointing import check_checkpointing
 from ringspan.torch.memory.offload import Store
-from tests.long import long
+from tests.cases import long
 from tests.torch.models import build, relative, tokens
 
 LENGTH = 37

@@ -26,7 +26,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import ringspan as rs
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.tensor_parallel.split import refuse_split
-from tests.long import long
+from tests.cases import long
 from tests.torch.models import build, relative, tokens
 from tests.torch.test_parallelize import whole, whole_gradients
 

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from tests.long import long
+from tests.cases import long
 from tests.torch.models import build, relative, tokens
 from tests.torch.test_parallelize import whole
 

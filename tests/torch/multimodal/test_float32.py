@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from tests.long import long
+from tests.cases import long
 from tests.torch.models import relative
 from tests.torch.multimodal.models import IMAGE, KINDS, SOUND, VIDEO, Example, batch_of, build, one_process
 from tests.torch.multimodal.test_generate import SETTINGS, padded_left

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 
 import ringspan as rs
 from ringspan.torch.model.support import refuse_unsupported
+from tests.cases import long
 from tests.every_model.hybrids import HYBRIDS
-from tests.long import long
 from tests.torch.models import relative
 from tests.torch.recurrence.models import build
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import ringspan as rs
 from ringspan.core.mesh_axes import assigned, recognised
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
-from tests.long import long
+from tests.cases import long
 from tests.torch.models import build, relative, tokens
 
 IDS = tokens(4, 21)

@@ -22,9 +22,9 @@ from ringspan.torch.weights.deferred import deferred
 from ringspan.torch.weights.files import INDEX, WEIGHTS, WeightFiles
 from ringspan.torch.weights.loading import set_aside, unread_model
 from ringspan.torch.weights.writing import WeightsPlan, put_in_place, scratch_in
+from tests.cases import long
 from tests.every_model.tiny import tiny_model, tiny_tokens
 from tests.every_model.weights import differences, stored, there_and_back, written
-from tests.long import long
 from tests.torch.weights.test_deferred import InMemory
 
 # Plain and tied weights; expert by expert, merged and split while they are loaded; layers that differ; buffers.

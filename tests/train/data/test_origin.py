@@ -15,8 +15,8 @@ from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.torch.weights import writing
 from ringspan.train.loop import Observer, train
 from ringspan.train.run_folder.lock import RunLock
+from tests.cases import long
 from tests.cli.test_bad_input import refusal, workplace  # noqa: F401  workplace is a fixture
-from tests.long import long
 from tests.train.run_folder.test_resume import curve
 from tests.train.test_loop import settings
 

@@ -14,7 +14,7 @@ from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.torch.runtime.forks import STOP_SIGNALS
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.loop import Observer, train
-from tests.long import long
+from tests.cases import long
 from tests.train.test_loop import settings, text  # noqa: F401  text is a fixture
 
 STEPS = 5

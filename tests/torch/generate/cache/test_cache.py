@@ -14,7 +14,7 @@ from ringspan.core.errors import CheckpointError
 from ringspan.torch.generate.cache import rows
 from ringspan.torch.generate.cache.quantised import QuantisedRows
 from ringspan.torch.generate.cache.rows import Rows
-from tests.long import long
+from tests.cases import long
 from tests.torch.generate import models
 
 READ, ASKED, NEW = 83, 21, 10

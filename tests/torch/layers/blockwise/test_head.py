@@ -12,7 +12,8 @@ import ringspan as rs
 from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.layers.blockwise.head import called_cross_entropy, is_its_weight
 from ringspan.torch.model.support import refuse_unsupported
-from tests.torch.data.test_cross_entropy import EXTRAS, example, whole
+from tests.cases import pairwise
+from tests.torch.data.test_cross_entropy import BOUNDS, EXTRAS, example, whole
 from tests.torch.models import build, relative, tokens
 from tests.torch.test_parallelize import whole_gradients
 
@@ -144,11 +145,12 @@ def test_replicas_sum_the_gradients_of_what_is_called(pool, how):
     check(pool.run(ring_step, 4, "llama", how, {}, replicate=2), one_step("llama", how))
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
-@pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: "-".join(extras) or "plain")
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
-@pytest.mark.parametrize("ignored", ["some", "all"])
-def test_loss_and_gradients_are_those_of_whole_logits(chunk_tokens, extras, dtype, bound, ignored):
+@pytest.mark.parametrize(
+    ("chunk_tokens", "extras", "dtype", "ignored"),
+    pairwise([7, 1, 64], EXTRAS, [torch.float64, torch.float32], ["some", "all"]),
+)
+def test_loss_and_gradients_are_those_of_whole_logits(chunk_tokens, extras, dtype, ignored):
+    bound = BOUNDS[dtype]
     (hidden, weight, bias), targets = example(dtype, ignored=ignored)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     head = lambda x: x @ weight.T + bias  # noqa: E731

@@ -1,0 +1,44 @@
+"""Cases of parametrized tests: tables in place of products, and those that ``make test`` leaves out."""
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+
+def long(*cases: Any) -> list[Any]:
+    """Cases of a parametrized test of which ``make test`` tries others; ``make long`` runs them."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in cases]
+
+
+def pairwise(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return few rows in which any two values of two columns meet: most bugs need two values to show, hardly any three.
+
+    Three columns of 3, 3 and 4 values are 12 rows in place of 36.
+    """
+    pairs = [
+        ((a, x), (b, y))
+        for a, b in combinations(range(len(columns)), 2)
+        for x, y in product(range(len(columns[a])), range(len(columns[b])))
+    ]
+    wanted = dict.fromkeys(pairs)  # in order, so that the rows are the same in each process
+    rows: list[dict[int, int]] = []
+    while wanted:
+        row = dict(next(iter(wanted)))
+        for column in sorted(range(len(columns)), key=row.__contains__, reverse=True):
+            row.setdefault(column, _best(column, len(columns[column]), row, rows, wanted))
+        for pair in combinations(sorted(row.items()), 2):
+            wanted.pop(pair, None)
+        rows.append(row)
+    return [tuple(values[row[column]] for column, values in enumerate(columns)) for row in rows]
+
+
+def _best(column: int, count: int, row: dict[int, int], rows: list[dict[int, int]], wanted: dict[Any, None]) -> int:
+    """Return the value with most new pairs in the row; of equals, the one that fewest rows have."""
+
+    def worth(value: int) -> tuple[int, int]:
+        new = sum(tuple(sorted(((column, value), other))) in wanted for other in row.items())
+        return new, -sum(other[column] == value for other in rows)
+
+    return max(range(count), key=worth)
