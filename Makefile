@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint docs docs-serve docs-check package mutants fuzz long faults models trainers packed compat unpinned bench clean
+.PHONY: help setup demo test everything lint docs docs-serve docs-check package mutants fuzz long faults models trainers packed compat unpinned bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,9 @@ else
 	$(BIN)/pytest -m alone $$(grep -rl "mark\.alone" tests --include="test_*.py")
 endif
 
+everything: $(STAMP) ## run what the tests leave out, one target after the other, and write what each saw to build/everything.md (hours)
+	$(BIN)/python -m tests.everything $(ARGS)
+
 lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -63,8 +66,8 @@ package: $(STAMP) ## build wheel and sdist into dist, and check what is in them
 	$(BIN)/python -m hatchling build
 	$(BIN)/python -m tests.package dist
 
-mutants: $(STAMP) ## plant bugs, one at a time, and see that the test named for each fails (about ten minutes)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m seeded tests/mutants $(ARGS)
+mutants: $(STAMP) ## plant bugs, one at a time, and see that the test named for each fails (ten minutes; SAMPLE=12 for the day's)
+	RINGSPAN_SAMPLE=$(SAMPLE) RINGSPAN_DAY=$$(date +%j) OMP_NUM_THREADS=1 $(BIN)/pytest -m seeded tests/mutants $(ARGS)
 
 fuzz: $(STAMP) ## run the property tests with 25 times as many, and new, random examples
 	RINGSPAN_FUZZ=$${RINGSPAN_FUZZ:-25} $(BIN)/pytest -m hypothesis --timeout=7200 $(ARGS)

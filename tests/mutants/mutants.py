@@ -4,6 +4,8 @@ Each is a bug that a ring has had somewhere. ``old`` must occur exactly once, so
 silence.
 """
 
+import os
+from datetime import date
 from typing import NamedTuple
 
 
@@ -1286,3 +1288,11 @@ MUTANTS = [
         "evaluate/harness/test_answers.py::test_a_killed_run_answers_what_is_left_and_has_lm_evals_own_results",
     ),
 ]
+
+
+def chosen() -> list[Mutant]:
+    """Return all mutants, or, with RINGSPAN_SAMPLE=12, the next twelve each day, spread over the list."""
+    count = int(os.environ.get("RINGSPAN_SAMPLE") or len(MUTANTS))
+    stride = max(1, len(MUTANTS) // count)
+    first = int(os.environ.get("RINGSPAN_DAY") or date.today().toordinal())
+    return [MUTANTS[(first + index * stride) % len(MUTANTS)] for index in range(min(count, len(MUTANTS)))]

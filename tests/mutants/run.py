@@ -20,7 +20,7 @@ import torch.distributed.launcher.api
 import transformers.modeling_utils  # noqa: F401
 
 from tests.mutants.change import ROOT, change
-from tests.mutants.mutants import MUTANTS, Mutant
+from tests.mutants.mutants import Mutant, chosen
 
 NOT_NEEDED = "cacheprovider", "anyio", "unraisableexception", "threadexception"  # half of what a short test takes
 
@@ -50,8 +50,8 @@ def start(tests: Iterable[str], mutant: Mutant | None = None) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)  # a forked process cannot use its parent's threads
-    sound = sorted({mutant.test for mutant in MUTANTS})
-    runs: list[tuple[str, list[str], Mutant | None]] = [(mutant.name, [mutant.test], mutant) for mutant in MUTANTS]
+    sound = sorted({mutant.test for mutant in chosen()})
+    runs: list[tuple[str, list[str], Mutant | None]] = [(mutant.name, [mutant.test], mutant) for mutant in chosen()]
     runs.append(("", sound, None))
     verdicts: dict[str, int] = {}
     under_way: dict[int, str] = {}
