@@ -64,9 +64,9 @@ def _imported(path: Path) -> Iterator[str]:
 def _files(name: str) -> Iterator[Path]:
     """Yield the files of ours that importing the name runs: its packages' and its own."""
     parts = name.split(".")
-    if parts[0] not in ("ringspan", "tests"):
+    base = {"ringspan": ROOT / "src", "tests": ROOT, "benchmarks": ROOT}.get(parts[0])
+    if base is None:
         return
-    base = ROOT / "src" if parts[0] == "ringspan" else ROOT
     for end in range(1, len(parts) + 1):
         path = base.joinpath(*parts[:end])
         yield from filter(Path.is_file, (path / "__init__.py", path.with_suffix(".py")))
