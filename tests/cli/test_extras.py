@@ -84,6 +84,7 @@ def test_the_other_commands_work(ringspan, arguments):
         check_object(" ".join(arguments[:2]) if arguments[0] == "bench" else arguments[0], json.loads(done.stdout))
 
 
+@pytest.mark.long
 def test_every_module_but_those_that_read_text_is_imported_without_extras(ringspan, tmp_path):
     """The data of a training run, and what stands on it; of the rest, whatever imports an extra does it where it is
     used."""

@@ -123,6 +123,7 @@ def test_the_command_reports_and_exits_with_what_it_found():
     assert {each["case"] for each in report["rows"] if each["outcome"] == "not asked"} == {"loss"}
 
 
+@pytest.mark.long
 def test_imports_are_no_hang_and_what_is_not_supported_restarts_nothing(tmp_path: Path, monkeypatch: Any):
     (tmp_path / "slow.py").write_text(
         "import multiprocessing, time\n"
@@ -140,12 +141,14 @@ def test_imports_are_no_hang_and_what_is_not_supported_restarts_nothing(tmp_path
         ranks.close()
 
 
+@pytest.mark.long
 def test_what_passes_nothing_is_no_success():
     command = ["--attention", "tests.conformance.wrong:nothing", "--ranks", "1"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 1 and "0 passed, 0 failed, 12 not supported" in result.stdout
 
 
+@pytest.mark.long
 def test_what_is_no_number_is_null_in_json():
     command = ["--attention", "tests.conformance.wrong:not_a_number", "--ranks", "1", "--json"]
     result = CliRunner().invoke(app, command)

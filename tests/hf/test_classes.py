@@ -73,7 +73,7 @@ def on_one_process(of_tokens: bool, model: str, replicas: int) -> Any:
     [
         *long((False, "llama", 3, 1)),
         (False, "qwen3-window", 4, 2),
-        (True, "llama", 2, 1),  # replicas would take the mean of their batches' means, as without a ring
+        *long((True, "llama", 2, 1)),  # replicas would take the mean of their batches' means, as without a ring
     ],
     ids=["sequences", "sequences on two rings", "tokens"],
 )

@@ -27,12 +27,14 @@ def test_sft(world, tmp_path):
     assert model(**tokenizer("1 + 2 =", return_tensors="pt")).logits.shape[1] == 4
 
 
+@pytest.mark.long
 def test_dpo(world, tmp_path):
     first, second = world(2).run(run, 2, "dpo", ["--output", str(tmp_path), "--steps", "4"])
     assert first == second and 0.3 < first < 1
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 0
 
 
+@pytest.mark.long
 def test_grpo(world, tmp_path):
     first, second = world(2).run(run, 2, "grpo", ["--output", str(tmp_path), "--steps", "4"])
     assert first == second and len(first) == 4 and first[-1] > first[0]

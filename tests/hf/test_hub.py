@@ -53,6 +53,7 @@ def pushed(mesh: Any, make: Any, folder: str, options: dict[str, Any]) -> tuple[
     return hub.sent, save.call_count, {name: weight.clone() for name, weight in whole_weights(trainer.model).items()}
 
 
+@pytest.mark.long
 def test_the_trained_model_is_pushed_once(world, tmp_path):
     (sent, saves, weights), *others = world(4).run(pushed, 4, plain, str(tmp_path), {}, replicate=2)
     assert sent == [("somebody/mine", "", "Done")] and saves == 3  # two checkpoints, and what is pushed

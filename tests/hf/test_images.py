@@ -60,7 +60,7 @@ def seeing(mesh: Any, kind: str, ring: dict[str, Any] | None, folder: str, optio
     return Trainer(**given) if ring is None else Ring(**given, ring=RingConfig(mesh=mesh, **ring))
 
 
-@pytest.mark.parametrize(("kind", "ranks", "replicas"), [*long(("llava", 2, 1)), ("qwen2_5_vl", 2, 1), ("llava", 4, 2)])
+@pytest.mark.parametrize(("kind", "ranks", "replicas"), [("qwen2_5_vl", 2, 1), *long(("llava", 2, 1), ("llava", 4, 2))])
 def test_steps_with_images_equal_one_process(world, kind, ranks, replicas):
     options = {"max_steps": 3, "remove_unused_columns": False}
     sizes = {"per_device_train_batch_size": 2 * replicas, "per_device_eval_batch_size": 2 * replicas}
@@ -96,6 +96,7 @@ def talking(mesh: Any, kind: str, ring: dict[str, Any] | None, folder: str, opti
     return SFTTrainer(**given) if ring is None else RingSFT(**given, ring=RingConfig(mesh=mesh, **ring))
 
 
+@pytest.mark.long
 def test_steps_of_trl_with_a_processors_collator_equal_one_process(world):
     options = {"max_steps": 3}
     expected = train(None, talking, "llava", None, options)

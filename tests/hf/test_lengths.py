@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tests.cases import long
 from tests.hf.trainers import Examples, differences, history, plain
 
 STEPS, ACCUMULATED = 3, 2
@@ -62,7 +63,7 @@ def padding(batches: list[Batch]) -> int:
     return sum(max(map(len, batch)) - len(row) for batch in batches for row in batch)
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), *long((2, 1))])
 def test_what_is_grouped_by_length_is_that_of_one_process(world, ranks, replicas):
     sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 2 * replicas)
     expected, order = trained(None, None, sizes)

@@ -23,11 +23,11 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
     ("make", "model", "options"),
     [
         (dpo, "llama", {"lora": True}),
-        (dpo, "mixtral+router", {"ld_alpha": 0.5, "use_weighting": True}),
         (kto, "qwen3-window", {}),
         (orpo, "llama", {}),
         (reward, "llama", {"center_rewards_coefficient": 0.1}),
         *long(
+            (dpo, "mixtral+router", {"ld_alpha": 0.5, "use_weighting": True}),
             (dpo, "llama", {}),
             (kto, "llama", {"lora": True}),
             (orpo, "mixtral+router", {"lora": True}),
@@ -42,7 +42,7 @@ def test_steps_on_a_ring_equal_one_process(world, make, model, options):
         close(found, expected)
 
 
-@pytest.mark.parametrize("make", [*long(dpo), kto, *long(reward)], ids=["dpo", "kto", "reward"])
+@pytest.mark.parametrize("make", long(dpo, kto, reward), ids=["dpo", "kto", "reward"])
 def test_replicas_average_their_preferences(world, make):
     expected = short_run(make, "llama", 2)
     for found in world(4).run(train, 4, make, "llama", {}, dict([SHORT]), replicate=2):

@@ -95,7 +95,7 @@ MUTANTS = [
         "hf/batches.py",
         "layout = BatchLayout.of(model.ring_layout, length",
         'layout = BatchLayout.of("contiguous", length',
-        f"{TRAINER}test_predictions_are_whole_and_in_order[2-1]",
+        f"{TRAINER}test_predictions_are_whole_and_in_order[4-2]",
     ),
     Mutant(
         "a trainer's data is dealt to ranks",
@@ -116,7 +116,7 @@ MUTANTS = [
         "hf/batches.py",
         "output.loss = output.loss * torch.nan",
         "pass",
-        f"{TRAINER}test_a_batch_without_targets_has_no_part_in_an_evaluation[2-1]",
+        f"{TRAINER}test_a_batch_without_targets_has_no_part_in_an_evaluation[4-2]",
     ),
     Mutant(
         "a state that goes on into the next packed document",
@@ -201,7 +201,7 @@ MUTANTS = [
         "hf/batches.py",
         "_of_replica(self, output.loss, is_counted=False)",
         "output.loss",
-        "hf/test_loop.py::test_a_loop_that_splits_its_batches_equals_one_process[4-sizes1]",
+        "hf/test_loop.py::test_a_loop_that_splits_its_batches_equals_one_process[4-sizes0]",
     ),
     Mutant(
         "an awaited reward that fails is told to nobody",

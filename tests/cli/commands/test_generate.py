@@ -76,6 +76,7 @@ def printed(*arguments: Any, **options: Any) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.long
 def test_it_prints_the_text_of_one_process_and_what_it_took(folder, tmp_path):
     (tmp_path / "book.txt").write_text(BOOK)
     given = (folder, "--prompt-file", tmp_path / "book.txt", "--max-new-tokens", 12, "--prefill-tokens", 16)
@@ -142,7 +143,7 @@ def book(folder, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("ranks", [*long(1), 3])
+@pytest.mark.parametrize("ranks", [2, *long(1, 3)])
 def test_a_book_is_read_once(folder, book, ranks):
     options = ("--load-cache", book, "--nproc", ranks, "--max-new-tokens", 12, "--json")
     out, err = printed(folder, "--prompt", QUESTION, *options)
@@ -150,6 +151,7 @@ def test_a_book_is_read_once(folder, book, ranks):
     assert "read " not in err, "nothing of the book"
 
 
+@pytest.mark.long
 def test_a_chat_goes_on_after_a_saved_cache(folder, book, tmp_path):
     options = ("--chat", "--nproc", 2, "--max-new-tokens", 12)
     kept = tmp_path / "kept"
