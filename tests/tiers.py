@@ -64,7 +64,7 @@ def _imported(path: Path) -> Iterator[str]:
 def _files(name: str) -> Iterator[Path]:
     """Yield the files of ours that importing the name runs: its packages' and its own."""
     parts = name.split(".")
-    base = {"ringspan": ROOT / "src", "tests": ROOT, "benchmarks": ROOT}.get(parts[0])
+    base = {"ringspan": ROOT / "src", "tests": ROOT, "benchmarks": ROOT, "examples": ROOT}.get(parts[0])
     if base is None:
         return
     for end in range(1, len(parts) + 1):
