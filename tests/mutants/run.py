@@ -33,7 +33,7 @@ def start(tests: Iterable[str], mutant: Mutant | None = None) -> int:
         # Whether it fails is all that is asked: neither why nor with which values.
         # A bug may make ranks wait for each other; sound code is only slow, on a machine that others use too.
         seconds = 50 if mutant else 600
-        options = ["-x", f"--timeout={seconds}", "--tb=no", "--assert=plain"]
+        options = ["-x", f"--timeout={seconds}", "--tb=no", "--assert=plain", "-m", "not long"]
         options += [f"-pno:{plugin}" for plugin in NOT_NEEDED]
         code = 99
         try:

@@ -44,8 +44,7 @@ def gradients(layers: list[Layer], out: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(out.square().sum(), [p for layer in layers for p in layer.parameters()]))
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 9])
+@pytest.mark.parametrize(("size", "autocast"), [(3, False), (2, True), (7, True), (9, False)])
 def test_gradients_are_the_same_with_dropout_and_autocast_and_only_the_first_input_of_a_segment_is_kept(size, autocast):
     torch.manual_seed(0)
     layers = [Layer() for _ in range(LAYERS)]
@@ -111,8 +110,7 @@ def deep_step(mesh: Any, kind: str, layers: int, options: dict[str, Any]) -> Any
     return {name: p.grad.full_tensor() for name, p in model.named_parameters()}, sizes
 
 
-@pytest.mark.parametrize("checkpoint", ["full", "attention"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "checkpoint"), [(2, "full"), (3, "attention")])
 def test_segments_of_layers_that_fsdp_splits(pool, checkpoint, size):
     options = {"checkpoint": checkpoint, "layers_per_checkpoint": size}
     expected = pool.run(deep_step, 2, "llama", 5, {"checkpoint": "none"})

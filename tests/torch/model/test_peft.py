@@ -179,8 +179,9 @@ def switched(model: Any, mesh: DeviceMesh | None = None) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize(("options", "bound"), [({}, 1e-5), ({"compute_dtype": torch.bfloat16}, 5e-2)])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("first", "options", "bound"), [(True, {}, 1e-5), (False, {"compute_dtype": torch.bfloat16}, 5e-2)]
+)
 def test_adapters_are_switched_on_and_off(pool, first, options, bound):
     """A first pass without any of them must not decide for all that follow."""
     expected = switched(two_adapters())

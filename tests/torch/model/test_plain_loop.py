@@ -1,5 +1,6 @@
 """A loop of the user's own around ``parallelize``: whatever is called between its steps, it trains as one process."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -84,8 +85,19 @@ def losses_on_ring(mesh: DeviceMesh, how: str, when: str, compiled: bool) -> lis
         torch.compiler.reset()
 
 
-@pytest.mark.parametrize("when", ["before the optimizer", "before the step", "before backward", "before the update"])
-@pytest.mark.parametrize("how", ["no_grad", *long("inference_mode", "eval"), "no backward", "an exception"])
+WHEN = "before the optimizer", "before the step", "before backward", "before the update"
+
+
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [
+        ("no_grad", "before the optimizer"),
+        ("no backward", "before the step"),
+        ("an exception", "before backward"),
+        ("inference_mode", "before the update"),
+        *long(*product(("no_grad", "inference_mode", "eval", "no backward", "an exception"), WHEN)),
+    ],
+)
 def test_an_evaluation_in_between_changes_nothing(pool, how, when):
     ids = tokens(1, 37)
     expected = losses(build("llama"), {"input_ids": ids, "labels": ids}, "nothing", "never")
@@ -164,7 +176,7 @@ def load(mesh: DeviceMesh | None, kind: str, what: str, assign: bool) -> dict[st
 
 @pytest.mark.parametrize("assign", [*long(False), True], ids=["copied", "assigned"])
 @pytest.mark.parametrize(
-    ("kind", "what"), [("llama", ""), ("llama", "model.layers.1"), ("llama-tied", ""), ("qwen3", "")]
+    ("kind", "what"), [("llama", "model.layers.1"), ("llama-tied", ""), *long(("llama", ""), ("qwen3", ""))]
 )
 @pytest.mark.parametrize(("ranks", "replicate", "tp"), [(3, 1, 1), *long((4, 2, 1)), (4, 1, 2)])
 def test_weights_of_a_file_are_loaded_as_on_one_process(pool, kind, what, assign, ranks, replicate, tp):
@@ -194,8 +206,7 @@ def train_nothing(mesh: DeviceMesh, when: str, checkpoint: Any) -> None:
     model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss.backward()
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "attention", "full"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("when", "checkpoint"), [("before", "attention"), ("after", "none"), ("after", "full")])
 def test_a_model_whose_weights_are_all_frozen_has_no_backward_pass_as_on_one_process(pool, when, checkpoint):
     for outcome in pool.outcomes(train_nothing, 2, when, checkpoint):
         assert isinstance(outcome, RuntimeError) and "does not require grad" in str(outcome)

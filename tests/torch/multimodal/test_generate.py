@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
+from tests.cases import long
 from tests.torch.multimodal.models import batch_of, build
 from tests.torch.multimodal.test_training import IN_A_ROW, MANY, NONE, VIDEO
 
@@ -71,7 +72,7 @@ def padded_left(kind: str, examples: Any, dtype: torch.dtype = torch.float64) ->
     return batch
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma"])
+@pytest.mark.parametrize("kind", ["llava", *long("qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma")])
 def test_every_beam_sees_the_images_of_its_own_prompt(pool, kind):
     batch = padded_left(kind, [[3, "i", 2, "i", 5], [2, "i", 2]])
     expected = build(kind).eval().generate(**batch, **SETTINGS | BEAMS).sequences

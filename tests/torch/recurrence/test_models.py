@@ -91,7 +91,7 @@ def test_loss_and_gradients_equal_one_process_in_float64(pool, number, kind):
         assert worst(found, expected) < 1e-9
 
 
-@pytest.mark.parametrize(("number", "kind"), [*KINDS[::2], *long(*KINDS[1::2])])
+@pytest.mark.parametrize(("number", "kind"), [*KINDS[::3], *long(*KINDS[1::3], *KINDS[2::3])])
 def test_packed_documents_equal_each_alone(pool, number, kind):
     ids, documents = batch_of(2, 39), PACKED[number % len(PACKED)]
     expected = one_process(kind, torch.float64, ids, documents)
@@ -100,7 +100,7 @@ def test_packed_documents_equal_each_alone(pool, number, kind):
         assert worst(found, expected) < 1e-9
 
 
-@pytest.mark.parametrize(("number", "kind"), [*KINDS[1::4], *long(*KINDS[::2], *KINDS[3::4])])
+@pytest.mark.parametrize(("number", "kind"), [*KINDS[1::6], *long(*(x for x in KINDS if x not in KINDS[1::6]))])
 def test_float32_is_no_further_from_float64_than_twice_one_process(pool, number, kind):
     ids = batch_of(1, 41)
     truth, plain = (one_process(kind, dtype, ids) for dtype in (torch.float64, torch.float32))
@@ -170,6 +170,6 @@ def twice(mesh: Any, kind: str) -> float:
     return float((plain(input_ids=ids).logits - before).abs().max())
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "minimax", "mamba"])
+@pytest.mark.parametrize("kind", ["qwen3_next", *long("minimax", "mamba")])
 def test_models_that_are_on_no_ring_compute_what_they_did(pool, kind):
     assert pool.run(twice, 2, kind) == [0.0, 0.0]

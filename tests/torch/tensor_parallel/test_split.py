@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import ringspan as rs
 from ringspan.torch.tensor_parallel.split import refuse_split
 from ringspan.train.run_folder.export import save_model
-from tests.torch.data.test_cross_entropy import EXTRAS, example, whole
+from tests.torch.data.test_cross_entropy import CHUNKS, EXTRAS, example, whole
 from tests.torch.models import build, relative, tokens
 from tests.torch.test_parallelize import one_step, ring_step
 
@@ -141,9 +141,9 @@ def shared_loss(mesh: DeviceMesh, chunk_tokens: int, chunk_vocabulary: int | Non
     return loss.detach(), [d_hidden, *gathered], losses.detach()
 
 
-@pytest.mark.parametrize(("chunk_tokens", "chunk_vocabulary"), [(1, None), (7, 1), (7, 13), (64, 25), (1000, 5000)])
-@pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: "-".join(extras) or "plain")
-def test_ranks_that_share_the_vocabulary_get_the_whole_loss(pool, chunk_tokens, chunk_vocabulary, extras):
+@pytest.mark.parametrize(("chunks", "extras"), [*zip(CHUNKS, EXTRAS, strict=True)])
+def test_ranks_that_share_the_vocabulary_get_the_whole_loss(pool, chunks, extras):
+    chunk_tokens, chunk_vocabulary = chunks
     inputs, targets = example(torch.float64, vocabulary=100)
     truth = whole(*inputs, targets, **extras)
     hidden, *others = inputs

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,10 @@ CASES: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize(("kind", "ranks", "replicate", "tp", "layout", "length", "rows", "labels", "options"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "ranks", "replicate", "tp", "layout", "length", "rows", "labels", "options", "loss"),
+    [(*case, loss) for case, loss in zip(CASES, cycle(LOSSES), strict=False)],
+)
 def test_logprobs_and_gradients_are_those_of_whole_logits(
     pool, kind, ranks, replicate, tp, layout, length, rows, labels, options, loss
 ):
