@@ -53,6 +53,7 @@ TRAINER = "hf/test_trainer.py::"
 SFT = "hf/test_sft.py::"
 CHOICES = "hf/test_preferences.py::"
 ROLLOUTS = "hf/test_rollouts.py::"
+GRPO = "{'lora': True, 'beta': 0.1, 'num_iterations': 2}"
 CLASSES = "torch/model/tasks/test_classifier.py::test_logits_of_sequences_and_gradients_are_those_of_one_process"
 STEPS = "test_ten_steps_equal_one_process"
 FOLDERS = "torch/weights/test_folders.py::"
@@ -193,8 +194,7 @@ MUTANTS = [
         "hf/rollouts.py",
         "take_first_ranks_numbers(text_groups(mesh), accelerator.device)",
         "pass",
-        f"{ROLLOUTS}test_steps_on_a_ring_equal_one_process[grpo-qwen3-window-"
-        "{'beta': 0.0, 'sampled': True, 'temperature': 0.7}]",
+        f"{ROLLOUTS}test_steps_on_a_ring_equal_one_process[grpo-llama-{GRPO}]",
     ),
     Mutant(
         "a batch that the loop splits has the gradient of one replica",
@@ -215,7 +215,7 @@ MUTANTS = [
         "hf/rollouts.py",
         "args.generation_batch_size = size",
         "pass",
-        f"{ROLLOUTS}test_steps_on_a_ring_equal_one_process[grpo-llama-{{'beta': 0.0}}]",
+        f"{ROLLOUTS}test_steps_on_a_ring_equal_one_process[grpo-llama-{GRPO}]",
     ),
     Mutant(
         "a trainer resumes without the optimizer's state",
@@ -1151,7 +1151,7 @@ MUTANTS = [
         "torch/weights/saving.py",
         "names.setdefault(id(tensor), []).append(name)",
         "names[id(name)] = [name]",
-        f"{THERE_AND_BACK}[gpt2-2-sizes2]",
+        f"{THERE_AND_BACK}[gpt2-4-sizes19]",
     ),
     Mutant(
         "an index before its files",
@@ -1165,14 +1165,14 @@ MUTANTS = [
         "lightning/seams.py",
         "shuffle=isinstance(sampler, RandomSampler)",
         "shuffle=True",
-        "lightning/test_strategy.py::test_a_fit_equals_one_process[sizes1-4]",
+        "lightning/test_strategy.py::test_a_fit_equals_one_process[sizes2-4]",
     ),
     Mutant(
         "a program with the first sequence's documents for all",
         "torch/attention/traced.py",
         "found = found[:1] if len(set(found)) == 1 else found",
         "found = found[:1]",
-        "torch/layers/test_compiled.py::test_layers_compute_the_same_in_few_programs[llama-batches5-options5-changes5-2]",
+        "torch/layers/test_compiled.py::test_layers_compute_the_same_in_few_programs[llama-batches2-options2-changes2-2]",
     ),
     Mutant(
         "an embedding comes one token too late",
@@ -1215,7 +1215,7 @@ MUTANTS = [
         "return _traded(gradients[0], ctx.receive, ctx.send, ctx.group), None",
         "return torch.zeros_like(_traded(gradients[0], ctx.receive, ctx.send, ctx.group)), None",
         f"{SEEN}test_training.py::"
-        "test_the_ring_gives_the_loss_and_gradients_of_one_process[llava-2-examples1-zigzag-options1]",
+        "test_the_ring_gives_the_loss_and_gradients_of_one_process[llava-2-examples0-zigzag-options0]",
     ),
     Mutant(
         "tokens of an image see earlier ones alone",

@@ -21,7 +21,7 @@ from ringspan.torch.recurrence.exchange import lend, scan
 from ringspan.torch.recurrence.plan import plan_of
 from ringspan.torch.recurrence.recurrence import convolution, recurrence
 from ringspan.torch.transport.exchange import COUNTERS
-from tests.cases import pairwise
+from tests import cases
 from tests.torch.models import relative
 from tests.torch.recurrence.layers import LAYERS, inputs
 from tests.torch.recurrence.models import module_of
@@ -152,7 +152,7 @@ def test_a_convolution_reaches_back_over_spans_and_no_further_than_its_document(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "is_matrix"), pairwise([1, 2, 3, 5, 12], ["contiguous", "zigzag"], [True, False])
+    ("ranks", "layout", "is_matrix"), cases.pairwise([1, 2, 3, 5, 12], ["contiguous", "zigzag"], [True, False])
 )
 def test_ranks_send_states_and_their_gradients(ranks, layout, is_matrix):
     """Many ranks, of which each holds its own spans, against one that holds them all."""
