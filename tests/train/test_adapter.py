@@ -110,7 +110,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "adapter", "changes"), [*long(*KINDS[:1]), *KINDS[1:]])
+@pytest.mark.parametrize(("name", "adapter", "changes"), [*long(*KINDS[:2]), *KINDS[2:]])
 def test_an_adapter_trains_as_on_one_process(pool, base, name, adapter, changes):
     config = settings(base, name, adapter, **changes)
     expected, model = one_process(config)

@@ -196,7 +196,7 @@ def loss_of_documents(config: TrainConfig, step: int) -> float:
     return total / num_targets
 
 
-@pytest.mark.parametrize("changes", [{}, {"mesh": {"replicate": 2}, "attention": {"layout": "striped"}}])
+@pytest.mark.parametrize("changes", [*long({}), {"mesh": {"replicate": 2}, "attention": {"layout": "striped"}}])
 def test_separate_documents_do_not_see_each_other(pool, text, changes):
     name, short = f"separate {len(changes)}", text / "short"
     short.mkdir(exist_ok=True)

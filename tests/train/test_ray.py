@@ -65,6 +65,7 @@ def workers(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds workers in /proc")
 def test_a_killed_worker_changes_no_loss(workplace: Path):

@@ -28,7 +28,7 @@ from tests.torch.attention.test_ring import Problem
 
 
 @given(short=st.integers(0, 7), mask=masks, layout=st.sampled_from(LAYOUT_NAMES), ranks=st.sampled_from([1, 2, 4]))
-@examples(10, suppress_health_check=[HealthCheck.too_slow])
+@examples(4, suppress_health_check=[HealthCheck.too_slow])
 def test_any_mask_on_any_layout(short, mask, layout, ranks):
     check_any_mask(16, short, mask, layout, ranks, (4, 2), "pallas")
 
@@ -143,6 +143,7 @@ def test_chunks_that_do_not_fill_registers_are_refused():
         lowered(mesh(sp=2), jnp.float32, 64, query_chunk=64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "size", "options"), CASES)
 def test_the_compiler_of_a_tpu_takes_it_and_lets_blocks_travel_while_kernels_run(dtype, size, options):
     pytest.importorskip("libtpu", reason="needs jax[tpu], with which JAX compiles for TPUs anywhere")

@@ -154,6 +154,7 @@ with patch.object(jax, "default_backend", lambda: "gpu"):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not (find_spec("jax_triton") and any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))),
     reason="needs jax-triton and JAX's CUDA plugin (pip install --no-deps jax-triton jax-cuda12-plugin)",

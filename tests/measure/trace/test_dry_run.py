@@ -28,7 +28,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 501, "max_p
 HAS_MALLINFO = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallinfo2")
 
 MEASURED = [
-    ("llama", {"length": 900, "ring": 1, "checkpoint": "none", "compute_dtype": "bfloat16"}),
+    *long(("llama", {"length": 900, "ring": 1, "checkpoint": "none", "compute_dtype": "bfloat16"})),
     (
         "qwen3",
         {"length": 2302, "ring": 2, "checkpoint": "full", "layers_per_checkpoint": 2, "compute_dtype": "float32"}
@@ -86,10 +86,12 @@ DTYPES = [
             ("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "full", "compute_dtype": "float32"}),
             ("llama", {"vocab_size": 64_000}, {"length": 4096, "ring": 2, "checkpoint": "attention"}),
         ),
-        ("llama", {}, {"length": 16_384, "ring": 3, "checkpoint": "none"}),
-        *long(("llama", {"num_key_value_heads": 4}, {"length": 8192, "checkpoint": "attention", "batch": 2})),
-        ("qwen3", {"head_dim": 64}, {"length": 16_384, "ring": 2, "replicate": 2, "checkpoint": "full"}),
-        ("qwen2", {}, {"length": 65_536, "ring": 8, "checkpoint": "attention", "parameter_dtype": "bfloat16"}),
+        *long(
+            ("llama", {}, {"length": 16_384, "ring": 3, "checkpoint": "none"}),
+            ("llama", {"num_key_value_heads": 4}, {"length": 8192, "checkpoint": "attention", "batch": 2}),
+            ("qwen3", {"head_dim": 64}, {"length": 16_384, "ring": 2, "replicate": 2, "checkpoint": "full"}),
+            ("qwen2", {}, {"length": 65_536, "ring": 8, "checkpoint": "attention", "parameter_dtype": "bfloat16"}),
+        ),
         (
             "llama",
             {"intermediate_size": 256},
@@ -112,8 +114,10 @@ DTYPES = [
             ("llama", {}, {"length": 16_384, "ring": 2, "tp": 2, "route": "ulysses"}),
         ),
         *long(*(("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4} | types) for types in DTYPES)),
-        ("llama-tied", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "compute_dtype": "float32"}),
-        ("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "optimizer_on_host": True}),
+        *long(
+            ("llama-tied", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "compute_dtype": "float32"}),
+            ("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "optimizer_on_host": True}),
+        ),
         *long(*(("llama", {"vocab_size": 64_000}, BLOCKS | types) for types in DTYPES)),
         *long(
             *(
@@ -131,7 +135,7 @@ def test_the_formula_is_within_10_percent_of_the_trace(kind, changes, options):
     assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.10)
 
 
-@pytest.mark.parametrize("route", [*ROUTES, "ulysses:4+all-gather"])
+@pytest.mark.parametrize("route", ["ring", "ulysses:4+all-gather", *long(*ROUTES[1:])])
 def test_what_the_loop_holds_is_counted_to_a_percent(route):
     """Where nothing else comes near it."""
     setting = Setting(length=32_768, ring=8, checkpoint="full", route=route, norm_chunk_tokens=1024)
@@ -190,8 +194,7 @@ def test_the_formula_of_the_fine_tuning_story_is_that_of_the_trace_where_the_emb
     assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize("vocabulary", [501, 502])
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_NAMES)
+@pytest.mark.parametrize(("vocabulary", "checkpoint"), [*zip((501, 502, 501), CHECKPOINT_NAMES, strict=True)])
 def test_the_sums_of_tensor_parallelism_are_those_that_the_step_asks_for(monkeypatch, checkpoint, vocabulary):
     """A sum over two ranks brings each as many bytes as it has. A vocabulary that is not split needs none."""
     setting = Setting(length=256, ring=2, tp=2, checkpoint=checkpoint)

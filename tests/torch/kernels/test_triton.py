@@ -124,6 +124,7 @@ def without_interpreter(script: str) -> str:
     return run.stdout
 
 
+@pytest.mark.long
 def test_they_compile_for_gpus_that_are_not_there():
     """By Triton's and NVIDIA's own compilers, which need no device; the interpreter takes what these do not."""
     script = (

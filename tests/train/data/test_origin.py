@@ -101,6 +101,7 @@ def test_a_changed_text_is_named_and_asks_for_a_flag_and_the_tokenizer_stays(poo
     assert not any("another text" in line for line in lines)
 
 
+@pytest.mark.long
 def test_the_same_text_elsewhere_goes_on_with_the_flag(pool, folder):
     pool.run(train_and_listen, 4, run_settings(folder))
     (folder / "text").rename(folder / "moved")
@@ -121,6 +122,7 @@ def test_a_file_that_was_only_touched_is_no_change(pool, folder):
     pool.run(train_and_listen, 4, run_settings(folder, 2 * STEPS))
 
 
+@pytest.mark.long
 def test_a_run_of_an_earlier_version_has_no_record_and_gets_one(pool, folder):
     pool.run(train_and_listen, 4, run_settings(folder))
     (folder / "run" / "data.json").unlink()
@@ -210,6 +212,7 @@ def test_a_model_that_cannot_be_written_leaves_its_weights_in_a_checkpoint(pool,
     assert "is finished" in refused(pool, config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("done", "then"), [*long((0, "starts from the beginning")), (STEPS, f"goes on from step {STEPS}")]
 )
@@ -222,6 +225,7 @@ def test_where_no_checkpoint_fits_either_it_says_what_the_same_command_does(pool
         assert message.count("1,000 are free; make room") == 2
 
 
+@pytest.mark.long
 def test_an_older_model_does_not_pass_for_the_last_one(pool, folder):
     pool.run(train_and_listen, 4, run_settings(folder))
     longer = run_settings(folder, 2 * STEPS)

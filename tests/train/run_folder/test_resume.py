@@ -172,7 +172,7 @@ def test_a_run_that_lost_its_newest_checkpoint_goes_on_from_the_one_before_and_s
     [
         ("2 x 2", {"mesh": {"replicate": 2}, "optimizer": OPTIMIZER | {"batch_size": 1}}),
         *long(("heads over 2", {"mesh": {"tp": 2}, "optimizer": OPTIMIZER | {"batch_size": 2}})),
-        ("striped", {"attention": {"layout": "striped"}, "optimizer": OPTIMIZER | {"batch_size": 2}}),
+        *long(("striped", {"attention": {"layout": "striped"}, "optimizer": OPTIMIZER | {"batch_size": 2}})),
     ],
 )
 def test_another_mesh_or_layout_goes_on_with_the_same_tokens(pool, text, name, changes):  # noqa: F811
@@ -189,6 +189,7 @@ def test_another_mesh_or_layout_goes_on_with_the_same_tokens(pool, text, name, c
         assert value == pytest.approx(expected[step, what], rel=tolerance, abs=0), (step, what)
 
 
+@pytest.mark.long
 def test_a_run_with_split_heads_goes_on_whole(pool, text, uninterrupted):  # noqa: F811
     pool.run(train_and_see, 4, config(text, "split", mesh={"tp": 2}), 2)
     assert json.loads((text / "split" / "checkpoints" / "step_00000003" / "manifest.json").read_text())["manifest"][
@@ -200,6 +201,7 @@ def test_a_run_with_split_heads_goes_on_whole(pool, text, uninterrupted):  # noq
         torch.testing.assert_close(weights(text / "split")[name], weight, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 def test_another_batch_size_takes_up_the_data_where_it_was(pool, text):  # noqa: F811
     first = config(text, "batch", steps=2, optimizer=OPTIMIZER | {"batch_size": 3})
     pool.run(train_and_see, 4, first)
@@ -264,6 +266,7 @@ def eval_loss_at_the_end(mesh, config):
     return train(config).eval_loss
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_at_its_last_step_is_evaluated_there(pool, text):  # noqa: F811
     pool.run(train_and_see, 4, config(text, "late", evaluation={"every_steps": 3}), 3)
     losses = pool.run(eval_loss_at_the_end, 4, config(text, "late", steps=4, evaluation={"every_steps": 3}))
