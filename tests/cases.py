@@ -12,6 +12,11 @@ def long(*cases: Any) -> list[Any]:
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in cases]
 
 
+def few(cases: Sequence[Any], every: int) -> list[Any]:
+    """Return the first of so many cases for ``make test``, the others for ``make long``."""
+    return [*cases[::every], *long(*(case for number, case in enumerate(cases) if number % every))]
+
+
 def pairwise(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return few rows in which any two values of two columns meet: most bugs need two values to show, hardly any three.
 

@@ -31,6 +31,7 @@ def ran(name: str, folder: Path, *options: str) -> str:
     return run.stdout
 
 
+@pytest.mark.long
 def test_a_question_behind_a_video_is_answered_from_an_early_frame(tmp_path):
     out = ran("video/moving_shapes", tmp_path, "--output", str(tmp_path / "out"), "--frames", "8", "--steps", "45")
     found = re.search(r"loss (\S+) -> (\S+); (\d+)% of 64 new videos .* within (\S+) of one process", out)

@@ -76,6 +76,7 @@ def extended(options: list[str]) -> None:
     called("retrieval", "train", ["extend", *options], STAGES=stages)
 
 
+@pytest.mark.long
 def test_the_recipe_is_trained_asked_and_drawn(tmp_path, monkeypatch):
     options = [f"--output={tmp_path}", "--steps=2", "--tokens=150", "--length=300"]
     monkeypatch.setattr(sys, "argv", [])

@@ -27,6 +27,7 @@ from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question
 from ringspan.torch.transport.exchange import COUNTERS
+from tests.cases import few
 from tests.every_model.hybrids import HYBRIDS, hybrid_config
 from tests.torch.recurrence.layers import LAYERS, inputs
 from tests.torch.recurrence.models import build
@@ -44,7 +45,7 @@ def shape_of(folder: Any, config: Any) -> ModelShape:
     return model_shape(str(folder))
 
 
-@pytest.mark.parametrize("kind", PLANNED)
+@pytest.mark.parametrize("kind", few(PLANNED, 3))
 def test_parameters_and_products_are_those_of_the_model(tmp_path, kind):
     config = hybrid_config(kind)
     shape, tokens = shape_of(tmp_path, config), 24
@@ -114,7 +115,7 @@ def attention_bytes(shape: ModelShape, layout: rs.Layout, rank: int) -> int:
 CASES = [(3, "zigzag", 61), (4, "contiguous", 64), (2, "zigzag", 40)]
 
 
-@pytest.mark.parametrize(("number", "kind"), [*enumerate(PLANNED)])
+@pytest.mark.parametrize(("number", "kind"), few([*enumerate(PLANNED)], 5))
 def test_what_a_pass_sends_is_predicted_to_the_byte(pool, tmp_path, number, kind):
     shape = shape_of(tmp_path, hybrid_config(kind))
     ranks, layout, length = CASES[number % len(CASES)]
@@ -146,7 +147,7 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("kind", REAL)
+@pytest.mark.parametrize("kind", few(REAL, 3))
 def test_a_published_size_is_planned(kind):
     values = {"model_type": kind, **REAL[kind]}
     sizes = hybrid_values(values, kind)
