@@ -1,6 +1,6 @@
 """Cases of parametrized tests: tables in place of products, and those that ``make test`` leaves out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -12,9 +12,10 @@ def long(*cases: Any) -> list[Any]:
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in cases]
 
 
-def few(cases: Sequence[Any], every: int) -> list[Any]:
+def few(cases: Iterable[Any], every: int) -> list[Any]:
     """Return the first of so many cases for ``make test``, the others for ``make long``."""
-    return [*cases[::every], *long(*(case for number, case in enumerate(cases) if number % every))]
+    taken = list(cases)
+    return [*taken[::every], *long(*(case for number, case in enumerate(taken) if number % every))]
 
 
 def pairwise(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
