@@ -107,6 +107,22 @@ WAYS = {
 }
 
 
+def configured_for_training(mesh: DeviceMesh | None) -> list[torch.Tensor]:
+    """A model that keeps no cache in training: a generation config that says nothing of it, and a cache of the call."""
+    model: Any = models.model("llama")
+    if mesh is not None:
+        rs.parallelize(model, mesh)
+        model.generation_config.use_cache = False
+    ids, said = models.prompt(40), GenerationConfig(max_new_tokens=6, do_sample=False)
+    return [model.generate(ids, generation_config=said), model.generate(ids, max_new_tokens=6, **fresh_cache(model))]
+
+
+def test_a_config_for_training_generates(pool):
+    expected = configured_for_training(None)
+    for found in pool.run(configured_for_training, 2):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 def results(way: Any, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         out = way(model)
@@ -265,6 +281,8 @@ def refused(mesh: DeviceMesh, case: str) -> None:
             model.generate(ids, past_key_values=DynamicCache(), max_new_tokens=2)
         case "a static cache":
             model.generate(ids, cache_implementation="static", max_new_tokens=2)
+        case "a cache and none":
+            model.generate(ids, past_key_values=model.new_cache(), use_cache=False)
         case "hidden states":
             model.generate(ids, output_hidden_states=True, return_dict_in_generate=True, max_new_tokens=2)
         case "an early exit":
@@ -314,6 +332,7 @@ def refused(mesh: DeviceMesh, case: str) -> None:
     [
         ("a cache of transformers", r"model.new_cache\(\)"),
         ("a static cache", "cache_implementation='static'"),
+        ("a cache and none", "leave one out"),
         ("hidden states", "output_hidden_states"),
         ("an early exit", "assistant_early_exit=2 is not supported"),
         ("an empty prompt", "at least one token"),

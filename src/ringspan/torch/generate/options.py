@@ -1,5 +1,6 @@
 """What ``generate`` is asked for: the same on every rank of a ring, and what a ring can honour."""
 
+import copy
 import inspect
 from typing import Any
 
@@ -50,8 +51,9 @@ def agreed_options(
         if not model.ring_is_generating:
             check_fixed(model)
         check_configs(model.ring_configs)
+        _complete(model, arguments)
         config = arguments.get("generation_config") or model.generation_config
-        settings = {**config.to_dict(), **arguments}
+        settings = {**config.to_dict(), "_from_model_config": None, **arguments}
         texts = {name: str(settings[name]) for name in sorted(settings) if _is_plain(settings[name])}
         tensors = {name: described(value) for name, value in arguments.items() if isinstance(value, Tensor)}
         _refuse_options(model, config, arguments)
@@ -69,7 +71,7 @@ def agreed_options(
             arguments["generation_config"] = config = GenerationConfig(**{**config.to_dict(), "max_time": None})
     if arguments.get("stopping_criteria"):
         arguments["stopping_criteria"] = AgreedCriteria.of(arguments["stopping_criteria"], text_groups(model.ring_mesh))
-    if arguments.get("past_key_values") is None and _asked(config, arguments, "use_cache") is not False:
+    if arguments.get("past_key_values") is None and arguments.get("use_cache", config.use_cache is not False):
         arguments["past_key_values"] = model.new_cache()
     if (cache := arguments.get("past_key_values")) is not None and not model.ring_is_generating:
         cache.records_past = False  # an earlier call may have ended while it did
@@ -85,6 +87,24 @@ def agreed_options(
         if OF_GENERATE == OURS and "mamba" in type(model).__name__.lower():  # whose class asks for another name
             arguments["cache_params"] = cache
     return arguments
+
+
+def _complete(model: Any, arguments: dict[str, Any]) -> None:
+    """Fill in what transformers would: of a generation config what it leaves out, from the model's; and a cache that
+    was given is used, whatever a config has for training.
+
+    Raises:
+        UnsupportedError: the call itself has a cache, and says to use none.
+    """
+    given, has_cache = arguments.get("generation_config"), arguments.get(OURS) is not None
+    if has_cache and arguments.get("use_cache", getattr(given, "use_cache", None)) is False:
+        raise UnsupportedError("use_cache=False with past_key_values, which generate would add to; leave one out")
+    if given is not None:
+        arguments["generation_config"] = config = copy.deepcopy(given)
+        config.use_cache = True if has_cache else config.use_cache
+        config.update(**model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
+    elif has_cache:
+        arguments["use_cache"] = True
 
 
 def _asked(config: GenerationConfig, arguments: dict[str, Any], name: str) -> Any:
