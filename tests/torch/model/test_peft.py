@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import ringspan as rs
+from ringspan.torch.generate.cache.identity import weights_digest
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.tensor_parallel.split import refuse_split
 from tests.cases import long
@@ -91,6 +92,28 @@ def ring_step(mesh: DeviceMesh, kind: str, adapter: dict[str, Any], options: dic
     model = adapt(kind, adapter)
     assert rs.parallelize(model, mesh, **options) is model
     return step(model, mesh)
+
+
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+def two_steps(mesh: DeviceMesh | None, checkpoint: Any) -> Any:
+    """Of LoRA on parameters, which PEFT takes out of their module for a pass, and puts back behind the others."""
+    model = adapt("gpt_oss", EXPERTS)
+    if mesh is not None:
+        before = weights_digest(rs.parallelize(model, mesh, checkpoint=checkpoint).get_base_model())
+    first = step(model, mesh)
+    assert mesh is None or weights_digest(model.get_base_model()) == before
+    model.zero_grad()
+    return first, step(model, mesh)
+
+
+@pytest.mark.parametrize("checkpoint", ["attention", *long("none")])
+def test_adapted_parameters_train_as_on_one_process(pool, checkpoint):
+    expected = two_steps(None, checkpoint)
+    for found in pool.run(two_steps, 2, checkpoint):
+        check(found[0], expected[0])
+        check(found[1], expected[1])
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

@@ -22,16 +22,25 @@ HOOKED = (
 )
 _COPY: Final = "copy into it instead (under torch.no_grad, parameter.copy_), or load_state_dict"
 _REPLACED: Final = f"was replaced after parallelize, and would not be used; {_COPY}"
-Structure = list[tuple[nn.Module, tuple[str, ...]]]
+Structure = dict[nn.Module, dict[str, None]]
+"""The names of each module's parameters. As dicts compare, their order does not count: PEFT's LoRA of a parameter takes
+it out for a pass, and puts it back last.
+"""
 
 
 def structure_of(model: nn.Module) -> Structure:
     """The modules that have parameters, and their names."""
-    return [(module, tuple(module._parameters)) for module in model.modules() if module._parameters]
+    return {module: dict.fromkeys(module._parameters) for module in model.modules() if module._parameters}
 
 
-def check_fixed(model: Any) -> Structure:
-    """What ``structure_of`` a model says, in one walk over its modules, if that is still as ``parallelize`` left it.
+def known_parameters(model: Any) -> list[nn.Parameter]:
+    """A model's parameters in the order in which ``parallelize`` found them, each once."""
+    found = (module._parameters[name] for module, names in model.ring_structure.items() for name in names)
+    return [*dict.fromkeys(parameter for parameter in found if parameter is not None)]
+
+
+def check_fixed(model: Any) -> None:
+    """Make sure, in one walk over a model's modules, that it is still as ``parallelize`` left it.
 
     Raises:
         UnsupportedError: naming the module that came, or got parameters, after the model was split; the weight that a
@@ -43,11 +52,11 @@ def check_fixed(model: Any) -> Structure:
             "own from the logits of model(**batch) without labels"
         )
     copies = {id(parameter) for parameter in gathered_parameters(model)}
-    found: Structure = []
+    found: Structure = {}
     problems: list[str] = []
     for path, module in model.named_modules():
         if module._parameters:
-            found.append((module, tuple(module._parameters)))
+            found[module] = dict.fromkeys(module._parameters)
             problems += _problems(path, module._parameters, copies)
     if found != model.ring_structure:  # first: a new module's parameters are not split either
         raise UnsupportedError(
@@ -57,13 +66,11 @@ def check_fixed(model: Any) -> Structure:
     problems += [f"{name} {_REPLACED}" for name in unseen_parameters(model)]
     if problems:
         raise UnsupportedError(problems[0])
-    return found
 
 
 def _first_change(model: Any, found: Structure) -> str:
-    known = {id(module): names for module, names in model.ring_structure}
-    paths = {module: path for path, module in model.named_modules()}
-    return next((paths[module] for module, names in found if known.get(id(module)) != names), "a module is gone")
+    known, paths = model.ring_structure, {module: path for path, module in model.named_modules()}
+    return next((paths[module] for module in found if known.get(module) != found[module]), "a module is gone")
 
 
 def _problems(path: str, parameters: dict[str, Any], copies: set[int]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.messages.numbers import integer
 from ringspan.torch.consistency.calls import Call, check_call
-from ringspan.torch.consistency.fixed import Structure, check_fixed, keeping_buffers
+from ringspan.torch.consistency.fixed import check_fixed, keeping_buffers, known_parameters
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
 from ringspan.torch.data.batch import IGNORED, positions_of
@@ -79,14 +79,14 @@ def check_forward(
         others = {name: arguments.pop(name) for name in ("labels", "attention_mask") if name in arguments}
         others |= arguments.pop("kwargs", {})
         try:
-            structure = check_fixed(model)  # before the copies in place of shards are shards again
+            check_fixed(model)  # before the copies in place of shards are shards again
         finally:
             settle(model)
         check_others(others)
         _check_batch(model, **arguments)
         targets = arguments.get("shift_labels")
         number = 0 if targets is None else int((targets != IGNORED).sum())
-        call = Call(name, _facts(model, structure, arguments, others), _facts_of_ring(arguments), number)
+        call = Call(name, _facts(model, arguments, others), _facts_of_ring(arguments), number)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         call = Call(name, error=error)
     total = check_call(model.ring_mesh, call)
@@ -96,10 +96,10 @@ def check_forward(
     return defaults | given | others
 
 
-def _facts(model: Any, structure: Structure, arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+def _facts(model: Any, arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """What all ranks must have alike."""
     number = arguments.get("num_items_in_batch")
-    return pass_facts(model, structure) | {
+    return pass_facts(model) | {
         "labels": arguments.get("shift_labels") is not None,
         "output_router_logits": wanted_router(model, arguments.get("output_router_logits")) is not None,
         "num_items_in_batch": None if number is None else _whole_number(number),
@@ -107,7 +107,7 @@ def _facts(model: Any, structure: Structure, arguments: dict[str, Any], others: 
     }
 
 
-def pass_facts(model: Any, structure: Structure) -> dict[str, Any]:
+def pass_facts(model: Any) -> dict[str, Any]:
     """What all ranks must have alike of a model, whatever it is called with."""
     kind = model.ring_mesh.device_type
     facts: dict[str, Any] = {
@@ -117,8 +117,7 @@ def pass_facts(model: Any, structure: Structure) -> dict[str, Any]:
         "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
     }
     if torch.is_grad_enabled():
-        parameters = (module._parameters[name] for module, names in structure for name in names)
-        trained = bytes(parameter.requires_grad for parameter in parameters if parameter is not None)
+        trained = bytes(parameter.requires_grad for parameter in known_parameters(model))
         digest = hashlib.blake2b(trained, digest_size=4).hexdigest()
         facts["trained parameters"] = f"{sum(trained)} of {len(trained)} (digest {digest})"
         facts |= optimizer_facts(model)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ringspan.torch.consistency.fixed import known_parameters
 from ringspan.torch.layers.modules import local_part
 
 _BITS: Final = 40  # of each sum: added up over any number of ranks, they stay within 63
@@ -27,7 +28,7 @@ def config_of(model: Any) -> dict[str, Any]:
 
 def weights_digest(model: Any) -> str:
     """SHA-256 of sums over the bits of each weight, the same however they are split. Call it on every rank."""
-    return digest_of(list(model.parameters()), model.ring_mesh)
+    return digest_of(known_parameters(model), model.ring_mesh)
 
 
 @torch.no_grad()

@@ -119,13 +119,13 @@ class RingDecoder(Saved, Fixed):
         with in_pass(self, "a forward pass"):
             try:
                 try:
-                    structure = check_fixed(self)
+                    check_fixed(self)
                 finally:
                     settle(self)
                 check_configs(self.ring_configs)
                 if self.ring_decoder == "":
                     _check_arguments(self, args, kwargs)
-                call = Call("a forward pass", pass_facts(self, structure), _facts_of_ring(args, kwargs))
+                call = Call("a forward pass", pass_facts(self), _facts_of_ring(args, kwargs))
             except Exception as error:  # whatever it is, the other ranks must not wait for this one
                 call = Call("a forward pass", error=error)
             check_call(self.ring_mesh, call)
