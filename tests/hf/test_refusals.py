@@ -11,6 +11,7 @@ from trl import BEMACallback, LogCompletionsCallback  # pyright: ignore[reportPr
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.hf import RingConfig
+from ringspan.hf.refusals import explained
 from tests.hf.preferences import dpo, kto
 from tests.hf.rollouts import grpo, rloo
 from tests.hf.test_classes import classify
@@ -250,3 +251,14 @@ def test_trainer_itself_is_as_before():
     from accelerate import Accelerator
 
     assert Accelerator().num_processes == 1
+
+
+def test_a_loss_that_was_written_for_one_process_is_told_what_to_change():
+    for failure, remedy in {
+        "'NoneType' object is not subscriptable": r"labels = inputs\.pop\('labels'\)",
+        "aten.mul.Tensor got mixed torch.Tensor and DTensor": r"\.full_tensor\(\)",
+    }.items():
+        with pytest.raises(UnsupportedError, match=f"own_loss: .*{remedy}"), explained(own_loss):
+            raise TypeError(failure)
+        with pytest.raises(TypeError, match=failure), explained(Trainer.compute_loss):
+            raise TypeError(failure)

@@ -50,6 +50,28 @@ def test_split_heads_and_vocabulary_equal_one_process(world):
         assert max(differences(found, expected).values()) < TOLERANCE
 
 
+class Penalised:
+    """A penalty on all weights, as people write it."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)  # pyright: ignore
+        loss = loss + 0.01 * sum(weight.square().sum() for weight in model.parameters())
+        return (loss, outputs) if return_outputs else loss
+
+
+def penalised(*given: Any) -> Any:
+    trainer = plain(*given)
+    trainer.__class__ = type("Penalised", (Penalised, type(trainer)), {})
+    return trainer
+
+
+def test_a_penalty_on_weights_counts_as_on_one_process(world):
+    sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 4)
+    expected = train(None, penalised, "llama", None, {"max_steps": 2} | sizes)
+    for found in world(4).run(train, 4, penalised, "llama", {}, {"max_steps": 2}, replicate=2):
+        assert max(differences(found, expected).values()) < TOLERANCE
+
+
 @pytest.mark.parametrize(
     "options",
     [

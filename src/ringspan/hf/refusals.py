@@ -1,6 +1,7 @@
 """What of a trainer's arguments would not be exact on a ring, and what to do instead."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -171,6 +172,32 @@ def refuse_loss_options(model: Any) -> None:
                 f"{name}={value} is added to the ring's own loss of next tokens, which this trainer does not use; "
                 "leave it out of RingConfig"
             )
+
+
+# What the errors say that a ``compute_loss`` written for one process runs into, and what to do instead.
+_EXPLAINED: Final = {
+    "'NoneType'": "a pass with labels gives the loss alone on a ring: take them out before, "
+    "labels = inputs.pop('labels'), and the pass gives whole logits",
+    "got mixed torch.Tensor and DTensor": "weights are shards on a ring: make what is computed of them whole, "
+    "weight.square().sum().full_tensor()",
+}
+
+
+@contextmanager
+def explained(method: Any) -> Iterator[None]:
+    """While a trainer computes its loss by a method that may be the user's: say what to change in it, where it fails by
+    what is different on a ring.
+
+    Raises:
+        UnsupportedError: in place of such a failure.
+    """
+    try:
+        yield
+    except (AttributeError, RuntimeError, TypeError) as error:
+        remedy = next((remedy for text, remedy in _EXPLAINED.items() if text in str(error)), None)
+        if remedy is None or method.__module__.partition(".")[0] in ("ringspan", "transformers", "trl"):
+            raise
+        raise UnsupportedError(f"{method.__qualname__}: {error}; {remedy} (docs/trainers.md)") from error
 
 
 def refuse_callback(callback: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
@@ -18,7 +19,7 @@ from ringspan.hf.batches import takes_whole_batches, whole_logits
 from ringspan.hf.classes import classifies
 from ringspan.hf.config import RingConfig
 from ringspan.hf.progress import load_adapter, load_optimizer, random_state_folder, save_optimizer
-from ringspan.hf.refusals import refuse_accelerator, refuse_arguments, refuse_callback, refuse_optimizer
+from ringspan.hf.refusals import explained, refuse_accelerator, refuse_arguments, refuse_callback, refuse_optimizer
 from ringspan.hf.replicas import count_rings, without_repeats
 from ringspan.hf.rollouts import count_generations, rollout_of_replica, share_rollouts
 from ringspan.hf.seams import OwnParts, TrainerSeams, check_seams, plain_optimizer
@@ -108,6 +109,12 @@ class RingTrainerMixin(TrainerSeams):
         ranks = self.ring_mesh.size() // self.accelerator.num_processes
         return super().floating_point_ops(inputs) // ranks
 
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Trainer's step, whose loss may have a penalty on weights in it, and so come as a ``DTensor``."""
+        with explained(type(self).compute_loss):
+            loss = super().training_step(*args, **kwargs)
+        return _whole(loss)
+
     def prediction_step(
         self: Any, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Any, Any]:
@@ -115,7 +122,9 @@ class RingTrainerMixin(TrainerSeams):
         if not classifies(self.model):  # whose loss is its replica's own
             inputs = without_repeats(self.accelerator, inputs)
         with whole_logits(self.model, wanted=not prediction_loss_only):
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+            found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        loss, logits, labels = found
+        return _whole(loss), logits, labels
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """A folder that ``from_pretrained`` opens, or PEFT; every rank calls it, and rank 0 writes."""
@@ -162,6 +171,10 @@ class RingTrainerMixin(TrainerSeams):
         """A folder with the random numbers that this rank continues with."""
         with random_state_folder(Path(checkpoint), self.args.process_index, self.args.world_size) as folder:
             yield folder
+
+
+def _whole(loss: Any) -> Any:
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 class RingTrainer(RingTrainerMixin, Trainer):

@@ -27,6 +27,7 @@ from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import note_buffers, note_data, refuse_copy, structure_of
 from ringspan.torch.consistency.loop_watch import in_call, watch_loop
 from ringspan.torch.consistency.optimizers import watch_optimizers
+from ringspan.torch.consistency.own_calls import refuse_own_calls
 from ringspan.torch.consistency.weights import describe_weights, share_weights
 from ringspan.torch.generate.model import RingGenerator
 from ringspan.torch.layers.blockwise.blocks import run_in_blocks
@@ -46,6 +47,7 @@ from ringspan.torch.model.attention.function import register_attention
 from ringspan.torch.model.attention.own import own_attention, take_over_attention
 from ringspan.torch.model.config_changes import copy_configs
 from ringspan.torch.model.recurrent import hook_stateful
+from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.model.tasks.classifier import RingClassifier, is_classifier
 from ringspan.torch.model.tasks.hidden_states import RingDecoder, check_inner_call
 from ringspan.torch.multimodal.towers import put_towers_on_ring
@@ -185,6 +187,8 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     shard_weights(model, [*shared, *layers, *towers], mesh, compute_dtype_of(config))
     if config.compile is not False:
         compile_layers(parts.decoder, layers, layer_kinds(parts.decoder.config), config.compile)
+    if isinstance(model, RingCausalLM):
+        refuse_own_calls(model, model.ring_decoder)
     watch_optimizers(model)
     if config.watchdog:
         watch_loop(mesh)

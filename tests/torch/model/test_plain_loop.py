@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringspan as rs
 from tests.cases import long
 from tests.torch.models import build, relative, tokens
-from tests.torch.test_parallelize import whole
+from tests.torch.test_parallelize import whole, whole_gradients
 
 STEPS = 3
 
@@ -137,24 +137,58 @@ def test_layers_that_stay_whole_after_backward_compute_with_updated_weights(pool
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def write_a_copy(mesh: DeviceMesh, then: str) -> None:
-    model = rs.parallelize(build("llama"), mesh)
-    ids = tokens(1, 16)
-    batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
-    model(**batch).loss.backward()
-    model(**batch)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(2.0)
-    if then == "forward":
-        model(**batch)
-    else:
-        list(model.parameters())
+def write_a_copy(mesh: DeviceMesh) -> None:
+    model = rs.parallelize(build("llama").model, mesh)
+    part = rs.shard_features({"inputs_embeds": torch.randn(1, 16, 64)}, mesh)
+    for _ in range(2):
+        model(**part)
+        with torch.no_grad():
+            model.norm.weight.mul_(2.0)
 
 
-@pytest.mark.parametrize("then", ["forward", "parameters"])
-def test_a_weight_that_is_changed_while_it_is_a_copy_is_named(pool, then):
-    for outcome in pool.outcomes(write_a_copy, 2, then):
-        assert isinstance(outcome, rs.UnsupportedError) and "lm_head.weight was changed between" in str(outcome)
+def test_a_weight_that_is_changed_while_it_is_a_copy_is_named(pool):
+    for outcome in pool.outcomes(write_a_copy, 2):
+        assert isinstance(outcome, rs.UnsupportedError) and "norm.weight was changed between" in str(outcome)
+
+
+def penalise(mesh: DeviceMesh | None) -> Any:
+    """A penalty on weights that a ring gathers for the whole pass and for a layer, by their names, after the pass."""
+    model: Any = build("llama") if mesh is None else rs.parallelize(build("llama"), mesh)
+    batch = {"input_ids": (ids := tokens(1, 37)), "labels": ids}
+    loss = model(**(batch if mesh is None else rs.shard_batch(batch, mesh))).loss
+    loss = loss + 0.01 * sum(w.square().sum() for w in (model.lm_head.weight, model.model.layers[0].mlp.up_proj.weight))
+    loss.backward()
+    return whole(loss.detach()).item(), whole_gradients(model)
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_a_penalty_on_weights_counts_once(pool, replicate):
+    loss, gradients = penalise(None)
+    for found, own in pool.run(penalise, 2 * replicate, replicate=replicate):
+        assert found == pytest.approx(loss, rel=1e-6) or replicate == 2
+        assert all(relative(own[name], gradient) < 1e-5 for name, gradient in gradients.items())
+
+
+PARTS = ["model", "model.embed_tokens", "model.norm", "model.layers.1", "lm_head"]
+
+
+def call_parts(mesh: DeviceMesh) -> list[str]:
+    """What parts of a model say to calls of their own, before its first pass and before its backward pass."""
+    model, ids, said = rs.parallelize(build("llama"), mesh), tokens(1, 16), []
+    for _ in range(2):
+        for name in PARTS:
+            with pytest.raises(rs.UnsupportedError) as error:
+                model.get_submodule(name)(ids)
+            said.append(str(error.value))
+        model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh))
+    return said
+
+
+def test_a_part_that_is_called_by_itself_names_the_remedy(pool):
+    for said in pool.run(call_parts, 2):
+        kinds = ["LlamaModel", "Embedding", "LlamaRMSNorm", "LlamaDecoderLayer", "Linear"]
+        assert [line.partition(" was called by itself")[0] for line in said] == kinds * 2
+        assert all("from the logits of model(**batch)" in line and "full_tensor()" in line for line in said)
 
 
 def load(mesh: DeviceMesh | None, kind: str, what: str, assign: bool) -> dict[str, torch.Tensor]:

@@ -19,11 +19,12 @@ from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.fixed import check_fixed, keeping_buffers, known_parameters
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
+from ringspan.torch.consistency.own_calls import calling_parts
 from ringspan.torch.data.batch import IGNORED, positions_of
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
-from ringspan.torch.memory.sharding import note_copies, recover, settle
+from ringspan.torch.memory.sharding import recover, settle
 from ringspan.torch.multimodal.checks import check_media
 
 # In the order of a batch's digest.
@@ -39,12 +40,10 @@ def in_pass(model: Any, name: str) -> Iterator[None]:
         if torch.is_inference_mode_enabled():
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.no_grad())
-        with in_call(name, is_pass=True):
+        with in_call(name, is_pass=True), calling_parts(name):
             yield
         if not torch.is_grad_enabled():  # no backward pass will do it
             settle(model)
-        else:
-            note_copies(model)
 
 
 @contextmanager

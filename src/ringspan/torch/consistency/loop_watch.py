@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ringspan.torch.consistency.watchdog import Watchdog
 from ringspan.torch.runtime.timeout import timeout_seconds
@@ -103,7 +104,12 @@ def in_call(name: str, *, is_pass: bool = False) -> Iterator[None]:
 
 
 def watch_backward(loss: Tensor) -> Tensor:
-    """The loss, whose backward pass counts as a call; before FSDP's own hooks, in which a rank may wait."""
+    """The loss, whose backward pass counts as a call; before FSDP's own hooks, in which a rank may wait.
+
+    Its gradient may come as a ``DTensor``: of a loss to which a penalty on weights was added.
+    """
+    if loss.requires_grad:
+        loss.register_hook(lambda gradient: gradient.full_tensor() if isinstance(gradient, DTensor) else None)
     if _watch is not None:
         _watch.backward_of(loss)
     return loss

@@ -17,6 +17,7 @@ from ringspan.core.arguments import PREFILL_TOKENS
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import CacheDtypeName
 from ringspan.torch.consistency.loop_watch import in_call
+from ringspan.torch.consistency.own_calls import calling_parts
 from ringspan.torch.generate.agreed import first_ranks_numbers
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.cache.quality import CacheCost, cache_cost
@@ -54,7 +55,7 @@ class RingGenerator(RingCausalLM):
             if not self.ring_is_generating:
                 settle(self)
             try:
-                with unchecked(self), torch.no_grad():
+                with calling_parts("generating"), unchecked(self), torch.no_grad():
                     return nn.Module.__call__(self, ring_over_cache=asked)
             except BaseException:
                 recover(self)
@@ -164,6 +165,7 @@ class RingGenerator(RingCausalLM):
         with ExitStack() as stack:
             stack.callback(vars(self).pop, "ring_is_generating", None)
             vars(self)["ring_is_generating"] = True
+            stack.enter_context(calling_parts("generating"))
             stack.enter_context(weights_for_tokens(self, weights, cache_bytes(self, arguments)))
             stack.enter_context(first_ranks_numbers(groups, self.device))
             return plain(**arguments)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.packed import split_into_parts
@@ -104,6 +105,25 @@ def note_copies(model: FSDPModule) -> None:
     """After a forward pass: remember the copies that stay whole for backward, to see if somebody writes them."""
     for parameter in _whole_parameters(model):
         parameter.ring_version = parameter._unsharded_param._version
+
+
+@torch.compiler.disable()
+def with_shards(model: FSDPModule, output: Any) -> Any:
+    """The output of a forward pass, after which modules have their shards again, whose copies wait for backward.
+
+    A copy's gradient is summed over ranks: a penalty on a whole weight would count once for each of them.
+    """
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:  # a head is called again in backward
+            tensor.register_hook(lambda _: _put_in_place(model, "_unsharded_param"))
+    _put_in_place(model, "sharded_param")
+    return output
+
+
+def _put_in_place(model: FSDPModule, kind: str) -> None:
+    """Give modules the shards, or the copies, of parameters that are whole now."""
+    for parameter in _whole_parameters(model):
+        parameter._setattr_on_modules(getattr(parameter, kind))
 
 
 def _written_copies(model: FSDPModule) -> list[str]:

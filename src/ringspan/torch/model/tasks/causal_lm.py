@@ -39,7 +39,7 @@ from ringspan.torch.layers.blockwise.head import (
 from ringspan.torch.layers.decoder import finished_logits
 from ringspan.torch.layers.modules import class_name, local_part
 from ringspan.torch.layers.router_loss import RouterLoss, real_tokens_of, wanted_router
-from ringspan.torch.memory.sharding import renew_types, settle
+from ringspan.torch.memory.sharding import renew_types, settle, with_shards
 from ringspan.torch.model.config_changes import ConfigCopy, check_configs
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.model.local_pass import local_hidden_states
@@ -110,7 +110,7 @@ class RingCausalLM(Saved, Fixed):
             bind = partial(self.ring_bind, args, kwargs)
             kwargs = check_forward(self, bind, partial(_check_asked, self), asked.value)
             with recovering(self):
-                return call(**kwargs)
+                return with_shards(self, call(**kwargs))
 
     def ring_bind(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """The arguments of a call by their names; it raises where they do not fit."""

@@ -23,7 +23,7 @@ from ringspan.torch.data.sharding import shard
 from ringspan.torch.layers.decoder import decoder_of
 from ringspan.torch.layers.modules import class_name, forward_of
 from ringspan.torch.layers.positions import beyond_table
-from ringspan.torch.memory.sharding import renew_types, settle
+from ringspan.torch.memory.sharding import note_copies, renew_types, settle
 from ringspan.torch.model.attention.support import refuse_attention
 from ringspan.torch.model.config_changes import ConfigCopy, check_configs
 from ringspan.torch.model.recurrent import stateful_modules
@@ -130,7 +130,9 @@ class RingDecoder(Saved, Fixed):
                 call = Call("a forward pass", error=error)
             check_call(self.ring_mesh, call)
             with recovering(self):
-                return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+                output = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            note_copies(self)
+            return output
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The model's own, once FSDP has what it needs."""
