@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler
 
 import ringspan as rs
 from ringspan.torch.consistency.calls import _are_alike, _with_squares, _words
+from ringspan.torch.model.config_changes import deciding
 from ringspan.torch.transport.digest import digest_integers, digest_values
 from tests.torch.models import build, tokens
 
@@ -225,15 +227,39 @@ def test_options_that_differ_are_named_on_every_rank(pool, options, message):
         assert isinstance(outcome, rs.RingspanError) and message in str(outcome)
 
 
-def configured_on_one(mesh: DeviceMesh) -> None:
-    rs.parallelize(build("llama", rms_norm_eps=1e-3 if is_odd(mesh) else 1e-6), mesh)
+def configured_on_one(mesh: DeviceMesh, option: str) -> None:
+    model: Any = build("llama")
+    if is_odd(mesh) and option == "lora_alpha":
+        model = get_peft_model(model, LoraConfig(lora_alpha=3, target_modules=["q_proj"]))
+    elif option == "lora_alpha":
+        model = get_peft_model(model, LoraConfig(lora_alpha=8, target_modules=["q_proj"]))
+        model.peft_config["default"].base_model_name_or_path = "elsewhere"
+    elif is_odd(mesh):
+        setattr(model.config, option, {"rms_norm_eps": 1e-3, "id2label": {0: "a"}}.get(option, "elsewhere"))
+    rs.parallelize(model, mesh)
 
 
-def test_a_config_that_differs_in_a_number_is_named(pool):
-    for outcome in pool.outcomes(configured_on_one, 3):
-        assert isinstance(outcome, rs.PeerMismatch) and "different config.rms_norm_eps: ranks 0, 1: 1e-06" in str(
-            outcome
-        )
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("rms_norm_eps", "different config.rms_norm_eps: ranks 0, 1: 1e-06"),
+        ("lora_alpha", "different lora_alpha of the adapter 'default': ranks 0, 1: 8, rank 2: 3"),
+    ],
+)
+def test_a_config_that_differs_in_a_number_is_named(pool, option, says):
+    for outcome in pool.outcomes(configured_on_one, 3, option):
+        assert isinstance(outcome, rs.PeerMismatch) and says in str(outcome)
+
+
+@pytest.mark.parametrize("option", ["_name_or_path", "architectures", "id2label"])
+def test_a_config_may_differ_in_a_name(pool, option):
+    assert pool.run(configured_on_one, 2, option) == [None, None]
+
+
+def test_names_inside_of_a_config_do_not_decide_numbers():
+    inner = {"_name_or_path": "a", "dtype": "float32", "head_dim": 8}
+    outer = {"text_config": inner, "architectures": ["A"], "eps": 1.0}
+    assert deciding(outer) == {"text_config": {"head_dim": 8}, "eps": 1.0}
 
 
 def in_another_order(mesh: DeviceMesh) -> bool:

@@ -1,6 +1,6 @@
 """A model's config is read once, when the model goes onto the ring: what is changed in it afterwards raises."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -8,33 +8,19 @@ from transformers import PreTrainedConfig
 
 from ringspan.core.errors import UnsupportedError
 
-# Fields that change nothing of what a model on a ring computes, or that its forward pass reads each time.
-_FREE: Final = frozenset(
+# Fields of saved files and of names, which change no number that any model computes; weights are compared themselves.
+_NAMES: Final = frozenset(
     {
-        # read each time
-        "router_aux_loss_coef",  # by TRL's fused head; models have one of their own, from when they were made
-        "output_router_logits",
-        "_experts_implementation",
-        "_experts_implementation_internal",
-        # of saved files, and of what a tokenizer or ``generate`` does
         "_commit_hash",
         "_name_or_path",
         "name_or_path",
         "architectures",
         "auto_map",
-        "bos_token_id",
-        "decoder_start_token_id",
         "dtype",
-        "eos_token_id",
         "finetuning_task",
         "id2label",
         "keys_to_ignore_at_inference",
         "label2id",
-        "max_length",
-        "pad_token_id",
-        "problem_type",
-        "quantization_config",
-        "sep_token_id",
         "task_specific_params",
         "tie_word_embeddings",
         "tokenizer_class",
@@ -43,8 +29,34 @@ _FREE: Final = frozenset(
         "use_cache",  # a model on a ring keeps none
     }
 )
+# Fields that change nothing of what a model on a ring computes, or that its forward pass reads each time.
+_FREE: Final = _NAMES | {
+    # read each time
+    "router_aux_loss_coef",  # by TRL's fused head; models have one of their own, from when they were made
+    "output_router_logits",
+    "_experts_implementation",
+    "_experts_implementation_internal",
+    # of what a tokenizer or ``generate`` does
+    "bos_token_id",
+    "decoder_start_token_id",
+    "eos_token_id",
+    "max_length",
+    "pad_token_id",
+    "problem_type",
+    "quantization_config",
+    "sep_token_id",
+}
 # Fields that a config need not have, and what each means when it has them not.
 _ABSENT: Final = {"attention_dropout": 0.0, "is_causal": True, "sliding_window": None}
+
+
+def deciding(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides numbers of all that a config says, and those inside of it: what ranks must have alike."""
+    return {
+        name: deciding(value) if isinstance(value, dict) else value
+        for name, value in sorted(fields.items(), key=lambda field: str(field[0]))
+        if name not in _NAMES
+    }
 
 
 class ConfigCopy(NamedTuple):
