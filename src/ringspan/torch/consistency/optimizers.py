@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.memory.sharding import gathered_parameters
 
+_STEPS: Final = "steps of the optimizer "
 _hooks: Final[list[Any]] = []  # one in a process
 _models: Final[WeakSet[nn.Module]] = WeakSet()
 _owners: Final[WeakKeyDictionary[Optimizer, WeakSet[nn.Module]]] = WeakKeyDictionary()
@@ -32,6 +33,11 @@ def optimizer_facts(model: nn.Module) -> dict[str, Any]:
     return _steps.get(model, {})
 
 
+def num_steps(model: nn.Module) -> int:
+    """How often optimizers have updated the model."""
+    return sum(count for name, count in optimizer_facts(model).items() if name.startswith(_STEPS))
+
+
 def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # Once for each optimizer: the search goes through all parameters of all models.
     if optimizer not in _owners:
@@ -39,7 +45,7 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for model in _owners[optimizer]:
         facts = _steps.setdefault(model, {})
         kind = type(optimizer).__name__
-        name = f"steps of the optimizer {kind}"
+        name = f"{_STEPS}{kind}"
         facts[name] = facts.get(name, 0) + 1
         facts[f"parameters of the optimizer {kind}"] = _members[optimizer]
         for key in optimizer.param_groups[0]:

@@ -22,6 +22,7 @@ from ringspan.torch.generate.agreed import first_ranks_numbers
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.cache.quality import CacheCost, cache_cost
 from ringspan.torch.generate.cache.saved import load, save
+from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.options import agreed_options, cache_bytes
 from ringspan.torch.generate.passes import agreed_pass, over_cache, unchecked
 from ringspan.torch.generate.weights import weights_for_tokens
@@ -161,10 +162,13 @@ class RingGenerator(RingCausalLM):
             with torch.inference_mode(False), torch.no_grad():
                 return self.generate(**arguments, weights=weights)
         settle(self)
+        cache = given_cache(arguments)
+        reader = reader_of(self) if cache is None else cache.reader
         groups = text_groups(self.ring_mesh)
         with ExitStack() as stack:
-            stack.callback(vars(self).pop, "ring_is_generating", None)
-            vars(self)["ring_is_generating"] = True
+            for name, value in (("ring_is_generating", True), ("ring_reader", reader)):
+                stack.callback(vars(self).pop, name, None)
+                vars(self)[name] = value
             stack.enter_context(calling_parts("generating"))
             stack.enter_context(weights_for_tokens(self, weights, cache_bytes(self, arguments)))
             stack.enter_context(first_ranks_numbers(groups, self.device))

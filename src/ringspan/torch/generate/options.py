@@ -18,6 +18,7 @@ from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.data.padding import marked_tokens
 from ringspan.torch.generate.agreed import AgreedCriteria, Clock
 from ringspan.torch.generate.cache.cache import RingCache
+from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.positions import whole_positions
 from ringspan.torch.generate.weights import check_weights
 from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, name_ours
@@ -57,6 +58,10 @@ def agreed_options(
         texts = {name: str(settings[name]) for name in sorted(settings) if _is_plain(settings[name])}
         tensors = {name: described(value) for name, value in arguments.items() if isinstance(value, Tensor)}
         _refuse_options(model, config, arguments)
+        if arguments.get("past_key_values") is None and arguments.get("use_cache", config.use_cache is not False):
+            arguments["past_key_values"] = model.new_cache()
+        if (cache := arguments.get("past_key_values")) is not None:
+            cache.read_by(reader_of(model))
         call = Call("generate", {"model": model.ring_number, "weights": weights}, {**texts, **tensors})
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         call = Call("generate", error=error)
@@ -71,8 +76,6 @@ def agreed_options(
             arguments["generation_config"] = config = GenerationConfig(**{**config.to_dict(), "max_time": None})
     if arguments.get("stopping_criteria"):
         arguments["stopping_criteria"] = AgreedCriteria.of(arguments["stopping_criteria"], text_groups(model.ring_mesh))
-    if arguments.get("past_key_values") is None and arguments.get("use_cache", config.use_cache is not False):
-        arguments["past_key_values"] = model.new_cache()
     if (cache := arguments.get("past_key_values")) is not None and not model.ring_is_generating:
         cache.records_past = False  # an earlier call may have ended while it did
         inputs: Any = arguments.get("inputs", arguments.get("input_ids"))

@@ -23,6 +23,7 @@ from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.data.padding import marked_tokens
 from ringspan.torch.generate.cache.cache import RingCache
+from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.masks import layer_masks, real_runs
 from ringspan.torch.generate.positions import new_positions, new_shifts
 from ringspan.torch.layers.blockwise.head import head_of
@@ -79,6 +80,8 @@ def agreed_pass(
             None if cache is None else f"{cache.shares.length} tokens in {cache.dtype or 'its own dtype'}"
         )
         facts |= {"model": model.ring_number, "mode": "training" if model.training else "evaluation"}
+        if cache is not None:
+            cache.read_by(reader_of(model))
         call = Call("a forward pass over a cache", alike_in_ring=facts)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         call = Call("a forward pass over a cache", error=error)

@@ -1,5 +1,6 @@
 """A cache that is saved and loaded, on other ranks too: the next tokens are those of one process that read it all."""
 
+import copy
 import json
 from functools import cache
 from pathlib import Path
@@ -7,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from ringspan.core.errors import CheckpointError
+from ringspan.core.errors import CheckpointError, UnsupportedError
 from ringspan.torch.generate.cache import rows
 from ringspan.torch.generate.cache.quantised import QuantisedRows
 from ringspan.torch.generate.cache.rows import Rows
@@ -174,6 +176,79 @@ def test_the_cache_of_another_model_is_refused_on_every_rank(pool, saved, name, 
     for outcome in pool.outcomes(load, 2, name, saved, changes, seed):
         with pytest.raises(CheckpointError, match=says):
             raise outcome
+
+
+def change(model: Any, how: str) -> None:
+    """Change the weights of a model in one of the ways that there are."""
+    weights = list(model.parameters())
+    if how == "optimizer":  # whose foreach steps PyTorch does not count
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        torch.optim.SGD(weights, lr=1e-3, foreach=True).step()
+    elif how == "load_state_dict":
+        model.load_state_dict({name: weight * 1.01 for name, weight in model.state_dict().items()})
+    elif how == "in place":
+        with torch.no_grad():
+            weights[3].add_(1e-3)
+    elif how == "data":
+        for weight in weights:
+            weight.data.mul_(1.01)
+    elif how == "buffer":
+        model.model.bias.add_(1)
+
+
+def read_and_go_on(mesh: DeviceMesh, folder: Path) -> list[str]:
+    """What is said to whoever goes on with a cache that was read otherwise."""
+    said: list[str] = []
+
+    def expect(call: Any) -> None:
+        try:
+            call()
+        except (UnsupportedError, CheckpointError) as error:
+            said.append(str(error))
+        else:
+            said.append("nothing")
+
+    def go_on(model: Any, kept: Any, ids: torch.Tensor) -> torch.Tensor:
+        return model.generate(torch.cat((ids, question()), 1), past_key_values=kept, max_new_tokens=2)
+
+    plain = models.model("llama")
+    plain.model.register_buffer("bias", torch.zeros(3))
+    model, other = rs.parallelize(plain, mesh), model_on(mesh, "llama")
+    kept = other.new_cache()  # empty: it does not matter whose
+    ids = go_on(model, kept, book())
+    with torch.no_grad():
+        model(**rs.shard_batch({"input_ids": book(), "labels": book()}, mesh))
+    ids = go_on(model, copy.deepcopy(kept), ids)
+    expect(lambda: go_on(other, kept, ids))
+    for how in ("optimizer", "load_state_dict", "in place", "data", "buffer"):
+        kept = model.generate(book(), max_new_tokens=2, return_dict_in_generate=True).past_key_values
+        change(model, how)
+        expect(lambda kept=kept: model.save_cache(kept, folder / "old"))
+        with torch.no_grad():
+            expect(lambda kept=kept: model(question(), past_key_values=kept))
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    adapted: Any = get_peft_model(models.model("llama"), lora)
+    adapted.add_adapter("b", lora)
+    adapted = rs.parallelize(adapted.eval(), mesh)
+    kept = adapted.new_cache()
+    ids = adapted.generate(input_ids=book(), past_key_values=kept, max_new_tokens=2)
+    with adapted.disable_adapter():
+        expect(lambda: go_on(adapted.get_base_model(), kept, ids))
+    adapted.save_cache(kept, folder / "a")
+    adapted.load_cache(folder / "a")
+    adapted.set_adapter("b")
+    expect(lambda: go_on(adapted.get_base_model(), kept, ids))
+    expect(lambda: adapted.load_cache(folder / "a"))
+    return said
+
+
+def test_a_cache_goes_on_with_the_model_the_weights_and_the_adapters_that_read_it(pool, tmp_path):
+    weights = "tokens in the cache were read before the weights changed; read the text again"
+    expected = ["by another model; read", *[weights] * 10, "(default x 1.0, now none)", "(default x 1.0, now b x 1.0)"]
+    for said in pool.run(read_and_go_on, 2, tmp_path):
+        for line, part in zip(said, [*expected, "with adapters=default x 1.0"], strict=True):
+            assert part in line, said
 
 
 def save_badly(mesh: DeviceMesh, case: str, folder: Path) -> None:

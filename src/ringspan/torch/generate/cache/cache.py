@@ -17,6 +17,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.shares import BLOCK_TOKENS, Shares
 from ringspan.torch.attention.cached import current_turn
+from ringspan.torch.generate.cache.identity import Reader
 from ringspan.torch.generate.cache.quantised import check_dtype, new_rows
 from ringspan.torch.generate.cache.rows import Rows
 from ringspan.torch.generate.cache.states import StateLayer
@@ -45,6 +46,7 @@ class RingCache(Cache):
         self.shares = Shares(ranks)
         self.rank = rank
         self.records_past = False
+        self.reader: Reader | None = None
         self._ids = Rows()
         counts = states or [0] * len(kinds)
         super().__init__(layers=[_layer(self, kind, count) for kind, count in zip(kinds, counts, strict=True)])
@@ -104,6 +106,25 @@ class RingCache(Cache):
             for number, layer in enumerate(self.layers)
             if layer in self.keepers and layer.length != self.shares.length
         ]
+
+    def read_by(self, reader: Reader) -> None:
+        """Say who reads on.
+
+        Raises:
+            UnsupportedError: not whoever read what it holds, or with other weights or adapters.
+        """
+        before = self.reader
+        if self.shares.length and reader != before:
+            remedy = "read the text again into model.new_cache()"
+            if before is None or before.model != reader.model:
+                why, remedy = "by another model", f"{remedy}, or save_cache of that one and load_cache"
+            elif before.adapters != reader.adapters:
+                old, new = (", ".join(sorted(set(each.adapters))) for each in (before, reader))
+                why, remedy = f"with other adapters ({old}, now {new})", f"{remedy}, or switch them back"
+            else:
+                why = "before the weights changed"
+            raise UnsupportedError(f"the {self.shares.length} tokens in the cache were read {why}; {remedy}")
+        self.reader = reader
 
     def check_complete(self) -> None:
         """Raise an UnsupportedError for a cache that a pass has left in the middle."""

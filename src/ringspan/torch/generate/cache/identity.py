@@ -1,34 +1,104 @@
-"""Which model a cache is of: what its config says, and a fingerprint of its weights that no mesh changes."""
+"""Which model a cache is of: in memory the model itself and the state of its weights; in a folder what its config says,
+and a fingerprint of its weights that no mesh changes.
+"""
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any, Final
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringspan.torch.consistency.fixed import known_parameters
+from ringspan.torch.consistency.optimizers import num_steps
 from ringspan.torch.layers.modules import local_part
+from ringspan.torch.memory.sharding import settle
 
 _BITS: Final = 40  # of each sum: added up over any number of ranks, they stay within 63
 _PART: Final = 1 << 22  # numbers at a time
+_SAMPLED: Final = 16  # numbers of each tensor at most
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # What a config says that does not change what a model computes.
 _APART: Final = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
+class Reader(NamedTuple):
+    """The model that has read what a cache holds, and what its keys and values depend on beside the tokens."""
+
+    model: "weakref.ref[Any]"
+    adapters: tuple[str, ...]
+    weights: tuple[Any, ...]
+    """On this rank: the changes that torch and optimizers have counted, and a sample of the numbers, since nobody counts
+    ``parameter.data.copy_`` or ``torch._foreach_add_``."""
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def reader_of(model: Any) -> Reader:
+    """The reader that a model is now, found between two passes. While it generates, its weights may be whole, and it is
+    the one that began to.
+    """
+    if (reader := vars(model).get("ring_reader")) is not None:
+        return reader
+    settle(model)
+    modules = list(model.modules())
+    weights = [x for module in modules for x in module._parameters.values() if x is not None]
+    tensors = [*weights, *_kept_buffers(modules), *map(local_part, weights)]
+    versions = tuple(x._version for x in tensors if not x.is_inference())
+    return Reader(
+        weakref.ref(model), _adapters(modules), (num_steps(model), versions, _sample(tensors[len(weights) :]))
+    )
+
+
+def _kept_buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The buffers that are saved with the weights of some modules."""
+    with_buffers = ((module._buffers, module._non_persistent_buffers_set) for module in modules if module._buffers)
+    return [
+        x for buffers, passing in with_buffers for name, x in buffers.items() if name not in passing and x is not None
+    ]
+
+
+def _adapters(modules: Iterable[nn.Module]) -> tuple[str, ...]:
+    """Of each layer of PEFT's which adapters it uses, and how strongly."""
+    return tuple(_adapter(values) for values in map(vars, modules) if "_disable_adapters" in values)
+
+
+def _adapter(values: Mapping[str, Any]) -> str:
+    if values["_disable_adapters"]:
+        return "none"
+    active, scales = values["_active_adapter"], values.get("scaling", {})
+    names = [active] if isinstance(active, str) else active
+    merged = [f"{name} merged" for name in values.get("merged_adapters", ())]
+    return " + ".join(merged or [f"{name} x {scales[name]}" if name in scales else name for name in names])
+
+
+def _sample(tensors: Iterable[Tensor]) -> bytes:
+    """The bits of a few numbers of each tensor."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for x in tensors:
+        if x.numel():
+            first = x if x.ndim == 1 else x.reshape(1) if x.ndim == 0 else x[(slice(None), *(0,) * (x.ndim - 1))]
+            kinds.setdefault((x.dtype, x.device), []).append(first[:: -(-len(first) // _SAMPLED)])
+    return b"".join(torch.cat(each).view(torch.uint8).cpu().numpy().tobytes() for each in kinds.values())
+
+
 def config_of(model: Any) -> dict[str, Any]:
-    """What the config of a model's decoder says, as JSON values."""
+    """What the config of a model's decoder says, as JSON values, and the adapters that it uses where it has some."""
     values = model.get_submodule(model.ring_decoder).config.to_dict()
+    if adapters := _adapters(model.modules()):
+        values["adapters"] = f"{', '.join(sorted(set(adapters)))} (digest {_digest(adapters)[:8]})"
     return json.loads(json.dumps({name: values[name] for name in sorted(values) if name not in _APART}, default=str))
 
 
 def weights_digest(model: Any) -> str:
-    """SHA-256 of sums over the bits of each weight, the same however they are split. Call it on every rank."""
-    return digest_of(known_parameters(model), model.ring_mesh)
+    """SHA-256 of sums over the bits of each weight and of each buffer that is saved with them, the same however they
+    are split. Call it on every rank.
+    """
+    return digest_of([*known_parameters(model), *_kept_buffers(model.modules())], model.ring_mesh)
 
 
 @torch.no_grad()
@@ -45,6 +115,10 @@ def digest_of(parameters: Sequence[Tensor], mesh: Any) -> str:
         (str(parameter.dtype), list(parameter.shape), row)
         for parameter, row in zip(parameters, sums.tolist(), strict=True)
     ]
+    return _digest(facts)
+
+
+def _digest(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

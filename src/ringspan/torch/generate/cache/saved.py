@@ -25,7 +25,7 @@ from ringspan.core.geometry.shares import Runs, runs_from
 from ringspan.core.messages.lines import one_line, shortened
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.generate.cache.cache import RingCache, RingLayer
-from ringspan.torch.generate.cache.identity import config_of, weights_digest
+from ringspan.torch.generate.cache.identity import config_of, reader_of, weights_digest
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.multimodal.kinds import has_grid_positions
@@ -159,6 +159,7 @@ def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
     if not cache.shares.length or cache.num_sequences is None:
         raise UnsupportedError("the cache is empty; generate with past_key_values=cache first")
     cache.check_complete()
+    cache.read_by(reader_of(model))
     if cache.stateful:
         raise UnsupportedError(f"a cache with states of {class_name(model)} is not saved; read the text again")
     if target.exists():
@@ -241,6 +242,7 @@ def _check(model: Any, folder: Path, manifests: list[SavedCache]) -> dict[str, A
 
 def _fill(model: Any, folder: Path, saved: SavedCache, cache: RingCache) -> None:
     ranks, tp = cache.shares.ranks, _axis(model.ring_mesh, "tp")
+    cache.read_by(reader_of(model))
     if saved.length >= 2 * ranks:
         cache.shares.split(saved.length)
     else:
