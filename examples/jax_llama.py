@@ -31,6 +31,8 @@ from safetensors import safe_open
 from safetensors.flax import save_file
 
 from ringspan import ConfigError, LayoutError, UnsupportedError
+from ringspan.core.files.named import MODEL_CONFIG, read_small
+from ringspan.core.files.weights import refuse_beside, weights_in
 from ringspan.core.names import JaxKernelName, LayoutName
 from ringspan.jax import blockwise_cross_entropy, blockwise_feedforward, ring_attention
 from ringspan.jax.attention import SAVED_NAME
@@ -329,7 +331,8 @@ def load_llama(folder: Path | str, mesh: Mesh, *, dtype: Any = np.float32, **cha
     """The model of a Hugging Face Llama folder (safetensors), its weights split over the mesh.
 
     Args:
-        folder: a local folder with config.json and one or more .safetensors files.
+        folder: a local folder with config.json and weights in safetensors, of which those are read that transformers
+            would.
         mesh: as ``shard_batch`` takes.
         dtype: of the weights.
         changes: ``layout``, ``chunk_tokens``, ``layers_per_checkpoint`` and ``kernel`` of ``LlamaConfig``.
@@ -342,11 +345,16 @@ def load_llama(folder: Path | str, mesh: Mesh, *, dtype: Any = np.float32, **cha
     mesh = own_mesh(mesh)
     config.check_mesh(mesh)
     found: dict[str, Path] = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
+    try:
+        names = {path.name for path in Path(folder).iterdir()}
+        refuse_beside(names, adapter=False)
+        named = json.loads(read_small(Path(folder, MODEL_CONFIG))).get("transformers_weights")
+        files = weights_in(names, lambda name: read_small(Path(folder, name)), named=named)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from error
+    for file in (Path(folder, name) for name in files):
         with safe_open(file, framework="flax") as opened:
             found.update(dict.fromkeys(opened.keys(), file))
-    if not found:
-        raise ConfigError(f"{folder}: has no .safetensors file; save the model with save_pretrained")
 
     def read(key: str, shape: tuple[int, ...]) -> np.ndarray:
         if key not in found:

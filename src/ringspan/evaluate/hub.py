@@ -8,7 +8,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import why_no_model
 from ringspan.core.messages.lines import one_line
 
-_FILES: Final = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_TOKENIZERS: Final = "*.model", "*.txt", "*.jinja"
 _NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -25,11 +25,14 @@ def local_folder(model: str) -> str:
         return str(folder)
     if folder.exists() or not _NAME.fullmatch(model) or model.startswith("."):
         raise ConfigError(f"{model}: there is no such folder; give one with a model and its tokenizer")
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    from ringspan.torch.weights.files import folder_of
+
     try:
-        return snapshot_download(model, allow_patterns=_FILES)
+        return str(folder_of(model, more=_TOKENIZERS))
+    except ConfigError:
+        raise
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise ConfigError(
             f"{model}: there is no such folder, and the Hub has or gives no such model: {one_line(error)}"

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.files.named import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_small
+from ringspan.core.files.named import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_CONFIG, read_small
+from ringspan.core.files.weights import INDEX, WEIGHTS
 from ringspan.core.messages.extras import require
 from ringspan.core.messages.lines import one_line
 from ringspan.generate.settings import GenerateSettings
@@ -48,8 +49,8 @@ def load_config(settings: GenerateSettings) -> PreTrainedConfig:
 
 
 def base_folder(folder: str) -> str:
-    """Where the model's config and weights are: in the folder, or where its adapter says, which is a folder too, or an
-    id of the Hub that has a local copy.
+    """Where the model's config and weights are: in the folder, as transformers has it also beside an adapter, or where
+    its adapter says, which is a folder too, or an id of the Hub that has a local copy.
 
     Raises:
         ConfigError: an adapter that does not say which model it is for, or of one that is not here.
@@ -57,6 +58,8 @@ def base_folder(folder: str) -> str:
     """
     path = Path(folder, ADAPTER_CONFIG)
     if not path.is_file():
+        return folder
+    if Path(folder, MODEL_CONFIG).is_file() and any(Path(folder, name).is_file() for name in (WEIGHTS, INDEX)):
         return folder
     require(f"{folder}, an adapter,", "peft")
     try:
@@ -143,9 +146,10 @@ def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> Any:
             ones, some that are missing, or have another shape than the model's.
     """
     folder = base_folder(settings.folder)
-    files = WeightFiles(Path(folder))
+    is_adapter = Path(settings.folder, ADAPTER_CONFIG).is_file()
+    files = WeightFiles(Path(folder), config, adapter=is_adapter)
     model, _ = unread_model(folder, Path(folder), files, config, dtype_of(settings, config))
-    if folder != settings.folder:
+    if is_adapter:
         read_whole(model)
         model = _with_adapter(model, settings.folder)
     return model.eval()

@@ -31,6 +31,8 @@ def from_pretrained(
     config: PreTrainedConfig | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
+    subfolder: str = "",
+    variant: str | None = None,
     trust_remote_code: bool = False,
     model_class: Any = None,
     adapt: Callable[[PreTrainedModel], Any] | None = None,
@@ -49,6 +51,8 @@ def from_pretrained(
         config: in place of the folder's own.
         revision: a branch, tag or commit of an id of the Hub.
         local_files_only: whether an id is looked up in the local cache alone.
+        subfolder: in which the config and the weights are.
+        variant: part of the names of the files, ``fp16`` for ``model.fp16.safetensors``.
         trust_remote_code: whether Python files of the folder may be run.
         model_class: the auto class of transformers that makes the model, ``AutoModelForMultimodalLM`` say for a model
             that sees where ``AutoModelForCausalLM``, the default where it makes one, gives its language model alone.
@@ -68,13 +72,19 @@ def from_pretrained(
     model: Any = None
     try:
         try:
-            folder = folder_of(folder_or_id, revision=revision, local_files_only=local_files_only)
+            folder = folder_of(
+                folder_or_id,
+                revision=revision,
+                local_files_only=local_files_only,
+                subfolder=subfolder,
+                variant=variant,
+            )
         except (OSError, ValueError) as error:  # so are the errors of the Hub's client
             raise ConfigError(f"{folder_or_id}: is no folder, nor to be had from the Hub: {one_line(error)}") from error
         config = _config(folder, trust_remote_code=trust_remote_code) if config is None else config
         refuse_config(config)
         refuse_quantised(config)
-        files = WeightFiles(folder)
+        files = WeightFiles(folder, config, variant=variant, adapter=adapt is not None)
         model, extra = unread_model(
             str(folder_or_id),
             folder,

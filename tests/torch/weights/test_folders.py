@@ -8,18 +8,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import ringspan as rs
+from ringspan.core.errors import ConfigError
+from ringspan.core.files.weights import INDEX, WEIGHTS
+from ringspan.generate.folder import base_folder
 from ringspan.torch.layers.blockwise.feedforward import free_feedforwards
 from ringspan.torch.layers.blockwise.norm import find_norms
 from ringspan.torch.model.support import refuse_unsupported
-from ringspan.torch.weights.deferred import deferred
-from ringspan.torch.weights.files import INDEX, WEIGHTS, WeightFiles
+from ringspan.torch.weights.deferred import deferred, whole
+from ringspan.torch.weights.files import WeightFiles, folder_of
 from ringspan.torch.weights.loading import set_aside, unread_model
 from ringspan.torch.weights.writing import WeightsPlan, put_in_place, scratch_in
 from tests.cases import long
@@ -110,8 +114,8 @@ def spoil(folder: Path, how: str) -> None:
         ("truncated", r"model-00002\S+: cannot be read, cut or damaged"),
         ("half a header", r"model-00002\S+: cannot be read, cut or damaged"),
         ("damaged", r"model-00002\S+: cannot be read, cut or damaged"),
-        ("a file is missing", r"model-00002\S+: is missing, and model.safetensors.index.json names it"),
-        ("a tensor is missing", r"model-00002\S+: has no \S+, which model.safetensors.index.json says is there"),
+        ("a file is missing", r"model-00002\S+: is missing, and the index or config.json names it"),
+        ("a tensor is missing", r"model-00002\S+: has no \S+, which the index says is there"),
         ("not in the index either", r"has no lm_head\.weight; use the config.json that belongs to the weights"),
         ("another shape", r"is \[97, 64\] there, and \[101, 64\] in the model"),
         ("quantised", r"llama is quantised \(fp8\), .*dequantise it in one process: from_pretrained\("),
@@ -293,6 +297,36 @@ def test_adapters_are_added_to_a_model_before_it_is_read(pool: Any, tmp_path: Pa
         pool.run(with_adapters, 2, str(tmp_path / "given"), str(tmp_path / f"out {is_read}"), is_read, use_dora)
     found, expected = (stored(tmp_path / f"out {is_read}") for is_read in (True, False))
     assert expected and not differences(found, expected)
+
+
+def test_a_folder_is_read_as_transformers_reads_it(tmp_path: Path):
+    """A single file beside an index and shards; a stale index; the file that a config names."""
+    index = {"metadata": {}, "weight_map": {"x": "model-00001-of-00001.safetensors"}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    for number, name in enumerate(("model-00001-of-00001.safetensors", "other.safetensors", WEIGHTS)):
+        save_file({"x": torch.tensor([float(number)])}, tmp_path / name)
+    assert whole(WeightFiles(tmp_path).tensors["x"]) == 2
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    assert whole(WeightFiles(tmp_path).tensors["x"]) == 2
+    assert whole(WeightFiles(tmp_path, LlamaConfig(transformers_weights="other.safetensors")).tensors["x"]) == 1
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has one beside its weights"):
+        WeightFiles(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert base_folder(str(tmp_path)) == str(tmp_path)
+
+
+def test_of_an_id_only_what_is_opened_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    names = ["config.json", "fast/config.json", f"fast/{WEIGHTS}", f"fast/{INDEX}", "fast/original/x.safetensors"]
+    (tmp_path / "config.json").write_text("{}")
+    wanted: list[str] = []
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: names)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: tmp_path / "config.json")
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, allow_patterns, **__: wanted.extend(allow_patterns) or tmp_path
+    )
+    assert folder_of("somebody/model", subfolder="fast") == tmp_path / "fast"
+    assert wanted == ["fast/config.json", f"fast/{INDEX}", f"fast/{WEIGHTS}"]
 
 
 @pytest.mark.parametrize("size", ["1KB", "1GB"])

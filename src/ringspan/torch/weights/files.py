@@ -1,8 +1,8 @@
 """The safetensors files of a Hugging Face folder, opened as they lie: nothing is read before it is asked for."""
 
 import hashlib
-import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,12 +11,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.files.named import ADAPTER_CONFIG, read_small
+from ringspan.core.files.named import read_small
+from ringspan.core.files.weights import files_to_download, refuse_beside, weights_in
 from ringspan.core.messages.lines import one_line
 from ringspan.torch.weights.deferred import Deferred, Region, deferred
 
-WEIGHTS: Final = "model.safetensors"
-INDEX: Final = f"{WEIGHTS}.index.json"
+_log: Final = logging.getLogger(__name__)
 DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -46,77 +46,82 @@ class _Stored:
 
 
 class WeightFiles:
-    """The tensors of a folder, by name.
+    """The tensors of a folder, by name: of those files that transformers opens for a config.
 
     Raises:
         ConfigError: there are none in safetensors; a file is missing, cut or damaged, or lacks what the index says it
-            has; by name.
+            has; by name. There is an adapter, unless ``adapter`` says that it is taken into account.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: Any = None, *, variant: str | None = None, adapter: bool = False) -> None:
         self.tensors: dict[str, Deferred] = {}
         facts: list[tuple[str, str, str, tuple[int, ...]]] = []
-        for number, (path, wanted) in enumerate(_files_of(folder)):
+        names = {path.name for path in folder.iterdir()}
+        try:
+            refuse_beside(names, adapter=adapter)
+            named = getattr(config, "transformers_weights", None)
+            found = weights_in(names, lambda name: read_small(folder / name), named=named, variant=variant)
+        except ConfigError as error:
+            raise ConfigError(f"{folder}: {error}") from error
+        for number, (name, wanted) in enumerate(found.items()):
+            path = folder / name
             file = _open(path)
             for offset, name in enumerate(file.offset_keys()):
                 stored = _Stored(path, file, name, (number, offset))
                 self.tensors[name] = deferred(stored)
                 facts.append((path.name, name, str(stored.dtype), stored.shape))
             if lacking := sorted(wanted - self.tensors.keys()):
-                raise ConfigError(f"{path}: has no {lacking[0]}, which {INDEX} says is there")
+                raise ConfigError(f"{path}: has no {lacking[0]}, which the index says is there")
         if not self.tensors:
             raise ConfigError(f"{folder}: its weights are empty")
         self.digest = hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()[:16]
         """Of names, dtypes and shapes, by which ranks see that they read the same."""
 
 
-def folder_of(name: str | Path, *, revision: str | None = None, local_files_only: bool = False) -> Path:
-    """The local folder that a name stands for: its own, or that of the Hub's cache, into which an id is downloaded.
+def folder_of(
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    subfolder: str = "",
+    variant: str | None = None,
+    more: Sequence[str] = (),
+) -> Path:
+    """The local folder that a name stands for: its own, or that of the Hub's cache, into which the files of an id that
+    will be opened are downloaded, and those that fit the patterns ``more``.
 
     Raises:
         OSError, ValueError: it is neither a folder nor to be had from the Hub.
+        ConfigError: an id whose weights are not in safetensors.
     """
     if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
+        return Path(name, subfolder)
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
-    wanted = ["*.json", "*.safetensors", "*.py"]
-    return Path(
-        snapshot_download(str(name), revision=revision, local_files_only=local_files_only, allow_patterns=wanted)
-    )
+    repository, inside = str(name), f"{subfolder.strip('/')}/" if subfolder else ""
+    wanted = [f"{inside}*.json", f"{inside}*.safetensors", "*.py"]
+    if not local_files_only:
+        try:
+            listed = HfApi().list_repo_files(repository, revision=revision)
+            names = [each.removeprefix(inside) for each in listed if each.startswith(inside)]
+            chosen = files_to_download(
+                names,
+                lambda file: read_small(hf_hub_download(repository, inside + file, revision=revision)),
+                variant=variant,
+            )
+            wanted = [inside + each for each in chosen]
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+        except Exception as error:  # of the client or its HTTP library; where the cache has none, it says so below
+            _log.info("%s: its files cannot be listed: %s", name, one_line(error))
+    options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
+    return Path(snapshot_download(repository, allow_patterns=[*wanted, *more], **options), subfolder)
 
 
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, "pt").__enter__()
     except FileNotFoundError:
-        raise ConfigError(f"{path}: is missing, and {INDEX} names it") from None
+        raise ConfigError(f"{path}: is missing, and the index or config.json names it") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read, cut or damaged: {one_line(error)}") from error
-
-
-def _files_of(folder: Path) -> Iterator[tuple[Path, set[str]]]:
-    """The files of a folder, each with the tensors that the index expects in it."""
-    index = folder / INDEX
-    if not index.exists():
-        if (folder / WEIGHTS).exists():
-            yield folder / WEIGHTS, set()
-            return
-        if (folder / ADAPTER_CONFIG).exists():
-            raise ConfigError(
-                f"{folder}: is an adapter of PEFT; load its base model, then PeftModel.from_pretrained, and parallelize"
-            )
-        others = sorted(path.name for path in folder.glob("*.bin"))
-        found = f"only {others[0]}, a pickle, which is not opened" if others else f"neither {WEIGHTS} nor {INDEX}"
-        raise ConfigError(f"{folder}: has no weights in safetensors: {found}; save it with save_pretrained")
-    try:
-        names: dict[str, str] = json.loads(read_small(index))["weight_map"]
-        wanted: dict[str, set[str]] = {}
-        for name, file in names.items():
-            if Path(file).name != file:
-                raise ConfigError(f"{index}: {name} is in {file!r}, which is no file of this folder")
-            wanted.setdefault(file, set()).add(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{index}: cannot be read: {one_line(error)}") from error
-    for file in sorted(wanted):
-        yield folder / file, wanted[file]

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.disk import sync_file, sync_folder
+from ringspan.core.files.weights import INDEX, WEIGHTS
 from ringspan.torch.weights.deferred import Deferred, part, pieces
-from ringspan.torch.weights.files import DTYPES, INDEX, WEIGHTS
+from ringspan.torch.weights.files import DTYPES
 
 MAX_SHARD_SIZE: Final = "5GB"
 _PIECE_BYTES: Final = 1 << 26
