@@ -13,9 +13,13 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
+import ringspan as rs
+from ringspan.core.errors import CheckpointError
 from ringspan.hf import RingConfig, RingTrainerMixin, seams
+from ringspan.hf.progress import load_optimizer, save_optimizer
 from tests.cases import long
 from tests.hf.trainers import Examples, arguments, differences, made, plain, saved, train
+from tests.torch.models import build
 
 # What is logged and the weights, relative; a seed of float32 apart.
 TOLERANCE = 1e-5
@@ -234,6 +238,22 @@ def test_a_run_resumes_on_another_ring(world, tmp_path):
             assert after == pytest.approx({step: through[step] for step in after}, rel=1e-6)
         for name, value in results[0][1].items():
             torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+
+
+def of_another_config(mesh: Any, folder: str) -> Any:
+    """The optimizer's state of one model, given to one whose config has another value."""
+    for eps in (1e-6, 1e-3):
+        model: Any = rs.parallelize(build("llama", rms_norm_eps=eps), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        if eps == 1e-6:
+            save_optimizer(Path(folder), model, optimizer, 1, mesh, "zigzag")
+        load_optimizer(Path(folder), model, optimizer)
+
+
+def test_a_run_resumes_with_the_config_that_it_began_with(world, tmp_path):
+    for outcome in world(2).outcomes(of_another_config, 2, str(tmp_path)):
+        with pytest.raises(CheckpointError, match="with rms_norm_eps = 1e-06 in the model's"):
+            raise outcome
 
 
 class Noting(Trainer):

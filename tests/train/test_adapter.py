@@ -24,6 +24,7 @@ from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.loop import train
 from ringspan.train.model import build_model, load_model_config
+from ringspan.train.run_folder.resume import first_change, model_facts
 from tests.cases import long
 from tests.cli.commands.test_generate import printed
 from tests.torch.models import build, relative, tokens
@@ -199,6 +200,37 @@ def test_a_run_resumes_on_another_mesh_and_is_merged(pool, base):
     assert not (base.parent / name / "model" / "adapter_config.json").exists()
     for weight, same in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(weight, same, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "change", "says"),
+    [
+        ({}, {"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, "with rope_parameters.rope_theta ="),
+        ({"rank": 4}, {"rms_norm_eps": 1.0}, "with rms_norm_eps = 1e-06 in the model's config.json, where it is 1.0"),
+    ],
+)
+def test_a_run_resumes_with_the_config_that_it_began_with(pool, text, base, adapter, change, says):  # noqa: F811
+    folder = Path(shutil.copytree(base, text / f"base, {len(adapter)}"))
+    changes = {"evaluation": {"every_steps": 0}, "data": {"paths": str(text / "text"), "sequence_length_tokens": 45}}
+    config = settings(folder, f"other config, {len(adapter)}", adapter, steps=1, **changes)
+    pool.run(train_on, 4, config)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    for outcome in pool.outcomes(train_on, 4, config.model_copy(update={"steps": 2})):
+        assert isinstance(outcome, ConfigError) and says in str(outcome) and "set it back" in str(outcome), outcome
+
+
+def test_what_decides_no_number_is_not_compared():
+    """Who wrote a config and where; a field that another release of transformers has, and this one has not."""
+    model = build("llama", vocab_size=300)
+    before = model_facts(model)
+    model.config.architectures, model.config._name_or_path, model.config.dtype = ["Other"], "elsewhere", "bfloat16"
+    assert first_change(before, model_facts(model)) is None
+    model.generation_config.temperature = 0.5
+    assert "temperature = null in the model's generation_config.json" in first_change(before, model_facts(model))
+    newer = {**before, "config.json": {**before["config.json"], "novel": 1}, "transformers": "9"}
+    assert first_change(before, newer) is None
+    assert first_change(before, {**newer, "transformers": before["transformers"]})
 
 
 @pytest.mark.parametrize(("name", "adapter", "changes"), [*long(KINDS[0]), KINDS[1], *long(*KINDS[2:])])

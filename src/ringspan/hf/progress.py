@@ -20,7 +20,7 @@ from ringspan.core.files.named import ADAPTER_WEIGHTS
 from ringspan.torch.model.adapters import is_peft
 from ringspan.train.checkpoints.checkpoint import Checkpoints
 from ringspan.train.checkpoints.shards import Part
-from ringspan.train.run_folder.resume import run_state
+from ringspan.train.run_folder.resume import first_change, model_facts, run_state
 
 FOLDER: Final = "ring_optimizer"
 _RUN: Final = "trainer"  # one folder holds one save, so there is nothing to tell apart
@@ -34,7 +34,7 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: Any, step: int, me
     """
     sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
     with closing(Checkpoints(folder / FOLDER, run_id=_RUN, keep=1, asynchronous=False)) as checkpoints:
-        state = {"groups": _settings(optimizer)}
+        state = {"groups": _settings(optimizer), "model": model_facts(model)}
         error = checkpoints.save(step, _state(model, optimizer), {}, state, mesh=sizes, layout=layout)
     if error is not None:
         raise error
@@ -44,7 +44,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: Any) -> None:
     """Continue with the state that ``save_optimizer`` wrote, on whatever mesh.
 
     Raises:
-        CheckpointError: on every rank: there is none, it is damaged, or of another model.
+        CheckpointError: on every rank: there is none, it is damaged, of another model, or of another config.
     """
     if not (folder / FOLDER).is_dir():
         advice = "; it was saved without a ring" if (folder / "optimizer.pt").is_file() else ""
@@ -56,11 +56,14 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: Any) -> None:
         found = checkpoints.find()
         if found.folder is None or found.manifest is None:
             raise CheckpointError(found.skipped[0] if found.skipped else f"{folder / FOLDER}: is empty")
+        before = found.manifest.state
+        if change := first_change(before["model"], model_facts(model)) if "model" in before else None:
+            raise CheckpointError(f"{folder}: was trained with {change}; set it back, or start a new run")
         state = _state(model, optimizer)
         if unknown := sorted(set(found.manifest.tensors) - set(state)):
             raise CheckpointError(f"{folder}: has {unknown[0]}, which this model lacks; is it of another model?")
         checkpoints.load(found.folder, found.manifest, state, None)
-        for group, settings in zip(optimizer.param_groups, found.manifest.state["groups"], strict=True):
+        for group, settings in zip(optimizer.param_groups, before["groups"], strict=True):
             group |= {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 

@@ -45,7 +45,7 @@ from ringspan.torch.memory.shared_blocks import join_shared_blocks
 from ringspan.torch.model.adapters import adapter_facts, base_of, is_peft, put_on_ring
 from ringspan.torch.model.attention.function import register_attention
 from ringspan.torch.model.attention.own import own_attention, take_over_attention
-from ringspan.torch.model.config_changes import copy_configs, deciding
+from ringspan.torch.model.config_changes import copy_configs, deciding_fields
 from ringspan.torch.model.recurrent import hook_stateful
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.model.tasks.classifier import RingClassifier, is_classifier
@@ -216,7 +216,7 @@ def _agreed(given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> tup
         parts = check_parts(model, mesh, config)
         facts = {field.name: str(getattr(config, field.name)) for field in fields(StepConfig)}
         facts |= describe_weights(model)
-        facts |= {f"config.{name}": str(value) for name, value in deciding(model.config.to_dict()).items()}
+        facts |= {f"config.{name}": str(value) for name, value in deciding_fields(model.config).items()}
         facts |= adapter_facts(given)
         call = Call("parallelize", {"model": type(model).__name__} | facts)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one

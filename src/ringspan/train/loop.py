@@ -70,7 +70,7 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
         is_first = dist.get_rank() == 0
         doing = observer.doing if is_first else lambda what: None
         job = prepare(config, None if record.is_new else tokenizer_of(run), doing)
-        begin_run(config, record, lock, job.tokenizer, job.data)
+        begin_run(config, record, lock, job.model, job.tokenizer, job.data)
         announce = observer.noticed if is_first else lambda line: None
         with StopRequest(announce) as stop, Watchdog(config.watchdog, run / "watchdog") as watchdog:
             result = _Run(job, record, stop, watchdog, observer).train()

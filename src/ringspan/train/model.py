@@ -230,7 +230,7 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
     model, extra = unread_model(
         where,
         folder,
-        WeightFiles(folder),
+        WeightFiles(folder, model_config),
         model_config,
         dtype,
         trust_remote_code=config.model.trust_remote_code,

@@ -20,9 +20,9 @@ from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.own_calls import calling_parts
 from ringspan.torch.generate.agreed import first_ranks_numbers
 from ringspan.torch.generate.cache.cache import RingCache
+from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.cache.quality import CacheCost, cache_cost
 from ringspan.torch.generate.cache.saved import load, save
-from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.options import agreed_options, cache_bytes
 from ringspan.torch.generate.passes import agreed_pass, over_cache, unchecked
 from ringspan.torch.generate.weights import weights_for_tokens

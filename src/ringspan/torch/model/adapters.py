@@ -15,7 +15,7 @@ from torch import nn
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import forward_of, mix_in
 from ringspan.torch.memory.sharding import settle
-from ringspan.torch.model.config_changes import deciding
+from ringspan.torch.model.config_changes import deciding_fields
 from ringspan.torch.model.saving import whole_weights
 from ringspan.torch.transport.collectives import gather_over
 
@@ -59,7 +59,7 @@ def adapter_facts(model: Any) -> dict[str, str]:
     """The numbers and switches of a model's adapters, which all ranks must have alike; weights do not show them."""
     configs = model.peft_config if is_peft(model) else {}
     return {
-        f"{option} of the adapter {name!r}": str(deciding(value) if isinstance(value, dict) else value)
+        f"{option} of the adapter {name!r}": str(deciding_fields(value) if isinstance(value, dict) else value)
         for name, config in configs.items()
         for option, value in sorted(config.to_dict().items())
         if isinstance(value, int | float | dict) and option not in ("auto_mapping", "inference_mode")

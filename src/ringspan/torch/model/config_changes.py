@@ -1,6 +1,7 @@
 """A model's config is read once, when the model goes onto the ring: what is changed in it afterwards raises."""
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from ringspan.core.errors import UnsupportedError
 _NAMES: Final = frozenset(
     {
         "_commit_hash",
+        "_from_model_config",
         "_name_or_path",
         "name_or_path",
         "architectures",
@@ -22,7 +24,6 @@ _NAMES: Final = frozenset(
         "keys_to_ignore_at_inference",
         "label2id",
         "task_specific_params",
-        "tie_word_embeddings",
         "tokenizer_class",
         "torch_dtype",
         "transformers_version",
@@ -31,6 +32,7 @@ _NAMES: Final = frozenset(
 )
 # Fields that change nothing of what a model on a ring computes, or that its forward pass reads each time.
 _FREE: Final = _NAMES | {
+    "tie_word_embeddings",  # of weights that are tied or not by now
     # read each time
     "router_aux_loss_coef",  # by TRL's fused head; models have one of their own, from when they were made
     "output_router_logits",
@@ -50,13 +52,17 @@ _FREE: Final = _NAMES | {
 _ABSENT: Final = {"attention_dropout": 0.0, "is_causal": True, "sliding_window": None}
 
 
-def deciding(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides numbers of all that a config says, and those inside of it: what ranks must have alike."""
-    return {
-        name: deciding(value) if isinstance(value, dict) else value
-        for name, value in sorted(fields.items(), key=lambda field: str(field[0]))
-        if name not in _NAMES
-    }
+def deciding_fields(config: Any) -> dict[str, Any]:
+    """Return what a config, or one as a dict, says that decides numbers, and those inside of it, as JSON values."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, dict):
+            fields = sorted(value.items(), key=lambda field: str(field[0]))
+            return {str(name): kept(each) for name, each in fields if name not in _NAMES}
+        return [kept(each) for each in value] if isinstance(value, list | tuple) else value
+
+    values = config if isinstance(config, dict) else config.to_dict()
+    return json.loads(json.dumps(kept(values), default=str))
 
 
 class ConfigCopy(NamedTuple):

@@ -71,7 +71,7 @@ def read_record(config: TrainConfig) -> RunRecord:
         warmup = min(began.optimizer.warmup_steps, config.steps)
         config = config.model_copy(update={"optimizer": config.optimizer.with_warmup(warmup)})
     changes = [f"{key} is left out: this version of ringspan does not know it" for key in unknown]
-    for key, before, now in _differences(began.model_dump(mode="json"), config.model_dump(mode="json")):
+    for key, before, now in differences(began.model_dump(mode="json"), config.model_dump(mode="json")):
         if key == "data.on_change" or (key in _TEXT and config.data.on_change == "continue"):
             continue  # what that does is said when the text has been read
         if key.split(".")[0] in _FIXED and key not in _FREE:
@@ -139,9 +139,10 @@ def unusable(run: Path, why: str | OSError) -> ConfigError:
     return ConfigError(f'run = "{run}": cannot be the folder of a run ({reason}); choose another with run=...')
 
 
-def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Each value of nested tables that differs: its dotted name, and both."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*before, *(key for key in now if key not in before)]:
-            yield from _differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
+            yield from differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
     elif before != now:
         yield prefix, before, now

@@ -8,11 +8,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import CheckpointError, ConfigError, RingspanError
 from ringspan.core.files.disk import sync_folder, write_synced
+from ringspan.torch.model.config_changes import deciding_fields
 from ringspan.train.checkpoints.checkpoint import Checkpoints
 from ringspan.train.checkpoints.manifest import Manifest
 from ringspan.train.checkpoints.shards import Part
@@ -22,7 +24,7 @@ from ringspan.train.data import origin
 from ringspan.train.data.sequences import Data
 from ringspan.train.model import Tokenizer
 from ringspan.train.run_folder.lock import RunLock
-from ringspan.train.run_folder.record import RECORD, RunRecord, read_record, recorded, unusable
+from ringspan.train.run_folder.record import RECORD, RunRecord, differences, read_record, recorded, unusable
 
 
 def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
@@ -41,13 +43,17 @@ def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
     return _on_first_rank(find)
 
 
-def begin_run(config: TrainConfig, record: RunRecord, lock: RunLock, tokenizer: Tokenizer, data: Data) -> None:
-    """Make the folder of a new run, or see whether the text is still that of one to go on with, on rank 0.
+def begin_run(
+    config: TrainConfig, record: RunRecord, lock: RunLock, model: Any, tokenizer: Tokenizer, data: Data
+) -> None:
+    """Make the folder of a new run, or see whether the text and the model's config are still those of one to go on
+    with, on rank 0.
 
     Raises:
-        ConfigError: it cannot be made, another run has begun there, or the text has changed; on every rank.
+        ConfigError: it cannot be made, another run has begun there, or the text or the config has changed; on every
+            rank.
     """
-    run = Path(config.run)
+    run, facts = Path(config.run), model_facts(model)
 
     def begin() -> None:
         run.mkdir(parents=True, exist_ok=True)
@@ -55,15 +61,18 @@ def begin_run(config: TrainConfig, record: RunRecord, lock: RunLock, tokenizer: 
         if (run / RECORD).exists():
             raise ConfigError(f'run = "{run}": another run has begun there meanwhile; choose another with run=...')
         origin.keep(run, tokenizer, data)
-        _write_record(run, record.run_id, config)
+        _write_record(run, record.run_id, config, facts)
 
     def go_on() -> list[str]:
+        written = json.loads((run / RECORD).read_text(encoding="utf-8"))
+        began_with = written.get("model", facts)  # earlier versions kept none
+        if change := first_change(began_with, facts):
+            raise ConfigError(f"{run} began with {change}; set it back, or choose another folder with run=...")
         changed = origin.compare(run, config.data, data)
         if config.data.on_change == "continue":  # from now on it is this text, wherever it is
-            began = json.loads((run / RECORD).read_text(encoding="utf-8"))["config"]
             # Only the text: what else the run began with still holds.
-            begun, _ = recorded(began | {"data": config.model_dump(mode="json")["data"]})
-            _write_record(run, record.run_id, begun)
+            begun, _ = recorded(written["config"] | {"data": config.model_dump(mode="json")["data"]})
+            _write_record(run, record.run_id, begun, began_with)
         return [changed] if changed else []
 
     def work() -> list[str] | None:
@@ -75,10 +84,29 @@ def begin_run(config: TrainConfig, record: RunRecord, lock: RunLock, tokenizer: 
     record.changes.extend(_on_first_rank(work) or ())
 
 
-def _write_record(run: Path, run_id: str, config: TrainConfig) -> None:
-    values = {"run_id": run_id, "config": config.model_dump(mode="json")}
+def _write_record(run: Path, run_id: str, config: TrainConfig, facts: dict[str, Any]) -> None:
+    values = {"run_id": run_id, "config": config.model_dump(mode="json"), "model": facts}
     write_synced(run / RECORD, json.dumps(values, indent=1) + "\n")
     sync_folder(run)
+
+
+def model_facts(model: Any) -> dict[str, Any]:
+    """What the files beside a model's weights say that a run depends on, to be recorded as JSON."""
+    files = {"config.json": model.config, "generation_config.json": getattr(model, "generation_config", None)}
+    facts = {name: deciding_fields(config) for name, config in files.items() if config is not None}
+    return {"transformers": transformers.__version__, **facts}
+
+
+def first_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first field that a run began with otherwise, with both values; None where there is none. One that only one
+    release of transformers knows is none.
+    """
+    same_release = before["transformers"] == now["transformers"]
+    for name in before.keys() & now.keys() - {"transformers"}:
+        for field, old, new in differences(before[name], now[name]):
+            if same_release or None not in (old, new):
+                return f"{field} = {json.dumps(old)} in the model's {name}, where it is {json.dumps(new)} now"
+    return None
 
 
 def _on_first_rank(work: Callable[[], Any]) -> Any:

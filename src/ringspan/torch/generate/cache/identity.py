@@ -17,13 +17,12 @@ from ringspan.torch.consistency.fixed import known_parameters
 from ringspan.torch.consistency.optimizers import num_steps
 from ringspan.torch.layers.modules import local_part
 from ringspan.torch.memory.sharding import settle
+from ringspan.torch.model.config_changes import deciding_fields
 
 _BITS: Final = 40  # of each sum: added up over any number of ranks, they stay within 63
 _PART: Final = 1 << 22  # numbers at a time
 _SAMPLED: Final = 16  # numbers of each tensor at most
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# What a config says that does not change what a model computes.
-_APART: Final = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
 class Reader(NamedTuple):
@@ -32,8 +31,8 @@ class Reader(NamedTuple):
     model: "weakref.ref[Any]"
     adapters: tuple[str, ...]
     weights: tuple[Any, ...]
-    """On this rank: the changes that torch and optimizers have counted, and a sample of the numbers, since nobody counts
-    ``parameter.data.copy_`` or ``torch._foreach_add_``."""
+    """On this rank: the changes that torch and optimizers have counted, and a sample of the numbers, since nobody
+    counts ``parameter.data.copy_`` or ``torch._foreach_add_``."""
 
 
 @torch.inference_mode(False)
@@ -88,10 +87,10 @@ def _sample(tensors: Iterable[Tensor]) -> bytes:
 
 def config_of(model: Any) -> dict[str, Any]:
     """What the config of a model's decoder says, as JSON values, and the adapters that it uses where it has some."""
-    values = model.get_submodule(model.ring_decoder).config.to_dict()
+    values = deciding_fields(model.get_submodule(model.ring_decoder).config)
     if adapters := _adapters(model.modules()):
         values["adapters"] = f"{', '.join(sorted(set(adapters)))} (digest {_digest(adapters)[:8]})"
-    return json.loads(json.dumps({name: values[name] for name in sorted(values) if name not in _APART}, default=str))
+    return values
 
 
 def weights_digest(model: Any) -> str:

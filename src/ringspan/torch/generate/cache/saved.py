@@ -28,6 +28,7 @@ from ringspan.torch.generate.cache.cache import RingCache, RingLayer
 from ringspan.torch.generate.cache.identity import config_of, reader_of, weights_digest
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.memory.sharding import settle
+from ringspan.torch.model.config_changes import deciding_fields
 from ringspan.torch.multimodal.kinds import has_grid_positions
 from ringspan.torch.multimodal.token_types import is_of
 from ringspan.torch.transport.collectives import gather
@@ -220,7 +221,7 @@ def _check(model: Any, folder: Path, manifests: list[SavedCache]) -> dict[str, A
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
         raise CheckpointError(f"{path}: {shortened(place)}: {shortened(problem['msg'])}") from error
-    mine, theirs = config_of(model), saved.config
+    mine, theirs = config_of(model), deciding_fields(saved.config)
     if class_name(model) != saved.model:
         raise CheckpointError(f"{folder}: is the cache of a {saved.model}, not of a {class_name(model)}")
     for name in sorted({*mine, *theirs}):
