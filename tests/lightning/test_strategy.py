@@ -210,6 +210,39 @@ def test_a_checkpoint_resumes_on_another_mesh(pool, expected, tmp_path, is_folde
             assert relative(found["weights"][name], weight) < 1e-5, name
 
 
+class OddModule(Module):
+    """In whose third step the last rank wants to stop, or raises, alone."""
+
+    def on_train_start(self) -> None:
+        self.odd = self.trainer.strategy.is_raising if dist.get_rank() == 3 else None  # type: ignore[attr-defined]
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss = super().training_step(batch)
+        if len(self.losses) == 3 and self.odd is not None:
+            if self.odd:
+                raise OSError("out of paper")
+            self.trainer.should_stop = True
+        return loss
+
+
+def fit_with_an_odd_rank(_: Any, is_raising: bool) -> tuple[str, int]:
+    """What comes of it, and the number of steps."""
+    strategy, module = RingStrategy(replicate=2), OddModule()
+    strategy.is_raising = is_raising  # type: ignore[attr-defined]
+    trainer = Trainer(**QUIET, devices=4, strategy=strategy, plugins=[Ranks()])
+    try:
+        trainer.fit(module, DataLoader(ROWS[:20], 2))  # type: ignore[arg-type]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", len(module.losses)
+    return "", len(module.losses)
+
+
+def test_what_one_rank_raises_or_asks_for_all_do(pool):
+    told = "PeerMismatch: rank 3 failed: OSError: out of paper"
+    assert pool.run(fit_with_an_odd_rank, 4, True) == [(told, 3)] * 3 + [("OSError: out of paper", 3)]
+    assert pool.run(fit_with_an_odd_rank, 4, False) == [("", 3)] * 4
+
+
 class SaveAtStart(Callback):
     def __init__(self, path: str) -> None:
         self.path = path

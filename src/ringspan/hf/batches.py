@@ -27,7 +27,7 @@ from ringspan.core.step_config import StepConfig
 from ringspan.hf.classes import classified
 from ringspan.hf.fused import fused_output, take_fused_forward
 from ringspan.hf.refusals import refuse_loss_options
-from ringspan.torch.consistency.calls import preparing
+from ringspan.torch.consistency.calls import exchanging, preparing
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.generate.cache.cache import RingCache
@@ -69,7 +69,7 @@ class WholeBatches:
         if self.ring_is_generating or isinstance(given_cache(kwargs), RingCache):
             return call(**kwargs)
         called = classified if _is(self, RingClassifier) else _called
-        with nullcontext() if self.ring_autocast is None else self.ring_autocast():
+        with exchanging(), nullcontext() if self.ring_autocast is None else self.ring_autocast():
             if "batch_digest" in kwargs or "ring_asked" in kwargs:  # from shard_batch
                 output = call(**kwargs)
                 if getattr(output, "loss", None) is not None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ringspan.hf.batches import takes_whole_batches
 from ringspan.hf.seams import note_prepared
+from ringspan.torch.consistency.calls import exchanging
 from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.model.tasks.classifier import is_classifier
 from ringspan.torch.transport.collectives import gather_over
@@ -59,6 +60,11 @@ class RingAccelerator(Accelerator):
         takes_whole_batches(model, self.ring_mesh, self.ring_config, self.autocast if self.native_amp else None)
         note_prepared(self, model)
         return model
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``Accelerator.backward``, in which ranks exchange."""
+        with exchanging():
+            super().backward(loss, **kwargs)
 
     def gather(self, tensor: Any) -> Any:
         """The tensors of all replicas, one after the other along the first dimension."""

@@ -27,6 +27,7 @@ OVERRIDDEN: Final = {
         "_load_best_model": (),
         "_load_rng_state": ("checkpoint",),
     },
+    "transformers.trainer_callback:CallbackHandler": {"call_event": ("event", "args", "state", "control", "kwargs")},
     "trl.trainer.grpo_trainer:GRPOTrainer": {"_generate_and_score_completions": ("inputs",)},
     "trl.trainer.rloo_trainer:RLOOTrainer": {"_generate_and_score_completions": ("inputs",)},
 }

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
+from ringspan.hf.agreed import agree_on
 from ringspan.hf.balance import balance_steps
 from ringspan.hf.batches import takes_whole_batches, whole_logits
 from ringspan.hf.classes import classifies
@@ -23,6 +25,8 @@ from ringspan.hf.refusals import explained, refuse_accelerator, refuse_arguments
 from ringspan.hf.replicas import count_rings, without_repeats
 from ringspan.hf.rollouts import count_generations, rollout_of_replica, share_rollouts
 from ringspan.hf.seams import OwnParts, TrainerSeams, check_seams, plain_optimizer
+from ringspan.torch.consistency.calls import Call, check_call, preparing
+from ringspan.torch.runtime.mesh import wait_for
 
 _SCHEDULER: Final = "scheduler.pt"
 _ARGUMENTS: Final = "training_args.bin"
@@ -63,6 +67,22 @@ class RingTrainerMixin(TrainerSeams):
         for callback in ours.callback_handler.callbacks:
             refuse_callback(callback)
         share_rollouts(self)
+        agree_on(self)
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; what a callback, a data set or a function of yours raises on one rank, all ranks raise."""
+        with preparing(self.ring_mesh, "train"):
+            return super().train(*args, **kwargs)
+
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, as ``train``."""
+        with preparing(self.ring_mesh, "evaluate"):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, as ``train``."""
+        with preparing(self.ring_mesh, "predict"):
+            return super().predict(*args, **kwargs)
 
     def add_callback(self: Any, callback: Any) -> None:
         """Trainer's, but for callbacks that would not be exact on a ring."""
@@ -75,6 +95,8 @@ class RingTrainerMixin(TrainerSeams):
         super().create_accelerator_and_postprocess()
         refuse_accelerator(self.accelerator)
         self.ring_mesh: DeviceMesh = self.ring.make_mesh()
+        if self.args.ddp_timeout != TrainingArguments.ddp_timeout:  # which a group that is there, or on CPUs, lacks
+            wait_for(self.ring_mesh, self.args.ddp_timeout)
         self.accelerator = count_rings(self.accelerator, self.ring_mesh, self.ring.step)
         count_generations(self.args, self.accelerator.num_processes)
         if self.model is not None:
@@ -99,6 +121,14 @@ class RingTrainerMixin(TrainerSeams):
         if self.ring.balance == "flops":
             balance_steps(self, loader)
         return loader
+
+    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """Trainer's batches of a step, of which all ranks have as many before replicas count the targets together."""
+        if self.accelerator.num_processes > 1:
+            batches = list(islice(epoch_iterator, num_batches))
+            check_call(self.ring_mesh, Call("reading a step's batches", {"number of batches": len(batches)}))
+            epoch_iterator = iter(batches)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def get_total_train_batch_size(self: Any, args: Any) -> int:
         """Examples per step: per replica, times accumulation, times replicas."""
@@ -148,6 +178,7 @@ class RingTrainerMixin(TrainerSeams):
         """The optimizer's state, each rank's part; and the scheduler's, by rank 0."""
         optimizer = plain_optimizer(self.optimizer)
         step, layout = self.state.global_step, self.ring.layout
+        check_call(self.ring_mesh, Call("saving the optimizer"))  # unless what is saved before it has raised
         save_optimizer(Path(output_dir), self.model, optimizer, step, self.ring_mesh, layout)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))

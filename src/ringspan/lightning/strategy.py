@@ -1,5 +1,6 @@
 """Lightning's strategy for models that are split already, over a mesh with a ring."""
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -9,12 +10,15 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging,
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.lightning.agreed import AgreedStop
 from ringspan.lightning.seams import Dealing, give_mesh
+from ringspan.torch.consistency.calls import Call, check_call, exchanging, preparing
 from ringspan.torch.consistency.fixed import Fixed
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.runtime.mesh import make_mesh, split_world
@@ -126,6 +130,22 @@ class RingStrategy(ModelParallelStrategy):
                 "RingStrategy: there is no model on the ring in this module; put it there in configure_model: "
                 "self.model = rs.parallelize(model, self.device_mesh)"
             )
+
+        if not any(isinstance(callback, AgreedStop) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            trainer.callbacks.append(AgreedStop(self.device_mesh))  # type: ignore[attr-defined]
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Lightning's, once all ranks have come from their ``training_step``."""
+        check_call(self.device_mesh, Call("a backward pass"))
+        with exchanging():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let the other ranks hear what the user's code has raised on this one; Lightning raises it."""
+        super().on_exception(exception)
+        if self._ring_mesh is not None and isinstance(exception, Exception):
+            with suppress(Exception), preparing(self._ring_mesh, "the trainer"):
+                raise exception
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The shards of the model, or on rank 0 all of it."""

@@ -28,7 +28,7 @@ from ringspan.torch.consistency.fixed import note_buffers, note_data, refuse_cop
 from ringspan.torch.consistency.loop_watch import in_call, watch_loop
 from ringspan.torch.consistency.optimizers import watch_optimizers
 from ringspan.torch.consistency.own_calls import refuse_own_calls
-from ringspan.torch.consistency.weights import describe_weights, share_weights
+from ringspan.torch.consistency.weights import check_finite, describe_weights, share_weights
 from ringspan.torch.generate.model import RingGenerator
 from ringspan.torch.layers.blockwise.blocks import run_in_blocks
 from ringspan.torch.layers.blockwise.head import kind_of_head
@@ -134,7 +134,8 @@ def parallelize(
 
     Raises:
         UnsupportedError: the model or its config asks for something that would not be exact.
-        ConfigError, LayoutError: an option that is none, or does not go with the others.
+        ConfigError, LayoutError: an option that is none, or does not go with the others; a weight that is NaN or
+            infinite (-inf in a vector is a mask).
         PeerMismatch: the ranks were given different models or options.
 
     Each is raised on every rank alike, and leaves the model as it was. Where ranks have other weights, all of them get
@@ -213,6 +214,7 @@ def _agreed(given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> tup
     try:
         model = base_of(given) if is_peft(given) else given
         set_aside(model)
+        check_finite(model, mesh)
         parts = check_parts(model, mesh, config)
         facts = {field.name: str(getattr(config, field.name)) for field in fields(StepConfig)}
         facts |= describe_weights(model)

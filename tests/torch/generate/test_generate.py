@@ -376,6 +376,43 @@ def test_the_first_rank_decides_when_to_stop(pool):
     assert pool.run(stopped, 3, "criterion") == [9] * 3
 
 
+def decided_alone(mesh: DeviceMesh, how: str) -> Any:
+    """What the last rank does in a call of the user's, which catches what comes of it and generates again."""
+    model: Any = rs.parallelize(models.model("llama"), mesh)
+    is_odd = mesh.get_rank() == mesh.size() - 1
+
+    def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> bool:
+        if is_odd and ids.shape[1] == 8:
+            raise OSError("out of paper")
+        return False
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if is_odd and how == "a processor that raises":
+            raise OSError("out of paper")
+        return scores.roll(1) if is_odd else scores
+
+    given: dict[str, Any] = {"logits_processor": [processor]}
+    if how == "a criterion that raises":
+        given = {"stopping_criteria": [criterion]}
+    error = None
+    try:
+        model.generate(models.prompt(5), max_new_tokens=12, do_sample=False, **given)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return error, model.generate(models.prompt(5), max_new_tokens=4, do_sample=False).shape[1]
+
+
+@pytest.mark.parametrize("how", ["a criterion that raises", "a processor that raises", "a processor that differs"])
+def test_what_a_users_code_does_on_one_rank_is_named_on_all(pool, how):
+    *others, (own, _) = found = pool.run(decided_alone, 2, how)
+    assert [length for _, length in found] == [9, 9]
+    if "differs" in how:
+        assert "given different chosen tokens" in own and "a logits processor" in own and "sampler" not in own
+        return
+    assert own == "OSError: out of paper"
+    assert [error for error, _ in others] == ["PeerMismatch: rank 1 failed: OSError: out of paper"]
+
+
 def test_a_config_of_the_user_is_left_as_it_was(pool):
     assert pool.run(keeps_config, 2) == [0.5] * 2
 

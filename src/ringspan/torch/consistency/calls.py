@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -20,10 +21,12 @@ from ringspan.torch.transport.collectives import gather_over
 # A digest travels as words whose squares can be added up over 32,768 ranks in 64 bits.
 _WORD_BITS: Final = 16
 _NUM_WORDS: Final = 3
+_TOLD: Final = "ring_told"  # of an exception: no other rank is to be told of it
 _REMEDIES: Final = {
     "input_ids": "every rank of a ring needs the same batch: sampler=rs.sampler(dataset, mesh), or rs.loader(dataset, "
     "mesh); torch's DistributedSampler must be given num_replicas={replicate} and rank=mesh['replicate']"
     ".get_local_rank(), not the world's",
+    "chosen tokens": "a logits processor, prefix_allowed_tokens_fn or assistant must do the same on every rank",
     "num_items_in_batch": "it counts the targets of the whole batch, on all ranks",
     "optimizer": "make it alike on every rank, and step it on every rank",
 }
@@ -39,6 +42,7 @@ class Call:
         alike_in_ring: what the ranks of one ring must have, which replicas have each for themselves.
         targets: a number of this ring's local part, to be summed over all.
         error: what this rank found wrong; all ranks then raise it.
+        said: what ranks may have otherwise, of which ``hear_all`` lets all hear.
     """
 
     name: str
@@ -46,15 +50,29 @@ class Call:
     alike_in_ring: Mapping[str, Any] = field(default_factory=dict)
     targets: int = 0
     error: Exception | None = None
+    said: Any = None
 
 
 @contextmanager
-def preparing(mesh: DeviceMesh, name: str) -> Iterator[None]:
-    """While this rank prepares a call of that name: what it raises, the others hear of when they come to theirs."""
+def preparing(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> Iterator[None]:
+    """While this rank prepares a call of that name, or runs code of the user's between calls: what it raises, the
+    others hear of when they come to their next one, unless all have raised together or are in the middle of one.
+    """
     try:
         yield
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        check_call(mesh, Call(name, error=error))
+        if not vars(error).get(_TOLD):
+            check_call(mesh, Call(name, error=error), between_replicas=between_replicas)
+        raise
+
+
+@contextmanager
+def exchanging() -> Iterator[None]:
+    """While ranks compute together: where one raises, the others wait for another message than ``preparing`` sends."""
+    try:
+        yield
+    except Exception as error:
+        vars(error)[_TOLD] = True
         raise
 
 
@@ -67,7 +85,20 @@ def check_call(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -
         PeerMismatch: they do not: on every rank, naming what differs and which rank has what.
         Exception: ``call.error`` of this rank or, where it has none, what another rank found wrong.
     """
-    names, everywhere, in_ring = (_words(thing) for thing in (call.name, call.alike, call.alike_in_ring))
+    return _meet(mesh, call, between_replicas=between_replicas)[0]
+
+
+@torch.compiler.disable()
+def hear_all(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -> list[Any]:
+    """``check_call`` of ranks that may say different things: what each has ``said``, by rank; one of them where all are
+    alike. It costs what ``check_call`` does where they are.
+    """
+    return [one.call.said for one in _meet(mesh, call, between_replicas=between_replicas)[1]] or [call.said]
+
+
+def _meet(mesh: DeviceMesh, call: Call, *, between_replicas: bool) -> tuple[int, list["_Told"]]:
+    """The sum of targets, and what each rank has told where they are not alike."""
+    names, everywhere, in_ring = (_words(thing) for thing in (call.name, (call.alike, call.said), call.alike_in_ring))
     # The first number counts the ranks that have come, so sizes of meshes need not be known.
     mine = [1, int(call.error is None), call.targets, *_with_squares(names + everywhere + in_ring)]
     if "tp" in (mesh.mesh_dim_names or ()):  # whose ranks have the same targets
@@ -80,9 +111,13 @@ def check_call(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -
     is_ring_alike = _are_alike(num_in_ring, sums[-2 * _NUM_WORDS :])
     sums = [*sums[: -2 * _NUM_WORDS], num_in_ring if is_ring_alike else 0]
     ranks, fine, targets, *digests, alike_in_rings = _sum(mesh, "replicate", sums) if between_replicas else sums
-    if fine != ranks or alike_in_rings != ranks or not _are_alike(ranks, digests):
-        _explain(mesh, call, [axis for axis in mesh.mesh_dim_names or () if between_replicas or axis != "replicate"])
-    return targets
+    if fine == ranks == alike_in_rings and _are_alike(ranks, digests):
+        return targets, []
+    told = _tell(mesh, call, [axis for axis in mesh.mesh_dim_names or () if between_replicas or axis != "replicate"])
+    if (error := _wrong(told, call)) is not None:
+        vars(error)[_TOLD] = between_replicas or mesh["replicate"].size() == 1
+        raise error
+    return targets, told
 
 
 def _sum(mesh: DeviceMesh, axis: str, numbers: list[int]) -> list[int]:
@@ -117,24 +152,26 @@ class _Told(NamedTuple):
     call: Call
 
 
-def _explain(mesh: DeviceMesh, call: Call, axes: list[str]) -> None:
-    """Raise what is wrong, on every rank of some axes alike."""
+def _tell(mesh: DeviceMesh, call: Call, axes: list[str]) -> list[_Told]:
+    """What each rank of some axes has to say, by rank."""
     replica = mesh["replicate"].get_local_rank()
     # Only now, when something is wrong, do whole values travel: an ordinary call costs a few numbers.
-    mine = _Told(dist.get_rank(), replica, Call(call.name, call.alike, call.alike_in_ring, 0, _portable(call.error)))
-    told: list[_Told] = gather_over(mesh, mine, axes)
-    told.sort(key=lambda one: one.rank)
-    # First of all: of ranks in different calls nothing else can be compared.
+    told = Call(call.name, call.alike, call.alike_in_ring, 0, _portable(call.error), call.said)
+    return sorted(gather_over(mesh, _Told(dist.get_rank(), replica, told), axes), key=lambda one: one.rank)
+
+
+def _wrong(told: list[_Told], call: Call) -> Exception | None:
+    """What is to be raised on every rank alike, if anything is."""
+    # First of all: a rank that has failed comes to no other call.
+    if failed := [one.call.error for one in told if one.call.error is not None]:
+        return call.error or failed[0]
+    # Of ranks in different calls nothing else can be compared.
     if len({one.call.name for one in told}) > 1:
         doing = _by_rank((one.rank, one.call.name) for one in told)
-        raise PeerMismatch(f"the ranks do different things: {doing}; make each call on every rank")
-    if failed := [one for one in told if one.call.error is not None]:
-        raise call.error or failed[0].call.error or AssertionError
-    for one in _differences(told):
-        raise one
+        return PeerMismatch(f"the ranks do different things: {doing}; make each call on every rank")
     rings = [[one for one in told if one.replica == replica] for replica in sorted({one.replica for one in told})]
-    for one in (error for ring in rings for error in _differences(ring, of_ring=True, replicate=len(rings))):
-        raise one
+    in_rings = (_differences(ring, of_ring=True, replicate=len(rings)) for ring in rings)
+    return next(chain(_differences(told), *in_rings), None)
 
 
 def _differences(told: list[_Told], *, of_ring: bool = False, replicate: int = 1) -> Iterator[PeerMismatch]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.messages.numbers import integer
-from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.calls import Call, check_call, exchanging
 from ringspan.torch.consistency.fixed import check_fixed, keeping_buffers, known_parameters
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
@@ -50,7 +50,7 @@ def in_pass(model: Any, name: str) -> Iterator[None]:
 def recovering(model: Any) -> Iterator[None]:
     """While it computes: its buffers stay what they are, and after an exception its shards are what they were."""
     try:
-        with keeping_buffers(model):
+        with exchanging(), keeping_buffers(model):
             yield
     except BaseException:
         recover(model)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.torch.layers.packed import plain_parts
 from ringspan.torch.transport.collectives import gather_over
 from ringspan.torch.transport.digest import digest_values
+from ringspan.torch.weights.finite import refuse_not_finite
 
 _log: Final = logging.getLogger(__name__)
 
@@ -23,6 +24,16 @@ def describe_weights(model: nn.Module) -> dict[str, str]:
         + ("trained" if tensor.requires_grad else "not trained")
         for name, tensor in _tensors(model)
     }
+
+
+def check_finite(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse NaN and infinity in the weights of the mesh's first rank, which all ranks are given.
+
+    Raises:
+        ConfigError: naming the first of them; on that rank.
+    """
+    if dist.get_rank() == int(mesh.mesh.min()) and dist.get_backend(mesh["ring"].get_group()) != "fake":
+        refuse_not_finite(part for name, weight in model.named_parameters() for part in plain_parts(name, weight))
 
 
 @torch.no_grad()

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import StoppingCriteria, StoppingCriteriaList
+
+from ringspan.torch.consistency.calls import Call, hear_all
 
 _drawing: ContextVar[frozenset[dist.ProcessGroup]] = ContextVar("drawing", default=frozenset())
 
@@ -66,21 +69,20 @@ class Clock(StoppingCriteria):
 class AgreedCriteria(StoppingCriteria):
     """A criterion of the user's, decided by the first rank for all: clocks and files may tell each something else."""
 
-    def __init__(self, criterion: Any, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._criterion, self._groups = criterion, groups
+    def __init__(self, criterion: Any, mesh: DeviceMesh) -> None:
+        self._criterion, self._mesh = criterion, mesh
         if hasattr(criterion, "eos_token_id"):
             self.eos_token_id = criterion.eos_token_id
 
     @staticmethod
-    def of(criteria: Sequence[Any], groups: Sequence[dist.ProcessGroup]) -> StoppingCriteriaList:
+    def of(criteria: Sequence[Any], mesh: DeviceMesh) -> StoppingCriteriaList:
         """Each of some criteria, agreed."""
-        return StoppingCriteriaList(AgreedCriteria(each, groups) for each in criteria)
+        return StoppingCriteriaList(AgreedCriteria(each, mesh) for each in criteria)
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         mine = self._criterion(input_ids, scores, **kwargs)
         if not isinstance(mine, Tensor):
             mine = torch.full((len(input_ids),), bool(mine), device=input_ids.device)
-        verdict = mine.to(torch.uint8)
-        for group in self._groups:
-            dist.broadcast(verdict, group_src=0, group=group)
-        return verdict.bool()
+        call = Call("a stopping criterion", said=mine.tolist())
+        first = hear_all(self._mesh, call, between_replicas=False)[0]
+        return torch.tensor(first, dtype=torch.bool, device=input_ids.device)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ringspan.core.arguments import PREFILL_TOKENS
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import CacheDtypeName
+from ringspan.torch.consistency.calls import exchanging, preparing
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.own_calls import calling_parts
 from ringspan.torch.generate.agreed import first_ranks_numbers
@@ -56,7 +57,7 @@ class RingGenerator(RingCausalLM):
             if not self.ring_is_generating:
                 settle(self)
             try:
-                with calling_parts("generating"), unchecked(self), torch.no_grad():
+                with calling_parts("generating"), exchanging(), unchecked(self), torch.no_grad():
                     return nn.Module.__call__(self, ring_over_cache=asked)
             except BaseException:
                 recover(self)
@@ -150,7 +151,8 @@ class RingGenerator(RingCausalLM):
             UnsupportedError: what a ring cannot honour: a foreign cache, hidden states, embeddings for a prompt;
                 padding, or an assistant, for a model whose layers have a state; a model that keeps states in a cache
                 of its own.
-            PeerMismatch: the ranks of a ring were given different things; on every rank.
+            PeerMismatch: the ranks of a ring were given different things, or code of yours (a criterion, a processor,
+                a streamer) raised on another rank; on every rank.
         """
         refuse_states(self)
         plain = super().generate  # pyright: ignore[reportAttributeAccessIssue]
@@ -172,6 +174,7 @@ class RingGenerator(RingCausalLM):
             stack.enter_context(calling_parts("generating"))
             stack.enter_context(weights_for_tokens(self, weights, cache_bytes(self, arguments)))
             stack.enter_context(first_ranks_numbers(groups, self.device))
+            stack.enter_context(preparing(self.ring_mesh, "generate", between_replicas=False))
             return plain(**arguments)
 
 

@@ -28,7 +28,6 @@ from ringspan.torch.layers.positions import check_text
 from ringspan.torch.model.config_changes import check_configs
 from ringspan.torch.multimodal.checks import check_media
 from ringspan.torch.multimodal.kinds import has_grid_positions
-from ringspan.torch.runtime.mesh import text_groups
 from ringspan.torch.transport.digest import described
 
 
@@ -75,7 +74,7 @@ def agreed_options(
         if config.max_time is not None:
             arguments["generation_config"] = config = GenerationConfig(**{**config.to_dict(), "max_time": None})
     if arguments.get("stopping_criteria"):
-        arguments["stopping_criteria"] = AgreedCriteria.of(arguments["stopping_criteria"], text_groups(model.ring_mesh))
+        arguments["stopping_criteria"] = AgreedCriteria.of(arguments["stopping_criteria"], model.ring_mesh)
     if (cache := arguments.get("past_key_values")) is not None and not model.ring_is_generating:
         cache.records_past = False  # an earlier call may have ended while it did
         inputs: Any = arguments.get("inputs", arguments.get("input_ids"))

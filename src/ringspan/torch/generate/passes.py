@@ -74,6 +74,8 @@ def agreed_pass(
             for name, value in asked.items()
             if name != "media"
         }
+        if model.ring_is_generating:  # of one prompt, so that the ranks have chosen them
+            facts["chosen tokens"] = facts.pop("input_ids")
         facts["images"] = None if (media := asked["media"]) is None else media.digest
         cache = asked.get("past_key_values")
         facts["past_key_values"] = (

@@ -34,6 +34,7 @@ from ringspan.torch.layers.rope import is_rotary
 from ringspan.torch.model.attention.support import refuse_attention
 from ringspan.torch.model.recurrent import refuse_stateful, stateful_modules
 from ringspan.torch.model.splittable import DEQUANTISE, refuse_weights
+from ringspan.torch.weights.finite import named_in, refuse_not_finite
 from ringspan.torch.weights.loading import filled
 
 _log: Final = logging.getLogger(__name__)
@@ -205,6 +206,8 @@ def _find_head(model: PreTrainedModel) -> FoundHead:
                     )
                 return FoundHead()
             shifts = _try_head(model, head)
+            if isinstance(shifts, str):  # of what is no number, nothing is equal
+                refuse_not_finite(named_in(model, head), masks=False)
         if not isinstance(shifts, str):
             return FoundHead(parts, shifts)
         wrong = wrong or shifts

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ringspan.core.errors import ConfigError, PeerMismatch
 from ringspan.torch.runtime.environment import is_rank
 from ringspan.torch.runtime.launch import join, local_device
-from ringspan.torch.runtime.timeout import take_timeout
+from ringspan.torch.runtime.timeout import set_timeout, take_timeout
 
 AXES: Final = "replicate", "ring", "tp"
 
@@ -67,6 +67,13 @@ def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMes
     take_timeout(mesh)
     flatten_weights(mesh)
     return mesh
+
+
+def wait_for(mesh: DeviceMesh, seconds: float) -> None:
+    """Let the ranks of the default process group, and of a mesh, wait for each other so long."""
+    set_timeout(dist.group.WORLD, seconds)
+    take_timeout(mesh)
+    flatten_weights(mesh)
 
 
 def check_order(mesh: DeviceMesh) -> None:

@@ -13,18 +13,28 @@ def timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:
     return group._get_backend(device).options._timeout.total_seconds()  # pyright: ignore
 
 
+def set_timeout(group: dist.ProcessGroup | None, seconds: float) -> None:
+    """Let the ranks of a group wait for each other so long."""
+    _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def world_timeout_seconds(device: torch.device) -> float:
+    """How long the ranks of the default process group wait; 0 where there is none, or it does not say."""
+    world = dist.group.WORLD
+    if world is None or dist.get_backend() == "fake":
+        return 0
+    try:
+        return timeout_seconds(world, device)
+    except (AttributeError, RuntimeError):  # neither gloo nor NCCL, which alone let it be set
+        return 0
+
+
 def take_timeout(mesh: DeviceMesh) -> None:
     """Let the ranks of each axis wait as long as those of the default process group: torch makes the groups of a mesh
     with a time-out of its own, whatever ``init_process_group`` was given.
     """
-    world = dist.group.WORLD
-    if world is None or dist.get_backend() == "fake":
-        return
     device = torch.device(mesh.device_type)
-    try:
-        seconds = timeout_seconds(world, device)
-    except (AttributeError, RuntimeError):  # neither gloo nor NCCL, which alone let it be set
-        return
-    for group in mesh.get_all_groups():
-        if timeout_seconds(group, device) != seconds:
-            _set_pg_timeout(timedelta(seconds=seconds), group)
+    if seconds := world_timeout_seconds(device):
+        for group in mesh.get_all_groups():
+            if timeout_seconds(group, device) != seconds:
+                set_timeout(group, seconds)

@@ -28,6 +28,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
 from ringspan.torch.weights.deferred import Deferred, part, region_of, sources_of, whole
 from ringspan.torch.weights.files import WeightFiles
+from ringspan.torch.weights.finite import refuse_not_finite
 from ringspan.torch.weights.loaded import check_loaded
 
 _SOURCE: Final = "ring_source"  # the attribute of a parameter without memory that says where its numbers are
@@ -183,6 +184,7 @@ def filled(*modules: nn.Module, recurse: bool = True, first_rows: bool = False, 
                     made = part(source, (slice(0, 1), *region_of(source.shape[1:]))).expand(source.shape)
                 else:
                     made = whole(source)
+                    refuse_not_finite([(next((each.name for each in sources_of(source)), name), made)])
                 values[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
             before.append((module, name, parameter))
             module._parameters[name] = values[id(parameter)]
@@ -221,6 +223,7 @@ def fill_shards(model: nn.Module, sources: dict[str, Deferred]) -> Exception | N
         if all(mesh.get_local_rank(axis) == 0 for axis in copies) and problem is None:
             try:
                 _read_into(local, source, parameter)
+                refuse_not_finite([(name, local)])
             except (ConfigError, SafetensorError, OSError, MemoryError, RuntimeError) as error:
                 problem = error
         if not local.numel():

@@ -10,15 +10,19 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.disk import sync_folder, write_synced
+from ringspan.torch.runtime.launch import local_device
+from ringspan.torch.runtime.timeout import world_timeout_seconds
 from ringspan.torch.transport.collectives import gather
 from ringspan.train.checkpoints.manifest import (
     MANIFEST,
@@ -72,7 +76,9 @@ class Checkpoints:
         self.folder, self.run_id = folder, run_id
         self._keep, self._asynchronous = keep, asynchronous
         # Its own group: a save talks while the training step does. Gloo: it talks about what is on the CPU.
-        self._group: Any = dist.new_group(backend="gloo")
+        # One rank may write for long, so not for less time than such groups have by themselves.
+        timeout = max(default_pg_timeout, timedelta(seconds=world_timeout_seconds(local_device())))
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None

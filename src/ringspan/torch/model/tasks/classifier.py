@@ -23,6 +23,7 @@ from ringspan.torch.model.local_pass import local_hidden_states
 from ringspan.torch.model.support import giving, refuse_unsupported_decoder
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.transport.sums import Sum
+from ringspan.torch.weights.finite import named_in, refuse_not_finite
 
 _SEQUENCES, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _HEAD: Final = "score"
@@ -82,6 +83,7 @@ def _try_head(model: Any, decoder: Any) -> None:
         expected = expected[range(len(rows)), [2, 1, 2][: len(rows)]]
     rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
     if logits.shape != expected.shape or not bool(((logits - expected).abs() <= rounding).all()):
+        refuse_not_finite(named_in(model, head), masks=False)  # of what is no number, nothing is equal
         raise UnsupportedError(
             f"{name} has more between its decoder and its logits than its {_HEAD} and the last token, which a ring "
             "does not support yet"

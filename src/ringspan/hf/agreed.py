@@ -1,0 +1,70 @@
+"""What a user's code decides for itself on each rank while a trainer runs: all ranks act on it, or on none."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Final
+
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.trainer_callback import CallbackHandler
+
+from ringspan.torch.consistency.calls import Call, check_call, hear_all
+from ringspan.torch.consistency.loop_watch import in_call
+
+# After these a trainer looks at what callbacks have asked for, or returns. Of the others it is agreed on then.
+_EVENTS: Final = frozenset(
+    f"on_{event}" for event in ("substep_end", "step_end", "epoch_end", "evaluate", "predict", "save", "train_end")
+)
+
+
+class AgreedCallbacks(CallbackHandler):
+    """What becomes of a trainer's callbacks: what one of them asks for on any rank (to stop, save, evaluate or log),
+    all ranks do.
+    """
+
+    ring_mesh: DeviceMesh
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Trainer's, and the ranks' agreement where it is acted on."""
+        control = super().call_event(event, args, state, control, **kwargs)
+        return self._agreed(event, control) if event in _EVENTS else control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
+        """Trainer's, and the agreement unless a user calls ``trainer.log``, on one rank as a rule."""
+        is_trainers = control.should_log
+        control = super().on_log(args, state, control, logs, **kwargs)
+        return self._agreed("on_log", control) if is_trainers else control
+
+    def _agreed(self, event: str, control: Any) -> Any:
+        asked = [field.name for field in fields(control) if getattr(control, field.name)]
+        with in_call(event):
+            for name in {name for each in hear_all(self.ring_mesh, Call(event, said=asked)) for name in each}:
+                setattr(control, name, True)
+        return control
+
+
+def agree_on(trainer: Any) -> None:
+    """Let the ranks agree on what callbacks ask for, on metrics, which are the first rank's, and on whether a function
+    of the user's has raised before they go on to exchange what it made; in place.
+    """
+    handler, mesh = trainer.callback_handler, trainer.ring_mesh
+    handler.__class__, handler.ring_mesh = AgreedCallbacks, mesh
+    own = ["compute_loss_func", "preprocess_logits_for_metrics", "compute_metrics"]
+    if not type(trainer).compute_loss.__module__.startswith(("transformers.", "trl.", "ringspan.")):
+        own.append("compute_loss")
+    for name in own:
+        if callable(function := getattr(trainer, name, None)):
+            setattr(trainer, name, _agreed(function, name, mesh))
+
+
+def _agreed(function: Callable[..., Any], name: str, mesh: DeviceMesh) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def agreed(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        with in_call(name):
+            if name == "compute_metrics":
+                return hear_all(mesh, Call(name, said=result))[0]
+            check_call(mesh, Call(name))
+        return result
+
+    return agreed
