@@ -78,7 +78,7 @@ long: $(STAMP) ## run what the tests leave out: more cases of models, trainers a
 faults: $(STAMP) ## strike real jobs with kills, signals and damage (ARGS="kill save"); leave the machine alone meanwhile
 	$(BIN)/python -m tests.faults.run $(ARGS)
 
-models: $(STAMP) ## try every causal language model of transformers on the ring and write docs/models.md (ARGS="llama")
+models: $(STAMP) ## try every language model of transformers on the ring and write docs/models.md (ARGS="llama")
 	$(BIN)/python -m tests.every_model.run $(ARGS)
 	$(BIN)/python -m tests.every_model.weights $(ARGS)
 

@@ -29,6 +29,21 @@ REFUSALS: Final = (
         "`position_ids` in the decoder's forward pass, in transformers",
     ),
     Refusal(
+        "needs more than tokens",
+        "The decoder takes more than tokens with each text, such as an image.",
+        "a decoder that runs on text alone, in transformers",
+    ),
+    Refusal(
+        "does more with its decoder's hidden states",
+        "It has no head of its own: a whole language model is inside.",
+        "its decoder and its head as parts of it, in transformers",
+    ),
+    Refusal(
+        "reference_sliding_attention",
+        "Queries see the tokens of the image and a window.",
+        "that mask over the ring, in ringspan",
+    ),
+    Refusal(
         "indexed_attention",
         "Each query attends to some keys, which an index chooses among all before it.",
         "that choice over the keys of all ranks, in ringspan",
@@ -70,7 +85,7 @@ REFUSALS: Final = (
     ),
     Refusal(
         "more than its decoder's last hidden states",
-        "Its logits are made of more than the decoder's last hidden states.",
+        "Its logits are made of more than the decoder's last hidden states, such as an image that each text has.",
         "a blockwise loss that runs these layers too, in ringspan",
     ),
     Refusal(

@@ -1,6 +1,7 @@
-"""Every causal language model of transformers, tiny, on the ring against itself on one process: ``make models``.
+"""Every language model of transformers, tiny, on the ring against itself on one process: ``make models``.
 
-Writes ``benchmarks/results/models.json`` and of it docs/models.md. Model types as arguments do only those again.
+Writes ``benchmarks/results/models.json`` and of it docs/models.md. Model types as arguments do only those again:
+``llama``, or ``llava:multimodal`` of the models that see or hear; ``multimodal`` does all of these.
 """
 
 import json
@@ -13,7 +14,6 @@ import torch
 import transformers
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import ringspan as rs
 from ringspan.measure.bench.machine import describe_machine
@@ -21,10 +21,14 @@ from ringspan.torch.layers.decoder import STATEFUL_LAYERS, text_config
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.runtime.forks import serve_forks
 from tests.every_model.refusals import refusal_of
-from tests.every_model.tiny import tiny_config, tiny_model, tiny_tokens, undropped_config
+from tests.every_model.tiny import KINDS, MULTIMODAL, auto_class, tiny_config, tiny_model, tiny_tokens, undropped_config
 from tests.pool import Pool
 from tests.torch.float64 import in_float64_of
 from tests.torch.models import relative
+from tests.torch.multimodal.models import KINDS as WITH_IMAGES
+from tests.torch.multimodal.models import batch_of
+from tests.torch.multimodal.models import one_process as image_step_of_one
+from tests.torch.multimodal.test_training import ring_step as image_step
 from tests.torch.test_parallelize import restarting, whole_gradients
 
 ROOT: Final = Path(__file__).parents[2]
@@ -43,7 +47,10 @@ TRIALS: Final = {
 # Two chunks are long enough to be split over the ring (SPLIT_FROM_TOKENS); each rank computes all of the last one.
 PROMPT, READ_AT_ONCE, WRITTEN, RANKS = 75, 17, 12, 2
 GENERATION: Final = "generation"
+IMAGES: Final = "images"
 IN_DEFAULT_DTYPE: Final = ("xglm",)  # models that make a number of the default dtype of one of their own
+IN_FLOAT32: Final = ("llama4", "qwen3_vl_moe", "qwen3_5_moe")  # whose tables or experts know no float64
+IN_FLOAT64: Final = ("qwen3_5",)  # on rings too: the gradients of its decays are as small as float32's rounding
 LOSS_BOUND, BOUND = 1e-6, 1e-5  # relative, as in tests/torch/test_parallelize.py
 
 
@@ -63,19 +70,28 @@ def _one_process(model: Any, tokens: torch.Tensor, dtype: torch.dtype, *, is_pac
         model = in_float64_of(model) if has_states(model.config) else model.to(dtype)
         model.set_experts_implementation("eager")  # the others know no float64
     parts = tokens.split(DOCUMENTS, 1) if is_packed else (tokens,)
-    logits = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
+    logits = torch.cat([model(**read(model, part), use_cache=False).logits for part in parts], 1)
     loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return {"loss": loss.detach(), "logits": logits.detach(), "gradients": gradients}
 
 
+def read(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a processor returns for text alone."""
+    if model.config.model_type != "paligemma":
+        return {"input_ids": tokens}
+    return {"input_ids": tokens, "token_type_ids": torch.ones_like(tokens)}  # none of it is a prompt
+
+
 def on_the_ring(mesh: DeviceMesh, kind: str, layout: str, is_packed: bool) -> dict[str, Any]:
     """The same of a rank."""
     model, tokens = tiny_model(kind), tiny_tokens(LENGTH)
+    if kind.removesuffix(MULTIMODAL) in IN_FLOAT64:
+        model = in_float64_of(model)
     checkpoint = "attention" if model.supports_gradient_checkpointing else "none"
     model = rs.parallelize(model, mesh, layout=layout, checkpoint=checkpoint)
-    batch = {"input_ids": tokens, "labels": tokens}
+    batch = read(model, tokens) | {"labels": tokens}
     if is_packed:
         batch["position_ids"] = restarting([list(DOCUMENTS)])
     local = rs.shard_batch(batch, mesh, layout=layout)
@@ -93,7 +109,7 @@ def written(model: Any) -> dict[str, Any]:
     """The most likely tokens after a prompt, and the logits of each."""
     with torch.no_grad():
         out = model.eval().generate(
-            tiny_tokens(PROMPT),
+            input_ids=tiny_tokens(PROMPT),  # the first argument of models that hear is a sound
             max_new_tokens=WRITTEN,
             min_new_tokens=WRITTEN,
             do_sample=False,
@@ -117,15 +133,18 @@ def judge_generation(pool: Pool, kind: str) -> dict[str, Any]:
     try:
         plain = written(tiny_model(kind))
     except Exception as error:  # whatever it raises: it does not generate in transformers either
-        return {
-            "refused": f"not on one process either: {type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
-        }
+        return {"refused": f"not on one process either: {said(error)}"}
     outcomes = pool.outcomes(written_on_the_ring, RANKS, kind)
     if failure := _failure(pool, outcomes):
         return failure
     if not all(torch.equal(outcome["tokens"], plain["tokens"]) for outcome in outcomes):
         return {"failed": "other tokens than those of one process"}
     return {"error": max(relative(outcome["logits"], plain["logits"]) for outcome in outcomes), "alone": 0.0}
+
+
+def said(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:150]
 
 
 def _failure(pool: Pool, outcomes: list[Any]) -> dict[str, Any] | None:
@@ -159,7 +178,7 @@ def judge(pool: Pool, kind: str) -> dict[str, Any]:
         except Exception as error:  # whatever it raises: no tiny one can be had of it by what is known here
             if refusal := refusal_without_trial(kind):
                 return row | {"sequence": {"refused": refusal}}
-            return row | {"untried": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"}
+            return row | {"untried": said(error)}
         outcomes = pool.outcomes(on_the_ring, ranks, kind, layout, is_packed, tp=tp)
         row[trial] = _failure(pool, outcomes) or {
             "error": max(error_of(each, truth) for each in outcomes),
@@ -167,7 +186,26 @@ def judge(pool: Pool, kind: str) -> dict[str, Any]:
         }
         if "refused" in row[trial] and trial == "sequence":
             return row
-    return row | {GENERATION: judge_generation(pool, kind)}
+    row[GENERATION] = judge_generation(pool, kind)
+    if kind.endswith(MULTIMODAL) and kind.removesuffix(MULTIMODAL) in WITH_IMAGES:
+        row[IMAGES] = judge_images(pool, kind.removesuffix(MULTIMODAL))
+    return row
+
+
+def judge_images(pool: Pool, kind: str) -> dict[str, Any]:
+    """The error of a step with two images, or sounds, on a ring."""
+    examples, dtype = [[3, "i", 2, "i", 5]], torch.float64 if kind in IN_FLOAT64 else torch.float32
+    batch = batch_of(kind, examples, dtype=dtype)
+    dtypes = torch.float32 if kind in IN_FLOAT32 else torch.float64, torch.float32
+    truth, plain = (
+        image_step_of_one(kind, {k: x.to(each) if x.is_floating_point() else x for k, x in batch.items()}, each)
+        for each in dtypes
+    )
+    outcomes = pool.outcomes(image_step, RANKS, kind, [examples], "zigzag", {"dtype": dtype})
+    return _failure(pool, outcomes) or {
+        "error": max(error_of(each, truth) for each in outcomes),
+        "alone": error_of(plain, truth),
+    }
 
 
 def refusal_without_trial(kind: str) -> str:
@@ -203,15 +241,18 @@ def error_of(outcome: dict[str, Any], truth: dict[str, Any]) -> float:
 def page(facts: dict[str, Any]) -> str:
     """docs/models.md."""
     rows = facts["rows"]
-    run = [row for row in rows if "error" in row.get("sequence", {})]
+    ran = [row for row in rows if "error" in row.get("sequence", {})]
     refused = [row for row in rows if "refused" in row.get("sequence", {})]
     untried = [row for row in rows if "untried" in row]
+    texts, seeing = ([row for row in ran if row["kind"].endswith(MULTIMODAL) == sees] for sees in (False, True))
+    all_seeing = [row for row in rows if row["kind"].endswith(MULTIMODAL)]
     lines = [
         "# Models",
         "",
-        f"Of the {len(rows)} types of causal language models that transformers {facts['transformers']} knows,",
-        f"{len(run)} run on the ring as they are and {len(refused)} raise an error that says why; of {len(untried)} no",
-        "tiny one was made here. `make models` tries all of them and writes this page; numbers and messages are in",
+        f"transformers {facts['transformers']} knows {len(rows) - len(all_seeing)} types of causal language models and",
+        f"{len(all_seeing)} of models that see or hear. Of the former {len(texts)}, and of the latter {len(seeing)},",
+        f"run on the ring as they are; {len(refused)} raise an error that says why; of {len(untried)} no tiny one was",
+        "made here. `make models` tries all of them and writes this page; numbers and messages are in",
         "[benchmarks/results/models.json](../benchmarks/results/models.json).",
         "",
         "## What runs",
@@ -220,23 +261,14 @@ def page(facts: dict[str, Any]) -> str:
         "attention, of feed-forward), in float32, against itself on one process in float64: the worst",
         "relative error of the loss (times ten: its bound is 1e-6), the logits and every gradient (bound 1e-5).",
         "Sequence: two ranks, zigzag; beside it what one process in float32 is off. Documents: two in one sequence on",
-        "three ranks, striped (contiguous where layers carry a state), each against itself alone. Heads split: two",
-        "ranks of a ring times two that share the heads ([tensor parallelism](tensor-parallel.md)).",
+        "three ranks, striped (contiguous where layers carry a state), each against itself alone. qwen3_5 is in",
+        "float64 on the rings too, since the gradients of its decays are as small as float32's rounding. Heads split:",
+        "two ranks of a ring times two that share the heads ([tensor parallelism](tensor-parallel.md)).",
         f"Generation: the {WRITTEN} most likely tokens after a prompt of {PROMPT}, read by two ranks in chunks of",
         f"{READ_AT_ONCE} each: all are those of one process in float32, and this is the relative error of their logits",
         "against its own (bound 1e-5).",
         "",
-        "| model type | one process | sequence | documents | heads split | generation |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in run:
-        cells = f"{row['sequence']['alone']:.0e}", *(_cell(row[trial]) for trial in (*TRIALS, GENERATION))
-        lines.append(f"| {row['kind']} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "Models that see images (gemma3, llava, qwen2_5_vl and more) take them on the ring too, see",
-        "[multimodal.md](multimodal.md). Of others that take images or sound (gemma4) the decoder goes on the ring and",
-        "trains on text; images in a batch raise.",
+        *_table(texts, (*TRIALS, GENERATION)),
         "",
         'Types without activation checkpointing in transformers (ctrl, jetmoe) need `checkpoint="none"`.',
         "",
@@ -248,28 +280,55 @@ def page(facts: dict[str, Any]) -> str:
         "Mixtures of experts that have a load-balancing loss (`output_router_logits=True`, in the call or the config)",
         "get it over the tokens of all ranks, as on one process.",
         "",
+        "## Models that see or hear",
+        "",
+        "The models of `AutoModelForMultimodalLM` (those of `AutoModelForImageTextToText`, and models that hear), and",
+        "of `AutoModelForSeq2SeqLM` those with a decoder alone: the same trials with text alone, and the",
+        "kinds of layers that the text of the usual config has. Images: a step with",
+        "two images, or sounds, on two ranks against one process, in float64 where the type knows that",
+        "(bound 1e-5); see [multimodal.md](multimodal.md). Where there is no number the decoder goes on the ring and",
+        "trains on text, and images or sounds in a batch raise.",
+        "",
+        *_table(seeing, (*TRIALS, GENERATION, IMAGES)),
+        "",
         "## What raises an error",
         "",
         "Of a type that can have layers which a ring does not compute, a model without such layers runs (lfm2 or",
         "minimax_m3_vl_text with full attention alone). Those with an encoder are no causal language models by",
         "themselves, nor is gemma4_unified_assistant, which drafts for another model.",
         "",
-        "| why | what it would take | model types |",
-        "| --- | --- | --- |",
+        "| why | what it would take | causal language models | models that see or hear |",
+        "| --- | --- | --- | --- |",
     ]
     reasons = sorted((refusal_of(row["sequence"]["refused"])[1:], row["kind"]) for row in refused)
-    lines += [
-        f"| {why} | {needed} | {', '.join(kind for _, kind in group)} |"
-        for (why, needed), group in groupby(reasons, key=lambda pair: pair[0])
-    ]
+    for (why, needed), group in groupby(reasons, key=lambda pair: pair[0]):
+        kinds = [kind for _, kind in group]
+        names = (
+            ", ".join(_name(kind) for kind in kinds if kind.endswith(MULTIMODAL) == sees) for sees in (False, True)
+        )
+        lines.append(f"| {why} | {needed} | {' | '.join(names)} |")
     lines += ["", "## What was not tried", "", "No tiny config was made of these:", ""]
     lines += [
-        "| model type | why |",
-        "| --- | --- |",
-        *(f"| {row['kind']} | {row['untried']} |" for row in untried),
+        "| model type | class | why |",
+        "| --- | --- | --- |",
+        *(f"| {_name(row['kind'])} | {auto_class(row['kind']).__name__} | {row['untried']} |" for row in untried),
         "",
     ]
     return "\n".join(lines)
+
+
+def _table(rows: list[dict[str, Any]], trials: tuple[str, ...]) -> list[str]:
+    """Of each model type what one process is off, and each trial."""
+    titles = ("model type", "one process", *({"tp": "heads split"}.get(trial, trial) for trial in trials))
+    lines = [f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}"]
+    for row in rows:
+        cells = f"{row['sequence']['alone']:.0e}", *(_cell(row[trial]) if trial in row else "" for trial in trials)
+        lines.append(f"| {_name(row['kind'])} | {' | '.join(cells)} |")
+    return lines
+
+
+def _name(kind: str) -> str:
+    return kind.removesuffix(MULTIMODAL)
 
 
 def _cell(outcome: dict[str, Any]) -> str:
@@ -282,9 +341,9 @@ def main(kinds: list[str]) -> int:
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     before = {row["kind"]: row for row in json.loads(RESULTS.read_text())["rows"]} if kinds else {}
     pool, bad = Pool(), []
-    for kind in kinds or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    for kind in (kind for kind in KINDS if not kinds or {kind, *kind.split(":")} & {*kinds}):
         row = before[kind] = judge(pool, kind)
-        outcomes = [row[trial] for trial in (*TRIALS, GENERATION) if trial in row]
+        outcomes = [row[trial] for trial in (*TRIALS, GENERATION, IMAGES) if trial in row]
         if any("failed" in outcome or not is_exact(outcome) for outcome in outcomes):
             bad.append(kind)
         print(json.dumps(row), flush=True)

@@ -6,13 +6,11 @@ import sys
 from collections import Counter
 
 import pytest
-import transformers
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.every_model.refusals import refusal_of
-from tests.every_model.run import GENERATION, PAGE, RESULTS, TRIALS, is_exact, page
-from tests.every_model.tiny import tiny_config
+from tests.every_model.run import GENERATION, IMAGES, PAGE, RESULTS, TRIALS, WITH_IMAGES, is_exact, page
+from tests.every_model.tiny import KINDS, MULTIMODAL, auto_class, tiny_config
 
 FACTS = json.loads(RESULTS.read_text(encoding="utf-8"))
 
@@ -23,27 +21,41 @@ def test_the_page_is_that_of_the_results():
 
 def test_the_readme_has_the_numbers_of_the_page():
     text = (PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
-    runs = [row for row in FACTS["rows"] if "error" in row.get("sequence", {})]
+    every = [row for row in FACTS["rows"] if "error" in row.get("sequence", {})]
+    runs = [row for row in every if not row["kind"].endswith(MULTIMODAL)]
     generates = [row for row in runs if "error" in row[GENERATION]]
     assert f"{len(runs)} types" in text and f"{len(runs)} model types" in text
+    assert f"{len(every) - len(runs)} types that" in text
+    assert f"{sum(IMAGES in row for row in every)} of them with images" in text
     assert f"{len(generates)} model types" in text
 
 
 def test_every_model_that_runs_is_exact_and_none_fails():
-    outcomes = [row[trial] for row in FACTS["rows"] for trial in (*TRIALS, GENERATION) if trial in row]
-    assert sum("error" in outcome for outcome in outcomes) > 100
+    outcomes = [row[trial] for row in FACTS["rows"] for trial in (*TRIALS, GENERATION, IMAGES) if trial in row]
+    assert sum("error" in outcome for outcome in outcomes) > 700
     assert all(is_exact(outcome) and "failed" not in outcome for outcome in outcomes)
 
 
 def test_every_model_that_runs_was_asked_to_generate():
     rows = [row for row in FACTS["rows"] if "error" in row.get("sequence", {})]
     refused = {row["kind"]: row[GENERATION]["refused"] for row in rows if "error" not in row[GENERATION]}
-    assert sorted(refused) == ["bloom", "minimax", "moshi", "mpt", "openai-gpt", "zamba"]
+    assert sorted(kind for kind in refused if not kind.endswith(MULTIMODAL)) == [
+        "bloom", "minimax", "moshi", "mpt", "openai-gpt", "zamba",
+    ]  # fmt: skip
+    others = {kind: reason for kind, reason in refused.items() if kind.endswith(MULTIMODAL)}
+    assert "needs token_type_ids" in others.pop("paligemma:multimodal")
+    assert len(others) == 2 and all(reason.startswith("not on one process either") for reason in others.values())
     assert all("has ALiBi" in refused[kind] for kind in ("bloom", "mpt"))
     assert "keeps no cache" in refused["openai-gpt"]
     assert "cache of its own" in refused["minimax"]
     assert "scans its heads one after the other" in refused["zamba"]
     assert "a layer sees" in refused["moshi"], "the window in its config is not in its mask"
+
+
+def test_every_type_is_there_and_each_that_sees_on_a_ring_was_given_images():
+    assert [row["kind"] for row in FACTS["rows"]] == sorted(KINDS)
+    seen = {row["kind"].removesuffix(MULTIMODAL) for row in FACTS["rows"] if "error" in row.get(IMAGES, {})}
+    assert seen == {kind.partition("-")[0] for kind in WITH_IMAGES}
 
 
 def test_each_refusal_is_in_words_for_who_reads_the_page():
@@ -54,7 +66,7 @@ def test_each_refusal_is_in_words_for_who_reads_the_page():
 
 def test_a_tiny_config_has_two_layers_at_least_of_each_kind_that_its_model_knows():
     for row in FACTS["rows"]:
-        if "error" not in row.get("sequence", {}):
+        if "error" not in row.get("sequence", {}) or row["kind"].endswith(MULTIMODAL):  # whose towers know others
             continue
         config = tiny_config(row["kind"]).get_text_config(decoder=True)
         counts = Counter(
@@ -62,15 +74,14 @@ def test_a_tiny_config_has_two_layers_at_least_of_each_kind_that_its_model_knows
         )
         for kind in ("full_attention", "linear_attention"):  # which a hybrid layer has both of
             counts[kind] += counts["hybrid"]
-        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row["kind"]]
-        model = getattr(transformers, name if isinstance(name, str) else name[0])
+        model = auto_class(row["kind"])._model_mapping[type(tiny_config(row["kind"]))]
         source = inspect.getsource(sys.modules[model.__module__])
         for kind in ALLOWED_LAYER_TYPES:
             assert f'"{kind}"' not in source or counts[kind] >= 2, f"{row['kind']} has {counts[kind]} of {kind}"
         assert config.num_hidden_layers >= 2
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma4_text", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma4_text", "deepseek_v3", "glm46v:multimodal"])
 def test_a_tiny_config_has_the_sizes_of_its_kind(kind):
     text = tiny_config(kind).get_text_config()
     assert text.vocab_size == 97 and text.hidden_size == 64

@@ -12,6 +12,7 @@ from transformers.utils import TransformersKwargs
 
 from ringspan.torch.model.forward_arguments import ATTENTION, COMPUTED, FIXED, HONOURED, REFUSED
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
+from tests.every_model.tiny import KINDS, MULTIMODAL, auto_class
 
 VARIADIC = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
 
@@ -44,7 +45,8 @@ def interface_keywords(source: str) -> Iterator[str]:
 
 def test_each_argument_of_a_forward_pass_is_honoured_fixed_or_refused():
     known = HONOURED | FIXED.keys() | REFUSED.keys()
-    for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    for kind in KINDS:
+        names = auto_class(kind)._model_mapping._model_mapping[kind := kind.removesuffix(MULTIMODAL)]
         for each in (*classes(names), *classes(MODEL_MAPPING_NAMES.get(kind, ()))):
             forward: Any = getattr(each, "forward")  # noqa: B009  # not every class says it has one
             assert parameters(forward) <= known, f"{kind}: {each.__name__}"

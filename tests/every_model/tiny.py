@@ -1,15 +1,35 @@
 """A tiny model of any kind that transformers knows: the same few sizes under every name that configs give them."""
 
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as SEEING
 
 from tests.every_model.hybrids import DROPOUTS, HYBRIDS, hybrid_config
 
-_MOST_PARAMETERS: Final = 20_000_000
+_MOST_PARAMETERS: Final = 30_000_000
+# All model types; those that see or hear have a suffix.
+MULTIMODAL: Final = ":multimodal"
+_SOUND: Final = ("audioflamingo3", "musicflamingo")  # which transformers counts among sequence-to-sequence models
+KINDS: Final = (
+    *CAUSAL,
+    *(kind + MULTIMODAL for kind in (*SEEING, *_SOUND)),
+)
 _VOCABULARY: Final = 97
+_WIDTH: Final = 64
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _SMALL = dict.fromkeys(_LAYERS, 2)
 _SMALL |= dict.fromkeys(("hidden_size", "n_embd", "d_model", "n_embed"), 64)
@@ -26,8 +46,6 @@ _SMALL |= {"head_dim": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_hea
 _SMALL |= {"kv_lora_rank": 24, "q_lora_rank": 32, "sliding_window": 8, "attention_chunk_size": 9, "rotary_dim": 8}
 _SMALL |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "is_decoder": True, "word_embed_proj_dim": 64}
 
-_TEXT = {name: _SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
-_TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 2}
 # Kinds of layers that a model can have beside those of its usual config.
 _FURTHER_LAYERS: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("dots1", "laguna", "mellum", "qwen2", "qwen2_moe", "qwen3", "smollm3"), ("sliding_attention",)),
@@ -36,9 +54,10 @@ _FURTHER_LAYERS: Final[dict[str, tuple[str, ...]]] = {
     "minimax_m3_vl_text": ("minimax_m3_sparse",),
     "ministral": ("full_attention",),
 }
-_FURTHER_FEEDFORWARDS: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(
-    ("cohere2_moe", "mellum", "minimax_m3_vl_text"), ("dense",)
-)
+_FURTHER_FEEDFORWARDS: Final[dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("cohere2_moe", "mellum", "minimax_m3_vl_text"), ("dense",)),
+    "deepseek_ocr2_text": ("dense", "sparse"),
+}
 # Fields that number the first layers, those with dense feed-forwards; or list them.
 _NUM_DENSE: Final = ("first_k_dense_replace", "num_dense_layers")
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -46,6 +65,7 @@ _VISION |= {"image_size": 32, "patch_size": 16}
 _WINDOWED: Final = {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}
 _SLIDING: Final = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}
 _WITHOUT: Final = object()
+_VOCABULARY_MAP: Final = {"vocabulary_map": {"<image>": 95}}
 _WINDOW: Final = {"sliding_window": 8}
 _SCALED: Final = {"logits_scaling": 8.0, "attention_multiplier": 0.1}
 _LATENT: Final = {"head_dim": _WITHOUT, "num_key_value_heads": 4}  # head sizes are those of latent attention
@@ -54,16 +74,24 @@ _LLAMA4: Final = {
     "num_hidden_layers": 4, "floor_scale": 8, "no_rope_layers": [1, 1, 0, 0], "interleave_moe_layer_step": 2,
 }  # fmt: skip
 _GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
-_UNIFIED: Final = {
-    "text_config": _TEXT | _WINDOW | _GEMMA4,
-    "vision_config": {"mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32, "patch_size": 4},
-    "audio_config": None,
-}
-
 # What a kind needs beside that, or what makes it show more of itself.
 _CHANGES: Final[dict[str, dict[str, Any]]] = {
     **dict.fromkeys(("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32"), _LATENT),
-    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash", "minicpm3", "youtu"), _LATENT),
+    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "minicpm3", "mistral4", "youtu"), _LATENT),
+    **dict.fromkeys(("dots3_note_text", "glm5_next_text", "mistral_large4_text"), _LATENT),
+    "longcat_flash": _LATENT | {"head_dim": 8},
+    "muse_spark_audio": {"num_hidden_layers": 1, "patch_sizes": [16], "hidden_sizes": [32], "depths": [1]},
+    **dict.fromkeys(("chameleon", "emu3"), _VOCABULARY_MAP),
+    "mimi": {"upsample_groups": 32},
+    "step3p5": _WINDOW | _WINDOWED,
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": [1] * 7},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 16]},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "granite4_vision": {
+        "vision_config": _VISION | {"model_type": "clip_vision_model", "hidden_size": 128},
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1],
+    },
     **dict.fromkeys(("mixtral", "phi3", "starcoder2"), _WINDOW),
     **dict.fromkeys(("qwen2", "qwen3"), _SLIDING),
     "smollm3": _SLIDING | {"no_rope_layers": [1, 1, 0, 0]},
@@ -73,31 +101,15 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
         "full_attention": None,
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
     }},
-    "emu3": {"text_config": _TEXT | {"attention_dropout": 0.0}},
     "falcon": {"head_dim": _WITHOUT, "num_kv_heads": 4},
-    "gemma3": {"text_config": _TEXT | _WINDOW | _WINDOWED, "vision_config": _VISION, "mm_tokens_per_image": 4},
     "ernie4_5_moe": {"num_hidden_layers": 4, "moe_layer_start_index": 2, "moe_layer_end_index": 3},
     "gemma3n_text": {
         "num_kv_shared_layers": 2, "laurel_rank": 8, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
     },
-    "gemma4": {
-        "text_config": _TEXT | _WINDOW | _GEMMA4
-        | {"vocab_size_per_layer_input": _VOCABULARY, "hidden_size_per_layer_input": 16},
-        "vision_config": _VISION | {"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16},
-        "audio_config": None,
-    },
-    "gemma4_unified": _UNIFIED,
-    "gemma4_unified_assistant": _UNIFIED,
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4 | {"use_bidirectional_attention": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     **dict.fromkeys(("granite", "granitemoe", "granite_swa"), _SCALED),
-    "llama4": {
-        "text_config": _TEXT | _LLAMA4 | {"intermediate_size_mlp": 96, "num_local_experts": 2,
-                                          "attention_chunk_size": 9},
-        "vision_config": _VISION | {"intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32,
-                                    "projector_output_dim": 32},
-    },
     "llama4_text": _LLAMA4,
     "ministral3": {
         "rope_parameters": {
@@ -106,19 +118,7 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
             "llama_4_scaling_beta": 0.5,
         }
     },
-    "mllama": {
-        "text_config": _TEXT | {"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
-        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_global_layers": 1,
-                          "attention_heads": 2, "image_size": 32, "patch_size": 16},
-    },
-    "qwen3_5": {
-        "text_config": _TEXT
-        | {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
-           "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-           "linear_value_head_dim": 6},
-        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2,
-                          "out_hidden_size": 64},
-    },
+    "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
@@ -127,25 +127,119 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
 
 def undropped_config(kind: str) -> PretrainedConfig:
     """The usual config of a model type, without dropout."""
-    usual = CONFIG_MAPPING[kind]()
-    return CONFIG_MAPPING[kind](**{name: 0.0 for name in DROPOUTS if _has(usual, name)})
+    usual = usual_config(kind)
+    for part in _nested(usual):
+        for name in DROPOUTS:
+            if (value := _value(part, name)) and _can_set(part, name):
+                setattr(part, name, value and type(value)(0))
+    return usual
+
+
+def usual_config(kind: str) -> PretrainedConfig:
+    """The config of a model type as transformers has it."""
+    return CONFIG_MAPPING[kind.removesuffix(MULTIMODAL)]()
 
 
 def tiny_config(kind: str) -> PretrainedConfig:
-    """The config of a model type, with the sizes above wherever it has a field of that name, and no dropout.
+    """The config of a model type, with the sizes above wherever it has a field of that name, and no dropout."""
+    return _shrunk(usual_config(kind))
 
-    There are two layers at least of each type, and with each type of feed-forward, that the model can have.
+
+def _shrunk(usual: PretrainedConfig) -> PretrainedConfig:
+    """A small config like the usual one: the language model in the sizes above, and all around it in a sixteenth."""
+    text = next((part for part in _nested(usual) if part is not usual and part is _text_of(usual)), usual)
+    values = _text_values(usual) if text is usual else {}
+    if isinstance(values, PretrainedConfig):
+        return values
+    inner: dict[str, Any] = {}
+    for name in usual.sub_configs:
+        if isinstance(part := getattr(usual, name, None), PretrainedConfig):
+            holds = text is not usual and any(each is text for each in _nested(part))
+            inner[name] = _shrunk(part) if holds else None
+    width = next((_width(part) for part in inner.values() if part is not None), values.get("hidden_size", _WIDTH))
+    sizes = {_width(text): width, getattr(text, "vocab_size", 0): _VOCABULARY}
+    for name, part in inner.items():
+        inner[name] = (part or _sixteenth(getattr(usual, name), sizes)).to_dict()
+    if text is not usual:
+        values = _small_fields(usual, sizes)
+        same = {"hidden_size": width, "vocab_size": _VOCABULARY}
+        values |= {name: size for name, size in same.items() if name in values}
+    values |= inner | _CHANGES.get(usual.model_type, {})
+    return type(usual)(**{name: value for name, value in values.items() if value is not _WITHOUT})
+
+
+def _nested(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    yield config
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PretrainedConfig):
+            yield from _nested(part)
+
+
+def _text_of(config: PretrainedConfig) -> PretrainedConfig:
+    try:
+        return config.get_text_config(decoder=True)
+    except ValueError:  # there are several
+        return config
+
+
+def _width(config: PretrainedConfig) -> int:
+    return getattr(_text_of(config), "hidden_size", 0)
+
+
+def _sixteenth(usual: PretrainedConfig, sizes: dict[int, int]) -> PretrainedConfig:
+    """A tower's config with one layer and a sixteenth of its width."""
+    values = _small_fields(usual, sizes)
+    for name in usual.sub_configs:
+        if isinstance(part := getattr(usual, name, None), PretrainedConfig):
+            values[name] = _sixteenth(part, sizes).to_dict()
+    return type(usual)(**values | _CHANGES.get(usual.model_type, {}))
+
+
+def _small_fields(usual: PretrainedConfig, sizes: dict[int, int]) -> dict[str, Any]:
+    """The fields of a tower's config that are numbers of layers or heads, or widths, made small alike: what was equal
+    or a multiple is so still.
     """
+    values: dict[str, Any] = {}
+    for name, value in usual.to_dict().items():
+        if not _has(usual, name) or not _can_set(usual, name):
+            continue
+        if name in DROPOUTS:
+            values[name] = value and type(value)(0)
+        elif isinstance(value, list) and name.endswith(("_layer", "_indexes")):
+            values[name] = [-1 if name.endswith("_layer") else 0] * len(value)
+        elif type(value) in (bool, float, str) or name.endswith(("_id", "_index")):
+            values[name] = value
+        elif type(value) is int:
+            values[name] = sizes.get(value) or _small(name, value)
+    return values
+
+
+def _small(name: str, value: int) -> int:
+    if re.search(r"(num.*layers|depth|num_blocks|n_layers|encoder_layers)$", name):
+        return min(value, 1)
+    if name.endswith("heads"):
+        return min(value, 2)
+    if name == "base_channels":
+        return 32  # in as many groups
+    is_width = re.search(r"(size|dim|width|d_model|out_channels?)$", name) and not re.search("image|vocab", name)
+    return value // 16 if is_width and 128 <= value < 2**16 else value
+
+
+def _text_values(usual: PretrainedConfig) -> Any:
+    """What makes the config of a language model small: two layers at least of each type, and with each type of
+    feed-forward, that the model can have; all of it where that is written by hand.
+    """
+    kind = usual.model_type
     if kind in HYBRIDS:
         return hybrid_config(kind)
-    usual = CONFIG_MAPPING[kind]()
     values: dict[str, Any] = {
         name: size for name, size in _SMALL.items() if _has(usual, name) and _can_set(usual, name)
     }
     values |= {name: 0.0 for name in DROPOUTS if _has(usual, name)}
-    if not _value(usual, "sliding_window"):
-        values.pop("sliding_window", None)
+    values |= {name: 2 for name in vars(usual) if name.endswith("_pad_token_id")}
     types = list(dict.fromkeys((*(_value(usual, "layer_types") or ()), *_FURTHER_LAYERS.get(kind, ()))))
+    if not _value(usual, "sliding_window") and "sliding_attention" not in types:
+        values.pop("sliding_window", None)
     mlps = list(dict.fromkeys((*_FURTHER_FEEDFORWARDS.get(kind, ()), *(_value(usual, "mlp_layer_types") or ()))))
     leading = [name for name in (*_NUM_DENSE, "mlp_only_layers") if _has(usual, name)]
     layers = max(2 * len(types), 4 if leading or len(mlps) > 1 else 2)
@@ -155,8 +249,31 @@ def tiny_config(kind: str) -> PretrainedConfig:
         values["layer_types"] = (types * layers)[:layers]
     if mlps:
         values["mlp_layer_types"] = [mlps[i * len(mlps) // layers] for i in range(layers)]
-    values |= _CHANGES.get(kind, {})
-    return CONFIG_MAPPING[kind](**{name: value for name, value in values.items() if value is not _WITHOUT})
+    if "mrope_section" in _source(usual):
+        values["rope_parameters"] = _three_axes(usual, values)
+    return values
+
+
+def _source(config: PretrainedConfig) -> str:
+    """The code of the models that are made of a config."""
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    return inspect.getsource(importlib.import_module(name)) if importlib.util.find_spec(name) else ""
+
+
+def _three_axes(usual: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
+    """What rotary embeddings of a time, a row and a column are told: each has its share of a head's halves."""
+    rope = _value(usual, "rope_parameters") or {}
+    size = values.get("head_dim") or _WIDTH // values["num_attention_heads"]
+    half = int(size * (rope.get("partial_rotary_factor") or _value(usual, "partial_rotary_factor") or 1)) // 2
+    share = max(1, 3 * half // 8)
+    return rope | {"mrope_section": [share, share, half - 2 * share]}
+
+
+def auto_class(kind: str) -> Any:
+    """Which class of transformers makes the models of a type."""
+    if not kind.endswith(MULTIMODAL):
+        return AutoModelForCausalLM
+    return AutoModelForSeq2SeqLM if kind.removesuffix(MULTIMODAL) in _SOUND else AutoModelForMultimodalLM
 
 
 def tiny_model(kind: str) -> Any:
@@ -167,11 +284,11 @@ def tiny_model(kind: str) -> Any:
     """
     config = tiny_config(kind)
     with torch.device("meta"):
-        count = AutoModelForCausalLM.from_config(config).num_parameters()
+        count = auto_class(kind).from_config(config).num_parameters()
     if count > _MOST_PARAMETERS:
         raise MemoryError(f"it has {count:,} parameters")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(kind).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1065,8 +1065,8 @@ MUTANTS = [
     Mutant(
         "a table of positions whose first rows are taken for tokens'",
         "torch/layers/numbering.py",
-        "behind = positions if current_turn() is not None else positions + self.offset",
-        "behind = positions",
+        "return positions if current_turn() is not None else positions + self.offset",
+        "return positions",
         f"{OWN_CODE}[roberta]",
     ),
     Mutant(

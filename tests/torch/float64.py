@@ -6,6 +6,8 @@ import types
 from functools import lru_cache
 from typing import Any
 
+from transformers import AutoModel
+
 
 @lru_cache
 def in_float64(kind: type) -> dict[str, Any]:
@@ -17,7 +19,17 @@ def in_float64(kind: type) -> dict[str, Any]:
     copy = types.ModuleType(module.__name__)
     copy.__package__, copy.__file__ = module.__package__, module.__file__
     exec(compile(source, str(module.__file__), "exec"), vars(copy))
+    vars(copy)["AutoModel"] = _Auto
     return vars(copy)
+
+
+class _Auto:
+    """Makes the models inside of others in float64 too."""
+
+    @staticmethod
+    def from_config(config: Any) -> Any:
+        kind: Any = AutoModel._model_mapping[type(config)]
+        return in_float64(kind)[kind.__name__](config)
 
 
 def in_float64_of(model: Any) -> Any:

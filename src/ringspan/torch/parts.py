@@ -18,7 +18,7 @@ from ringspan.torch.layers.blockwise.feedforward import find_feedforwards, free_
 from ringspan.torch.layers.blockwise.head import joined, refuse_blocks_of_vocabulary, vocabularies
 from ringspan.torch.layers.blockwise.norm import find_norms
 from ringspan.torch.layers.compiled import check_compile
-from ringspan.torch.layers.decoder import decoder_of, logit_scale, logit_softcap
+from ringspan.torch.layers.decoder import decoder_of
 from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_router_loss
 from ringspan.torch.memory.checkpointing import check_checkpointing
 from ringspan.torch.model.attention.own import refuse_compiled
@@ -159,8 +159,8 @@ def _with_head(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig, par
         chunk_vocabulary=config.loss_chunk_vocabulary,
         z_loss=config.z_loss,
         label_smoothing=config.label_smoothing,
-        logit_scale=logit_scale(model.config),
-        softcap=logit_softcap(model.config),
+        logit_scale=found.scale,
+        softcap=found.softcap,
     )
     router = find_router_loss(model)
     if router is None and getattr(parts.decoder.config, "output_router_logits", False):

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModelForImageTextToText
 
 import ringspan as rs
 from ringspan.torch.multimodal.kinds import KINDS
@@ -172,22 +171,6 @@ def test_a_model_of_text_takes_no_images(pool):
     for outcome in pool.outcomes(of_text_model, 2):
         assert isinstance(outcome, rs.UnsupportedError)
         assert "LlamaForCausalLM takes no pixel_values on a ring" in str(outcome)
-
-
-def of_scaled_logits(mesh: DeviceMesh, kind: str) -> None:
-    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text |= {"num_key_value_heads": 2, "vocab_size": 97, "logit_scale": 0.25, "model_type": "cohere2"}
-    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    tower |= {"image_size": 8, "patch_size": 4, "model_type": "siglip_vision_model"}
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=tower)
-    rs.parallelize(AutoModelForImageTextToText.from_config(config), mesh)
-
-
-@pytest.mark.parametrize("kind", ["aya_vision", "cohere2_vision"])
-def test_heads_that_leave_out_the_scale_of_their_text_config_are_refused(pool, kind):
-    for outcome in pool.outcomes(of_scaled_logits, 2, kind):
-        assert isinstance(outcome, rs.UnsupportedError), outcome
-        assert "has more between its decoder and its logits than its head, its scale" in str(outcome)
 
 
 def compiled(mesh: DeviceMesh) -> None:

@@ -201,7 +201,8 @@ def over_cache(
         if model.ring_on_read is not None:
             model.ring_on_read(cache.shares.length)
     cache.keep_ids(input_ids, shifts)
-    logits = finished_logits(head_of(model)(torch.cat(last, 1)), model.config).contiguous()
+    options = model.ring_loss
+    logits = finished_logits(head_of(model)(torch.cat(last, 1)), options.logit_scale, options.softcap).contiguous()
     if cache.shares.ranks > 1:  # the same bits on every rank, whatever its processor
         dist.broadcast(logits, group_src=0, group=model.ring_mesh["ring"].get_group())
     found: dict[str, Any] = {"logits": logits, OF_GENERATE: None if use_cache is False else cache}

@@ -118,10 +118,13 @@ def cached_states(config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def logit_scale(config: PreTrainedConfig) -> float:
-    """The factor that a model's config puts on what its head computes (Cohere, Granite, Inkling); 1 for none."""
+    """The factor that a model's config puts on what its head computes (Cohere, Granite, Inkling, Muse); 1
+    for none.
+    """
     config = text_config(config)
     divisors = (getattr(config, name, None) or 1.0 for name in ("logits_scaling", "logits_mup_width_multiplier"))
-    return (getattr(config, "logit_scale", None) or 1.0) / math.prod(divisors)
+    factors = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "output_multiplier"))
+    return math.prod(factors) / math.prod(divisors)
 
 
 def logit_softcap(config: PreTrainedConfig) -> float | None:
@@ -129,9 +132,8 @@ def logit_softcap(config: PreTrainedConfig) -> float | None:
     return getattr(text_config(config), "final_logit_softcapping", None)
 
 
-def finished_logits(products: Tensor, config: PreTrainedConfig) -> Tensor:
+def finished_logits(products: Tensor, scale: float, softcap: float | None) -> Tensor:
     """A model's logits from what its head computes: ``softcap tanh(scale x / softcap)``, or ``scale x``."""
-    scale, softcap = logit_scale(config), logit_softcap(config)
     logits = products if scale == 1 else products * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 

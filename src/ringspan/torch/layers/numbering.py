@@ -44,8 +44,11 @@ def number_tokens(decoder: PreTrainedModel) -> None:
     for module in decoder.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             table = getattr(module, "position_embeddings", None)
-            if isinstance(table, nn.Embedding) and isinstance(first := getattr(module, "padding_idx", None), int):
-                mix_in(table, _Behind, offset=first + 1)
+            if isinstance(first := getattr(module, "padding_idx", None), int):
+                if isinstance(table, nn.Embedding):
+                    mix_in(table, _Behind, offset=first + 1)
+                elif takes_positions(module) and table is None:  # it is the table itself (Kosmos 2.5)
+                    mix_in(module, _Counting, offset=first + 1)
 
 
 def first_position(decoder: nn.Module) -> int:
@@ -95,7 +98,16 @@ class _Behind(Mixin):
 
     offset: int
 
+    def rows(self, positions: Tensor) -> Tensor:
+        """The rows of tokens; transformers' ``generate`` says them itself, whatever the model's forward begins with."""
+        return positions if current_turn() is not None else positions + self.offset
+
     def forward(self, positions: Tensor) -> Tensor:
-        # transformers' ``generate`` says positions itself: from 0 on, whatever the model's own forward begins with.
-        behind = positions if current_turn() is not None else positions + self.offset
-        return super().forward(behind)  # pyright: ignore[reportAttributeAccessIssue]
+        return super().forward(self.rows(positions))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Counting(_Behind):
+    """The same for a table that is told positions by name."""
+
+    def forward(self, *args: Any, position_ids: Tensor, **kwargs: Any) -> Tensor:
+        return super(_Behind, self).forward(*args, position_ids=self.rows(position_ids), **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,6 +1,6 @@
 """What a forward pass of transformers can be asked for, and how a model on a ring treats each of it.
 
-Every argument of every causal language model of transformers is in one of the tables below; a test compares them with
+Every argument of every language model of transformers is in one of the tables below; a test compares them with
 the signatures. What is in none of them is unknown, a misspelling say, and raises too: nothing is dropped silently.
 """
 
@@ -39,6 +39,7 @@ FIXED: Final[Mapping[str, Any]] = {
     "output_attentions": False,
     "output_hidden_states": False,
     "return_dict": True,
+    "sample": True,
     "use_cache": False,
     "use_mems": False,
 }
@@ -61,7 +62,8 @@ REFUSED: Final[Mapping[str, str]] = {
     **_all(_SHARD, "attention_mask labels padding_mask input_mask"),
     "inputs_embeds": "give input_ids, made with rs.shard_batch",
     **_all(_CACHE, "past_key_values cache cache_params cache_position mems past_buckets_states shared_kv_states state"),
-    **_all(_ENCODER, "encoder_hidden_states encoder_attention_mask encoder_outputs"),
+    **_all(_CACHE, "encoder_past_key_values padding_cache"),
+    **_all(_ENCODER, "encoder_hidden_states encoder_attention_mask encoder_outputs encoder_inputs_embeds"),
     **_all(_ENCODER, "decoder_input_ids decoder_attention_mask decoder_inputs_embeds decoder_position_ids"),
     **_all(_PACK, "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k seq_idx"),
     # images
@@ -69,15 +71,27 @@ REFUSED: Final[Mapping[str, str]] = {
     **_all(_TEXT, "image_attention_mask image_position_ids video_position_ids num_frames_per_video image_grid_thw"),
     **_all(_TEXT, "video_grid_thw mm_encoder_outputs mm_token_type_ids aspect_ratio_ids aspect_ratio_mask"),
     **_all(_TEXT, "cross_attention_states cross_attention_mask full_text_row_masked_out_mask visual_pos_masks"),
-    **_all(_TEXT, "deepstack_visual_embeds vision_feature_select_strategy"),
+    **_all(_TEXT, "deepstack_visual_embeds vision_feature_select_strategy vision_feature_layer vision_aspect_ratio"),
+    **_all(_TEXT, "pixel_attention_mask pixel_values_images pixel_values_local high_res_pixel_values"),
+    **_all(_TEXT, "flattened_patches height width num_local_patches patches_grid spatial_shapes tile_fine_mask"),
+    **_all(_TEXT, "image_embeds image_embeds_position_mask image_encoder_embeddings perceiver_embeddings"),
+    **_all(_TEXT, "batch_num_images image_grid_hw image_grids image_merge_sizes image_num_crops image_token_pooling"),
+    **_all(_TEXT, "image_sizes_videos target_sizes target_sizes_videos downsample_mode moe_mm_token_type_ids"),
+    **_all(_TEXT, "video_compression_mask video_grids video_merge_sizes video_token_pooling video_second_per_grid"),
+    **_all(_TEXT, "second_per_grid_ts use_audio_in_video"),
     # sound
     **_all(_TEXT, "input_features input_features_mask input_values audio_input_features audio_embed_sizes"),
     **_all(_TEXT, "audio_attention_mask audio_input_ids audio_input_ids_mask chunk_sample_lengths"),
     **_all(_TEXT, "user_input_values user_audio_codes moshi_input_values moshi_audio_codes text_labels audio_labels"),
+    **_all(_TEXT, "audio_feature_lengths feature_attention_mask input_values_mask num_delay_tokens"),
     # further inputs
     **_all(_EXTRA, "token_type_ids task_type_ids per_layer_inputs ple_input_ids input_shape_ids lang_ids langs"),
     **_all(_EXTRA, "input_pronunciation_ids lengths num_hashes perm_mask target_mapping patch_lengths"),
-    **_all(_HEAD, "start_positions end_positions cls_index is_impossible p_mask mc_token_ids mc_labels"),
+    **_all(_EXTRA, "qformer_input_ids qformer_attention_mask bbox visual_bbox router_labels"),
+    **_all(_EXTRA, "protein_input_ids protein_attention_mask structure_feats structure_batch_mask msa_feats"),
+    **_all(_EXTRA, "msa_batch_mask action_embeds actions noise timestep"),
+    **_all(_EXTRA, "self_conditioning_logits self_conditioning_mask"),
+    **_all(_HEAD, "return_loss start_positions end_positions cls_index is_impossible p_mask mc_token_ids mc_labels"),
 }
 
 

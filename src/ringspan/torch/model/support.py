@@ -28,6 +28,7 @@ from ringspan.torch.layers.decoder import (
     head_counts,
     head_sizes,
     logit_scale,
+    logit_softcap,
     text_config,
 )
 from ringspan.torch.layers.rope import is_rotary
@@ -58,6 +59,9 @@ class FoundHead(NamedTuple):
     """The modules, one after the other; none where the output embedding does it alone."""
     shifts: bool = True
     """Whether the model's own loss shifts the labels."""
+    scale: float = 1.0
+    softcap: float | None = None
+    """What its logits are beside that (``finished_logits``)."""
 
 
 def refuse_unsupported(model: PreTrainedModel) -> FoundHead:
@@ -85,6 +89,7 @@ def refuse_unsupported_decoder(model: PreTrainedModel, decoder: PreTrainedModel)
     if "forward" in vars(model):
         raise UnsupportedError(f"{name} has a forward that was set on it, which would not be called; del model.forward")
     refuse_weights(model)
+    _refuse_own_tower(name, decoder)
     refuse_stateful(model, decoder)
     if has_attention(decoder.config):
         refuse_attention(name, decoder, set(stateful_modules(decoder).values()))
@@ -94,6 +99,21 @@ def refuse_unsupported_decoder(model: PreTrainedModel, decoder: PreTrainedModel)
                 f"{name}: rope_type={rope!r} chooses frequencies by the length of the sequence, which its rotary "
                 "embedding cannot be told; use default, linear, llama3 or yarn"
             )
+
+
+@torch.no_grad()
+def _refuse_own_tower(name: str, decoder: PreTrainedModel) -> None:
+    """Raise an UnsupportedError where a decoder that sees or hears by itself (Idefics) does not run on text."""
+    if not decoder.config.sub_configs:
+        return
+    with filled(decoder, zeros=True):
+        try:
+            decoder(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=decoder.device), use_cache=False)
+        except Exception as error:  # whatever it raises that wants more than tokens
+            raise UnsupportedError(
+                f"{name} needs more than tokens ({_first_line(error)}), which a ring does not give its decoder; use a "
+                "model that runs on text alone"
+            ) from error
 
 
 def refuse_quantised(config: PreTrainedConfig) -> None:
@@ -204,13 +224,13 @@ def _find_head(model: PreTrainedModel) -> FoundHead:
                         f"{type(model).__name__} has layers between its decoder and its head, which cannot be tried "
                         "out without weights; use rs.from_pretrained, or make the model off the meta device"
                     )
-                return FoundHead()
-            shifts = _try_head(model, head)
-            if isinstance(shifts, str):  # of what is no number, nothing is equal
+                return FoundHead(scale=logit_scale(model.config), softcap=logit_softcap(model.config))
+            found = _try_head(model, head)
+            if isinstance(found, str):  # of what is no number, nothing is equal
                 refuse_not_finite(named_in(model, head), masks=False)
-        if not isinstance(shifts, str):
-            return FoundHead(parts, shifts)
-        wrong = wrong or shifts
+        if not isinstance(found, str):
+            return found._replace(parts=parts)
+        wrong = wrong or found
     raise UnsupportedError(wrong)
 
 
@@ -223,8 +243,8 @@ def _behind_decoder(model: PreTrainedModel, head: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in beside)
 
 
-def _try_head(model: PreTrainedModel, head: Any) -> bool | str:
-    """Whether a model's own loss shifts the labels; why its logits are others than those of a head, where they are.
+def _try_head(model: PreTrainedModel, head: Any) -> FoundHead | str:
+    """How a model makes its logits of what a head computes; why they are others than those of it, where they are.
 
     Raises:
         UnsupportedError: they are the head's, and the loss is another one.
@@ -238,31 +258,48 @@ def _try_head(model: PreTrainedModel, head: Any) -> bool | str:
             # Routers' scores, of which a loss is made beside it, are none of this decoder's.
             takes_scores = "output_router_logits" in inspect.signature(model.forward).parameters
             made = model(input_ids=tokens, labels=tokens, **{"output_router_logits": False} if takes_scores else {})
-            logits, expected = made.logits, finished_logits(head(hidden), model.config)
-            scaled = head(hidden * logit_scale(model.config))  # before the head rather than behind it (Inkling)
-            loss = cross_entropy(expected[0, :-1].float(), tokens[0, 1:])
-    except Exception:  # whatever a model raises that has other plans for its hidden states
+            ways = _ways(head, hidden, model.config)
+    except Exception as error:  # whatever a model raises that has other plans for its hidden states
         return (
-            f"{kind} makes its logits of more than its decoder's last hidden states, which a ring does not support yet"
+            f"{kind} makes its logits of more than its decoder's last hidden states ({_first_line(error)}), which a "
+            "ring does not support yet"
         )
-    # Once more or less rounded: a factor may come before the head, or as a division.
-    rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
-    if not any(
-        logits.shape == each.shape and bool(((logits - each).abs() <= rounding).all()) for each in (expected, scaled)
-    ):
+    found = next((found for found, expected in ways if _is_same(made.logits, expected)), None)
+    if found is None:
         return (
             f"{kind} has more between its decoder and its logits than its head, its scale and a soft cap, which a ring "
             "does not support yet"
         )
-    if bool((made.loss.float() - loss).abs() <= 0.01 * loss):
-        return True
-    unshifted = cross_entropy(expected[0].float(), tokens[0])
-    if bool((made.loss.float() - unshifted).abs() <= 1e-3 * unshifted):
-        return False
+    loss, logits = made.loss.float(), made.logits[0].float()
+    shifted, unshifted = cross_entropy(logits[:-1], tokens[0, 1:]), cross_entropy(logits, tokens[0])
+    if bool((loss - shifted).abs() <= 0.01 * shifted):
+        return found
+    if bool((loss - unshifted).abs() <= 1e-3 * unshifted):
+        return found._replace(shifts=False)
     raise UnsupportedError(
         f"{kind} has a loss of its own, where a ring computes the cross-entropy of the next token; use the plain "
         "class of transformers, or compute the loss from the logits of model(**batch) without labels"
     )
+
+
+def _ways(head: Any, hidden: Tensor, config: PreTrainedConfig) -> list[tuple[FoundHead, Tensor]]:
+    """The logits of hidden states by what the config says; by the head alone, where a model leaves that out of the
+    config of its text (Aya Vision, Granite Speech).
+    """
+    said, plain = FoundHead(scale=logit_scale(config), softcap=logit_softcap(config)), FoundHead()
+    made = head(hidden)
+    before = head(hidden * said.scale)  # the factor comes before the head (Inkling)
+    return [(said, finished_logits(made, said.scale, said.softcap)), (said, before), (plain, made)]
+
+
+def _is_same(logits: Tensor, expected: Tensor) -> bool:
+    """Whether logits are these, once more or less rounded: a factor may come before the head, or as a division."""
+    rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
+    return logits.shape == expected.shape and bool(((logits - expected).abs() <= rounding).all())
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from tests.every_model.tiny import tiny_config, tiny_model, tiny_tokens
 @pytest.mark.parametrize(
     "kind",
     [
+        "kosmos-2.5:multimodal",  # a table that counts tokens itself, from the rows behind those for padding
+        "granite_speech:multimodal",  # without the scale of logits that the config of its text has
         "roberta",  # a head of several layers; positions behind the rows for padding
         "bart",  # counts its positions itself
         "gpt_neo",  # attention in a method, with windows
@@ -157,8 +159,12 @@ def test_logits_that_are_made_in_another_way_are_refused():
         rs.UnsupportedError, match="computes attention in its own code, not through transformers' Atten"
     ):
         refuse_unsupported(tiny_model("roformer"))
-    with pytest.raises(rs.UnsupportedError, match="makes its logits of more than its decoder's last"):
-        refuse_unsupported(tiny_model("gemma4_unified_assistant"))
+    with pytest.raises(rs.UnsupportedError, match=r"makes its logits of more than its decoder's last .*pixel_values"):
+        refuse_unsupported(tiny_model("blip-2:multimodal"))
+    with pytest.raises(rs.UnsupportedError, match=r"needs more than tokens \(ValueError: Exactly 1 of pixel_values"):
+        refuse_unsupported(tiny_model("idefics:multimodal"))
+    muse: Any = tiny_model("muse_glimmer:multimodal")
+    assert refuse_unsupported(muse) and muse.config.text_config.output_multiplier != 1
 
 
 def test_the_head_of_a_model_is_found():

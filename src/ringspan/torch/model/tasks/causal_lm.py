@@ -180,7 +180,7 @@ class RingCausalLM(Saved, Fixed):
             assert shift_labels is not None, "checked by __call__"
             return _output(auxiliary, logits=watch_backward(asked.compute(self, hidden, shift_labels)))
         if shift_labels is None:
-            logits = finished_logits(head_of(self)(hidden), self.config)
+            logits = finished_logits(head_of(self)(hidden), self.ring_loss.logit_scale, self.ring_loss.softcap)
             return _output(auxiliary, logits=logits)
         loss = _loss(self, hidden, shift_labels, int(num_items_in_batch))
         if router is not None and auxiliary is not None:
