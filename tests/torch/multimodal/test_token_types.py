@@ -1,5 +1,7 @@
 """Runs of tokens that see each other, and positions in space and time."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from ringspan.torch.attention.traced import mask_of
 from ringspan.torch.data.media import Media
 from ringspan.torch.multimodal.kinds import KINDS
-from ringspan.torch.multimodal.token_types import blocks_of, grid_positions
+from ringspan.torch.multimodal.token_types import blocks_of, grid_positions, is_of
 from tests.torch.multimodal.models import batch_of, build
 
 
@@ -34,6 +36,11 @@ def test_runs_of_a_type_are_found(types, lengths, found):
 
 def test_padding_is_in_no_run():
     assert blocks_of(KINDS["gemma3"], media([[1, 1, 1]], [[0, 1, 1]]), None) == [((1, 3),)]
+
+
+def test_no_token_stands_for_a_sound_where_the_config_names_none():
+    model = SimpleNamespace(config=SimpleNamespace(audio_token_id=None))
+    assert not is_of(model, KINDS["voxtral"].modalities[0], torch.tensor([[0, 1]])).any()
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -132,5 +132,6 @@ def towers_of(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 def placeholder(model: Any, modality: Modality) -> int:
-    """The token that stands for an embedding."""
-    return getattr(model.config, modality.token_field)
+    """The token that stands for an embedding; -1 where the config names none (Voxtral's usual one)."""
+    token = getattr(model.config, modality.token_field)
+    return -1 if token is None else token

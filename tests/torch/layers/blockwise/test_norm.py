@@ -75,6 +75,14 @@ def test_what_blocks_would_break_or_not_help_is_left_alone(norm):
     assert find_norms(model) == []
 
 
+def test_an_argument_that_is_none_changes_nothing():
+    norm, hidden = Gated(), torch.randn(1, 5, 64)
+    run_in_blocks([norm], 2, "norm_chunk_tokens")
+    assert torch.equal(norm(hidden, gate=None), Gated()(hidden))
+    with pytest.raises(rs.UnsupportedError, match="called with more than hidden states"):
+        norm(hidden, gate=torch.ones(64))
+
+
 def test_no_tokens_at_a_time_are_refused():
     with pytest.raises(rs.ConfigError, match="norm_chunk_tokens must be at least 1, got -1; 0 is for none"):
         chunk_norms(build("llama"), -1)

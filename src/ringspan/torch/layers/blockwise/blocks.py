@@ -154,7 +154,7 @@ class Blockwise:
             others[:] = [None] * (len(result) - 1 if isinstance(result, tuple) else 0)
             return hidden_of(result), *scores
 
-        if args or kwargs:
+        if any(each is not None for each in (*args, *kwargs.values())):
             raise UnsupportedError(
                 f"{type(self).__name__} was called with more than hidden states; use {self.chunk_option}=0"
             )
