@@ -4,6 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+COMMA := ,
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test everything lint docs docs-serve docs-check package mutants fuzz long faults models trainers packed compat unpinned bench clean
@@ -13,14 +14,23 @@ help: ## list the targets
 
 setup: $(STAMP) ## build .venv and install ringspan into it
 
+# A line when a step begins, and its time; pip's own lines are for whom it fails.
+INSTALL_LOG := .venv/install.log
+define step
+	@printf '%s  %s ... ' "$$(date +%H:%M:%S)" $(1); started=$$(date +%s); \
+	if ($(2)) >$(INSTALL_LOG) 2>&1; then echo "$$(($$(date +%s) - started)) s"; \
+	else echo failed; cat $(INSTALL_LOG) >&2; exit 1; fi
+endef
+
 # The stamp comes last, so that a finished installation is never repeated and an interrupted one is.
 # torch comes first and pinned: left to the resolver, a newer build could bring gigabytes of CUDA packages.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "ringspan needs Python 3.11 or newer, '$(PYTHON)' is not: try 'make $(MAKECMDGOALS) PYTHON=python3.11'" >&2; exit 1; }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install torch==2.13.0 -c constraints.txt
-	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
+	@mkdir -p .venv
+	$(call step,"making .venv",$(BIN)/python -m pip --version || $(PYTHON) -m venv .venv)
+	$(call step,"installing torch$(COMMA) a minute or more by the network",$(BIN)/python -m pip install torch==2.13.0 -c constraints.txt)
+	$(call step,"installing ringspan and what it needs$(COMMA) another few",$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt)
 	@touch $@
 
 demo: $(STAMP) ## show exact ring attention at work on this machine

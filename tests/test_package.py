@@ -1,5 +1,6 @@
 """Wheel and sdist have what they should; workflows and forms are well-formed, and do what the Makefile does."""
 
+import os
 import re
 import subprocess
 import sys
@@ -31,6 +32,28 @@ def test_each_step_of_a_workflow_is_a_target_of_the_makefile():
     ]
     assert len(steps) > 5
     assert [step for step in steps if step.split()[0] != "make" or step.split()[1] not in targets] == []
+
+
+def test_the_setup_says_each_step_and_the_log_of_one_that_fails(tmp_path: Path):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "log of $*"\ncase "$*" in *dev*) exit $FAILS;; esac\n')
+    python.chmod(0o755)
+
+    def setup(fails: str) -> subprocess.CompletedProcess[str]:
+        command = ["make", "setup", f"PYTHON={sys.executable}"]
+        return subprocess.run(
+            command, cwd=tmp_path, env={"PATH": os.environ["PATH"], "FAILS": fails}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+
+    failed, done = setup("1"), setup("0")
+    assert failed.returncode != 0 and "log of -m pip install -e" in failed.stderr and "torch==" not in failed.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and all(re.fullmatch(r"\d\d:\d\d:\d\d  .* \.\.\. \d+ s", line) for line in lines)
 
 
 def test_workflows_run_the_pythons_that_are_supported():

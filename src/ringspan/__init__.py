@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ringspan.torch.data.loader import loader, sampler
     from ringspan.torch.data.sharding import shard, unshard
     from ringspan.torch.from_pretrained import from_pretrained
+    from ringspan.torch.memory.host_optimizer import HostAdamW
     from ringspan.torch.model.tasks.hidden_states import global_sum, shard_features
     from ringspan.torch.model.tasks.logprobs import token_logprobs
     from ringspan.torch.parallelize import parallelize
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "ConfigError": "ringspan.core.errors",
     "CustomLayout": "ringspan.core.geometry.layout",
+    "HostAdamW": "ringspan.torch.memory.host_optimizer",
     "Layout": "ringspan.core.geometry.layout",
     "LayoutError": "ringspan.core.errors",
     "Mask": "ringspan.core.geometry.mask",
@@ -83,6 +85,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "ConfigError",
     "CustomLayout",
+    "HostAdamW",
     "Layout",
     "LayoutError",
     "Mask",

@@ -1,11 +1,13 @@
 """What all commands share: an interrupt ends in one line, and ``--json`` has standard output for itself."""
 
+import errno
 import io
 import json
 import os
 import runpy
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -13,6 +15,7 @@ from rich.console import Console
 from ringspan.cli.console import console, facts, paragraph, table, working
 from ringspan.cli.main import main
 from ringspan.cli.progress import describe
+from ringspan.core.errors import RankLost
 from ringspan.measure.bench import attention
 from ringspan.measure.cluster import doctor
 from ringspan.measure.trace import rehearsal
@@ -129,20 +132,40 @@ def started(*arguments, **options):
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["plan"], ["plan", "--json"]], ids=["text", "json"])
-def test_output_that_cannot_be_written_ends_in_one_line(arguments):
+def test_output_that_cannot_be_written_ends_in_one_line():
     with open("/dev/full", "w") as full:
-        code, said = started(*arguments, stdout=full)
-    assert (code, said) == (1, "ringspan: [Errno 28] No space left on device\n")
+        code, said = started("plan", stdout=full)
+    line = "ringspan: the output cannot be written: No space left on device; make room\n"
+    assert (code, said) == (2, line)
 
 
-def test_who_reads_no_more_is_told_nothing():
+@pytest.mark.parametrize("arguments", [["plan", "--json"], ["plan"], ["plan", "--help"]], ids=" ".join)
+def test_who_reads_no_more_is_told_nothing(arguments):
     inbox, outbox = os.pipe()
     os.close(inbox)
     try:
-        assert started("plan", "--json", stdout=outbox) == (1, "")
+        assert started(*arguments, stdout=outbox) == (141, "")
     finally:
         os.close(outbox)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "a/b"), 2, "a/b: Permission denied; name another place"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "Broken pipe"),  # of a socket: both streams are read
+        (ConnectionResetError(errno.ECONNRESET, "reset by peer"), 1, "reset by peer"),
+        (RankLost("rank 1 failed: killed by SIGKILL", 77), 77, "rank 1 failed"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_command_that_fails_ends_in_one_line(monkeypatch, capsys, error, code, said):
+    monkeypatch.setattr(planner, "make_plan", mock.Mock(side_effect=error))
+    monkeypatch.setattr(sys, "argv", ["ringspan", "plan"])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    printed = capsys.readouterr()
+    assert (exit_.value.code, printed.out, printed.err.count("\n")) == (code, "", 1) and said in printed.err
 
 
 def test_a_terminal_of_another_encoding_shows_what_it_can(monkeypatch):

@@ -44,9 +44,9 @@ def ringspan(tmp_path):
     return run
 
 
-REPORT = "needs the extra ringspan[report]: pip install 'ringspan[report]'"
-EVAL = "needs the extra ringspan[eval]: pip install 'ringspan[eval]'"
-TRAIN = "needs the extra ringspan[train]: pip install 'ringspan[train]'"
+REPORT = "needs the extra ringspan[report]: pip install '.[report]' in a checkout of ringspan"
+EVAL = "needs the extra ringspan[eval]: pip install '.[eval]' in a checkout of ringspan"
+TRAIN = "needs the extra ringspan[train]: pip install '.[train]' in a checkout of ringspan"
 TRACE = ("plan", "--model", "qwen3-0.6b", "--devices", "1", "--length", "64", "--trace", "--picture", "plan.svg")
 
 

@@ -113,15 +113,19 @@ model, mesh = build("llama", vocab_size=300), rs.init_mesh(ring=2)
         once=_LOOP + 'batch["position_ids"] = torch.cat([torch.arange(40), torch.arange(24)])[None]\n'
     ),
     "docs/lightning.md": Setup(
-        once="""
+        once=_LOOP
+        + """
 from lightning import LightningModule, Trainer
+from torch.utils.data import DataLoader
 import functools
-Trainer = functools.partial(Trainer, accelerator="cpu", logger=False, enable_progress_bar=False)
+Trainer = functools.partial(Trainer, accelerator="cpu", logger=False, enable_progress_bar=False,
+                            enable_checkpointing=False)
 """,
     ),
     "docs/loop.md": Setup(
-        once=_LOOP
+        once=_RING
         + """
+import torch.distributed as dist
 from transformers import AutoModel, LlamaConfig, PreTrainedModel
 config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=97)
 observations, actions, mask = torch.randn(2, 30, 17), torch.randn(2, 30, 6), torch.ones(2, 30)
@@ -195,7 +199,7 @@ def run_page(_mesh: Any, page: str, folder: str) -> list[str]:
         "torch": torch, "nn": nn, "rs": rs, "build": build, "folder": folder,
         **{name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "AutoTokenizer")},
     }  # fmt: skip
-    before = os.getcwd()
+    before, environment = os.getcwd(), dict(os.environ)
     with tempfile.TemporaryDirectory() as empty:
         os.chdir(empty)  # a block that writes somewhere else than it says leaves nothing behind
         try:
@@ -210,6 +214,7 @@ def run_page(_mesh: Any, page: str, folder: str) -> list[str]:
                 ran.append(place)
         finally:
             os.chdir(before)
+            os.environ |= environment  # Lightning takes MASTER_ADDR out when it has trained
     return ran
 
 

@@ -141,6 +141,28 @@ def test_records_of_an_earlier_version_are_not_continued(folder, tmp_path, monke
     assert file_of(tmp_path, settings) != before
 
 
+HELD: list[Records] = []
+
+
+def hold(mesh, path):
+    """As another evaluation; without a path it has ended."""
+    if path is None:
+        HELD.pop().lock.give_back()
+    else:
+        HELD.append(Records(path))
+        HELD[-1].load()
+
+
+def test_a_second_evaluation_into_one_file_is_refused_while_the_first_lives(pool, tmp_path):
+    path = tmp_path / "lines-model-0.jsonl"
+    pool.run(hold, 1, path)
+    with pytest.raises(ConfigError, match=r"is being written by process \d+ on .*; wait for it, or .* --out"):
+        Records(path).load()
+    Records(tmp_path / "lines-other-0.jsonl").load()
+    pool.run(hold, 1, None)
+    Records(path).load()
+
+
 def test_records_continue_after_a_line_that_was_cut(folder, tmp_path):
     settings = EvalSettings(folder=str(folder), task="lines", items=3)
     records = Records(file_of(tmp_path, settings))

@@ -457,5 +457,10 @@ def test_names_with_dollars_and_markup_are_drawn_as_they_are():
 def test_without_matplotlib_the_page_says_what_its_pictures_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(demo_page, "installed", lambda package: package != "matplotlib")
     page = Page(written(result(), tmp_path))
-    assert page.text.count("The picture needs the extra ringspan[report]: pip install 'ringspan[report]'.") == 5
+    assert (
+        page.text.count(
+            "The picture needs the extra ringspan[report]: pip install '.[report]' in a checkout of ringspan."
+        )
+        == 5
+    )
     assert "svg" not in page.tags and "5.8125" in page.text and "not measured" not in page.text.lower()

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,17 @@ def base(text):  # noqa: F811
         load_documents(DataConfig(paths=(str(text / "text"),), sequence_length_tokens=45)), 300
     ).save_pretrained(folder)
     return folder
+
+
+def test_what_peft_asks_of_transformers_warns_nobody(base, tmp_path):
+    folder = str(tmp_path / "adapter")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        add_adapter(AutoModelForCausalLM.from_pretrained(base), settings(base, "quiet", {"rank": 2})).save_pretrained(
+            folder
+        )
+        load_model(asked := GenerateSettings(folder=folder, max_new_tokens=1), load_config(asked))
+    assert [str(one.message) for one in found if "gradient_checkpointing" in str(one.message)] == []
 
 
 def settings(base: Path, name: str, adapter: dict[str, Any], **changes: Any) -> TrainConfig:

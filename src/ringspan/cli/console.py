@@ -20,11 +20,17 @@ _UNLIMITED: Final = 100_000
 _UNIT: Final = re.compile(r"(?<=\d) (?=([kMGTPEZY]?(B|FLOP)(/s)?|tokens|days|h|min|s|ms|µs|ns)\b)")
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave the exit code to the command, where rich would end the process."""
+        raise BrokenPipeError
+
+
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """A console for standard output, or for what is shown while a command works."""
     stream = sys.stderr if stderr else sys.stdout
     color = None if os.environ.get("NO_COLOR") else "auto"
-    return Console(stderr=stderr, quiet=quiet, highlight=False, width=_width(stream), color_system=color)
+    return _Console(stderr=stderr, quiet=quiet, highlight=False, width=_width(stream), color_system=color)
 
 
 def _width(stream: object) -> int:

@@ -1,9 +1,9 @@
 """The ``ringspan`` command: one line and exit code 2 for whatever is refused."""
 
 import io
-import os
 import sys
 from contextlib import suppress
+from traceback import walk_tb
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +22,8 @@ from ringspan.cli.commands import (
     rehearse,
     train,
 )
-from ringspan.core.errors import RingspanError
+from ringspan.core.errors import EXIT_CLOSED_PIPE, ClosedPipe, RankLost
+from ringspan.core.files.output import drop_output, refusal
 
 # typer carries its own click, or uses the installed one, by version.
 _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -66,36 +67,47 @@ app.add_typer(evaluate.app, name="eval")
 
 
 def main() -> None:
-    """Run the command line and exit: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 failed, 2 refused, 130 interrupted, 141 nobody reads the output."""
     code, message = 0, ""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal of another encoding has no ± and no frames of tables
     try:
         code = app(standalone_mode=False)
-        sys.stdout.flush()
-    except RingspanError as error:
-        code, message = 2, str(error)
+        print(end="", flush=True)
     except _ClickException as error:
         code, message = 2, error.format_message()  # empty where a command without arguments has shown its help
     except (KeyboardInterrupt, typer.Abort):
         code = 130
-    except RuntimeError as error:
-        code, message = 1, str(error)
-    except BrokenPipeError:  # who reads has read enough
-        code = 1
-        _drop_output()
-    except OSError as error:
-        code, message = 1, str(error)
-        _drop_output()
+    except (Exception, SystemExit) as error:
+        code, message = _ended(error)
     if code == 130:  # typer turns an interrupt into this code by itself
         message = "interrupted"
-    if message:
-        print(f"ringspan: {' '.join(message.split())}", file=sys.stderr)
+    with suppress(OSError):
+        if message:
+            print(f"ringspan: {' '.join(message.split())}", file=sys.stderr)
+    drop_output()
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _drop_output() -> None:
-    """Leave nothing that Python would try to write once more when it ends."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _ended(error: BaseException) -> tuple[Any, str]:
+    """The exit code and the line of what ended a command.
+
+    Raises:
+        Exception: the same, where it is a bug.
+    """
+    if isinstance(error, SystemExit):  # typer's click makes one of each broken pipe, rich of that of its output
+        if not isinstance(error.__context__, BrokenPipeError):
+            return error.code, ""
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        if frame.f_globals["__name__"] == "rich.console":
+            return EXIT_CLOSED_PIPE, ""
+        error = error.__context__
+    refused = refusal(error)
+    if isinstance(refused, ClosedPipe):
+        return EXIT_CLOSED_PIPE, ""
+    if refused is not None:
+        return 2, str(refused)
+    if isinstance(error, (RuntimeError, OSError)):
+        return error.code if isinstance(error, RankLost) else 1, str(error)
+    raise error

@@ -77,6 +77,7 @@ def _started(console: Console) -> Any:
             + f", {facts['sequence_length_tokens']:,} tokens per sequence, {facts['tokens_per_step']:,} per step; "
             f"{facts['tokens']:,} tokens in {facts['documents']:,} document" + ("s" if facts["documents"] != 1 else "")
         )
+        console.print("matmul: the model's FLOP/s, of those that matrix products alone reached at the start")
 
     return show
 

@@ -6,6 +6,8 @@ EXIT_STALLED: Final = 76
 """Exit code of a rank that ended because another one made no progress."""
 EXIT_PEER_LOST: Final = 77
 """Exit code of a rank that ended because another one died or failed."""
+EXIT_CLOSED_PIPE: Final = 141
+"""Exit code of a command whose output nobody reads any more, as a shell reports SIGPIPE."""
 
 
 class RingspanError(ValueError):
@@ -34,6 +36,22 @@ class MissingExtraError(RingspanError, ImportError):
 
 class PeerMismatch(RingspanError):
     """The ranks of one ring were given different things; raised on every rank before any payload moves."""
+
+
+class OutputError(RingspanError):
+    """A file, a folder or the standard output cannot be written: a full disk, no permission."""
+
+
+class ClosedPipe(OutputError):
+    """Nobody reads a command's output any more; not worth a line."""
+
+
+class RankLost(RuntimeError):
+    """Ranks of this machine were killed, or ended because another one was lost or stood still."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class CheckpointError(RingspanError):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.files.lock import FileLock
 from ringspan.evaluate.settings import EvalSettings
 from ringspan.generate.folder import base_folder
 
@@ -56,20 +57,23 @@ def _describe(path: Path) -> str:
 
 
 class Records:
-    """A line of JSON per item, appended when it is done; a line that was cut off is dropped."""
+    """A line of JSON per item, appended when it is done; a line that was cut off is dropped. One writes them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        remedy = "wait for it, or give another folder with --out"
+        self.lock = FileLock(path.with_suffix(".lock"), f"{path}: is being written by", remedy)
         self.by_key: dict[Hashable, dict[str, Any]] = {}
 
     def load(self) -> None:
-        """Read what an earlier run has done.
+        """Read what an earlier run has done, and keep other processes out of the file.
 
         Raises:
-            ConfigError: the file cannot be read or made.
+            ConfigError: the file cannot be read or made, or another process writes it.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.lock.take()
             data = self.path.read_bytes() if self.path.exists() else b""
             whole = data[: data.rfind(b"\n") + 1]
             if len(whole) < len(data):
@@ -77,6 +81,8 @@ class Records:
             for line in whole.splitlines():
                 record = json.loads(line)
                 self.by_key[tuple(record["key"])] = record
+        except ConfigError:  # a ValueError, too
+            raise
         except OSError as error:
             raise ConfigError(f"{self.path}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:

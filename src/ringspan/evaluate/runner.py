@@ -127,16 +127,16 @@ def evaluate_rank(
             observer.noticed(f"{done} of {len(planned.keys)} items are in {records.path}; continuing after them")
         return [key for key in planned.keys if key not in records.by_key]
 
-    missing = from_first_rank(begin)
-    if missing:
-        with session(settings.generating(1), config, tokenizer, observer) as model:
-            for record in _answers(model, settings, missing, lambda key: planned.make(key) if planned else None):
-                if dist.get_rank() == 0:
-                    assert planned is not None, "made above"
-                    records.add(record)
-                    done = len(planned.keys) - len(missing) + record["place"] + 1
-                    observer.did(done, len(planned.keys), record["summary"])
-    return from_first_rank(lambda: result(settings, planned, records))
+    with records.lock:
+        if missing := from_first_rank(begin):
+            with session(settings.generating(1), config, tokenizer, observer) as model:
+                for record in _answers(model, settings, missing, lambda key: planned.make(key) if planned else None):
+                    if dist.get_rank() == 0:
+                        assert planned is not None, "made above"
+                        records.add(record)
+                        done = len(planned.keys) - len(missing) + record["place"] + 1
+                        observer.did(done, len(planned.keys), record["summary"])
+        return from_first_rank(lambda: result(settings, planned, records))
 
 
 def result(settings: EvalSettings, planned: Plan | None, records: Records) -> EvalResult:

@@ -20,6 +20,7 @@ from ringspan.core.messages.lines import one_line
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions
+from ringspan.torch.model.adapters import asking_as_before
 from ringspan.torch.model.support import refuse_config, refuse_quantised
 from ringspan.torch.tensor_parallel.split import refuse_heads
 from ringspan.torch.weights.files import WeightFiles, folder_of
@@ -162,6 +163,7 @@ def _with_adapter(model: Any, folder: str) -> Any:
     if not Path(folder, ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"{folder}: has no {ADAPTER_WEIGHTS}; save the adapter with save_pretrained")
     try:
-        return PeftModel.from_pretrained(model, folder, is_trainable=False).merge_and_unload(safe_merge=True)
+        with asking_as_before():
+            return PeftModel.from_pretrained(model, folder, is_trainable=False).merge_and_unload(safe_merge=True)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{folder}: is no adapter for this model: {one_line(error)}") from error

@@ -57,8 +57,7 @@ def python_call(setting: Setting) -> str:
         f"batch = rs.shard_batch(batch, mesh, layout={json.dumps(setting.layout)})",
     ]
     if setting.optimizer_on_host:
-        lines.insert(2, "from ringspan.torch.memory.host_optimizer import HostAdamW")
-        lines.append("optimizer = HostAdamW(model.parameters())")
+        lines.append("optimizer = rs.HostAdamW(model.parameters())")
     return "\n".join(lines)
 
 

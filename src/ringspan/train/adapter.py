@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
+from ringspan.torch.model.adapters import asking_as_before
 from ringspan.train.config.tables import TrainConfig
 
 BASE_PREFIX: Final = "base_model.model."  # of the names of a model's weights inside of PEFT's
@@ -38,7 +39,8 @@ def add_adapter(model: PreTrainedModel, config: TrainConfig) -> Any:
     )
     torch.manual_seed(config.seed)
     try:
-        peft: Any = get_peft_model(model, lora)
+        with asking_as_before():
+            peft: Any = get_peft_model(model, lora)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"adapter.target_modules = {targets}: {one_line(error)}") from error
     if settings.merge:

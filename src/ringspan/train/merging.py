@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ringspan.core.errors import CheckpointError
-from ringspan.torch.model.adapters import adapter_weights, base_of
+from ringspan.torch.model.adapters import adapter_weights, asking_as_before, base_of
 from ringspan.torch.weights.deferred import Deferred, Region, deferred, part, shape_of
 from ringspan.torch.weights.loading import auto_class
 from ringspan.torch.weights.saving import plan_files, saved_names, shards_of
@@ -27,7 +27,7 @@ def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_
     from peft import get_peft_model
 
     matrices = adapter_weights(model, {})
-    with torch.device("meta"):
+    with torch.device("meta"), asking_as_before():
         auto = auto_class(config, sees=True)
         plain: Any = auto.from_config(config)
         alone: Any = None  # PEFT changes the model that it is given

@@ -3,10 +3,29 @@
 import json
 import re
 import sys
+import time
+from typing import Any
 
 import pytest
+import torch
 
 from ringspan.cli.main import main
+from ringspan.measure.bench.demo import told
+from ringspan.torch.memory.checkpointing import checkpoint_layers
+from tests.torch.models import build
+
+
+def test_one_process_says_how_far_a_step_is():
+    said: list[str] = []
+    model: Any = build("llama")
+    checkpoint_layers(model, "full")
+    inner = next(iter(model.model.layers[1].children()))
+    inner.register_forward_hook(lambda *_: time.sleep(0.1))
+    ids = torch.arange(8)[None]
+    with told(model, said.append, every_seconds=0.02):
+        model(input_ids=ids, labels=ids).loss.backward()
+    ways = list(dict.fromkeys(line.split(",")[0].strip() for line in said))
+    assert ways[0] == "forward" and "backward" in ways and all(" of 2, 0 s" in line for line in said)
 
 
 @pytest.mark.timeout(300)
@@ -19,8 +38,8 @@ def test_the_demo_trains_proves_measures_and_reports(monkeypatch, capfd, tmp_pat
     printed = capfd.readouterr()
     result = json.loads(printed.out)
     said = [line.split("  ", 1)[1] for line in printed.err.splitlines() if re.match(r"\d\d:\d\d:\d\d  ", line)]
-    assert len(said) == 3
-    assert all(f"on a ring of {ring} at" in line for ring, line in zip((1, 2, 4), said, strict=True))
+    assert said[0] == "importing PyTorch and transformers"
+    assert all(f"on a ring of {ring} at" in line for ring, line in zip((1, 2, 4), said[1:], strict=True))
     assert result == json.loads((tmp_path / "demo" / "result.json").read_text())
     assert len(result["metrics"]) == 2 and len(result["evaluation"]) == 1
     assert result["proof"]["loss_relative_difference"] < 1e-6

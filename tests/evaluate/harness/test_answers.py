@@ -54,7 +54,7 @@ def test_a_killed_run_answers_what_is_left_and_has_lm_evals_own_results(tmp_path
     settings = HarnessSettings(folder=str(folder), tasks=TASKS, include=tasks)
     with pytest.raises(RuntimeError, match="rank 0 failed: killed by SIGKILL"):
         launch(counted, 2, settings, str(out), 7, threads=1)
-    (file,) = out.iterdir()
+    (file,) = out.glob("*.jsonl")
     before = file.read_text().splitlines()
     assert len(before) == 7
 

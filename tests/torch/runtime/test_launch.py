@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
+from ringspan.core.errors import EXIT_PEER_LOST, OutputError, RankLost
+from ringspan.torch.consistency.watchdog import Watchdog
 from ringspan.torch.runtime import launch as launcher
 from ringspan.torch.runtime.forks import ABORT_AFTER_SECONDS
 from ringspan.torch.runtime.launch import _LOGGERS, join, launch
+from ringspan.train.config.tables import WatchdogConfig
 from tests.faults.job import is_running
 
 pytestmark = pytest.mark.alone
@@ -41,6 +44,14 @@ def fail_on_the_first():
     dist.barrier()
 
 
+def write_on_the_first(said):
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    with Watchdog(WatchdogConfig(), None):
+        if dist.get_rank() == 0:
+            Path("/dev/full").write_text("too much")
+        dist.barrier()
+
+
 def kill_the_last():
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -48,8 +59,9 @@ def kill_the_last():
 
 
 def test_a_killed_rank_is_named_and_not_the_ones_that_missed_it():
-    with pytest.raises(RuntimeError, match="rank 1 failed: killed by SIGKILL"):
+    with pytest.raises(RankLost, match="rank 1 failed: killed by SIGKILL") as raised:
         launch(kill_the_last, 2)
+    assert raised.value.code == EXIT_PEER_LOST
 
 
 def test_results_come_by_rank():
@@ -118,6 +130,12 @@ def test_a_traceback_is_logged_of_a_failure_and_nothing_of_what_is_refused(caplo
     logged = [record for record in caplog.records if record.name in _LOGGERS]
     assert any(record.exc_info for record in logged) is bool(logged) is traceback
     assert not any(logging.getLogger(name).filters for name in _LOGGERS)
+
+
+def test_no_rank_says_what_the_launcher_says_of_an_output_that_cannot_be_written(tmp_path):
+    with pytest.raises(OutputError, match="No space left on device; make room"):
+        launch(write_on_the_first, 2, str(tmp_path / "said"))
+    assert (tmp_path / "said").read_text() == ""
 
 
 def test_ranks_that_could_not_meet_are_refused():

@@ -135,7 +135,7 @@ def test_unusable_files_and_rows_are_skipped_and_counted(tmp_path: Path, caplog:
             scan = scan_documents(config)
         assert list(scan.documents["text"]) == ["good", "row"]
         assert (scan.num_undecodable, scan.num_empty) == (3, 3)
-        assert caplog.messages == ["skipped 6 of 8 documents: 3 not UTF-8 or null, 3 empty"]
+        assert caplog.messages == ["skipped 6 of 8 documents, which have no text: 3 not UTF-8 or null, 3 empty"]
 
 
 def test_a_row_that_utf_8_cannot_hold_is_skipped_like_bytes_that_are_not_utf_8(tmp_path: Path):

@@ -34,18 +34,21 @@ def command(
 
     check_folder("--run", Path(run))
     require("ringspan demo", "datasets")
+    _say("importing PyTorch and transformers")
     # It gets ready while the next imports take their time.
     serve_forks("ringspan.train.loop", "torch.utils.tensorboard")
 
     from ringspan.cli.commands.train import train_rank
     from ringspan.cli.console import console
     from ringspan.core.geometry.layout import layout_name
+    from ringspan.core.messages.units import shown_seconds
     from ringspan.measure.bench.demo import DemoOptions, measure_memory, training_config
     from ringspan.measure.bench.machine import describe_machine
     from ringspan.report.demo_page import write_report
     from ringspan.torch.runtime.launch import launch
 
     out = console(stderr=True)
+    began = time.perf_counter()
     options = DemoOptions(run=run, ranks=ranks, steps=steps, length=length, layout=layout_name(layout))
     config = training_config(options)
     config.resolve_mesh(ranks)
@@ -54,8 +57,9 @@ def command(
 
     @contextmanager
     def part(name: str, title: str) -> "Iterator[None]":
-        out.rule(title, align="left") if out.is_terminal else out.print(title)
         started = time.perf_counter()
+        shown = f"{title} ({shown_seconds(started - began)} so far)" if seconds else title
+        out.rule(shown, align="left") if out.is_terminal else out.print(shown)
         yield
         seconds[name] = time.perf_counter() - started
 
@@ -142,7 +146,8 @@ def _summary(result: dict[str, Any], folder: Path) -> None:
     for line in result["evaluation"][-1:]:
         table.add_row("held-out loss", f"{line['eval_loss']:.3f}")
     table.add_row(
-        "speed", f"{last['tokens_per_second']:,.0f} tokens/s, {last['matmul_utilization']:.0%} of matmul speed"
+        "speed",
+        f"{last['tokens_per_second']:,.0f} tokens/s, {last['matmul_utilization']:.0%} of a matrix product's speed",
     )
     table.add_row("loss, one process", f"{proof['loss_one_process']:.7f}")
     table.add_row(f"loss, ring of {proof['ranks']}", f"{proof['loss_ring']:.7f}")

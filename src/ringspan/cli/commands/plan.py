@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ringspan.cli.checks import check_picture
+from ringspan.plan.model.configs import MODELS
 
 if TYPE_CHECKING:
     from ringspan.plan.cluster.devices import Device as Accelerator
@@ -23,7 +24,11 @@ DEFAULT_PROMPT, DEFAULT_NEW_TOKENS = 100_000, 200
 
 
 Model = Annotated[
-    str, typer.Option("--model", help="A name such as llama-3.1-8b, a config.json or its folder, or a Hugging Face id.")
+    str,
+    typer.Option(
+        "--model",
+        help=f"A config.json or its folder, a Hugging Face id, or a name that is known here: {', '.join(MODELS)}.",
+    ),
 ]
 Devices = Annotated[int, typer.Option("--devices", min=1, help="Accelerators in all.")]
 Device = Annotated[

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -44,6 +45,10 @@ def why_no_folder(path: Path) -> str | None:
         return error.strerror or type(error).__name__
     if not there.is_dir():
         return f"{there} is a file"
-    if not os.access(there, os.W_OK | os.X_OK):
+    try:  # what permissions say is not all: nobody can make a folder in /proc, and root has no permissions
+        os.rmdir(tempfile.mkdtemp(prefix=".ringspan-", dir=there))
+    except PermissionError:
         return f"no permission to write in {there}"
+    except OSError as error:
+        return f"{there}: {error.strerror}"
     return None

@@ -1,4 +1,4 @@
-"""What ``pip install ringspan`` leaves out: packages that come with an extra, and the line that names the extra."""
+"""What an installation leaves out: packages that come with an extra, and the line that says how to get it."""
 
 from importlib.util import find_spec
 from typing import Final
@@ -27,8 +27,12 @@ def installed(package: str) -> bool:
 
 def remedy(package: str) -> str:
     """The extra that brings a package, and the command that installs it."""
-    extra = EXTRAS[package]
-    return f"the extra ringspan[{extra}]: pip install 'ringspan[{extra}]'"
+    return f"the extra ringspan[{EXTRAS[package]}]: {command(package)}"
+
+
+def command(package: str) -> str:
+    """The command that installs the extra of a package; there is no release that a name would find."""
+    return f"pip install '.[{EXTRAS[package]}]' in a checkout of ringspan"
 
 
 def require(what: str, *packages: str) -> None:

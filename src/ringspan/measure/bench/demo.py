@@ -4,7 +4,10 @@ memory.
 
 import os
 import sysconfig
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ringspan.core.names import LayoutName
 from ringspan.measure.bench.memory import held_activations
 from ringspan.measure.bench.step import StepCase, small_llama
 from ringspan.torch.data.batch import shard_batch
+from ringspan.torch.layers.decoder import decoder_of, layers_of
 from ringspan.torch.memory.checkpointing import checkpoint_layers
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
@@ -121,13 +125,15 @@ def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> di
     plain = _load(folder)
     # One process may not hold all activations of so long a text either.
     checkpoint_layers(plain, "full")
-    expected = plain(**batch).loss
-    expected.backward()
+    with told(plain, say):
+        expected = plain(**batch).loss
+        expected.backward()
     alone = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     say("the same in float64, to see which of the two is nearer (the slowest part)")
     exact = _load(folder).double()
     checkpoint_layers(exact, "full")
-    exact(**batch).loss.backward()
+    with told(exact, say):
+        exact(**batch).loss.backward()
     truth = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
     rows = [
         {"name": name, "norm": float(g.norm()), "relative_difference": _relative(gradients[name], g)}
@@ -145,6 +151,34 @@ def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> di
             "one_process": max(_relative(alone[name], g) for name, g in truth.items()),
         },
     }
+
+
+@contextmanager
+def told(model: PreTrainedModel, say: Say, every_seconds: float = 5.0) -> Iterator[None]:
+    """Say every few seconds how far one step of a checkpointed model is: its layers run forward, and again backward."""
+    layers, started, is_over, num_run = layers_of(decoder_of(model)), time.perf_counter(), threading.Event(), 0
+
+    def count(*_: Any) -> None:
+        nonlocal num_run
+        num_run += 1
+
+    def tell() -> None:
+        while not is_over.wait(every_seconds):
+            n = len(layers)
+            way = f"backward, layer {min(num_run - n + 1, n)}" if num_run >= n else f"forward, layer {num_run + 1}"
+            say(f"  {way} of {n}, {time.perf_counter() - started:.0f} s")
+
+    # Of a part of each layer: a checkpointed layer runs its parts again, not its own hooks.
+    handles = [next(iter(layer.children())).register_forward_hook(count) for layer in layers.values()]
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        teller.join()
+        for handle in handles:
+            handle.remove()
 
 
 def _text_tokens(folder: str, length: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ringspan.core import reference
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal
-from ringspan.core.messages.extras import installed
+from ringspan.core.messages.extras import command, installed
 from ringspan.core.messages.units import shown_speed
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.bench.kernels import kernel_report
@@ -38,10 +38,10 @@ from ringspan.train.metrics import measure_flops
 _LEAST: Final = {"torch": (2, 11), "transformers": (5, 17)}  # as in pyproject.toml
 # Packages that something here uses when they are there: what for, and how to get them.
 _OPTIONAL: Final = {
-    "datasets": ("training from a TOML file, and the demo", "pip install 'ringspan[train]'"),
-    "tensorboard": ("TensorBoard files of a training run", "pip install 'ringspan[train]'"),
-    "matplotlib": ("pictures of profiles, plans and reports", "pip install 'ringspan[report]'"),
-    "jax": ("the JAX back end", "pip install 'ringspan[jax]'"),
+    "datasets": ("training from a TOML file, and the demo", command("datasets")),
+    "tensorboard": ("TensorBoard files of a training run", command("tensorboard")),
+    "matplotlib": ("pictures of profiles, plans and reports", command("matplotlib")),
+    "jax": ("the JAX back end", command("jax")),
     "liger_kernel": ("the fused loss on CUDA", "pip install liger-kernel"),
     "torchao": ("AdamW with moments in 8 bits", "pip install torchao"),
 }

@@ -32,8 +32,10 @@ from typing import Any, Final, Protocol
 import torch.distributed as dist
 
 from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED, ConfigError, RingspanError
+from ringspan.core.files.output import refusal
 from ringspan.core.messages.lines import shortened
 from ringspan.torch.consistency.place import Place
+from ringspan.torch.runtime.environment import is_launched
 from ringspan.torch.transport.exchange import COUNTERS
 
 _MEASURED_STEPS: Final = 3
@@ -120,8 +122,10 @@ class Watchdog:
         """Say farewell. A failure of this rank alone is told to the others; a refusal is one that all ranks share."""
         if isinstance(error, RuntimeError):  # how an exchange with a lost peer fails: let its rank be named
             self.await_verdict()
-        # What the library raises it raises on all ranks, so nobody is left who would have to be told.
-        if error is not None and not isinstance(error, RingspanError):
+        # What the library raises it raises on all ranks, so nobody is left who would have to be told; of an output that
+        # cannot be written the launcher tells, and ends the others.
+        is_told = isinstance(error, RingspanError) or (error is not None and is_launched() and refusal(error))
+        if error is not None and not is_told:
             self._farewell = {"bye": shortened(f"{type(error).__name__}: {error}")}
         self._closing.set()
         self._wake.send(b"x")

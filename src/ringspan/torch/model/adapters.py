@@ -6,7 +6,9 @@ PEFT is not imported: whoever has such a model has imported it.
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Never
 
 import torch.distributed as dist
@@ -18,6 +20,14 @@ from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.config_changes import deciding_fields
 from ringspan.torch.model.saving import whole_weights
 from ringspan.torch.transport.collectives import gather_over
+
+
+@contextmanager
+def asking_as_before() -> Iterator[None]:
+    """Where PEFT asks a model by a name that transformers has deprecated, which nobody who trains could change."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 def is_peft(model: Any) -> bool:

@@ -1,5 +1,6 @@
-"""What torchrun tells a rank in its environment; asked before torch is imported."""
+"""Who started this process, and what torchrun tells a rank; asked before torch is imported."""
 
+import multiprocessing
 import os
 from typing import Final
 
@@ -30,6 +31,11 @@ def is_rank() -> bool:
     if "LOCAL_RANK" in os.environ:
         _number("LOCAL_RANK", 0, size - 1)
     return True
+
+
+def is_launched() -> bool:
+    """Whether a process that waits for this one started it, such as ``launch``."""
+    return multiprocessing.parent_process() is not None
 
 
 def _number(name: str, least: int, most: int) -> int:

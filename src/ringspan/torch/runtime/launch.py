@@ -25,7 +25,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ringspan.core import errors
-from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED, ConfigError, RingspanError
+from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED, ConfigError, RankLost, RingspanError
+from ringspan.core.files.output import drop_output, refusal
 from ringspan.torch.runtime.forks import ABORT_AFTER_SECONDS, STOP_SIGNALS, serve_forks, settle, start_resource_tracker
 
 _RENDEZVOUS_BYTES: Final = 1 << 20
@@ -67,7 +68,8 @@ def launch(
 
     Raises:
         ConfigError: fewer than one rank, more than ``MOST_RANKS``, or more than CUDA devices when there are any.
-        RingspanError: what a rank refused, with its message.
+        RingspanError: what a rank refused, with its message, or an output that it could not write.
+        RankLost: a rank was killed, or ended because another one stood still or was lost.
         RuntimeError: a rank failed in another way.
         KeyboardInterrupt: the launcher was told to stop; the ranks are gone.
     """
@@ -117,7 +119,7 @@ def launch(
         except ChildFailedError as failure:
             if Path(folder, _STOP).exists():  # told to stop before the ranks could answer it
                 raise KeyboardInterrupt from None
-            raise _refusal(Path(folder)) or RuntimeError(_summary(Path(folder), failure)) from None
+            raise _refusal(Path(folder)) or _failure(Path(folder), failure) from None
     return [results[rank] for rank in range(num_ranks)]
 
 
@@ -245,11 +247,12 @@ def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[A
     try:
         join(folder)
         return function(*args)
-    except RingspanError as error:
-        rank = os.environ["RANK"]
-        Path(folder, f"refusal-{rank}.json").write_text(json.dumps([type(error).__name__, str(error)]))
-        raise
     except Exception as error:
+        if refused := refusal(error):
+            rank = os.environ["RANK"]
+            Path(folder, f"refusal-{rank}.json").write_text(json.dumps([type(refused).__name__, str(refused)]))
+            drop_output()
+            raise
         # Before the group is torn down, which makes the other ranks fail too; elastic may then hear of them only.
         attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), int(os.environ["RANK"])
         record = [time.monotonic(), rank, f"{type(error).__name__}: {error}"]
@@ -269,18 +272,22 @@ def _refusal(folder: Path) -> RingspanError | None:
     return None
 
 
-def _summary(folder: Path, failure: ChildFailedError) -> str:
+def _failure(folder: Path, failure: ChildFailedError) -> RuntimeError:
     """The rank that failed first in the last attempt, and why; what elastic knows of one that could not say."""
+    codes = {one.exitcode for one in failure.failures.values()}
+    code = EXIT_STALLED if EXIT_STALLED in codes else EXIT_PEER_LOST
     for rank, one in sorted(failure.failures.items()):
         if one.exitcode < 0 and one.exitcode != -signal.SIGTERM:  # SIGTERM is how elastic ends the others
-            return f"rank {rank} failed: killed by {signal.Signals(-one.exitcode).name}"
+            return RankLost(f"rank {rank} failed: killed by {signal.Signals(-one.exitcode).name}", code)
     attempts = sorted((path.name.split("-")[1] for path in folder.glob("failure-*.json")), key=int)
     if attempts:
         last = folder.glob(f"failure-{attempts[-1]}-*.json")
         _, rank, reason = min(json.loads(path.read_text()) for path in last)
-        return f"rank {rank} failed: {reason.splitlines()[0]}"
-    if {one.exitcode for one in failure.failures.values()} & {EXIT_STALLED, EXIT_PEER_LOST}:
-        return "a rank died or was not heard from any more, and the others ended with it; the watchdog's line names it"
+        return RuntimeError(f"rank {rank} failed: {reason.splitlines()[0]}")
+    if code in codes:
+        line = "a rank died or was not heard from any more, and the others ended with it; the watchdog's line names it"
+        return RankLost(line, code)
     rank, first = failure.get_first_failure()
     reason = first.message if isinstance(first.message, str) else first.message.get("message", "")
-    return f"rank {rank} failed (exit code {first.exitcode}): {reason.splitlines()[0] if reason else 'no message'}"
+    line = reason.splitlines()[0] if reason else "no message"
+    return RuntimeError(f"rank {rank} failed (exit code {first.exitcode}): {line}")

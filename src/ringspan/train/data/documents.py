@@ -72,7 +72,7 @@ def scan_documents(config: DataConfig) -> DocumentScan:
     num_empty = len(rows) - len(documents) - num_undecodable
     if num_undecodable or num_empty:
         logger.warning(
-            "skipped %d of %d documents: %d not UTF-8 or null, %d empty",
+            "skipped %d of %d documents, which have no text: %d not UTF-8 or null, %d empty",
             num_undecodable + num_empty,
             len(rows),
             num_undecodable,

@@ -1,0 +1,75 @@
+"""One writer at a time: a lock on a file, which the system takes back with the process."""
+
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ringspan.core.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # not Unix: nothing is locked there
+    fcntl = None
+
+_GRACE_SECONDS: Final = 1.0  # for a process that has just been killed
+
+
+class FileLock:
+    """A lock that one process has, which writes its name into the file.
+
+    POSIX locks: they vanish with the process, killed or not, and no child inherits them. On a file system that hosts
+    share they hold between hosts where it supports them (NFS with its lock service, Lustre with ``flock``); where it
+    refuses them nothing is locked.
+    """
+
+    def __init__(self, path: Path, holding: str, remedy: str) -> None:
+        """A refusal says that something ``holding`` the name of a process, and the remedy."""
+        self._path, self._holding, self._remedy = path, holding, remedy
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> "FileLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Let others take it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def take(self) -> None:
+        """Take the lock in a folder that is there; leave one that is still to be made.
+
+        Raises:
+            ConfigError: another process has it.
+        """
+        if fcntl is None or self._descriptor is not None or not self._path.parent.is_dir():
+            return
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError:
+            return  # whoever writes there says what is wrong
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while True:
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    continue
+                holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+                os.close(descriptor)
+                raise ConfigError(f"{self._holding} {holder}; {self._remedy}") from None
+            except OSError:  # a file system without locks
+                os.close(descriptor)
+                return
+        self._descriptor = descriptor
+        with suppress(OSError):  # a full disk: the lock holds without a name
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

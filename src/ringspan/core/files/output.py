@@ -1,0 +1,50 @@
+"""Output that cannot be written: which operating system errors are refusals, and how they read."""
+
+import errno
+import os
+import select
+import sys
+from contextlib import suppress
+from typing import Final
+
+from ringspan.core.errors import ClosedPipe, OutputError, RingspanError
+
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_REFUSED: Final = _FULL | {
+    errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+}  # fmt: skip
+
+
+def refusal(error: BaseException) -> RingspanError | None:
+    """The refusal that an exception is: itself, or of an output that cannot be written; None for any other failure."""
+    if isinstance(error, RingspanError):
+        return error
+    if isinstance(error, BrokenPipeError):  # of a socket, say, it is a failure
+        return ClosedPipe() if any(map(_nobody_reads, (sys.stdout, sys.stderr))) else None
+    if not isinstance(error, OSError) or error.errno not in _REFUSED:
+        return None
+    if error.filename is None and error.errno not in _FULL:
+        return None
+    name = "the output cannot be written" if error.filename is None else os.fsdecode(error.filename)
+    advice = "make room" if error.errno in _FULL else "name another place, or change that"
+    return OutputError(f"{name}: {error.strerror}; {advice}")
+
+
+def drop_output() -> None:
+    """Leave nothing that Python would try to write once more when it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):  # None where the shell has closed it
+            with suppress(AttributeError, OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _nobody_reads(stream: object) -> bool:
+    """Whether a stream is a pipe whose reader has closed it."""
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), 0)  # pyright: ignore[reportAttributeAccessIssue]
+    except (AttributeError, OSError, ValueError):  # no file
+        return False
+    return any(events & select.POLLERR for _, events in poll.poll(0))
