@@ -1,21 +1,24 @@
 """What would not be exact on a ring raises on every rank, in one line that says what to do."""
 
 import tempfile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Trainer
 from trl import BEMACallback, LogCompletionsCallback  # pyright: ignore[reportPrivateImportUsage]
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.hf import RingConfig
+from ringspan.hf.batches import takes_whole_batches
 from ringspan.hf.refusals import explained
 from tests.hf.preferences import dpo, kto
 from tests.hf.rollouts import grpo, rloo
 from tests.hf.test_classes import classify
 from tests.hf.trainers import Examples, Ring, arguments, made, plain, sft
+from tests.torch.models import config as config_of
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"fp16": True}, "fp16=True is not supported on a ring; use bf16=True"),
@@ -244,6 +247,29 @@ def different(mesh: Any) -> None:
 def test_ranks_that_read_different_data_raise(world):
     for error in world(2).outcomes(different, 2):
         assert "the ranks of one ring were given different" in str(error)
+
+
+def learn_from_padding(mesh: Any, labelled: str) -> None:
+    """Of one replica alone: the others hear of it."""
+    ids, mask = torch.arange(2, 13)[None], torch.ones(1, 11, dtype=torch.int64)
+    is_padded = mesh["replicate"].get_local_rank() == 0
+    mask[0, :3] -= int(is_padded)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids % 3}
+    auto: Any = AutoModelForTokenClassification if labelled == "tokens" else AutoModelForCausalLM
+    model = auto.from_config(config_of("llama", num_labels=3, classifier_dropout=0.0)).float()
+    takes_whole_batches(model, mesh, RingConfig(mesh=mesh).step)
+    if labelled == "loss function" and is_padded:
+        trainer: Any = SimpleNamespace(compute_loss_func=len, model=model, ring_mesh=mesh)
+        Ring.compute_loss(trainer, model, batch)
+    model(**batch)
+
+
+@pytest.mark.parametrize("labelled", ["text", "tokens", "loss function"])
+def test_labels_that_padding_would_predict_raise(world, labelled):
+    place = int(labelled != "tokens")
+    for error in world(2).outcomes(learn_from_padding, 2, labelled, replicate=2):
+        assert isinstance(error, UnsupportedError)
+        assert f"labels[0, {place}] would be predicted from padding: attention_mask[0, 0] is 0" in str(error)
 
 
 def test_trainer_itself_is_as_before():

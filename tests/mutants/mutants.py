@@ -537,7 +537,7 @@ MUTANTS = [
     Mutant(
         "labels shifted after the permutation",
         "torch/data/batch.py",
-        'targets = _shift(batch["labels"].long(), IGNORED)',
+        'targets = _shift(batch["labels"].long())',
         'targets = batch["labels"].long()',
         SHIFT,
     ),

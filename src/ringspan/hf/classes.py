@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from ringspan.torch.consistency.calls import preparing
-from ringspan.torch.data.batch import TAKEN, shard_batch
+from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
+from ringspan.torch.data.padding import real_tokens, refuse_targets_of_padding
 from ringspan.torch.model.adapters import base_of, is_peft
 from ringspan.torch.model.tasks.classifier import RingClassifier, pools
 
@@ -31,6 +32,8 @@ def classified(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> 
     labels, count = whole.pop("labels", None), kwargs.pop("num_items_in_batch", None)
     kwargs.pop("margin", None)  # TRL's reward trainer gives models its whole batch
     with preparing(model.ring_mesh, "a forward pass"):
+        if labels is not None and not pools(model):
+            refuse_targets_of_padding(labels != IGNORED, real_tokens(whole), "labels", 0)
         local = shard_batch(whole, model.ring_mesh, layout=model.ring_layout)
     output = call(**local, **kwargs)
     logits: Tensor = output.logits.float() if model.ring_autocast is not None else output.logits

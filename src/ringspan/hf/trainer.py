@@ -26,6 +26,8 @@ from ringspan.hf.replicas import count_rings, without_repeats
 from ringspan.hf.rollouts import count_generations, rollout_of_replica, share_rollouts
 from ringspan.hf.seams import OwnParts, TrainerSeams, check_seams, plain_optimizer
 from ringspan.torch.consistency.calls import Call, check_call, preparing
+from ringspan.torch.data.batch import targets_of
+from ringspan.torch.data.padding import real_tokens
 from ringspan.torch.runtime.mesh import wait_for
 
 _SCHEDULER: Final = "scheduler.pt"
@@ -144,6 +146,15 @@ class RingTrainerMixin(TrainerSeams):
         with explained(type(self).compute_loss):
             loss = super().training_step(*args, **kwargs)
         return _whole(loss)
+
+    def compute_loss(self: Any, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; a function of the user's that computes it is given no label that padding would predict."""
+        labels, ids = inputs.get("labels"), inputs.get("input_ids")
+        asks = self.compute_loss_func is not None and not classifies(self.model)
+        if asks and isinstance(labels, Tensor) and isinstance(ids, Tensor) and labels.shape == ids.shape:
+            with preparing(self.ring_mesh, "a forward pass"):
+                targets_of({"input_ids": ids, "labels": labels}, real_tokens(inputs))
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def prediction_step(
         self: Any, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None

@@ -67,24 +67,37 @@ def test_labels_are_shifted_before_the_permutation(layout):
     assert len(seen) == 2 * layout.length
 
 
-def test_padding_on_the_right_has_no_targets():
-    ids = tokens(1, 6)
-    mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
-    [part] = parts({"input_ids": ids, "labels": ids, "attention_mask": mask}, 1)
-    assert part["shift_labels"].tolist() == [[*ids[0, 1:4].tolist(), -100, -100, -100]]
+PADDED = torch.tensor([[0, 0, 1, 1, 1, 0]])
+SCORED = torch.tensor([[-100, -100, -100, 7, 8, 9]])  # the last of them is marked as padding
+
+
+def test_a_target_is_scored_where_its_predecessor_is_no_padding():
+    [part] = parts({"input_ids": tokens(1, 6), "labels": SCORED, "attention_mask": PADDED}, 1)
+    assert part["shift_labels"].tolist() == [[-100, -100, 7, 8, 9, -100]]
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "message"),
+    [
+        ("labels", 2, r"labels\[0, 2\] .* attention_mask\[0, 1\] is 0; pad on the right .tokenizer.padding_side"),
+        ("shift_labels", 5, r"shift_labels\[0, 5\] .*; set shift_labels\[attention_mask == 0\] = -100"),
+    ],
+)
+def test_a_target_that_padding_would_predict_raises(name, place, message):
+    labels = torch.full((1, 6), -100)
+    labels[0, place] = 5
+    with pytest.raises(rs.UnsupportedError, match=message):
+        parts({"input_ids": tokens(1, 6), name: labels, "attention_mask": PADDED}, 1)
 
 
 def test_padding_on_the_left_is_a_document():
-    ids = tokens(3, 6)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0]])
-    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
-    [part] = parts(batch, 1)
-    assert part["document_lengths"].tolist() == [[2, 4], [6, 0], [1, 5]]
-    assert part["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4]]
-    assert torch.equal(part["real_tokens"], mask != 0) and part["sequence_length"] == 6
-    expected = torch.where((mask != 0) & (mask.roll(-1, 1) != 0), ids.roll(-1, 1), -100)
-    expected[:, -1] = -100
-    assert torch.equal(part["shift_labels"], expected)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0]])
+    batch = {"input_ids": tokens(4, 6), "attention_mask": mask}
+    for more in ({}, {"position_ids": torch.arange(6)}):  # those of transformers without any
+        [part] = parts(batch | more, 1)
+        assert part["document_lengths"].tolist() == [[2, 4], [6, 0], [1, 5], [6, 0]]
+        assert part["position_ids"].tolist() == [[*range(6)]] * 4
+        assert torch.equal(part["real_tokens"], mask != 0) and part["sequence_length"] == 6
     # As transformers' generate makes them.
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)[:1]
     first = {name: x[:1] for name, x in batch.items()}
@@ -94,9 +107,8 @@ def test_padding_on_the_left_is_a_document():
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16])
 def test_ones_and_zeros_of_any_dtype_mark_padding(dtype):
-    ids = tokens(2, 5)
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-    expected, found = (parts({"input_ids": ids, "labels": ids, "attention_mask": m}, 1) for m in (mask, mask.to(dtype)))
+    expected, found = (parts({"input_ids": tokens(2, 5), "attention_mask": m}, 1) for m in (mask, mask.to(dtype)))
     assert all(torch.equal(expected[0][name], found[0][name]) for name in expected[0])
 
 
@@ -118,7 +130,7 @@ def test_documents_behind_padding_stay_apart(said):
     [
         ({"input_ids": tokens(1, 6, seed=2)}, {0}),
         ({"labels": tokens(1, 6, seed=2)}, {1}),
-        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])}, {1, 3}),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]])}, {3}),
         ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, {2}),
     ],
     ids=str,
@@ -136,7 +148,7 @@ ENDS, INDEX = torch.tensor([0, 3, 6], dtype=torch.int32), torch.tensor([[0, 0, 0
 @pytest.mark.parametrize(
     "said",
     [
-        {"cu_seq_lens_q": ENDS},
+        {"cu_seq_lens_q": torch.tensor([0, 3, 3, 6, 6, 6])},  # of a fixed size
         {"cu_seq_lens_k": ENDS, "max_length_k": 3},
         {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": torch.tensor(3), "seq_idx": INDEX},
         {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "seq_idx": INDEX, "max_length_q": 3},
@@ -154,9 +166,12 @@ def test_what_collators_say_of_a_flattened_row_is_its_documents(said):
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"cu_seq_lens_q": ENDS[:2]}, "cu_seq_lens_q must begin with 0 and end with 6"),
-        ({"cu_seq_lens_q": torch.tensor([0, 3, 3, 6])}, "different documents"),
-        ({"cu_seq_lens_q": ENDS, "cu_seq_lens_k": torch.tensor([0, 2, 6])}, "cu_seq_lens_q and cu_seq_lens_k say"),
+        ({"cu_seq_lens_q": ENDS[:2]}, "cu_seq_lens_q must begin with 0 and end with 6, .*; got 0 to 3"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 2, 6])}, "cu_seq_lens_q must not decrease, as behind entry 1"),
+        (
+            {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": torch.tensor([0, 3, 4, 6])},
+            "cu_seq_lens_q and cu_seq_lens_k say different documents, 2 and 3: number 1 .from 0. has 3 and 1 tokens",
+        ),
         ({"cu_seq_lens_q": ENDS, "max_length_q": 4}, "max_length_q=4, the longest document has 3 tokens"),
         (
             {"cu_seq_lens_q": ENDS, "position_ids": torch.arange(6)[None]},
@@ -184,18 +199,13 @@ def test_shifted_labels_are_taken_as_they_are(both):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "padding left or right of the tokens"),
-        ({"attention_mask": torch.tensor([[0, 0, 0, 0]])}, "padding left or right of the tokens"),
+        ({"attention_mask": torch.tensor([[0, 1, 0, 1]])}, r"attention_mask\[0, 2:3\] is 0 between .* labels of -100"),
         ({"attention_mask": torch.tensor([[1, 1, 2, 2]])}, "attention_mask has 2; it may have 1 for tokens and 0 for"),
         ({"attention_mask": torch.tensor([[0.0, 0.0, -1e9, -1e9]])}, r"attention_mask has -1e\+09; it may have"),
         ({"attention_mask": torch.tensor([[1.0, 1.0, 1.0, torch.nan]])}, "attention_mask has nan; it may have"),
-        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask has shape"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, r"attention_mask has shape .* position_ids that start from 0"),
         (
             {"attention_mask": torch.tensor([[0, 0, 1, 1]]), "position_ids": torch.tensor([[0, 0, 1, 0]])},
-            "position_ids must start a document behind padding on the left",
-        ),
-        (
-            {"attention_mask": torch.tensor([[0, 1, 1, 1]]), "position_ids": torch.tensor([[0, 1, 2, 3]])},
             "position_ids must start a document behind padding on the left",
         ),
         (

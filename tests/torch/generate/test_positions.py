@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
+from tests.every_model.tiny import tiny_model
 from tests.torch import models as tables
 from tests.torch.generate import models
 from tests.torch.generate.test_generate import plain
@@ -53,6 +54,22 @@ def test_a_text_may_fill_the_table(pool):
     expected = up_to_the_end(learned())
     for found in pool.run(to_the_last, 2):
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def last_logits(mesh: DeviceMesh | None, kind: str) -> torch.Tensor:
+    """Of prompts that are padded on the left, in one pass that is told no positions."""
+    model = tiny_model(kind).eval()
+    if mesh is not None:
+        rs.parallelize(model, mesh)
+    with torch.no_grad():
+        cache = {} if mesh is None else {"past_key_values": model.new_cache()}
+        return model(**padded(15, 19), use_cache=True, **cache).logits[:, -1]
+
+
+@pytest.mark.parametrize("kind", ["bart", "opt", "xglm"])
+def test_a_pass_over_a_cache_counts_padding_as_transformers_does(pool, kind):
+    for found in pool.run(last_logits, 2, kind):
+        torch.testing.assert_close(found, last_logits(None, kind), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,20 @@ def test_padding_needs_no_position_of_a_learned_table(pool, kind, ranks, layout)
         assert loss == pytest.approx(expected, rel=1e-6)
 
 
+def padded_left(mesh, kind):
+    tokens, mask = models.tokens(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, :6] = 0
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask.cumsum(1) < 2, -100)}
+    model = table(kind, LENGTH)
+    return (model(**batch) if mesh is None else parallelize(model, mesh)(**shard_batch(batch, mesh))).loss.item()
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_positions_behind_padding_on_the_left_are_those_of_transformers(pool, kind):
+    """Counted with the padding, but for OPT's."""
+    assert pool.run(padded_left, 2, kind) == pytest.approx([padded_left(None, kind)] * 2, rel=1e-6)
+
+
 def test_packed_documents_need_as_many_positions_as_the_longest(pool):
     assert all(loss > 0 for loss in pool.run(loss_of, 3, "gpt2", LENGTH - 4, LENGTH, "zigzag", True))
 

@@ -32,7 +32,7 @@ def whole_batch(rows: int, padding: bool, documents: Any) -> dict[str, Tensor]:
     ids = tokens(rows, LENGTH)
     batch = {"input_ids": ids, "labels": ids.clone()}
     if padding:
-        lengths = torch.tensor([LENGTH - 5 - 3 * row for row in range(rows)])
+        lengths = torch.tensor([0 if row == 1 else LENGTH - 5 - 3 * row for row in range(rows)])  # one of padding alone
         mask = (torch.arange(LENGTH) < lengths[:, None]).long()
         batch |= {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
     if documents:

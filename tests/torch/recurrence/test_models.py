@@ -44,12 +44,14 @@ def one_process(kind: str, dtype: torch.dtype, ids: Tensor, documents: Any = Non
 
 def on_a_ring(mesh: Any, kind: str, dtype: torch.dtype, layout: str, ids: Tensor, options: Any) -> Any:
     documents, accumulate_ = options.pop("documents", None), options.pop("accumulate", 1)
+    mask = options.pop("mask", torch.ones_like(ids))
     model = rs.parallelize(build(kind, dtype, **options.pop("changes", {})), mesh, layout=layout, **options)
     replicate = mesh["replicate"].size()
     rows = torch.arange(len(ids)).view(accumulate_, replicate, -1)[:, mesh["replicate"].get_local_rank()]
     loss = torch.zeros((), dtype=torch.float64)
     for each in rows:
-        batch = {"input_ids": ids[each], "labels": ids[each]}
+        batch = {"input_ids": ids[each], "attention_mask": mask[each]}
+        batch["labels"] = ids[each].masked_fill(mask[each] == 0, -100)
         if documents:
             batch["position_ids"] = restarting(documents)[each]
         part = rs.shard_batch(batch, mesh, layout=layout)
@@ -88,6 +90,13 @@ def test_loss_and_gradients_equal_one_process_in_float64(pool, number, kind):
     expected = one_process(kind, torch.float64, ids)
     ranks, layout = LAYOUTS[number % len(LAYOUTS)]
     for found in pool.run(on_a_ring, ranks, kind, torch.float64, layout, ids, {}):
+        assert worst(found, expected) < 1e-9
+
+
+def test_a_row_of_padding_alone_changes_no_other(pool):
+    ids, mask = batch_of(2, 37), torch.tensor([[0], [1]]).expand(2, 37)
+    expected = one_process("qwen3_next", torch.float64, ids[1:])
+    for found in pool.run(on_a_ring, 2, "qwen3_next", torch.float64, "zigzag", ids, {"mask": mask}):
         assert worst(found, expected) < 1e-9
 
 

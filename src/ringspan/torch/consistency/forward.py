@@ -5,7 +5,7 @@ B batch, T local tokens.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import BoundArguments
 from typing import Any, Final
@@ -168,15 +168,17 @@ def _check_batch(
     ring = model.ring_mesh["ring"]
     split = BatchLayout.of(model.ring_layout, ring.size() * input_ids.shape[1], ring.size(), document_lengths)
     inputs, labels = model.ring_vocabularies
-    _check_layout(position_ids, layout_digest, split, ring.get_local_rank(), document_lengths)
+    longest = split.shared.length if sequence_length is None else int(sequence_length)
+    # Where the longest is a whole row, positions may count over rows, as behind padding on the left.
+    is_whole = document_lengths is not None and longest == int(document_lengths.sum(1).max())
+    counted = [document_lengths, None] if is_whole else [document_lengths]
+    _check_layout(position_ids, layout_digest, split, ring.get_local_rank(), counted)
     check_entries("input_ids", input_ids, inputs)
     check_media(model, media, input_ids, document_lengths)
     if model.ring_skipped is not None:
         rows = split.positions(ring.get_local_rank()).to(input_ids.device)
-        length = split.shared.length if sequence_length is None else int(sequence_length)
-        ends = length if document_lengths is None else document_lengths.sum(1, keepdim=True).to(input_ids.device)
+        ends = longest if document_lengths is None else document_lengths.sum(1, keepdim=True).to(input_ids.device)
         _check_skipped(model.ring_skipped, input_ids, rows < ends if real_tokens is None else real_tokens)
-    longest = split.shared.length if sequence_length is None else int(sequence_length)
     if error := beyond_table(model, model.get_submodule(model.ring_decoder), longest):
         raise error
     if shift_labels is not None:
@@ -184,19 +186,22 @@ def _check_batch(
 
 
 def _check_layout(
-    positions: Tensor, digest: Tensor | None, split: BatchLayout, rank: int, document_lengths: Tensor | None
+    positions: Tensor, digest: Tensor | None, split: BatchLayout, rank: int, counted: Sequence[Tensor | None]
 ) -> None:
     """The batch must have been split by the layout of the model: another one would be silently wrong.
 
-    Positions count within documents, and where these are of one length two layouts may have the same: what
-    ``shard_batch`` returned says more. A batch that somebody else has split has no such digest.
+    Positions count within documents of one of the ``counted`` lengths, None for whole rows. Where documents are of one
+    length two layouts may have the same: what ``shard_batch`` returned says more. A batch that somebody else has split
+    has no such digest.
     """
     layout = split.shared
     name = "balanced" if layout.name == "custom" else layout.name
-    rows = 1 if document_lengths is None else len(document_lengths)
-    expected = positions_of(split, rank, document_lengths, rows)
+    rows = [len(split.rows) if lengths is None else len(lengths) for lengths in counted]
+    expected = (positions_of(split, rank, *each) for each in zip(counted, rows, strict=True))
     remedy = f"use rs.shard_batch(batch, mesh, layout={name!r})"
-    if positions.shape[-1] != layout.tokens_per_rank or not bool((positions == expected.to(positions.device)).all()):
+    if positions.shape[-1] != layout.tokens_per_rank or not any(
+        bool((positions == each.to(positions.device)).all()) for each in expected
+    ):
         raise LayoutError(f"position_ids are not those of the layout {name}; {remedy}")
     if digest is not None and int(digest) != int(split.digest(rank)):
         raise LayoutError(f"the batch was split by another layout than {name}, or for another mesh; {remedy}")

@@ -15,7 +15,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import BatchLayoutName
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.media import MEDIA, media_of
-from ringspan.torch.data.padding import beginnings, behind_padding, marked_tokens
+from ringspan.torch.data.padding import behind_padding, real_tokens, refuse_targets_of_padding
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.transport.digest import digest_integers
 
@@ -58,12 +58,13 @@ def shard_batch(
 
     Args:
         batch: ``input_ids`` (B, S) and optionally ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry
-            i is the target of token i; an ``attention_mask`` (B, S), 0 for padding right or left of tokens, else 1;
-            ``position_ids`` (B, S) or (S,) that count up, from 0 anew for each packed document. In place of these, or
-            beside them, what collators of flattened batches (transformers', TRL's) give for one row: ``cu_seq_lens_q``
-            and ``cu_seq_lens_k`` (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx`` (1, S). And
-            images and videos, whole and best left on the CPU, by the names that transformers' processors give them
-            (``pixel_values``, ``image_grid_thw``, ...), for the models in docs/multimodal.md.
+            i is the target of token i, or -100; an ``attention_mask`` (B, S), 0 for padding right or left of tokens or
+            for a whole row of it, else 1, and padding may not predict a target; ``position_ids`` (B, S) or (S,) that
+            count up, from 0 anew for each packed document. In place of these, or beside them, what collators of
+            flattened batches (transformers', TRL's) give for one row: ``cu_seq_lens_q`` and ``cu_seq_lens_k``
+            (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx`` (1, S). And images and videos, whole
+            and best left on the CPU, by the names that transformers' processors give them (``pixel_values``,
+            ``image_grid_thw``, ...), for the models in docs/multimodal.md.
         mesh: the mesh of the model.
         layout: the layout that the model was parallelized with. ``balanced`` makes one for the documents of
             each sequence.
@@ -72,12 +73,13 @@ def shard_batch(
     Returns:
         ``input_ids``, ``position_ids`` (int32) and, when there were labels, ``shift_labels``, each (B, T). For packed
         documents also ``document_lengths`` (B, most documents), 0 behind the last one: no document will see another
-        one. Padding on the left is a document, so that positions count from the first token behind it. ``real_tokens``
-        (B, T) where an ``attention_mask`` marks padding, which routers of experts do not count. ``sequence_length``,
-        that of the longest document, stays on the CPU. ``batch_digest`` (4,) is by what the ranks of a ring see that
-        they were given the same batch: digests of its tokens, targets, documents and padding. With images there are
-        also ``media``, and their digest is a fifth number. ``layout_digest`` is by what a model sees that the batch was
-        split by its own layout, which positions within documents do not always tell.
+        one. Padding on the left is a document too; positions count it with the tokens behind it, as in transformers,
+        unless the batch has other ones. ``real_tokens`` (B, T) where an ``attention_mask`` marks padding, which routers
+        of experts do not count. ``sequence_length``, that of the longest document or of whole rows, as positions count,
+        stays on the CPU. ``batch_digest`` (4,) is by what the ranks of a ring see that they were given the same batch:
+        digests of its tokens, targets, documents and padding. With images there are also ``media``, and their digest is
+        a fifth number. ``layout_digest`` is by what a model sees that the batch was split by its own layout, which
+        positions within documents do not always tell.
 
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
@@ -96,12 +98,15 @@ def shard_batch(
         raise UnsupportedError(
             f"input_ids must be int64 or int32 (batch, tokens), got {tokens.dtype} of shape {tuple(tokens.shape)}"
         )
-    real = _real_tokens(batch)
-    targets = _targets(batch, real)
+    real = real_tokens(batch)
+    targets = targets_of(batch, real)
     lengths = _document_lengths(batch["position_ids"], tokens) if "position_ids" in batch else None
     lengths = _flattened_lengths(batch, lengths, has_positions="position_ids" in batch)
+    named = [name for name in ("position_ids", *_FLATTENED) if batch.get(name) is not None]
+    # Positions that count over the whole row are those that transformers gives it, padding on the left included.
+    said_by = None if lengths is None and named in ([], ["position_ids"]) else named[0]
+    counted = lengths
     if real is not None:
-        said_by = next((name for name in ("position_ids", *_FLATTENED) if batch.get(name) is not None), None)
         lengths = behind_padding(real.cpu(), lengths, said_by)
     ring = mesh["ring"]
     if layout == "balanced" and lengths is None:  # said, since the layout depends on where the sequence ends
@@ -109,7 +114,7 @@ def shard_batch(
     split, rank = BatchLayout.of(layout, tokens.shape[1], ring.size(), lengths), ring.get_local_rank()
     local = {
         "input_ids": split.shard(tokens, rank),
-        "position_ids": positions_of(split, rank, lengths, len(tokens)).int(),
+        "position_ids": positions_of(split, rank, counted, len(tokens)).int(),
     }
     if lengths is not None:
         local["document_lengths"] = lengths
@@ -118,7 +123,7 @@ def shard_batch(
     if targets is not None:
         local["shift_labels"] = split.shard(targets, rank, value=IGNORED)
     parts = {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
-    longest = tokens.shape[1] if lengths is None else int(lengths.max())
+    longest = tokens.shape[1] if counted is None else int(counted.max())
     padding = None if real is None else (~real).long()
     digests = [digest_integers(x).to(tokens.device) for x in (tokens, targets, lengths, padding)]
     media = media_of(batch)
@@ -149,8 +154,14 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
         if name.startswith("cu_seq_lens"):
             ends = batch[name].flatten().tolist()
             if len(ends) < 2 or ends[0] != 0 or ends[-1] != length:
-                raise UnsupportedError(f"{name} must begin with 0 and end with {length}, the tokens of input_ids")
-            said[name] = [after - before for before, after in pairwise(ends)]
+                raise UnsupportedError(
+                    f"{name} must begin with 0 and end with {length}, the tokens of input_ids; got "
+                    f"{' to '.join(map(str, (ends[:1] + ends[-1:]))) or 'none'}"
+                )
+            each = [after - before for before, after in pairwise(ends)]
+            if min(each) < 0:
+                raise UnsupportedError(f"{name} must not decrease, as behind entry {each.index(min(each))}")
+            said[name] = [size for size in each if size]  # lists of a fixed size repeat an end
         elif name == "seq_idx":
             if batch[name].shape != (1, length):
                 raise UnsupportedError(f"seq_idx has shape {tuple(batch[name].shape)}, input_ids (1, {length})")
@@ -159,28 +170,24 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
         raise UnsupportedError(f"{given[0]} needs position_ids or cu_seq_lens_q beside it")
     first, documents = next(iter(said.items()))
     for name, others in said.items():
-        if others != documents or min(others) < 1:
-            raise UnsupportedError(f"{first} and {name} say different documents: lengths {documents} and {others}")
+        if others != documents:
+            number = next(i for i, (one, other) in enumerate(zip(documents, others, strict=False)) if one != other)
+            raise UnsupportedError(
+                f"{first} and {name} say different documents, {len(documents)} and {len(others)}: number {number} "
+                f"(from 0) has {documents[number]} and {others[number]} tokens"
+            )
     for name in ("max_length_q", "max_length_k"):
         if batch.get(name) is not None and int(batch[name]) != max(documents):
             raise UnsupportedError(f"{name}={int(batch[name])}, the longest document has {max(documents)} tokens")
     return torch.tensor([documents]) if len(documents) > 1 else None
 
 
-def _real_tokens(batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Which tokens (B, S) are no padding; None where nothing marks it."""
-    mask = batch.get("attention_mask")
-    if mask is None:
-        return None
-    _check_shape(batch, "attention_mask")
-    real = marked_tokens(mask)
-    if not bool((beginnings(real).sum(1) == 1).all()):
-        raise UnsupportedError("attention_mask may only mark padding left or right of the tokens of each sequence")
-    return real
+def targets_of(batch: Mapping[str, Tensor], real: Tensor | None) -> Tensor | None:
+    """The target of each token, -100 where there is none. Shape (B, S).
 
-
-def _targets(batch: Mapping[str, Tensor], real: Tensor | None) -> Tensor | None:
-    """The target of each token, -100 where there is none. Shape (B, S)."""
+    Raises:
+        UnsupportedError: labels of another shape or dtype, or that padding would predict.
+    """
     for name in ("labels", "shift_labels"):
         if name not in batch:
             continue
@@ -189,14 +196,14 @@ def _targets(batch: Mapping[str, Tensor], real: Tensor | None) -> Tensor | None:
             raise UnsupportedError(f"{name} must be integers, got {batch[name].dtype}; convert them with .long()")
     if "shift_labels" in batch:
         targets = batch["shift_labels"].long()
-        if "labels" in batch and not torch.equal(_shift(batch["labels"].long(), IGNORED)[:, :-1], targets[:, :-1]):
+        if "labels" in batch and not torch.equal(_shift(batch["labels"].long())[:, :-1], targets[:, :-1]):
             raise UnsupportedError("labels, shifted by one, are not shift_labels; give one of them")
     elif "labels" in batch:
-        targets = _shift(batch["labels"].long(), IGNORED)
+        targets = _shift(batch["labels"].long())
     else:
         return None
-    if real is not None:
-        targets = targets.masked_fill(~(real & _shift(real, 0)), IGNORED)
+    name = "shift_labels" if "shift_labels" in batch else "labels"
+    refuse_targets_of_padding(targets != IGNORED, real, name, int(name == "labels"))
     return targets
 
 
@@ -207,8 +214,8 @@ def _check_shape(batch: Mapping[str, Tensor], name: str) -> None:
         )
 
 
-def _shift(x: Tensor, last: int) -> Tensor:
-    return torch.cat((x[:, 1:], x.new_full((len(x), 1), last)), 1)
+def _shift(x: Tensor) -> Tensor:
+    return torch.cat((x[:, 1:], x.new_full((len(x), 1), IGNORED)), 1)
 
 
 def positions_of(split: BatchLayout, rank: int, lengths: Tensor | None, rows: int) -> Tensor:

@@ -3,6 +3,8 @@
 B batch, S global tokens.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,57 @@ def marked_tokens(attention_mask: Tensor) -> Tensor:
             "position_ids that start from 0 for each"
         )
     return real
+
+
+def real_tokens(batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Which tokens (B, S) of a batch are no padding; None where nothing marks it. Of some rows none may be.
+
+    Raises:
+        UnsupportedError: a mask of another shape or values, or with holes.
+    """
+    mask, shape = batch.get("attention_mask"), tuple(batch["input_ids"].shape)
+    if mask is None:
+        return None
+    if mask.shape != shape:
+        raise UnsupportedError(
+            f"attention_mask has shape {tuple(mask.shape)}, a ring takes {shape} as of input_ids: 1 for tokens, 0 for "
+            "padding. Give packed documents by position_ids that start from 0 for each; other masks are for attention "
+            "by itself, rs.ring_attention(q, k, v, mask=...)"
+        )
+    real = marked_tokens(mask)
+    again = beginnings(real).int()
+    if bool((again.sum(1) > 1).any()):
+        row = int((again.sum(1) > 1).int().argmax())
+        first, then = again[row].nonzero()[:2, 0].tolist()
+        hole = first + int(real[row, first:].int().argmin())
+        raise UnsupportedError(
+            f"attention_mask[{row}, {hole}:{then}] is 0 between tokens, and it may only mark padding left or right of "
+            "the tokens of each sequence; leave these tokens out of the row, or give them 1 and, where they are not "
+            "to be learnt, labels of -100. Keep documents apart by position_ids that start from 0 for each"
+        )
+    return real
+
+
+def refuse_targets_of_padding(has_target: Tensor, real: Tensor | None, name: str, shift: int) -> None:
+    """Refuse a target that would be computed of padding, whose hidden states have no meaning that two programs share.
+
+    Args:
+        has_target: which tokens (B, S) have one; those of padding may not.
+        real: which tokens are no padding (B, S); None for all of them.
+        name: of the targets in the batch, and ``shift`` how much further a token's is there.
+    """
+    if real is None or not bool((of_padding := has_target & ~real).any()):
+        return
+    row, place = of_padding.nonzero()[0].tolist()
+    remedy = f"set {name}[attention_mask == 0] = -100"
+    if shift and bool(real[row, place:].any()):
+        remedy = (
+            f"pad on the right (tokenizer.padding_side = 'right'), or set {name} to -100 up to the first token behind "
+            "padding"
+        )
+    raise UnsupportedError(
+        f"{name}[{row}, {place + shift}] would be predicted from padding: attention_mask[{row}, {place}] is 0; {remedy}"
+    )
 
 
 def beginnings(real: Tensor) -> Tensor:

@@ -28,10 +28,10 @@ from ringspan.torch.generate.masks import layer_masks, real_runs
 from ringspan.torch.generate.positions import new_positions, new_shifts
 from ringspan.torch.layers.blockwise.head import head_of
 from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, cache_name, name_ours
-from ringspan.torch.layers.decoder import finished_logits
+from ringspan.torch.layers.decoder import finished_logits, text_config
 from ringspan.torch.layers.modules import class_name
-from ringspan.torch.layers.numbering import first_position, told
-from ringspan.torch.layers.positions import beyond_table
+from ringspan.torch.layers.numbering import counts_real_tokens, first_position, told
+from ringspan.torch.layers.positions import beyond_table, rotates
 from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.multimodal.checks import check_media
@@ -184,8 +184,11 @@ def over_cache(
     if attention_mask is not None and not bool(attention_mask.all()):
         real = real_runs(attention_mask)
     if position_ids is None:
-        position_ids = new_positions(model, cache, len(ids), count, attention_mask, media)
-        position_ids = position_ids + first_position(model.get_submodule(model.ring_decoder))
+        decoder = model.get_submodule(model.ring_decoder)
+        # As transformers' forward counts, which differs from its ``generate`` where more than distances matter.
+        skips = rotates(text_config(model.config)) or has_grid_positions(model) or counts_real_tokens(decoder)
+        position_ids = new_positions(model, cache, len(ids), count, attention_mask if skips else None, media)
+        position_ids = position_ids + first_position(decoder)
     position_ids = position_ids.to(device).expand(*position_ids.shape[:-2], len(ids), -1)  # with a time, row and column
     shifts = new_shifts(cache, position_ids, attention_mask) if has_grid_positions(model) else None
     set_global_length(model.get_submodule(model.ring_decoder), int(position_ids.max()) + 1)

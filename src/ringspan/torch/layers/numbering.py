@@ -51,6 +51,14 @@ def number_tokens(decoder: PreTrainedModel) -> None:
                     mix_in(module, _Counting, offset=first + 1)
 
 
+def counts_real_tokens(decoder: nn.Module) -> bool:
+    """Whether a decoder's own forward counts positions from the first token that is no padding (OPT by its mask,
+    RoBERTa by its pad token), where others count padding on the left too.
+    """
+    code = inspect.unwrap(forward_of(decoder)).__code__
+    return "cumsum" in code.co_names or skipped_token(decoder) is not None
+
+
 def first_position(decoder: nn.Module) -> int:
     """The row of its table that a decoder's own forward has for the first token."""
     return next((module.offset for module in decoder.modules() if isinstance(module, _Behind)), 0)

@@ -126,6 +126,11 @@ def rotates_by_length(config: PreTrainedConfig) -> bool:
     return any(each.get("rope_type") in ("dynamic", "longrope") for each in _rope_tables(config))
 
 
+def rotates(config: PreTrainedConfig) -> bool:
+    """Whether the positions of a text model are rotary, of which only distances matter."""
+    return bool(_rope_tables(config)[0]) or hasattr(config, "rotary_dim")
+
+
 def _rope_tables(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """What the config says of rotary positions, of all layers alike or of each type of them."""
     rope = getattr(config, "rope_parameters", None) or {}

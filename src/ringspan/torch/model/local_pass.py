@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.data.batch import positions_of
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.media import Media
 from ringspan.torch.layers.modules import class_name
-from ringspan.torch.layers.numbering import told
+from ringspan.torch.layers.numbering import counts_real_tokens, told
 from ringspan.torch.layers.positions import note_length
 from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.model.recurrent import starts_of
@@ -41,6 +42,11 @@ def local_hidden_states(
         UnsupportedError: the model's layers are not told of packed documents.
     """
     decoder = model.get_submodule(model.ring_decoder)
+    if document_lengths is not None and counts_real_tokens(decoder):
+        ring = model.ring_mesh["ring"]
+        split = BatchLayout.of(model.ring_layout, position_ids.shape[1] * ring.size(), ring.size(), document_lengths)
+        inside = positions_of(split, ring.get_local_rank(), document_lengths, len(document_lengths))
+        position_ids = inside.to(position_ids)
     set_global_length(decoder, longest)
     if model.training:
         _note_length(model, longest)

@@ -89,11 +89,12 @@ def loss_of(mesh: Any, mask: list[int] | None, padded: list[int]) -> float:
     model = tiny_model("roberta")
     tokens = tiny_tokens(11)
     tokens[:, padded] = model.config.pad_token_id
-    batch = {"input_ids": tokens, "labels": tokens} | ({} if mask is None else {"attention_mask": torch.tensor([mask])})
+    batch = {"input_ids": tokens, "labels": tokens}
+    if mask is not None:
+        real = torch.tensor([mask])
+        batch = {"input_ids": tokens, "attention_mask": real, "labels": tokens.masked_fill(real.roll(1) == 0, -100)}
     if mesh is None:
-        real = batch["attention_mask"] == 1
-        labels = tokens.masked_fill(~(real & real.roll(1)), -100)  # nor does padding predict the first real token
-        return model(**batch | {"labels": labels}).loss.item()
+        return model(**batch).loss.item()
     return rs.parallelize(model, mesh)(**rs.shard_batch(batch, mesh)).loss.item()
 
 

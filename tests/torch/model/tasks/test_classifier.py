@@ -112,9 +112,12 @@ def refused(mesh: Any, what: str) -> str:
         model = rs.parallelize(classifier("llama", auto, **changes), mesh)
         given = batch("right")
         if what == "labels":
-            given["labels"] = given["input_ids"]
+            given["labels"] = torch.full_like(given["input_ids"], -100)
+        if what == "empty row":
+            given["attention_mask"][1] = 0
         if what == "logprobs":
-            rs.token_logprobs(model, rs.shard_batch(given | {"labels": given["input_ids"]}, mesh))
+            given["labels"] = torch.full_like(given["input_ids"], -100)
+            rs.token_logprobs(model, rs.shard_batch(given, mesh))
         model(**rs.shard_batch(given, mesh))
     return str(caught.value)
 
@@ -125,6 +128,7 @@ def refused(mesh: Any, what: str) -> str:
         ("dropout", "LlamaForTokenClassification: dropout drops 0.1 of what its head is given"),
         ("padding", "LlamaForSequenceClassification has no pad_token_id, which tells where each of 4 sequences ends"),
         ("labels", "LlamaForSequenceClassification takes no labels on a ring; compute the loss of its logits"),
+        ("empty row", "row 1: its last token that is no pad_token_id (7) is padding by attention_mask; leave rows of"),
         ("logprobs", "LlamaForSequenceClassification predicts no tokens; give token_logprobs a causal"),
     ],
 )

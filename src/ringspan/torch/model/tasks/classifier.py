@@ -148,6 +148,7 @@ class RingClassifier(RingCausalLM):
         places = split.positions(ring.get_local_rank()).to(input_ids.device).expand(input_ids.shape)
         last = _last_places(self, input_ids, places, whole)
         is_here = places == last[:, None]
+        _refuse_padding(self, is_here, real_tokens)
         rows = torch.arange(len(hidden), device=hidden.device)
         pooled = head(hidden[rows, is_here.int().argmax(1)])
         # Of each row one rank has the token, and what it computes of it; the others add nothing.
@@ -155,6 +156,19 @@ class RingClassifier(RingCausalLM):
         precise = own.to(torch.promote_types(own.dtype, torch.float32))
         logits = Sum.apply(precise, [ring.get_group()]).to(pooled.dtype)
         return SequenceClassifierOutputWithPast(logits=watch_backward(logits))
+
+
+def _refuse_padding(model: Any, is_here: Tensor, real: Tensor | None) -> None:
+    """Refuse logits of padding, which are not those of one process, on all ranks of all replicas."""
+    of_padding = torch.zeros_like(is_here) if real is None else is_here & ~real
+    found = torch.where(of_padding.any(1), torch.arange(1, len(is_here) + 1, device=is_here.device), 0).amax()
+    for axis in ("ring", "replicate"):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=model.ring_mesh[axis].get_group())
+    if row := int(found):
+        raise UnsupportedError(
+            f"row {row - 1}: its last token that is no pad_token_id ({model.config.get_text_config().pad_token_id}) is "
+            "padding by attention_mask; leave rows of padding alone out, and pad with that token"
+        )
 
 
 def _last_places(model: Any, ids: Tensor, places: Tensor, length: int) -> Tensor:
