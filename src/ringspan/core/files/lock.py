@@ -5,7 +5,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from ringspan.core.errors import ConfigError
 
@@ -30,7 +30,7 @@ class FileLock:
         self._path, self._holding, self._remedy = path, holding, remedy
         self._descriptor: int | None = None
 
-    def __enter__(self) -> "FileLock":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

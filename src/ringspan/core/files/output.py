@@ -5,7 +5,7 @@ import os
 import select
 import sys
 from contextlib import suppress
-from typing import Final
+from typing import Final, TextIO
 
 from ringspan.core.errors import ClosedPipe, OutputError, RingspanError
 
@@ -40,11 +40,13 @@ def drop_output() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _nobody_reads(stream: object) -> bool:
+def _nobody_reads(stream: TextIO | None) -> bool:
     """Whether a stream is a pipe whose reader has closed it."""
+    if stream is None:  # where the shell has closed it
+        return False
     poll = select.poll()
     try:
-        poll.register(stream.fileno(), 0)  # pyright: ignore[reportAttributeAccessIssue]
+        poll.register(stream.fileno(), 0)
     except (AttributeError, OSError, ValueError):  # no file
         return False
     return any(events & select.POLLERR for _, events in poll.poll(0))
