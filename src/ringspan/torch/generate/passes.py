@@ -177,7 +177,10 @@ def over_cache(
     """New tokens (B, n) and their images, the same on every rank, over a cache: logits of the last ``logits_to_keep``
     of them, all when 0, and the cache with these tokens in it.
     """
-    cache = model.new_cache() if past_key_values is None else past_key_values
+    cache = past_key_values
+    if cache is None:  # a processor asks, while the model generates
+        cache = model.new_cache()
+        cache.read_by(reader_of(model))
     device = next(iter(model.get_input_embeddings().parameters())).device
     ids, count, before = input_ids.to(device), input_ids.shape[1], cache.shares.length
     real = None
