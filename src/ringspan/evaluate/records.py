@@ -90,8 +90,12 @@ class Records:
 
     def add(self, record: dict[str, Any]) -> None:
         """Append a record, on the disk before this returns."""
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = str(self.path)  # which a write does not know
+            raise
         self.by_key[tuple(record["key"])] = record
