@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_a_small_model_goes_from_files_to_shards_and_back(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "weights.py"), str(tmp_path / "model")]
     options = ["--size", "tiny", "--ranks", "2", "--replicate", "2", "--result", str(tmp_path / "result.json")]

@@ -41,6 +41,7 @@ def test_a_question_behind_a_video_is_answered_from_an_early_frame(tmp_path):
     assert (tmp_path / "out" / "config.json").is_file()
 
 
+@pytest.mark.long
 def test_a_diffusion_transformer_has_the_gradients_of_one_process(tmp_path):
     pytest.importorskip("diffusers")
     found = re.search(r"loss (\S+) -> (\S+); gradients within (\S+) of", ran("diffusion", tmp_path, "--steps", "20"))
@@ -51,7 +52,7 @@ def test_a_diffusion_transformer_has_the_gradients_of_one_process(tmp_path):
     ("name", "needs", "written"),
     [
         ("lora", "peft", "adapter_config.json"),
-        ("lightning_trainer", "lightning", "model/config.json"),
+        pytest.param("lightning_trainer", "lightning", "model/config.json", marks=pytest.mark.long),
     ],
 )
 def test_an_example_learns_what_it_says(tmp_path, name, needs, written):

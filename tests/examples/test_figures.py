@@ -30,6 +30,7 @@ def compared(options: list[str]) -> None:
     called("in_context_rl", "compare", options)
 
 
+@pytest.mark.long
 def test_agents_are_compared_and_a_run_that_was_ended_continues(tmp_path, monkeypatch):
     result = tmp_path / "grid.json"
     options = [*WORLD, "--trajectories=bc,1,3", f"--output={tmp_path / 'agents'}", f"--result={result}"]

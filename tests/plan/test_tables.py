@@ -20,11 +20,13 @@ def rows(name):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
+@pytest.mark.long
 def test_the_pages_hold_every_table_as_the_code_computes_it():
     assert [name for name in re.findall(r"<!-- table ([a-z-]+) -->", PAGE) if name in TABLES] == list(TABLES)
     assert fill(PAGE) == PAGE
 
 
+@pytest.mark.long
 def test_a_changed_number_is_noticed():
     assert fill(PAGE.replace("| 14.4 |", "| 14.5 |")) == PAGE != PAGE.replace("| 14.4 |", "| 14.5 |")
 

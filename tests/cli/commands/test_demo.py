@@ -28,6 +28,7 @@ def test_one_process_says_how_far_a_step_is():
     assert ways[0] == "forward" and "backward" in ways and all(" of 2, 0 s" in line for line in said)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_demo_trains_proves_measures_and_reports(monkeypatch, capfd, tmp_path):
     arguments = ["--run", str(tmp_path / "demo"), "--steps", "2", "--length", "256", "--json"]
