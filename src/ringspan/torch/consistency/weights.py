@@ -32,7 +32,7 @@ def check_finite(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: naming the first of them; on that rank.
     """
-    if dist.get_rank() == int(mesh.mesh.min()) and dist.get_backend(mesh["ring"].get_group()) != "fake":
+    if dist.get_backend(mesh["ring"].get_group()) != "fake" and dist.get_rank() == int(mesh.mesh.min()):
         refuse_not_finite(part for name, weight in model.named_parameters() for part in plain_parts(name, weight))
 
 
