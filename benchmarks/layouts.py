@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 import ringspan as rs
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.pairs import pairs_before, stretches
-from ringspan.core.schedule.paths import find_paths
+from ringspan.core.schedule.paths import Paths, find_paths
 from ringspan.core.schedule.route import IntArray, Route
 
 RESULT: Final = Path(__file__).parent / "results" / "layouts-counts.json"
@@ -165,12 +165,12 @@ def carried(layout: Layout, documents: list[int]) -> dict[str, object]:
         find_paths(layout, layout, rs.documents(documents), Route.parse(name, layout.ranks))
         for name in ("ring", "all-gather")
     )
-    needed = straight.carried[1:]  # by the rank that is so many steps behind the owner
+    needed = _hulls(straight)[1:]  # by the rank that is so many steps behind the owner
     is_needed = _tokens(needed) > 0
     # What ranks farther on need as well, either way around.
     on = np.minimum.accumulate(needed[::-1])[::-1], np.minimum.accumulate(needed)
     passed = min(on, key=lambda each: int(_tokens(each).sum()))
-    arrives = _tokens(ring.carried)[1:]
+    arrives = ring.tokens(ring.carried)[1:]
     is_needed_on_ring = is_needed if ring.itinerary.visitor[1, 0] == 1 else is_needed[::-1]
     return {
         "ring": _counted(arrives, is_needed_on_ring),
@@ -178,8 +178,18 @@ def carried(layout: Layout, documents: list[int]) -> dict[str, object]:
     }
 
 
+def _hulls(paths: Paths) -> IntArray:
+    """What is carried at each hop of each owner's spans, see ``Paths``. Shape (hops, owners, spans, 2)."""
+    hop, owner = np.nonzero(paths.place >= 0)
+    row = np.arange(paths.first[-1])
+    place = np.searchsorted(paths.first, row, "right") - 1
+    hulls = np.full((*paths.place.shape, int(np.diff(paths.first).max(initial=1)), 2), paths.nothing, np.int64)
+    hulls[hop[place], owner[place], row - paths.first[place]] = paths.carried[:, row].T
+    return hulls
+
+
 def _tokens(hulls: IntArray) -> IntArray:
-    """Tokens of each hop's and owner's hulls, see ``Paths``."""
+    """Tokens of each hop's and owner's hulls."""
     return np.maximum(-hulls.sum(-1), 0).sum(-1)
 
 

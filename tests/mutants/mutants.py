@@ -278,8 +278,8 @@ MUTANTS = [
     Mutant(
         "last hop skipped",
         "core/schedule/schedule.py",
-        "in enumerate(zip(owners, parts, strict=True)):",
-        "in enumerate([*zip(owners, parts, strict=True)][: max(1, len(owners) - 1)]):",
+        "zip(range(len(found)), owners, found, strict=True)",
+        "zip(range(max(1, len(found) - 1)), owners, found)",
         EXACTLY_ONCE,
     ),
     *(
@@ -334,7 +334,7 @@ MUTANTS = [
     Mutant(
         "queries sent by the mask of the keys",
         "core/schedule/paths.py",
-        "layout, keys, regions = keys, layout, regions[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])",
+        "layout, keys, regions = keys, layout, transposed(regions)",
         "layout, keys = keys, layout",
         CARRIED,
     ),
@@ -354,9 +354,9 @@ MUTANTS = [
     ),
     Mutant(
         "window passed on unchanged to each block",
-        "core/geometry/tile.py",
-        "max(lo - q0 + k0, 1 - columns), min(hi - q0 + k0, rows - 1)",
-        "max(lo - q0 + k0, 1 - columns), min(hi, rows - 1)",
+        "core/geometry/meetings.py",
+        "np.minimum(hi - i0 + j0, i1 - i0 - 1)",
+        "np.minimum(hi, i1 - i0 - 1)",
         EXACTLY_ONCE,
     ),
     Mutant(
@@ -418,15 +418,15 @@ MUTANTS = [
     Mutant(
         "block thinned one hop too early",
         "core/schedule/paths.py",
-        "carried[earlier] = _hull(carried[earlier], passed)",
-        "carried[earlier] = carried[earlier]",
+        "            self.carried[:, before] = np.minimum(self.carried[:, before], passed)\n",
+        "",
         CARRIED,
     ),
     Mutant(
         "blocks passed on by ranks that do not compute with them",
         "core/schedule/paths.py",
-        "is_straight[hop] = (2 * shared < sent) & (earlier > 0)",
-        "is_straight[hop] = False",
+        "self.is_straight[places] = 2 * np.add.reduceat(shared, starts) < np.add.reduceat(sent, starts)",
+        "self.is_straight[places] = False",
         "core/schedule/test_schedule.py::test_what_a_neighbour_has_no_use_for_comes_from_its_owner",
     ),
     Mutant(
@@ -474,8 +474,8 @@ MUTANTS = [
     Mutant(
         "ranks group heads by their own tiles",
         "core/schedule/schedule.py",
-        "tuple(hops), paths.tile_pairs,",
-        "tuple(hops), sum(h.num_pairs for h in hops) // max(1, sum(len(h.bands) for h in hops)),",
+        "rank, layout.ranks, hops, paths.tile_pairs,",
+        "rank, layout.ranks, hops, sum(h.num_pairs for h in hops) // max(1, sum(len(h.bands) for h in hops)),",
         "torch/attention/test_ring.py::test_ranks_with_different_work_take_the_same_groups_of_heads[documents]",
     ),
     Mutant(

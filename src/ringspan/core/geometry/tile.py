@@ -9,20 +9,14 @@ For example, causal (lo = 0) on two striped ranks: rank 0's queries 0, 2, 4 and 
 ceil((0 - (0 - 1)) / 2) = 1``: query 0 sees none of them, query 2 sees key 1, query 4 sees keys 1 and 3.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ringspan.core.geometry.layout import Span
 
-MAX_MEETINGS: Final = 1 << 20  # of spans and regions in one numpy call: bounds the memory of a schedule
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Tile:
+class Tile(NamedTuple):  # not a data class, of which thousands take long to make and to hash
     """Rows [q0, q1) of one rank's queries x columns [k0, k1) of one rank's keys, with a band.
 
     Row i and column j, both counted from the tile's corner, are allowed when ``lo <= i - j <= hi``. Every row sees a
@@ -152,71 +146,30 @@ def cut(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None:
 
 
 def meet(
-    q_start: NDArray[np.int64],
-    q_count: NDArray[np.int64],
-    k_start: NDArray[np.int64],
-    k_count: NDArray[np.int64],
+    q_start: NDArray[np.int64] | int,
+    q_count: NDArray[np.int64] | int,
+    k_start: NDArray[np.int64] | int,
+    k_count: NDArray[np.int64] | int,
     step: int,
     regions: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Where spans meet regions, all arguments broadcast together; ``regions`` has the columns of ``Mask.table`` last.
+    """Where spans meet regions, all arguments broadcast together; ``regions`` has the columns of ``Mask.table`` first.
 
-    Returns columns i0, i1, j0, j1, lo, hi: span-local rows and columns with absolute bounds ``lo <= i - j <= hi``,
-    rows that see no key and keys that no row sees cut off. An empty meeting has ``i1 <= i0``.
+    Returns rows i0, i1, j0, j1, lo, hi: span-local rows and columns with absolute bounds ``lo <= i - j <= hi``, rows
+    that see no key and keys that no row sees cut off. An empty meeting has ``i1 <= i0``.
     """
-    q0, q1, k0, k1, low, high = np.moveaxis(regions, -1, 0)
-    offset = q_start - k_start
+    q0, q1, k0, k1, low, high = regions
+    offset = np.subtract(q_start, k_start)
     lo, hi = -((offset - low) // step), (high - offset) // step  # ceil and floor
-    i0, i1 = _clip_to_span(q0, q1, q_start, q_count, step)
-    j0, j1 = _clip_to_span(k0, k1, k_start, k_count, step)
+    # Span indices whose positions lie in the region.
+    i0, i1 = np.maximum(-((q_start - q0) // step), 0), np.minimum(-((q_start - q1) // step), q_count)
+    j0, j1 = np.maximum(-((k_start - k0) // step), 0), np.minimum(-((k_start - k1) // step), k_count)
     empty = (i1 <= i0) | (j1 <= j0) | (lo > hi)
     # As in ``cut``: rows that see no key, then keys that no row sees.
     i0, i1 = np.maximum(i0, j0 + lo), np.minimum(i1, j1 + hi)
     j0, j1 = np.maximum(j0, i0 - hi), np.minimum(j1, i1 - lo)
     i1 = np.where(empty | (j1 <= j0), i0, i1)
-    return np.stack(np.broadcast_arrays(i0, i1, j0, j1, lo, hi), axis=-1)
-
-
-def _clip_to_span(
-    first: NDArray[np.int64], stop: NDArray[np.int64], start: NDArray[np.int64], count: NDArray[np.int64], step: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Span indices whose positions lie in [first, stop)."""
-    return np.maximum(-((start - first) // step), 0), np.minimum(-((start - stop) // step), count)
-
-
-def bands_between(
-    pairs: Sequence[tuple[tuple[Span, ...], tuple[Span, ...]]], regions: NDArray[np.int64]
-) -> list[tuple[Tile, ...]]:
-    """For each pair of query spans and key spans all tiles of the queries against the keys, in indices of what the
-    spans hold one behind the other, joined where they touch, each with whatever band it has.
-    """
-    found: list[list[Tile]] = [[] for _ in pairs]
-    meetings: list[tuple[int, int, int]] = []  # which pair, and where its spans begin in storage
-    spans: list[tuple[int, int, int, int]] = []
-    for number, (queries, keys) in enumerate(pairs):
-        row = 0
-        for query in queries:
-            column = 0
-            for key in keys:
-                assert query.step == key.step, "both sides of an attention share one layout, hence one step"
-                meetings.append((number, row, column))
-                spans.append((query.start, query.count, key.start, key.count))
-                column += key.count
-            row += query.count
-    step = next((query.step for queries, _ in pairs for query in queries), 1)
-    at_once = max(1, MAX_MEETINGS // max(1, len(regions)))
-    for first in range(0, len(spans), at_once):
-        sides = np.array(spans[first : first + at_once]).T[..., None]
-        met = meet(sides[0], sides[1], sides[2], sides[3], step, regions)
-        which, region = np.nonzero(met[..., 1] > met[..., 0])
-        met_by: list[int] = which.tolist()
-        tiles: list[list[int]] = met[which, region].tolist()
-        for index, bounds in zip(met_by, tiles, strict=True):
-            number, row, column = meetings[first + index]
-            tile = cut(*bounds)
-            assert tile is not None, "meet gives an empty meeting no rows"
-            found[number].append(tile.shifted(row, column))
-    return [tuple(join(each)) for each in found]
+    return np.stack(np.broadcast_arrays(i0, i1, j0, j1, lo, hi))
 
 
 def join(tiles: Iterable[Tile]) -> list[Tile]:

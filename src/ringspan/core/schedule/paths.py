@@ -4,93 +4,170 @@ without their tiles. ``schedule.py`` reads one rank's part off it.
 H hops, N ranks.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Final, NamedTuple
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import UNBOUNDED, Mask
-from ringspan.core.geometry.tile import MAX_MEETINGS, meet
+from ringspan.core.geometry.meetings import Runs, each_of, meet_runs, stripe_cells, stripe_hulls, transposed
+from ringspan.core.geometry.ranges import Ranges, union
 from ringspan.core.schedule.route import IntArray, Itinerary, Route
 
-# A hull is its first index and minus the one past its last, so that the wider of two bounds is the smaller number.
-NOTHING: Final = UNBOUNDED
-_SIGNS: Final = np.array([1, -1])
-_FEW_MEETINGS: Final = 1 << 12  # below, Python takes longer to call numpy than numpy to answer
+_MOST_PAIRS: Final = 1 << 15  # of ranks in one numpy call
 
 
 @dataclass(frozen=True)
 class Paths:
-    """What is sent of every owner's block: per (hop, owner, span) the hull of storage indices, see ``_hull``.
+    """What is sent of every owner's block: a hull of storage indices for each of its spans that other ranks need.
 
-    ``is_straight`` (hops, owners): sent by the owner, not by the rank before. ``handed_on`` is the part of a gradient
-    that the rank of a hop gets from the rank before it. ``pairs`` are those of each rank, or a few more.
+    Only hops at which a rank needs anything of an owner's block have a place, and rows, one per span: ``place`` (hops,
+    owners) is its number or -1, and ``first`` its first row. A hull is its first index and minus the one past its last,
+    so that the wider of two bounds is the smaller number; hulls are (2, rows + 1), the last row empty. ``needed`` is
+    what the rank of a hop computes with, ``before`` the row of the same span at the hop at which it is sent, and
+    ``is_straight``, of each place: sent by the owner, not by the rank before. ``pairs`` are those of each rank, or a
+    few more.
     """
 
     itinerary: Itinerary
+    place: IntArray
+    first: IntArray
+    before: IntArray
+    needed: IntArray
     carried: IntArray
     is_straight: NDArray[np.bool_]
-    gradient: IntArray
-    handed_on: IntArray
     pairs: IntArray
     tile_pairs: int
+
+    @cached_property
+    def gradients(self) -> tuple[IntArray, IntArray]:
+        """What of a block's gradient the rank of a hop holds, and what of that it gets from the rank before it."""
+        # A gradient covers what its ranks have seen so far, so it grows on its way as the block shrinks. A rank that no
+        # longer gets some rows of the block cannot add to theirs: they go to the owner from here (``Hop``).
+        held, handed_on = self.needed.copy(), np.full_like(self.needed, self.nothing)
+        for hop, places, rows in self.hops():
+            if self.itinerary.behind[hop]:
+                received = np.where(self._of_rows(self.is_straight, places), self.nothing, self.carried[:, rows])
+                handed_on[:, rows] = _overlap(held[:, self.before[rows]], received, self.nothing)
+                held[:, rows] = np.minimum(held[:, rows], handed_on[:, rows])
+        return held, handed_on
+
+    @property
+    def nothing(self) -> int:
+        """An index past all tokens."""
+        return int(self.needed[0, -1])
+
+    def hops(self) -> Iterator[tuple[int, slice, slice]]:
+        """Places and rows of each hop whose blocks are not all sent from hop 0."""
+        ends = np.count_nonzero(self.place >= 0, axis=1).cumsum()
+        rows: list[int] = self.first[ends].tolist()
+        for hop, (start, end) in enumerate(pairwise(ends.tolist()), 1):
+            if start < end and self.itinerary.posted[hop]:
+                yield hop, slice(start, end), slice(rows[hop - 1], rows[hop])
+
+    def _of_rows(self, values: NDArray[np.bool_], places: slice) -> NDArray[np.bool_]:
+        """Of each row of some places what each place is given."""
+        counts = np.diff(self.first[places.start : places.stop + 1])
+        return values[places] if counts.sum() == len(counts) else values[places].repeat(counts)
+
+    def pass_on(self) -> None:
+        """Cut each block, from the last hop back, to the hull of what is still needed."""
+        # What a rank still needs passes through the one before, if that one computes with half of it too, and else
+        # comes from the owner. With less than half, ever more would be sent to ranks that do not need it; from the
+        # owner alone, a block would not stay among neighbours.
+        for _, places, rows in reversed(list(self.hops())):
+            starts, before, passed = self.first[places] - rows.start, self.before[rows], self.carried[:, rows]
+            shared, sent = (_sizes(of) for of in (np.maximum(self.needed[:, before], passed), passed))
+            self.is_straight[places] = 2 * np.add.reduceat(shared, starts) < np.add.reduceat(sent, starts)
+            passed = np.where(self._of_rows(self.is_straight, places), self.nothing, passed)
+            self.carried[:, before] = np.minimum(self.carried[:, before], passed)
+
+    def straight(self, hop: int, owner: int) -> bool:
+        """The block comes from its owner, past the rank that has it a hop before."""
+        place = self.place[hop, owner]
+        return place >= 0 and bool(self.is_straight[place])
+
+    def ranges(self, hulls: IntArray, hop: int, owner: int) -> Ranges:
+        """Some hulls of a block as ranges."""
+        place = self.place[hop, owner]
+        if place < 0:
+            return ()
+        bounds: list[list[int]] = hulls[:, self.first[place] : self.first[place + 1]].T.tolist()
+        return union([(start, -minus_stop) for start, minus_stop in bounds])
+
+    def tokens(self, hulls: IntArray) -> IntArray:
+        """How many tokens they are of every owner at every hop. Shape (hops, owners)."""
+        found = np.zeros(self.place.shape, np.int64)
+        if len(self.is_straight):
+            found[self.place >= 0] = np.add.reduceat(_sizes(hulls), self.first[:-1])
+        return found
 
     @cached_property
     def source(self) -> IntArray:
         """Which rank sends a rank its block of a hop. Shape (hops, ranks)."""
         way = self.itinerary
-        return np.where(np.take_along_axis(self.is_straight, way.owner, 1), way.owner, way.source)
+        place = np.take_along_axis(self.place, way.owner, 1)
+        return np.where(np.append(self.is_straight, False)[place], way.owner, way.source)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # each is of all ranks
 def find_paths(layout: Layout, keys: Layout, mask: Mask, route: Route) -> Paths:
     """The paths of all blocks of an attention on a route without Ulysses groups."""
-    needed, pairs, tile_pairs = _needed(layout, keys, mask, route.passes_queries)
+    needs = _needed(layout, keys, mask, route.passes_queries)
     blocks = layout if route.passes_queries else keys
-    tokens = [blocks.tokens_of(owner) for owner in range(blocks.ranks)]
-    candidates = (_paths_along(needed, way, tokens, pairs, tile_pairs) for way in route.itineraries(layout.ranks))
+    tokens = np.array([blocks.tokens_of(owner) for owner in range(blocks.ranks)])
+    candidates = (_paths_along(needs, way, tokens) for way in route.itineraries(layout.ranks))
     # Of the two directions around a ring, under a causal mask one sends less, or earlier: the layout decides which.
     return min(candidates, key=_tokens_and_hops)
 
 
 def _tokens_and_hops(paths: Paths) -> tuple[int, int]:
     """How many tokens are sent, and the hops at which they arrive, summed up."""
-    sent = _sizes(paths.carried).sum((1, 2))
+    sent = paths.tokens(paths.carried).sum(1)
     return int(sent.sum()), int(sent @ np.arange(len(sent)))
 
 
-def _paths_along(needed: IntArray, way: Itinerary, tokens: list[int], pairs: IntArray, tile_pairs: int) -> Paths:
-    """Order the needs (owner, visitor, span, bound) by hop; a block is cut to the hull of what is still needed.
-
-    ``tokens`` are those of each owner.
+class _Needs(NamedTuple):
+    """What of their blocks other ranks need. Each pair of owner and visitor that do, in order, has a row for every span
+    of the owner that any other rank needs, from ``first`` on; hulls as in ``Paths``.
     """
-    parts = np.array([[part_of(half, count) for count in tokens] for half in way.half.tolist()]) * _SIGNS
-    by_hop = _overlap(needed[np.arange(len(needed)), way.visitor], parts[:, :, None])
-    carried, is_straight = by_hop.copy(), np.zeros(by_hop.shape[:2], bool)
-    # From the last hop back: what a rank still needs passes through the one before, if that one computes with half of
-    # it too, and else comes from the owner. With less than half, ever more would be sent to ranks that do not need it;
-    # from the owner alone, a block would not stay among neighbours.
-    for hop in range(len(by_hop) - 1, 0, -1):
-        earlier = way.posted[hop]
-        shared, sent = (_sizes(of).sum(-1) for of in (_overlap(by_hop[earlier], carried[hop]), carried[hop]))
-        is_straight[hop] = (2 * shared < sent) & (earlier > 0)
-        passed = np.where(is_straight[hop, :, None, None], NOTHING, carried[hop])
-        carried[earlier] = _hull(carried[earlier], passed)
-    # At hop 0 each rank has its own block: nothing arrives, and its gradient stays.
-    carried[0] = NOTHING
-    # A gradient covers what its ranks have seen so far, so it grows on its way as the block shrinks. A rank that no
-    # longer gets some rows of the block cannot add to theirs: they go to the owner from here (``_left``).
-    gradient, handed_on = by_hop.copy(), np.full_like(by_hop, NOTHING)
-    gradient[0] = NOTHING
-    for hop in range(1, len(by_hop)):
-        if way.behind[hop]:
-            received = np.where(is_straight[hop, :, None, None], NOTHING, carried[hop])
-            handed_on[hop] = _overlap(gradient[way.behind[hop]], received)
-            gradient[hop] = _hull(handed_on[hop], gradient[hop])
-    return Paths(way, carried, is_straight, gradient, handed_on, pairs, tile_pairs)
+
+    owner: IntArray
+    visitor: IntArray
+    first: IntArray
+    hulls: IntArray
+    pairs: IntArray
+    tile_pairs: int
+
+
+def _paths_along(needs: _Needs, way: Itinerary, tokens: IntArray) -> Paths:
+    """Order the needs by hop; ``tokens`` are those of each owner."""
+    numbers = np.full((len(tokens), len(tokens)), -1, needs.hulls.dtype)
+    numbers[needs.owner, needs.visitor] = np.arange(len(needs.owner))
+    place = numbers[np.arange(len(tokens)), way.visitor]
+    is_needed = place >= 0
+    pair = place[is_needed]
+    place[is_needed] = np.arange(len(pair))
+    of_place, row = each_of(needs.first[pair], needs.first[pair + 1])
+    first = np.append(0, np.diff(needs.first)[pair].cumsum()).astype(place.dtype)
+    needed = needs.hulls[:, np.append(row, -1)]
+    if (way.half >= 0).any():
+        hop, owner = np.nonzero(is_needed)
+        start, stop = part_of(way.half[hop], tokens[owner])
+        needed[:, :-1] = _overlap(needed[:, :-1], np.stack([start, -stop])[:, of_place], needed[0, -1])
+    # At hop 0 each rank has its own block, which has no place.
+    earlier = place[way.posted][is_needed]
+    before = np.arange(len(row), dtype=place.dtype) + (first[earlier] - first[:-1])[of_place]
+    before[(earlier < 0)[of_place]] = len(row)
+    is_straight = np.zeros(len(pair), bool)
+    paths = Paths(way, place, first, before, needed, needed.copy(), is_straight, needs.pairs, needs.tile_pairs)
+    paths.pass_on()
+    return paths
 
 
 class Arrivals(NamedTuple):
@@ -115,7 +192,7 @@ def loads(layout: Layout, mask: Mask, key_layout: Layout, route: Route) -> Loads
     """What an attention asks of all ranks, without their tiles."""
     paths = find_paths(layout, key_layout, mask, route)
     way = paths.itinerary
-    carried, gradient, handed_on = (_sizes(of).sum(-1) for of in (paths.carried, paths.gradient, paths.handed_on))
+    carried, gradient, handed_on = map(paths.tokens, (paths.carried, *paths.gradients))
     before = np.take_along_axis(way.visitor[way.behind], way.owner, 1)
     return Loads(
         paths.pairs,
@@ -125,84 +202,92 @@ def loads(layout: Layout, mask: Mask, key_layout: Layout, route: Route) -> Loads
     )
 
 
-def part_of(half: int, tokens: int) -> tuple[int, int]:
-    """The storage indices that a hop's block is about: all, or either half."""
+def part_of(half: IntArray, tokens: IntArray) -> tuple[IntArray, IntArray]:
+    """The storage indices that a hop's block is about, from and up to: all, or either half."""
     middle = tokens // 2
-    return {-1: (0, tokens), 0: (0, middle), 1: (middle, tokens)}[half]
+    return np.where(half == 1, middle, 0), np.where(half == 0, middle, tokens)
 
 
-@lru_cache(maxsize=32)
-def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> tuple[IntArray, IntArray, int]:
-    """Hull of the keys of each (owner, visitor, owner's span) that the visitor sees, in the owner's storage indices;
-    the pairs of each visitor, and of a mean meeting of two spans and a region. With queries as blocks, of those that
-    see its keys.
+@lru_cache(maxsize=8)
+def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> _Needs:
+    """What the ranks that see it need of each owner's keys, the pairs of each visitor, and of a mean meeting of two
+    spans and a region. With queries as blocks, of those that see its keys.
     """
     regions = mask.table(layout.length, keys.length)
-    if passes_queries:  # transposed: k - q instead of q - k
-        layout, keys, regions = keys, layout, regions[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])
-    queries = _span_table(layout)[:, :, None]
-    spans = [
-        (owner, number, span, sum(before.count for before in owned[:number]))
-        for owner, owned in enumerate(map(keys.spans, range(keys.ranks)))
-        for number, span in enumerate(owned)
-    ]
-    meetings, pairs = 0, np.zeros(layout.ranks, np.int64)
-    needed = np.full((layout.ranks, layout.ranks, _most_spans(keys), 2), NOTHING, dtype=np.int64)
-    # Spans are met some at a time: one by one is slow for many short ones, all at once takes memory by their square.
-    together = max(1, _FEW_MEETINGS // (layout.ranks * max(1, len(regions))))
-    for some in (spans[first : first + together] for first in range(0, len(spans), together)):
-        owners, numbers, met_spans, stored = zip(*some, strict=True)
-        starts, counts, storage = (
-            np.array(column)[:, None, None, None]
-            for column in ([span.start for span in met_spans], [span.count for span in met_spans], stored)
-        )
-        # Of thousands of documents most are nowhere near these spans.
-        stop = max(span.start + span.step * (span.count - 1) for span in met_spans)
-        near = regions[(regions[:, 2] <= stop) & (regions[:, 3] > starts.min())]
-        at_once = max(1, MAX_MEETINGS // max(1, queries.shape[1] * len(some) * len(near)))
-        for first in range(0, layout.ranks, at_once):
-            visitors = slice(first, first + at_once)
-            met = meet(queries[visitors, ..., 0], queries[visitors, ..., 1], starts, counts, met_spans[0].step, near)
-            needed[owners, visitors, numbers] = _keys_seen(met) + storage[..., 0] * _SIGNS
-            meetings += int(np.count_nonzero(met[..., 1] > met[..., 0]))
-            counted = _num_pairs(met)
-            pairs[visitors] += counted.sum(tuple(axis for axis in range(counted.ndim) if axis != 1))
-    return needed, pairs, int(pairs.sum()) // max(1, meetings)
+    if passes_queries:
+        layout, keys, regions = keys, layout, transposed(regions)
+    is_striped = keys.name == "striped" and keys.ranks > 1
+    owner, visitor, first, hulls, pairs, meetings = (_of_stripes if is_striped else _of_runs)(layout, keys, regions)
+    nothing = max(map(keys.tokens_of, range(keys.ranks)))
+    hulls = np.append(np.minimum(hulls, nothing), np.full((2, 1), nothing), 1)
+    dtype = _dtype(max(nothing, hulls.shape[1]))
+    first, hulls = first.astype(dtype), hulls.astype(dtype)
+    return _Needs(owner, visitor, first, hulls, pairs, int(pairs.sum()) // max(1, meetings))
 
 
-def _keys_seen(met: IntArray) -> IntArray:
-    """Hull of the indices of a key span that each visitor sees."""
-    seen = met[..., 1] > met[..., 0]
-    return np.where(seen[..., None], met[..., 2:4] * _SIGNS, NOTHING).min((-3, -2), initial=NOTHING)
+_Found = tuple[IntArray, IntArray, IntArray, IntArray, IntArray, int]  # as ``_Needs``, and how many meetings there are
+
+
+def _of_stripes(layout: Layout, keys: Layout, regions: IntArray) -> _Found:
+    ranks, counts = keys.ranks, (layout.tokens_per_rank, keys.tokens_per_rank)
+    cells = stripe_cells(ranks, *counts, regions)
+    found: list[IntArray] = []
+    together = max(1, _MOST_PAIRS // ranks)
+    for begin in range(0, ranks, together):
+        owners, visitors = np.divmod(np.arange(begin * ranks, min(begin + together, ranks) * ranks), ranks)
+        hulls = stripe_hulls(visitors, owners, ranks, *counts, regions)
+        kept = (hulls.sum(0) < 0) & (owners != visitors)
+        found.append(np.stack([owners, visitors, *hulls])[:, kept].astype(_dtype(keys.tokens_per_rank)))
+    owner, visitor, *hulls = np.concatenate(found, 1)
+    pairs, meetings = (cells.summed(of, ranks) for of in (_num_pairs(cells.met), np.ones(len(cells.q0), np.int64)))
+    return owner, visitor, np.arange(len(owner) + 1), np.stack(hulls), pairs, int(meetings.sum())
+
+
+def _of_runs(layout: Layout, keys: Layout, regions: IntArray) -> _Found:
+    ranks = keys.ranks
+    queries, blocks = (Runs.of(list(map(each.spans, range(ranks))), [0] * ranks) for each in (layout, keys))
+    count, number = len(blocks.block), np.lexsort((blocks.stored, blocks.block)).argsort()  # of spans, by owner
+    pairs, meetings = np.zeros(ranks, np.int64), 0
+    found = [np.zeros((3, 0), np.int64)]
+    for one, key, met in meet_runs(queries, blocks, regions):
+        visitor, owner, stored = queries.block[one], blocks.block[key], blocks.stored[key]
+        meetings += len(one)
+        np.add.at(pairs, visitor, _num_pairs(met))
+        key = (owner * ranks + visitor) * count + number[key]
+        found.append(np.stack([key, met[2] + stored, -met[3] - stored])[:, owner != visitor])
+    key, *bounds = np.concatenate(found, 1)
+    order = key.argsort()
+    key = key[order]
+    starts = np.flatnonzero(np.diff(key, prepend=-1))
+    bounds = np.minimum.reduceat(np.stack(bounds)[:, order], starts, axis=1)  # of all that a visitor's spans see
+    pair, span = np.divmod(key[starts], max(1, count))
+    shared = np.unique(span)
+    owned = np.bincount(np.sort(blocks.block)[shared], minlength=ranks)
+    is_first = np.diff(pair, prepend=-1) != 0
+    owner, visitor = np.divmod(pair[is_first], ranks)
+    first = np.append(0, owned[owner].cumsum())
+    before = first[:-1] - (owned.cumsum() - owned)[owner]
+    hulls = np.full((2, first[-1]), UNBOUNDED)
+    hulls[:, before[is_first.cumsum() - 1] + shared.searchsorted(span)] = bounds
+    return owner, visitor, first, hulls, pairs, meetings
+
+
+def _dtype(most: int) -> type[np.signedinteger[Any]]:
+    """Of indices: there may be millions of them."""
+    return np.int32 if 2 * most < np.iinfo(np.int32).max else np.int64
 
 
 def _num_pairs(met: IntArray) -> IntArray:
     """Pairs of each meeting, or a few more: as if each row saw as many keys as the band is wide."""
-    i0, i1, j0, j1, lo, hi = np.moveaxis(met, -1, 0)
-    return np.maximum(i1 - i0, 0) * np.minimum(j1 - j0, hi - lo + 1)
+    i0, i1, j0, j1, lo, hi = met
+    return (i1 - i0) * np.minimum(j1 - j0, hi - lo + 1)
 
 
-def _most_spans(layout: Layout) -> int:
-    return max(1, *(len(layout.spans(rank)) for rank in range(layout.ranks)))
-
-
-def _span_table(layout: Layout) -> IntArray:
-    """Start and count of each rank's spans, missing ones with count 0. Shape (ranks, spans, 2)."""
-    table = np.zeros((layout.ranks, _most_spans(layout), 2), dtype=np.int64)
-    for rank in range(layout.ranks):
-        for number, span in enumerate(layout.spans(rank)):
-            table[rank, number] = span.start, span.count
-    return table
-
-
-_hull = np.minimum
-
-
-def _overlap(a: IntArray, b: IntArray) -> IntArray:
+def _overlap(a: IntArray, b: IntArray, nothing: int) -> IntArray:
     both = np.maximum(a, b)
-    return np.where(both.sum(-1, keepdims=True) < 0, both, NOTHING)
+    return np.where(both[0] + both[1] < 0, both, nothing)
 
 
 def _sizes(hulls: IntArray) -> IntArray:
     """Indices in each hull."""
-    return np.maximum(-hulls.sum(-1), 0)
+    return np.maximum(-(hulls[0] + hulls[1]), 0)

@@ -4,10 +4,10 @@ N ranks, H hops. At hop 0 a rank has its own block; the block of every later hop
 one of its earlier hops. Ring loop, gradients and planner read nothing else of a route.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ ROUTE_FORMS: Final = (
     "ranks, a ring between them) or ulysses:U+ROUTE"
 )
 
-IntArray = NDArray[np.int64]
+IntArray = NDArray[np.signedinteger[Any]]
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,18 @@ class Route:
                 "use 'exact'"
             )
 
-    def itineraries(self, ranks: int) -> tuple["Itinerary", ...]:
+    def itineraries(self, ranks: int) -> Iterator["Itinerary"]:
         """The ways to go; the schedule takes the one that moves fewer tokens."""
         match self.name:
             case "ring" | "pass-q":
-                return tuple(_ring(ranks, direction, hands_on=self.name == "ring") for direction in (1, -1))
+                for direction in (1, -1):
+                    yield _ring(ranks, direction, hands_on=self.name == "ring")
             case "bidirectional":
-                return (_bidirectional(ranks),)
+                yield _bidirectional(ranks)
             case "double-ring":
-                return (_double_ring(ranks, self.inner),)
+                yield _double_ring(ranks, self.inner)
             case "all-gather":
-                return (_all_gather(ranks),)
+                yield _all_gather(ranks)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ class Itinerary:
     @cached_property
     def visitor(self) -> IntArray:
         """Which rank has an owner's block at a hop: the inverse of ``owner``. Shape (H, N)."""
-        return np.argsort(self.owner, axis=1)
+        visitor = np.empty_like(self.owner)
+        visitor[np.arange(len(visitor))[:, None], self.owner] = np.arange(visitor.shape[1])
+        return visitor
 
     @cached_property
     def following(self) -> tuple[int, ...]:
@@ -148,13 +151,14 @@ class Itinerary:
 
 def _itinerary(ranks: int, hops: Sequence[tuple[IntArray, int, int, int]]) -> Itinerary:
     """From (source, posted, behind, half) of each hop after the first."""
-    everyone = np.arange(ranks)
+    everyone = np.arange(ranks, dtype=np.int32)  # less memory: there are N^2 of them
     owners = [everyone]
     for source, posted, _, _ in hops:
         # What a rank gets at this hop is what its source held when it was sent.
         owners.append(owners[posted][source])
     posted, behind, half = (np.array([first, *(hop[i] for hop in hops)]) for i, first in ((1, 0), (2, 0), (3, -1)))
-    return Itinerary(np.stack(owners), np.stack([everyone, *(hop[0] for hop in hops)]), posted, behind, half)
+    source = np.stack([everyone, *(hop[0] for hop in hops)], dtype=np.int32, casting="same_kind")
+    return Itinerary(np.stack(owners), source, posted, behind, half)
 
 
 def _ring(ranks: int, direction: int, hands_on: bool) -> Itinerary:

@@ -20,10 +20,11 @@ import numpy as np
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.geometry.layout import Layout, Span
 from ringspan.core.geometry.mask import Mask
-from ringspan.core.geometry.ranges import Ranges, minus, size, union
-from ringspan.core.geometry.tile import Tile, bands_between
-from ringspan.core.schedule.paths import NOTHING, Paths, find_paths, part_of
-from ringspan.core.schedule.route import IntArray, Route
+from ringspan.core.geometry.meetings import bands_between
+from ringspan.core.geometry.ranges import Ranges, minus, size
+from ringspan.core.geometry.tile import Tile
+from ringspan.core.schedule.paths import Paths, find_paths, part_of
+from ringspan.core.schedule.route import Route
 
 
 class Send(NamedTuple):
@@ -122,37 +123,48 @@ def make_schedule(
     route = Route.parse(route, layout.ranks) if isinstance(route, str) else route
     if route.ulysses > 1:
         raise UnsupportedError(f"{route} has Ulysses groups; plan the route between them on the layout of the groups")
-    blocks = layout if route.passes_queries else keys
+    blocks, others = (layout, keys) if route.passes_queries else (keys, layout)
     paths = find_paths(layout, keys, mask, route)
     way = paths.itinerary
-    regions = mask.table(layout.length, keys.length)
     owners: list[int] = way.owner[:, rank].tolist()
-    parts = [part_of(half, blocks.tokens_of(owner)) for half, owner in zip(way.half.tolist(), owners, strict=True)]
-    held = [_cut(blocks.spans(owner), *part) for owner, part in zip(owners, parts, strict=True)]
-    mine = (keys if route.passes_queries else layout).spans(rank)
-    found = bands_between([(block, mine) if route.passes_queries else (mine, block) for block in held], regions)
-    transfers = _transfers(paths, rank)
-    hops: list[Hop] = []
-    for index, (owner, (start, _)) in enumerate(zip(owners, parts, strict=True)):
-        offset = (start, 0) if route.passes_queries else (0, start)
-        bands = tuple(band.shifted(*offset) for band in found[index]) if start else found[index]
-        hops.append(
-            Hop(
-                index=index,
-                owner=owner,
-                bands=bands,
-                arrives=transfers.arrives[index],
-                sends=tuple((later, transfers.sent[later]) for later in way.sent_at[index]),
-                straight=tuple(transfers.straight[later] for later in way.sent_at[index]),
-                gradient=transfers.gradient[index],
-                gradient_in=transfers.gradient_in[index],
-                gradient_on=transfers.gradient_on[index],
-                gradient_next=way.following[index],
-                gradient_to_owner=transfers.gradient_to_owner[index],
-                from_visitor=transfers.from_visitor[index],
-            )
-        )
-    return Schedule(rank, layout.ranks, tuple(hops), paths.tile_pairs, route.passes_queries)
+    starts, stops = (part.tolist() for part in part_of(way.half, np.array(list(map(blocks.tokens_of, owners)))))
+    held = [_cut(blocks.spans(owner), *part) for owner, *part in zip(owners, starts, stops, strict=True)]
+    regions = mask.table(layout.length, keys.length)
+    found = bands_between(others.spans(rank), held, starts, regions, passes_queries=route.passes_queries)
+    hops = tuple(_hop(paths, rank, *each) for each in zip(range(len(found)), owners, found, strict=True))
+    return Schedule(rank, layout.ranks, hops, paths.tile_pairs, route.passes_queries)
+
+
+def _hop(paths: Paths, rank: int, index: int, owner: int, bands: tuple[Tile, ...]) -> Hop:
+    way = paths.itinerary
+    behind, following = int(way.behind[index]), way.following[index]
+    held, handed_on = paths.gradients
+    gradient, on = paths.ranges(held, index, owner), paths.ranges(handed_on, following, owner)
+    mine, mine_on = paths.ranges(held, index, rank), paths.ranges(handed_on, following, rank)
+    return Hop(
+        index=index,
+        owner=owner,
+        bands=bands,
+        arrives=Send(
+            owner if paths.straight(index, owner) else int(way.source[index, rank]),
+            paths.ranges(paths.carried, index, owner),
+        ),
+        # A block is handed on from the hop at which it is posted, so that it travels while another one is computed.
+        sends=tuple((hop, _sent(paths, hop, owner, is_straight=False)) for hop in way.sent_at[index]),
+        straight=tuple(_sent(paths, hop, rank, is_straight=True) for hop in way.sent_at[index]),
+        gradient=gradient,
+        gradient_in=Send(int(way.visitor[behind, owner]), paths.ranges(handed_on, index, owner)),
+        gradient_on=Send(int(way.visitor[following, owner]), on),
+        gradient_next=following,
+        gradient_to_owner=minus(gradient, on),
+        from_visitor=Send(int(way.visitor[index, rank]), minus(mine, mine_on)),
+    )
+
+
+def _sent(paths: Paths, hop: int, owner: int, *, is_straight: bool) -> Send:
+    """What of an owner's block goes out for a later hop from whoever has it, or straight from the owner."""
+    is_sent = paths.straight(hop, owner) == is_straight
+    return Send(int(paths.itinerary.visitor[hop, owner]), paths.ranges(paths.carried, hop, owner) if is_sent else ())
 
 
 def _cut(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
@@ -165,56 +177,3 @@ def _cut(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
             kept.append(Span(span.start + span.step * first, last - first, span.step))
         stored += span.count
     return tuple(kept)
-
-
-class _Transfers(NamedTuple):
-    """The fields of ``Hop`` about messages, for each of one rank's hops; ``sent`` and ``straight`` are by the hop that
-    they are sent for.
-    """
-
-    arrives: list[Send]
-    sent: list[Send]
-    straight: list[Send]
-    gradient: list[Ranges]
-    gradient_in: list[Send]
-    gradient_on: list[Send]
-    gradient_to_owner: list[Ranges]
-    from_visitor: list[Send]
-
-
-def _transfers(paths: Paths, rank: int) -> _Transfers:
-    way = paths.itinerary
-    hops, owners, following = np.arange(len(way.owner)), way.owner[:, rank], np.array(way.following)
-    # A block is handed on from the hop at which it is posted, so that it travels while another one is computed.
-    owned_before = owners[way.posted]  # whose block was here when a later hop's was sent
-    sent = np.where(paths.is_straight[hops, owned_before, None, None], NOTHING, paths.carried[hops, owned_before])
-    straight = np.where(paths.is_straight[:, rank, None, None], paths.carried[:, rank], NOTHING)
-    gradient, on = _listed(paths.gradient[hops, owners]), _listed(paths.handed_on[following, owners])
-    mine, mine_on = _listed(paths.gradient[:, rank]), _listed(paths.handed_on[following, rank])
-    return _Transfers(
-        arrives=_sends(paths.source[:, rank], _listed(paths.carried[hops, owners])),
-        sent=_sends(way.visitor[hops, owned_before], _listed(sent)),
-        straight=_sends(way.visitor[:, rank], _listed(straight)),
-        gradient=gradient,
-        gradient_in=_sends(way.visitor[way.behind, owners], _listed(paths.handed_on[hops, owners])),
-        gradient_on=_sends(way.visitor[following, owners], on),
-        gradient_to_owner=list(map(_left, gradient, on)),
-        from_visitor=_sends(way.visitor[:, rank], list(map(_left, mine, mine_on))),
-    )
-
-
-def _sends(peers: IntArray, ranges: list[Ranges]) -> list[Send]:
-    return list(map(Send, peers.tolist(), ranges))
-
-
-def _listed(hulls: IntArray) -> list[Ranges]:
-    """Each hull per span as ranges; the last two axes of ``hulls`` are (spans, 2)."""
-    return [_ranges(tuple(each)) for each in hulls.reshape(-1, 2 * hulls.shape[-2]).tolist()]
-
-
-@lru_cache(maxsize=1 << 12)  # of a hop and the next one, of a rank and the next, mostly the same
-def _ranges(bounds: tuple[int, ...]) -> Ranges:
-    return union([(first, -minus_stop) for first, minus_stop in zip(bounds[::2], bounds[1::2], strict=True)])
-
-
-_left = lru_cache(maxsize=1 << 12)(minus)

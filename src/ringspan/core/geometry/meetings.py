@@ -1,0 +1,267 @@
+"""Where two sides of an attention meet under a mask, found without trying spans and regions that are far apart.
+
+Layouts hold runs of consecutive positions or, striped, every N-th position. Of runs in the order of positions, those
+that a region meets lie between two binary searches. Stripes all meet every long region, but most of them alike: rank a
+holds the positions ``a + N i``, so over all ranks the index at which a region begins or ends takes two values, and a
+bound on ``q - k`` three over all differences of two ranks. A region has few ``Cells``, however many ranks there are.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.core.geometry.layout import Span
+from ringspan.core.geometry.tile import Tile, join, meet
+
+IntArray = NDArray[np.int64]
+Spans = tuple[Span, ...]
+
+MOST_MEETINGS: Final = 1 << 15  # in one numpy call: bounds the memory of a schedule
+
+
+class Runs(NamedTuple):
+    """Spans of step one of several blocks, by position: whose, and where their block stores them."""
+
+    block: IntArray
+    start: IntArray
+    tokens: IntArray
+    stored: IntArray
+
+    @staticmethod
+    def of(blocks: Sequence[Spans], first_stored: Sequence[int]) -> "Runs":
+        """From the spans of each block and the index from which on it stores them."""
+        numbers = chain.from_iterable(chain.from_iterable(blocks))
+        start, count, _ = np.fromiter(numbers, np.int64).reshape(-1, 3).T
+        held = np.array(list(map(len, blocks)))
+        block = np.repeat(np.arange(len(blocks)), held)
+        before = count.cumsum() - count
+        first = np.append(before, 0)[np.minimum(held.cumsum() - held, len(before))]
+        stored = before - first[block] + np.array(first_stored)[block]
+        order = start.argsort(kind="stable")
+        return Runs(block[order], start[order], count[order], stored[order])
+
+
+class Meetings(NamedTuple):
+    """Runs of two sides that meet, and ``meet`` of them."""
+
+    queries: IntArray
+    keys: IntArray
+    met: IntArray
+
+
+def meet_runs(queries: Runs, keys: Runs, regions: IntArray) -> Iterator[Meetings]:
+    """All meetings of runs, some at a time; no run of a side overlaps another one."""
+    columns = regions[regions[:, 4] <= regions[:, 5]].T
+    q_stop, k_stop = queries.start + queries.tokens, keys.start + keys.tokens
+    first: IntArray = columns[0]
+    stop: IntArray = columns[1]
+    region, query = each_of(q_stop.searchsorted(first, "right"), queries.start.searchsorted(stop))
+    q0, q1, k0, k1, low, high = columns[:, region]
+    # Keys that some query of the run sees in the region: every run with one of them is a meeting.
+    first = np.maximum(k0, np.maximum(q0, queries.start[query]) - high)
+    stop = np.minimum(k1, np.minimum(q1, q_stop[query]) - low)
+    is_met = first < stop
+    first = k_stop.searchsorted(first, "right")
+    stop = np.where(is_met, keys.start.searchsorted(stop), first)
+    total = np.maximum(stop - first, 0).cumsum()
+    edges = total.searchsorted(np.arange(0, total[-1] if len(total) else 0, MOST_MEETINGS), "right").tolist()
+    for begin, end in pairwise([*edges, len(total)]):
+        row, key = each_of(first[begin:end], stop[begin:end])
+        row += begin
+        one = query[row]
+        sides = queries.start[one], queries.tokens[one], keys.start[key], keys.tokens[key]
+        yield Meetings(one, key, meet(*sides, 1, columns[:, region[row]]))
+
+
+class Cells(NamedTuple):
+    """Pairs of stripes that meet a region alike: queries from a in [q0, q1) on, keys from b in [k0, k1) on, with ``d0
+    <= a - b < d1``; and ``meet`` of them.
+    """
+
+    q0: IntArray
+    q1: IntArray
+    k0: IntArray
+    k1: IntArray
+    d0: IntArray
+    d1: IntArray
+    met: IntArray
+
+    def keys_of(self, query: int) -> tuple[IntArray, IntArray]:
+        """The stripes of keys in each cell of one stripe of queries that this meets: from, and up to."""
+        return np.maximum(self.k0, query - self.d1 + 1), np.minimum(self.k1, query - self.d0 + 1)
+
+    def summed(self, weights: IntArray, step: int) -> IntArray:
+        """For each stripe of queries the sum over the stripes of keys that it meets. Shape (step,)."""
+        # Stripe a meets ``f(a - d0 + 1) - f(a - d1 + 1)`` of a cell with ``f(t) = max(t - k0, 0) - max(t - k1, 0)``:
+        # four ramps, each from its knot on, of which slopes and values are summed up.
+        slopes, values = np.zeros((2, step + 1), np.int64)
+        for edge, bound, sign in (
+            (self.k0, self.d0, 1),
+            (self.k1, self.d0, -1),
+            (self.k0, self.d1, -1),
+            (self.k1, self.d1, 1),
+        ):
+            knot, weight = edge + bound - 1, sign * weights
+            for where, slope in ((np.clip(knot, self.q0, self.q1), weight), (self.q1, -weight)):
+                np.add.at(slopes, where, slope)
+                np.add.at(values, where, -slope * knot)
+        return (slopes.cumsum() * np.arange(step + 1) + values.cumsum())[:-1]
+
+
+def stripe_cells(step: int, q_count: int, k_count: int, regions: IntArray, query: int | None = None) -> Cells:
+    """The cells of all regions, for a stripe from each of 0 to ``step - 1`` on either side, or one alone of queries."""
+    q0, q1, k0, k1, low, high = (regions % step).T
+    first, last = np.zeros_like(q0), np.full_like(q0, step)
+    q_edges, k_edges, d_edges = (
+        np.sort(np.stack(edges, 1), 1)
+        for edges in (
+            (first, q0, q1, last) if query is None else (first + query, first + query + 1),
+            (first, k0, k1, last),
+            (1 - last, np.maximum(low - step, 1 - step), low, high - step + 1, high + 1, last),
+        )
+    )
+    q, k, d = q_edges[:, :, None, None], k_edges[:, None, :, None], d_edges[:, None, None, :]
+    # One pair of stripes of each cell, if it has one.
+    row = np.maximum(q[:, :-1], d[..., :-1] + k[:, :, :-1])
+    key = np.minimum(k[:, :, 1:] - 1, row - d[..., :-1])
+    where = np.nonzero((row < q[:, 1:]) & (key >= k[:, :, :-1]) & (row - key < d[..., 1:]))
+    met = meet(row[where], q_count, key[where], k_count, step, regions.T[:, where[0]])
+    is_met = met[1] > met[0]
+    r, i, j, n = (each[is_met] for each in where)
+    q0, q1, k0, k1 = q_edges[r, i], q_edges[r, i + 1], k_edges[r, j], k_edges[r, j + 1]
+    return Cells(q0, q1, k0, k1, d_edges[r, n], d_edges[r, n + 1], met[:, is_met])
+
+
+def stripe_hulls(
+    queries: IntArray, keys: IntArray, step: int, q_count: int, k_count: int, regions: IntArray
+) -> IntArray:
+    """First index of a stripe of keys that a stripe of queries sees, and minus one past the last; both at least
+    ``k_count`` where it sees none. Shape (2, pairs).
+    """
+    found = np.full((2, len(queries)), k_count, np.int64)
+    able = np.flatnonzero(_differences(step, regions)[(queries - keys) % step])
+    for side, sign in ((0, 1), (1, -1)):
+        # From that whose keys begin first, or end last on, until no later one can hold an earlier, or later, key.
+        columns, left, done = regions[(sign * regions[:, 2 + side]).argsort(kind="stable")].T, able, 0
+        while left.size and done < len(regions):
+            some = columns[:, None, done : done + max(1, MOST_MEETINGS // left.size)]
+            done += some.shape[-1]
+            met = meet(queries[left, None], q_count, keys[left, None], k_count, step, some)
+            bounds = np.where(met[1] > met[0], sign * met[2 + side], k_count).min(-1)
+            found[side, left] = np.minimum(found[side, left], bounds)
+            if done < len(regions):
+                left = left[found[side, left] > -sign * ((keys[left] - columns[2 + side, done]) // step)]
+    return found
+
+
+def _differences(step: int, regions: IntArray) -> NDArray[np.bool_]:
+    """Whether any region has a query and a key whose positions differ by so much, modulo ``step``."""
+    q0, q1, k0, k1, low, high = regions.T
+    low, high = np.maximum(low, q0 - k1 + 1), np.minimum(high, q1 - 1 - k0)
+    opened = np.zeros(2 * step + 1, np.int64)
+    np.add.at(opened, low % step, 1)
+    np.add.at(opened, low % step + np.clip(high - low + 1, 0, step), -1)
+    is_open = opened.cumsum() > 0
+    return is_open[:step] | is_open[step:-1]
+
+
+def transposed(regions: IntArray) -> IntArray:
+    """Keys for queries: ``k - q`` instead of ``q - k``."""
+    return regions[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])
+
+
+def bands_between(
+    mine: Spans, blocks: Sequence[Spans], first_stored: Sequence[int], regions: IntArray, *, passes_queries: bool
+) -> list[tuple[Tile, ...]]:
+    """For each block of keys all tiles of my queries against it, or of its queries against my keys, joined where they
+    touch, each with whatever band it has. No two blocks hold the same positions.
+
+    Rows and columns are indices into what an owner stores; ``first_stored`` are those of the blocks' first tokens.
+    """
+    regions = transposed(regions) if passes_queries else regions
+    if not mine or mine[0].step == 1:
+        return _run_bands(Runs.of([mine], [0]), Runs.of(blocks, first_stored), len(blocks), regions, passes_queries)
+    (stripe,) = mine
+    found: list[tuple[Tile, ...]] = [()] * len(blocks)
+    # Halves of stripes are those of positions: each half of all stripes is met as if regions ended there.
+    halves: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for number, (first, block) in enumerate(zip(first_stored, blocks, strict=True)):
+        for span in block:  # half of a token is none
+            halves.setdefault((first, first + span.count), []).append((span.start % stripe.step, number))
+    for (first, stop), owners in halves.items():
+        cut = regions.copy()
+        cut[:, 2] = np.maximum(cut[:, 2], first * stripe.step)
+        cut[:, 3] = np.minimum(cut[:, 3], stop * stripe.step)
+        cells = stripe_cells(stripe.step, stripe.count, stop, cut[cut[:, 2] < cut[:, 3]], stripe.start)
+        keys, numbers = np.array(sorted(owners)).T
+        for number, tiles in zip(
+            numbers.tolist(), _stripe_bands(cells, stripe.start, keys, passes_queries), strict=True
+        ):
+            found[number] = tiles
+    return found
+
+
+def _run_bands(mine: Runs, blocks: Runs, count: int, regions: IntArray, passes_queries: bool) -> list[tuple[Tile, ...]]:
+    found: list[list[Tile]] = [[] for _ in range(count)]
+    for one, key, met in meet_runs(mine, blocks, regions):
+        met[:2] += mine.stored[one]
+        met[2:4] += blocks.stored[key]
+        met[4:] += mine.stored[one] - blocks.stored[key]
+        numbers: list[int] = blocks.block[key].tolist()
+        for number, bounds in zip(numbers, _bounds(met, passes_queries).T.tolist(), strict=True):
+            found[number].append(Tile._make(bounds))
+    return [tuple(join(tiles)) for tiles in found]
+
+
+def _stripe_bands(cells: Cells, query: int, keys: IntArray, passes_queries: bool) -> Iterator[tuple[Tile, ...]]:
+    """The tiles of one stripe against each of some others. Ranks whose tile of a region is the same share it."""
+    bounds = _bounds(cells.met, passes_queries)
+    first, stop = (keys.searchsorted(each).astype(np.int32) for each in cells.keys_of(query))
+    # In the order of tiles, so that those of each rank are.
+    order = np.lexsort(bounds[::-1])
+    order = order[first[order] < stop[order]]
+    bounds, first, stop = bounds[:, order], first[order], stop[order]
+    tiles = list(map(Tile._make, bounds.T.tolist()))
+    table, is_joined = np.fromiter(tiles, object, len(tiles)), np.zeros(len(keys), bool)
+    for one, other in _touching(tiles, bounds):
+        is_joined[max(first[one], first[other]) : min(stop[one], stop[other])] = True
+    together = max(1, MOST_MEETINGS * len(keys) // max(1, int((stop - first).sum())))
+    for begin in range(0, len(keys), together):
+        end = min(begin + together, len(keys))
+        which, key = each_of(np.maximum(first, begin), np.minimum(stop, end))
+        by_key = (key - begin).astype(np.uint16).argsort(kind="stable")
+        held: list[Tile] = table[which[by_key]].tolist()
+        edges = np.bincount(key - begin, minlength=end - begin).cumsum().tolist()
+        for start, last, joins in zip([0, *edges[:-1]], edges, is_joined[begin:end].tolist(), strict=True):
+            yield tuple(join(held[start:last])) if joins else tuple(held[start:last])
+
+
+def _touching(tiles: list[Tile], bounds: IntArray) -> Iterator[tuple[int, int]]:
+    """Tiles beside or above a FULL one of the same rows or keys: of those without such, ``join`` makes nothing else."""
+    q0, q1, k0, k1, lo, hi = bounds
+    above: dict[tuple[int, int, int], list[int]] = {}
+    beside: dict[tuple[int, int, int], list[int]] = {}
+    for number in np.flatnonzero((lo == 1 - (k1 - k0)) & (hi == q1 - q0 - 1)).tolist():
+        tile = tiles[number]
+        above.setdefault((tile.q0, tile.k0, tile.k1), []).append(number)
+        beside.setdefault((tile.q0, tile.q1, tile.k0), []).append(number)
+    for number, tile in enumerate(tiles if above else ()):
+        for other in above.get((tile.q1, tile.k0, tile.k1), []) + beside.get((tile.q0, tile.q1, tile.k1), []):
+            yield number, other
+
+
+def _bounds(met: IntArray, passes_queries: bool) -> IntArray:
+    """The fields of the tiles of some meetings, one row each. Bounds that do not bind get one value, as in ``cut``."""
+    i0, i1, j0, j1, lo, hi = met
+    lo, hi = np.maximum(lo - i0 + j0, 1 - (j1 - j0)), np.minimum(hi - i0 + j0, i1 - i0 - 1)
+    return np.stack((j0, j1, i0, i1, -hi, -lo) if passes_queries else (i0, i1, j0, j1, lo, hi))
+
+
+def each_of(first: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
+    """Each number of some ranges, one range after the other: which range, and the number."""
+    counts = np.maximum(stop - first, 0)
+    which = np.arange(len(counts), dtype=first.dtype).repeat(counts)
+    return which, np.arange(len(which), dtype=first.dtype) + (first - counts.cumsum(dtype=first.dtype) + counts)[which]
