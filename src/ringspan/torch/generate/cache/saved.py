@@ -88,18 +88,19 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
     """
     target = Path(folder)
     scratch = target.with_name(f"{target.name}.tmp-new")
-    _vote(model, "save_cache", lambda: _facts_to_save(model, cache, target))
+    _vote(model, "save_cache", target, lambda: _facts_to_save(model, cache, target))
     settle(model)
     weights = weights_digest(model)
     mesh = model.ring_mesh
     tp = _axis(mesh, "tp")
     is_writer = mesh["replicate"].get_local_rank() == 0
     is_first = not any(mesh.get_coordinate())
-    _vote(model, "save_cache: make the folder", lambda: _make(scratch) if is_first else None)
+    _vote(model, "save_cache: make the folder", target, lambda: _make(scratch) if is_first else None)
     written: list[SavedShare] = []
     _vote(
         model,
         "save_cache: write",
+        target,
         lambda: written.append(_write(scratch, cache, cache.rank * tp[1] + tp[0], tp[0])) if is_writer else None,
     )
     for axis in reversed(mesh.mesh_dim_names):
@@ -115,7 +116,7 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
         layers=tuple(_saved_layer(layer, tp[1]) for layer in cache.keepers),
         shares=tuple(written),
     )
-    _vote(model, "save_cache: finish", lambda: _finish(scratch, target, saved) if is_first else None)
+    _vote(model, "save_cache: finish", target, lambda: _finish(scratch, target, saved) if is_first else None)
 
 
 def load(model: Any, folder: str | Path, cache: RingCache) -> RingCache:
@@ -126,22 +127,23 @@ def load(model: Any, folder: str | Path, cache: RingCache) -> RingCache:
     """
     source = Path(folder)
     manifests: list[SavedCache] = []
-    _vote(model, "load_cache", lambda: _check(model, source, manifests))
+    _vote(model, "load_cache", source, lambda: _check(model, source, manifests))
     (saved,) = manifests
     settle(model)
     if weights_digest(model) != saved.weights_sha256:
         raise CheckpointError(f"{source}: was written by a {saved.model} with other weights; read the tokens again")
-    _vote(model, "load_cache: read", lambda: _fill(model, source, saved, cache))
+    _vote(model, "load_cache: read", source, lambda: _fill(model, source, saved, cache))
     return cache
 
 
-def _vote(model: Any, name: str, work: Callable[[], dict[str, Any] | None]) -> None:
+def _vote(model: Any, name: str, folder: Path, work: Callable[[], dict[str, Any] | None]) -> None:
     """Do something on each rank; raise on all of them what went wrong on any, or what they should have alike."""
     try:
         call = Call(name, work() or {})
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         known = isinstance(error, (CheckpointError, UnsupportedError))
-        call = Call(name, error=error if known else CheckpointError(f"{type(error).__name__}: {one_line(error)}"))
+        said = error if known else CheckpointError(f"{folder}: {type(error).__name__}: {one_line(error)}")
+        call = Call(name, error=said)
     check_call(model.ring_mesh, call)
 
 
