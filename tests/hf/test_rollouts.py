@@ -22,7 +22,7 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
     ("make", "model", "options"),
     [
         (grpo, "llama", {"lora": True, "beta": 0.1, "num_iterations": 2}),
-        (rloo, "llama", {"beta": 0.1}),
+        (rloo, "llama", {"beta": 0.0}),
         *long(
             (grpo, "llama", {"beta": 0.0}),
             (grpo, "mixtral+router", {"beta": 0.0, "loss_type": "grpo", "top_entropy_quantile": 0.5}),

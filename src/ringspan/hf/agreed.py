@@ -8,6 +8,7 @@ from typing import Any, Final
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.trainer_callback import CallbackHandler
 
+from ringspan.hf.seams import method_behind
 from ringspan.torch.consistency.calls import Call, check_call, hear_all
 from ringspan.torch.consistency.loop_watch import in_call
 
@@ -50,7 +51,7 @@ def agree_on(trainer: Any) -> None:
     handler, mesh = trainer.callback_handler, trainer.ring_mesh
     handler.__class__, handler.ring_mesh = AgreedCallbacks, mesh
     own = ["compute_loss_func", "preprocess_logits_for_metrics", "compute_metrics"]
-    if not type(trainer).compute_loss.__module__.startswith(("transformers.", "trl.", "ringspan.")):
+    if not method_behind(trainer, "compute_loss").__module__.startswith(("transformers.", "trl.", "ringspan.")):
         own.append("compute_loss")
     for name in own:
         if callable(function := getattr(trainer, name, None)):

@@ -12,6 +12,7 @@ from transformers.trainer_utils import has_length
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.hf.classes import classifies
+from ringspan.hf.seams import method_behind
 from ringspan.train.data.order import even_out, worth_of_sharing
 
 _log: Final = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def balance_steps(trainer: Any, loader: Any) -> None:
 
 def _uncounted(trainer: Any) -> str | None:
     """What need not be a sum over the targets of a step, divided by their number; None where the loss is one."""
-    method = type(trainer).compute_loss
+    method = method_behind(trainer, "compute_loss")
     owner = f"{method.__module__}.{method.__qualname__}".removesuffix(".compute_loss")
     if classifies(trainer.model):
         return "a classifier's loss, a mean over each micro-batch"

@@ -24,7 +24,7 @@ from ringspan.hf.progress import load_adapter, load_optimizer, random_state_fold
 from ringspan.hf.refusals import explained, refuse_accelerator, refuse_arguments, refuse_callback, refuse_optimizer
 from ringspan.hf.replicas import count_rings, without_repeats
 from ringspan.hf.rollouts import count_generations, rollout_of_replica, share_rollouts
-from ringspan.hf.seams import OwnParts, TrainerSeams, check_seams, plain_optimizer
+from ringspan.hf.seams import OwnParts, TrainerSeams, check_seams, method_behind, plain_optimizer
 from ringspan.torch.consistency.calls import Call, check_call, preparing
 from ringspan.torch.data.batch import targets_of
 from ringspan.torch.data.padding import real_tokens
@@ -143,7 +143,7 @@ class RingTrainerMixin(TrainerSeams):
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Trainer's step, whose loss may have a penalty on weights in it, and so come as a ``DTensor``."""
-        with explained(type(self).compute_loss):
+        with explained(method_behind(self, "compute_loss")):
             loss = super().training_step(*args, **kwargs)
         return _whole(loss)
 
