@@ -32,7 +32,7 @@ QUESTIONS = [
         "How do I use it in TRL's SFTTrainer?",
         "trainers.md",
         "class Trainer(RingTrainerMixin, trl.SFTTrainer): ...",
-        "train_dataset=data, eval_dataset=held_out, ring=RingConfig(ring=4))",
+        "ring=RingConfig(ring=4),  # the new argument",
     ),
     (
         "Can I train with LoRA?",

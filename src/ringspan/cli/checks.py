@@ -1,4 +1,4 @@
-"""What a command is asked for, checked before the minutes after which it would fail."""
+"""Checks of a command's input, before the minutes after which it would fail."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -10,11 +10,7 @@ MOST_RANKS: Final = 1024
 
 
 def refuse_under_torchrun(**options: Any) -> None:
-    """Check options that say how many processes to start, and how.
-
-    Raises:
-        ConfigError: one is given (not None), but torchrun has started the processes.
-    """
+    """Raise ConfigError for options on how to start processes (not None) if torchrun has started them."""
     from ringspan.core.errors import ConfigError
 
     for name, given in options.items():
@@ -24,11 +20,7 @@ def refuse_under_torchrun(**options: Any) -> None:
 
 
 def check_dtype(dtype: str) -> None:
-    """Check ``--dtype``.
-
-    Raises:
-        UnsupportedError: a dtype that is not measured, or not on this device.
-    """
+    """Raise UnsupportedError for a ``--dtype`` that is not measured, or not on this device."""
     import torch
 
     from ringspan.core.errors import UnsupportedError
@@ -40,22 +32,14 @@ def check_dtype(dtype: str) -> None:
 
 
 def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
-    """Check the numbers of heads.
-
-    Raises:
-        UnsupportedError: key/value heads that do not divide the query heads.
-    """
+    """Raise UnsupportedError for key/value heads that do not divide the query heads."""
     from ringspan.core.arguments import check_shapes
 
     check_shapes((1, heads, 1, head_dim), *2 * [(1, kv_heads, 1, head_dim)])
 
 
 def check_memory(what: str, num_bytes: int) -> None:
-    """Raise for sizes that no process of this machine could hold, before any is started.
-
-    Raises:
-        ConfigError: ``num_bytes``, a part of what is needed, is more than the host's memory and the device's.
-    """
+    """Raise ConfigError if ``num_bytes``, a part of the need, exceeds the memory of host and device together."""
     import torch
 
     from ringspan.core.errors import ConfigError
@@ -69,11 +53,7 @@ def check_memory(what: str, num_bytes: int) -> None:
 
 
 def ring_sizes(option: str, text: str, example: str) -> tuple[int, ...]:
-    """Sizes of rings.
-
-    Raises:
-        ConfigError: something that is no number, or no size of a ring.
-    """
+    """Parse the ring sizes; raise ConfigError for one that is no number or no size of a ring."""
     from ringspan.core.errors import ConfigError
 
     words = text.split(",")
@@ -83,11 +63,7 @@ def ring_sizes(option: str, text: str, example: str) -> tuple[int, ...]:
 
 
 def check_picture(picture: Path, *endings: str) -> None:
-    """Refuse what could not be written.
-
-    Raises:
-        ConfigError: another ending than those that can be drawn, or a folder that is not there.
-    """
+    """Raise ConfigError for a picture with an unknown ending or in a missing folder."""
     from ringspan.core.errors import ConfigError
 
     if picture.suffix not in endings:
@@ -102,7 +78,7 @@ def check_picture(picture: Path, *endings: str) -> None:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Raise a ConfigError where nothing could be written into a folder, which is made where it is not there."""
+    """Make a folder if needed; raise a ConfigError if it is not writable."""
     from ringspan.core.errors import ConfigError
     from ringspan.core.files.named import why_no_folder
 

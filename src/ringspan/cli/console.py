@@ -1,4 +1,4 @@
-"""How commands print: as wide as the terminal, and into a file or a pipe without colour and without wrapping."""
+"""Console output: as wide as the terminal; into a file or pipe without colour and wrapping."""
 
 import os
 import re
@@ -15,26 +15,26 @@ from rich.table import Table
 from rich.text import Text
 
 INTERRUPTED: Final = 130
-"""The exit code of a command that was told to stop."""
+"""Exit code of an interrupted command."""
 _UNLIMITED: Final = 100_000
 _UNIT: Final = re.compile(r"(?<=\d) (?=([kMGTPEZY]?(B|FLOP)(/s)?|tokens|days|h|min|s|ms|µs|ns)\b)")
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave the exit code to the command, where rich would end the process."""
+        """Leave the exit code to the command; rich would end the process."""
         raise BrokenPipeError
 
 
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """A console for standard output, or for what is shown while a command works."""
+    """Return a console for standard output, or for progress."""
     stream = sys.stderr if stderr else sys.stdout
     color = None if os.environ.get("NO_COLOR") else "auto"
     return _Console(stderr=stderr, quiet=quiet, highlight=False, width=_width(stream), color_system=color)
 
 
 def _width(stream: object) -> int:
-    """COLUMNS where it is set, the terminal's, or none: what goes into a file is not cut to a terminal's width."""
+    """Return COLUMNS, the terminal's width, or none: output into a file is not cut to a terminal's width."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns) > 0:
         return int(columns)
@@ -45,19 +45,17 @@ def _width(stream: object) -> int:
 
 
 def say(line: str) -> None:
-    """A line on the standard error stream, at once."""
+    """Print a line to standard error at once."""
     print(line, file=sys.stderr, flush=True)
 
 
 def silent(line: str) -> None:
-    """Instead of ``say``, where something else shows what goes on."""
+    """Print nothing, in place of ``say`` if something else shows progress."""
 
 
 @contextmanager
 def working() -> Iterator[Callable[[str], None]]:
-    """A function that says what a command does now, on the standard error stream: in a status on a terminal, in a line
-    of its own in a pipe.
-    """
+    """Yield a function that reports progress on standard error: a status on a terminal, lines in a pipe."""
     out = console(stderr=True)
     if not out.is_terminal:
         yield say
@@ -68,9 +66,10 @@ def working() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def importing(*, quiet: bool = False) -> Iterator[None]:
-    """While PyTorch and transformers are imported, which takes seconds: a status, and an interrupt ends the process at
-    once. As an exception it would leave modules half imported, and libraries that catch it go on. Where interrupts are
-    ignored, as by what a shell script starts in the background, they stay so.
+    """Show a status during the seconds of importing PyTorch and transformers; end the process at once on an interrupt.
+
+    An exception would leave modules half imported, or be caught by libraries. Ignored interrupts (background jobs of a
+    shell script) stay ignored.
     """
 
     out = console(stderr=True, quiet=quiet)
@@ -92,19 +91,19 @@ def importing(*, quiet: bool = False) -> Iterator[None]:
 
 
 def heading(out: Console, text: str) -> None:
-    """A line in bold above what belongs together."""
+    """Print a bold line above a section."""
     out.print(Text(text, style="bold"), soft_wrap=True)
 
 
 def paragraph(out: Console, text: str, first: str = "", style: str = "") -> None:
-    """Text that wraps between words, indented by what stands before its first line."""
+    """Print text wrapped between words, indented by its prefix."""
     lines = _wrapped(text, out.width - len(first)) or [""]
     for number, line in enumerate(lines):
         out.print(Text(f"{' ' * len(first) if number else first}{line}", style=style), soft_wrap=True)
 
 
 def facts(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Names and values under a title; a value that is longer than a line goes on below itself."""
+    """Print names and values under a title; a value longer than a line continues below itself."""
     heading(out, title)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -112,7 +111,7 @@ def facts(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def table(out: Console, title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int = 0) -> None:
-    """A table under its title; the last ``numbers`` columns are aligned to the right."""
+    """Print a table with its title; the last ``numbers`` columns are right-aligned."""
     heading(out, title)
     grid = Table()
     for index, header in enumerate(headers):
@@ -124,7 +123,7 @@ def table(out: Console, title: str, headers: Sequence[str], rows: Iterable[Seque
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Lines of whole words; a number and its unit are one word."""
+    """Wrap into lines of whole words; a number and its unit are one word."""
     tied = _UNIT.sub("\u00a0", text)
     lines = textwrap.wrap(tied, max(20, width), break_long_words=False, break_on_hyphens=False)
     return [line.replace("\u00a0", " ") for line in lines]

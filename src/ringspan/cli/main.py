@@ -1,4 +1,4 @@
-"""The ``ringspan`` command: one line and exit code 2 for whatever is refused."""
+"""The ``ringspan`` command: one line and exit code 2 for a refused request."""
 
 import io
 import sys
@@ -67,7 +67,7 @@ app.add_typer(evaluate.app, name="eval")
 
 
 def main() -> None:
-    """Run the command line and exit: 0 done, 1 failed, 2 refused, 130 interrupted, 141 nobody reads the output."""
+    """Run the command line and exit: 0 done, 1 failed, 2 refused, 130 interrupted, 141 broken pipe."""
     code, message = 0, ""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -91,11 +91,7 @@ def main() -> None:
 
 
 def _ended(error: BaseException) -> tuple[Any, str]:
-    """The exit code and the line of what ended a command.
-
-    Raises:
-        Exception: the same, where it is a bug.
-    """
+    """Return the exit code and the line for the exception that ended a command; re-raise a bug."""
     if isinstance(error, SystemExit):  # typer's click makes one of each broken pipe, rich of that of its output
         if not isinstance(error.__context__, BrokenPipeError):
             return error.code, ""

@@ -1,4 +1,4 @@
-"""How a run shows itself: a progress bar on a terminal, a line per step elsewhere."""
+"""Progress of a run: a bar on a terminal, a line per step elsewhere."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ _WIDE: Final = 140  # from which on there is room for a bar
 
 
 def quiet() -> None:
-    """Silence what every rank would say: progress bars and warnings of the libraries."""
+    """Silence the libraries' progress bars and warnings, which every rank would print."""
     import datasets
 
     logging.getLogger("ringspan").setLevel(logging.ERROR)
@@ -30,7 +30,7 @@ def quiet() -> None:
 
 @contextmanager
 def watched(steps: int) -> Iterator[Observer]:
-    """An observer that shows a run of this many steps on the standard error stream."""
+    """Yield an observer that shows a run of this many steps on standard error."""
     out = console(stderr=True)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -56,7 +56,7 @@ def watched(steps: int) -> Iterator[Observer]:
 
 
 def describe(metrics: StepMetrics, width: int | None = None) -> str:
-    """Loss, speed, its share of the matrix products' and memory in a line; as many as have room in ``width``."""
+    """Format loss, speed, its share of the matrix products' and memory in a line; as many as fit ``width``."""
     parts = [
         f"loss {metrics.loss:.4f}",
         f"{metrics.tokens_per_second:,.0f} tokens/s",

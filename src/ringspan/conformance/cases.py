@@ -1,4 +1,4 @@
-"""What is asked of an attention, each rank's part of it: a case calls it and says by how much its shard is off.
+"""Questions to an attention, each rank's part: a case calls it and says by how much its shard is off.
 
 Everything is compared with dense attention in float64. A rank knows the whole problem and compares its own shard, so
 the suite itself sends nothing. B batch, H query heads, G key/value heads, T tokens of a rank, D head size.
@@ -42,7 +42,7 @@ class Problem:
 
 
 class Setting(NamedTuple):
-    """What a rank runs a case with."""
+    """Inputs of a rank's case."""
 
     attention: Attention
     loss: Loss | None
@@ -56,7 +56,7 @@ Parts = dict[str, tuple[float, float]]
 
 
 def exact(problem: Problem) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """q, k, v and dout; and out, dq, dk and dv, all of the whole sequence in float64."""
+    """Return q, k, v and dout; and out, dq, dk and dv, all of the whole sequence in float64."""
     generator = np.random.default_rng(problem.seed)
     heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
     inputs = [generator.standard_normal((1, each, problem.length, problem.head_dim)) for each in heads]
@@ -70,7 +70,7 @@ def exact(problem: Problem) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def shards(setting: Setting, problem: Problem, whole: list[np.ndarray], dtype: torch.dtype) -> list[Tensor]:
-    """A rank's tokens of q, k, v and dout, and ``_PADDING`` (in dout nothing) past the end."""
+    """Return a rank's tokens of q, k, v and dout, and ``_PADDING`` (in dout nothing) past the end."""
     positions = _positions(setting, problem)
     is_token = positions < problem.length
     found: list[Tensor] = []
@@ -82,20 +82,19 @@ def shards(setting: Setting, problem: Problem, whole: list[np.ndarray], dtype: t
 
 
 def own_part(setting: Setting, problem: Problem, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which local tokens are none of padding, and what a whole array has for them."""
+    """Return which local tokens are not padding, and what a whole array has for them."""
     positions = _positions(setting, problem)
     is_token = positions < problem.length
     return is_token, whole[:, :, positions[is_token]]
 
 
 def _positions(setting: Setting, problem: Problem) -> np.ndarray:
-    """Of a rank's tokens, and past the end those of its padding."""
     rank, ranks = dist.get_rank(setting.group), dist.get_world_size(setting.group)
     return Layout(setting.layout, problem.length, ranks).positions(rank)  # pyright: ignore[reportArgumentType]
 
 
 def call(setting: Setting, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What the attention makes of a rank's shards.
+    """Return what the attention makes of a rank's shards.
 
     Raises:
         ValueError: it has another shape than q, which a comparison would broadcast.
@@ -124,7 +123,6 @@ def _squares(difference: np.ndarray, right: np.ndarray) -> tuple[float, float]:
 
 
 def _added(*several: Parts) -> Parts:
-    """Parts of several comparisons as one."""
     total: Parts = {}
     for parts in several:
         for name, (wrong, right) in parts.items():
@@ -134,13 +132,11 @@ def _added(*several: Parts) -> Parts:
 
 
 def forward_backward(setting: Setting, problem: Problem, dtype: torch.dtype = torch.float32) -> Parts:
-    """One call with gradients."""
     inputs, expected = exact(problem)
     return _called(setting, problem, shards(setting, problem, inputs, dtype), expected)
 
 
 def _called(setting: Setting, problem: Problem, inputs: list[Tensor], expected: list[np.ndarray]) -> Parts:
-    """What one call and its backward pass make of a rank's q, k, v and dout."""
     leaves, dout = [each.requires_grad_() for each in inputs[:3]], inputs[3]
     out = call(setting, problem, *leaves)
     return compare(setting, problem, [out, *torch.autograd.grad(out, leaves, dout)], expected)
@@ -186,9 +182,7 @@ def two_passes(setting: Setting, problem: Problem) -> Parts:
 
 
 def leak(setting: Setting, problem: Problem) -> Parts:
-    """Another first document must not change what the later ones get: ``out`` is their error without gradients,
-    ``change`` what it changed.
-    """
+    """Change the first document, which must not affect later ones: ``out`` is their error, ``change`` the effect."""
     assert problem.documents
     first, (expected, *_) = exact(problem)
     changed = [each.copy() for each in first]

@@ -28,7 +28,6 @@ def attention(
 
 
 def mask_of(is_causal: bool, window: int | None, lengths: Sequence[int] | None) -> Mask:
-    """What the suite asks for, as a mask."""
     if lengths:
         return documents(lengths, window=window, is_causal=is_causal)
     if window:

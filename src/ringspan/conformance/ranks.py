@@ -31,7 +31,7 @@ class Ranks:
         self._pipes: list[Connection] = []
 
     def run(self, case: int) -> list[Any]:
-        """What each rank found: parts of an error, text of what was raised, or None of a rank that did not answer."""
+        """Return what each rank found: parts of an error, text of what was raised, or None if it did not answer."""
         if not self._processes:
             self._start()
             # Imports may take longer than any case; communication begins when all ranks have theirs behind them.
@@ -77,7 +77,7 @@ class Ranks:
 
 
 def find(name: str) -> Any:
-    """The function of ``module:function``.
+    """Return the function of ``module:function``.
 
     Raises:
         ValueError: there is none, with what is missing.
@@ -124,7 +124,7 @@ def _serve(
 
 
 def outcome(run: Any, setting: Setting, problem: Any) -> dict[str, tuple[float, float]] | str:
-    """A case's parts, or what was raised, in one line; what is not implemented says so first."""
+    """Return a case's parts, or what was raised, in one line; what is not implemented says so first."""
     try:
         return run(setting, problem)
     except NotImplementedError as error:
@@ -134,12 +134,11 @@ def outcome(run: Any, setting: Setting, problem: Any) -> dict[str, tuple[float, 
 
 
 def is_unsupported(found: Any) -> bool:
-    """Whether a rank's answer is that the function does not do what a case asks for."""
     return isinstance(found, str) and found.startswith("not supported: ")
 
 
 def joined(found: Sequence[dict[str, tuple[float, float]]]) -> dict[str, float]:
-    """Errors over all ranks, from their parts; infinite of what a rank has not compared, or what has no size."""
+    """Return errors over all ranks from their parts; infinite if a rank compared nothing, or without a size."""
     names = {name: None for each in found for name in each}
     errors: dict[str, float] = {}
     for name in names:

@@ -1,1 +1,1 @@
-"""Who attends to what, and when: integer arithmetic and the float64 oracle, without any framework."""
+"""Attention geometry and schedules: integer arithmetic and the float64 oracle, without any framework."""

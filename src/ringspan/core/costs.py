@@ -1,4 +1,4 @@
-"""What a training step takes, by formula: bytes that its layers save, bytes of its loss, and its FLOPs.
+"""Cost of a training step, by formula: bytes that its layers save, bytes of its loss, and its FLOPs.
 
 The planner, the trainer and ``parallelize`` ask here, so that what is planned is what is chosen.
 
@@ -44,10 +44,9 @@ class LayerSizes:
 
 
 def norm_bytes(size: int, number_bytes: int, family: str = "llama", *, in_chunks: bool = False) -> int:
-    """Bytes that a norm over ``size`` numbers saves, its result for the next product included.
+    """Return the bytes that a norm over ``size`` numbers saves, its result for the next product included.
 
-    An RMS norm of transformers computes in float32: below that it keeps a float32 copy of its input, unless it runs in
-    chunks.
+    Below float32, transformers' RMS norm keeps a float32 copy of its input, unless it runs in chunks.
     """
     if family == "gpt2":
         return 2 * number_bytes * size + 2 * _FLOAT32
@@ -57,7 +56,7 @@ def norm_bytes(size: int, number_bytes: int, family: str = "llama", *, in_chunks
 
 
 def layer_parts(sizes: LayerSizes, number_bytes: int, *, norms_in_chunks: bool = False) -> dict[str, int]:
-    """Bytes per token of all that a layer saves without checkpointing, in the order in which it is made."""
+    """Return the bytes per token of all that a layer saves without checkpointing, in order of creation."""
     s = number_bytes
     heads = s * (sizes.query_size + 2 * sizes.kv_size)
     if sizes.qk_norm:  # inputs, in float32 and normed; the results are what rotates, which keeps nothing
@@ -85,7 +84,7 @@ def saved_bytes(
     feedforward_in_chunks: bool = False,
     norms_in_chunks: bool = False,
 ) -> int:
-    """Bytes per token that ``layers`` layers keep from forward to backward.
+    """Return the bytes per token that ``layers`` layers keep from forward to backward.
 
     Per layer of the Llama family, with whole norms and without norms on queries and keys:
 
@@ -103,7 +102,7 @@ def saved_bytes(
 
 
 class LossBytes(NamedTuple):
-    """What the blockwise loss holds beside its arguments and the gradient of ``hidden``."""
+    """Bytes of the blockwise loss beside its arguments and the gradient of ``hidden``."""
 
     sums: int
     """Gradients of weight and bias, as long as the loss is there."""
@@ -127,7 +126,7 @@ def loss_bytes(
     softcap: bool = False,
     bias: bool = False,
 ) -> LossBytes:
-    """Bytes that ``ringspan.blockwise_cross_entropy`` holds, for n tokens and v vocabulary entries of a block.
+    """Return the bytes that ``ringspan.blockwise_cross_entropy`` holds, for blocks of n tokens and v entries.
 
     With a = max(s, 4) bytes in a sum: ``V C a`` for the weight's gradient, ``n v a`` for the logits (twice that with a
     softcap) and, with several blocks of vocabulary, ``n C a`` for the gradient of hidden. A type below float32 adds the
@@ -148,7 +147,7 @@ def loss_bytes(
 
 
 def training_flops(weights: float, tokens: float, query_pairs: float) -> float:
-    """Model FLOPs of a training step: ``6 weights tokens + 12 query_pairs``, whatever is computed again.
+    """Return the FLOPs of a training step: ``6 weights tokens + 12 query_pairs``, whatever is computed again.
 
     Each weight is multiplied once in forward and twice in backward, 2 FLOPs each; and so are scores and values of each
     pair of a query and a key that it sees: ``query_pairs`` are pairs x numbers in a token's query heads, of all layers.

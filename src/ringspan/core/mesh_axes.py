@@ -1,4 +1,4 @@
-"""What the axes of a device mesh are for, by the names that torchtitan, accelerate and others give them."""
+"""Roles of the axes of a device mesh, by the names that torchtitan, accelerate and others give them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final

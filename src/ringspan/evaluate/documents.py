@@ -1,4 +1,4 @@
-"""Real text: what the user names, or the documentation and the sources that every Python installation has."""
+"""Real text: the user's files, or the documentation and sources of every Python installation."""
 
 import re
 import sysconfig
@@ -12,11 +12,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?:])\s+|\n\s*\n")
 
 
 def read_text(path: str | Path) -> str:
-    """A text file of any size.
-
-    Raises:
-        ConfigError: it cannot be read, or is no text in UTF-8.
-    """
+    """Read a text file of any size; raise ConfigError if it is unreadable or not UTF-8."""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -29,7 +25,7 @@ def read_text(path: str | Path) -> str:
 
 
 def prose(paths: Sequence[str] = ()) -> str:
-    """The files named, or the language reference that ``help()`` shows (465,000 characters in Python 3.11)."""
+    """Read the named files, or the language reference that ``help()`` shows (465,000 characters in Python 3.11)."""
     if paths:
         return "\n\n".join(read_text(path) for path in paths)
     topics = import_module("pydoc_data.topics").topics
@@ -37,7 +33,7 @@ def prose(paths: Sequence[str] = ()) -> str:
 
 
 def sentences(text: str) -> tuple[str, ...]:
-    """A text in sentences, each on one line; parts without a word are left out."""
+    """Split a text into sentences, each on one line; parts without a word are left out."""
     parts = (" ".join(part.split()) for part in _SENTENCE_END.split(text))
     found = tuple(part for part in parts if re.search(r"[A-Za-z]{2}", part))
     if not found:
@@ -46,9 +42,7 @@ def sentences(text: str) -> tuple[str, ...]:
 
 
 def long_documents(paths: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """(name, text) of the files named, or of the language reference and the modules of the standard library, the
-    longest first.
-    """
+    """Return (name, text) of the named files, or of the language reference and standard library, longest first."""
     documents = [(str(path), read_text(path)) for path in paths]
     if not documents:
         folder = Path(sysconfig.get_path("stdlib"))

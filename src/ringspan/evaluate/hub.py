@@ -1,4 +1,4 @@
-"""Models by the name that they have on the Hub."""
+"""Models by their name on the Hub."""
 
 import re
 from pathlib import Path
@@ -13,11 +13,7 @@ _NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def local_folder(model: str) -> str:
-    """A folder as it is, or that of the Hub's local copy, which is downloaded where there is none.
-
-    Raises:
-        ConfigError: there is no such folder, and no such model on the Hub.
-    """
+    """Return a folder, or the Hub's local copy, downloaded if needed; raise ConfigError if neither exists."""
     folder = Path(model)
     if folder.is_dir():
         if reason := why_no_model(folder):

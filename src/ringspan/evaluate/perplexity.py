@@ -23,14 +23,13 @@ class Document:
     name: str
     ids: list[int]
     sizes: list[int] | None
-    """Bytes of each token; None where the tokenizer does not tell."""
+    """Bytes of each token; None if the tokenizer does not tell."""
 
 
 def chosen(
     texts: Sequence[tuple[str, str]], settings: EvalSettings, lengths: Sequence[int], tokenizer: Any
 ) -> tuple[dict[tuple[Any, ...], Document], list[dict[str, Any]]]:
-    """At most ``items`` documents per length, by (length, index), the first that are given; and what is left out, by
-    length.
+    """Choose the first ``items`` documents per length, by (length, index); return them and the skipped lengths.
 
     Raises:
         ConfigError: no document is long enough for any.
@@ -66,9 +65,7 @@ def _document(name: str, text: str, most: int, tokenizer: Any) -> Document:
 
 
 def _sizes(text: str, stops: Sequence[int]) -> list[int]:
-    """Bytes of each token, by where it stops: from where the tokens before it have come to, so that a space that no
-    token has counts with the next one, and a character in several tokens once.
-    """
+    """Compute the bytes of each token by its end, so that unowned spaces go to the next one, characters count once."""
     sizes, reached = [], 0
     for stop in stops:
         sizes.append(len(text[reached:stop].encode()))
@@ -77,7 +74,7 @@ def _sizes(text: str, stops: Sequence[int]) -> list[int]:
 
 
 def edges(length: int) -> list[int]:
-    """Where ranges of positions end: 64, 128, 256, and so on, and the length."""
+    """Return the ends of the position ranges: 64, 128, 256, ..., and the length."""
     found = [FIRST_EDGE]
     while found[-1] < length:
         found.append(2 * found[-1])
@@ -85,7 +82,7 @@ def edges(length: int) -> list[int]:
 
 
 def measure(model: Session, document: Document) -> dict[str, Any]:
-    """The loss of a document's tokens in ranges of positions, in nats."""
+    """Measure the loss of a document's tokens in ranges of positions, in nats."""
     ids = torch.tensor([document.ids], device=local_device())
     model.watchdog.be(0, f"scoring {document.name}", PATIENCE_SECONDS)
     batch = shard_batch({"input_ids": ids, "labels": ids}, model.model.ring_mesh)

@@ -1,4 +1,4 @@
-"""Prompts as long as asked for: the longest of a task whose tokens, with those of the answer, fit a length."""
+"""Prompts of a given length: the longest of a task that fits together with its answer."""
 
 from dataclasses import dataclass
 from random import Random
@@ -16,8 +16,6 @@ _LEAST_PER_UNIT: Final = 0.01
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt in tokens."""
-
     ids: list[int]
     max_new_tokens: int
     answers: tuple[str, ...]
@@ -33,11 +31,7 @@ class Prompts:
         self._material = Material(text, settings.needles or self.task.needles or 1, settings.distractors)
 
     def question(self, length: int, depth: float | None, index: int) -> Question:
-        """The longest prompt that fits, within about a unit, with random numbers of its own; pure.
-
-        Raises:
-            ConfigError: the shortest does not.
-        """
+        """Make the longest prompt that fits, to about a unit, with its own random numbers; ConfigError if none."""
 
         def at(size: int) -> tuple[Question, int]:
             random = Random(f"{self._settings.seed} {self.task.name} {length} {depth} {index}")  # noqa: S311
@@ -76,7 +70,7 @@ class Prompts:
 
 
 def with_template(tokenizer: Any, text: str, cue: str, *, plain: bool) -> list[int]:
-    """Tokens of what the user says and of how the answer begins, by the chat template where there is one."""
+    """Tokenize the user's text and the answer's cue, by the chat template if there is one."""
     if plain or not tokenizer.chat_template:
         return list(tokenizer(text + cue).input_ids)
     messages = [{"role": "user", "content": text}]

@@ -1,4 +1,4 @@
-"""Results item by item in a file that a killed run continues."""
+"""Results item by item in a file from which a killed run continues."""
 
 import hashlib
 import json
@@ -15,25 +15,21 @@ from ringspan.evaluate.settings import EvalSettings
 from ringspan.generate.folder import base_folder
 
 VERSION: Final = 1
-"""Of prompts, documents and scores: raise it when they change, so that old items are not continued with new ones."""
+"""Version of prompts, documents and scores: raise it on a change, so that old items are not mixed with new ones."""
 _SMALL_BYTES: Final = 1 << 20
 # Of the settings, what changes no answer, is in an item's key, or is described below.
 _LEFT_OUT: Final = {"tp", "weights", "prefill_tokens", "lengths", "depths", "items", "folder", "text"}
 
 
 def identity(settings: EvalSettings) -> dict[str, Any]:
-    """What the answers depend on besides the model: the settings, how prompts are made, and the text, which is Python's
-    own unless there are files.
-    """
+    """Return the answers' inputs besides the model: settings, prompt version, and text (Python's own by default)."""
     kept = {name: value for name, value in asdict(settings).items() if name not in _LEFT_OUT}
     text = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in settings.text]
     return {**kept, "text": text or platform.python_version()}
 
 
 def records_file(out: Path, task: str, model: str, facts: dict[str, Any]) -> Path:
-    """Where the records of a task are: another file for other facts, and other files of the model, or of the one that
-    an adapter is for.
-    """
+    """Return the file of a task's records: another one for other facts or other files of the model or adapter base."""
     known = json.dumps({**facts, "version": VERSION, "model": _model(model)}, sort_keys=True)
     digest = hashlib.sha256(known.encode()).hexdigest()[:12]
     return out / f"{task}-{Path(model).resolve().name}-{digest}.jsonl"
@@ -49,7 +45,7 @@ def _matters(path: Path) -> bool:
 
 
 def _describe(path: Path) -> str:
-    """Small files by what is in them; the weights by size and time, which is as good and takes no minutes."""
+    """Describe small files by content; weights by size and time, which is as good and fast."""
     facts = path.stat()
     if facts.st_size <= _SMALL_BYTES:
         return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -57,7 +53,7 @@ def _describe(path: Path) -> str:
 
 
 class Records:
-    """A line of JSON per item, appended when it is done; a line that was cut off is dropped. One writes them."""
+    """One JSON line per item, appended when it is done; a truncated line is dropped. One process writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,11 +62,7 @@ class Records:
         self.by_key: dict[Hashable, dict[str, Any]] = {}
 
     def load(self) -> None:
-        """Read what an earlier run has done, and keep other processes out of the file.
-
-        Raises:
-            ConfigError: the file cannot be read or made, or another process writes it.
-        """
+        """Read the records of an earlier run and lock the file; raise ConfigError if it is unusable or locked."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.lock.take()
@@ -89,7 +81,7 @@ class Records:
             raise ConfigError(f"{self.path}: is damaged; delete it to begin again") from error
 
     def add(self, record: dict[str, Any]) -> None:
-        """Append a record, on the disk before this returns."""
+        """Append a record and sync it to disk."""
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")

@@ -1,4 +1,4 @@
-"""One task with one model on the ring: every rank runs this; the first one keeps the records."""
+"""The runner of one task with one model, on every rank; the first one keeps the records."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Key = tuple[Any, ...]
 
 @dataclass
 class EvalObserver(Observer):
-    """Who is told how it goes, on rank 0."""
+    """Callbacks for progress, on rank 0."""
 
     did: Callable[[int, int, str], None] = lambda done, total, what: None
     noticed: Callable[[str], None] = lambda line: None
@@ -32,7 +32,7 @@ class EvalObserver(Observer):
 
 @dataclass(frozen=True)
 class Plan:
-    """The items of a run, and what is left out of it."""
+    """The items of a run, and the skipped ones."""
 
     keys: list[Key]
     skipped: list[dict[str, Any]]
@@ -40,24 +40,24 @@ class Plan:
 
 
 class EvalResult(TypedDict):
-    """What ``ringspan eval --json`` prints."""
+    """The output of ``ringspan eval --json``."""
 
     task: str
     model: str
     rows: list[dict[str, Any]]
-    """Of ``accuracy_rows`` or ``loss_rows``."""
+    """Rows of ``accuracy_rows`` or ``loss_rows``."""
     skipped: list[dict[str, Any]]
-    """Lengths that were left out, and why."""
+    """Skipped lengths, with reasons."""
     seed: int
     records: str
     """The file with each item, its answer and its score."""
 
 
 def plans(every: Sequence[EvalSettings]) -> list[Plan | None]:
-    """The plan of each model on the first rank, before any is evaluated; None on the others.
+    """Plan all models on the first rank, before any is evaluated; None on the others.
 
     Raises:
-        ConfigError: a model has no place for any item, by its name where there are several; on every rank.
+        ConfigError: a model has room for no item, named if there are several; on all ranks.
     """
     found: list[Plan | None] = []
 
@@ -77,11 +77,7 @@ def plans(every: Sequence[EvalSettings]) -> list[Plan | None]:
 
 
 def plan(settings: EvalSettings, config: Any, tokenizer: Any) -> Plan:
-    """All items that fit the model.
-
-    Raises:
-        ConfigError: none does, or a length is below the shortest prompt.
-    """
+    """Plan all items that fit the model; raise ConfigError if none does or a length is below the shortest prompt."""
     limit = num_trained_positions(text_config(config))
     fits = [length for length in settings.lengths if limit is None or length <= limit]
     skipped: list[dict[str, Any]] = [
@@ -111,7 +107,7 @@ def plan(settings: EvalSettings, config: Any, tokenizer: Any) -> Plan:
 def evaluate_rank(
     settings: EvalSettings, planned: Plan | None, out: str, observer: EvalObserver | None = None
 ) -> EvalResult:
-    """One rank's part of what is planned; the result as ``--json`` prints it, on every rank."""
+    """Run one rank's part of the plan; return the ``--json`` result on every rank."""
     config = load_config(settings.generating(1))
     tokenizer = load_tokenizer(settings.folder, config)
     observer = observer or EvalObserver()
@@ -140,7 +136,7 @@ def evaluate_rank(
 
 
 def result(settings: EvalSettings, planned: Plan | None, records: Records) -> EvalResult:
-    """Rows of what is done."""
+    """Make the rows of the finished items."""
     assert planned is not None, "on the first rank"
     done = [records.by_key[key] for key in planned.keys]
     rows = loss_rows(done) if settings.task == PERPLEXITY else accuracy_rows(done)
@@ -157,7 +153,7 @@ def result(settings: EvalSettings, planned: Plan | None, records: Records) -> Ev
 def _answers(
     model: Session, settings: EvalSettings, keys: list[Key], make: Callable[[Key], Any]
 ) -> Iterator[dict[str, Any]]:
-    """Records of these items, in order; the first rank makes them for all."""
+    """Return records of these items, in order; the first rank makes them for all."""
     for place, key in enumerate(keys):
         item = from_first_rank(lambda key=key: make(key))
         record = measure(model, item) if isinstance(item, Document) else _answered(model, settings, item, key)

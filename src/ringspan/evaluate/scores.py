@@ -1,4 +1,4 @@
-"""From answers to rows: means, and how sure they are."""
+"""From answers to rows: means and their confidence intervals."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ Z_95: Final = 1.959963984540054
 
 
 def wilson(mean: float, count: int) -> tuple[float, float]:
-    """The 95% interval of a share, after Wilson (1927); of scores between 0 and 1 with this mean it is a wide one."""
+    """Compute the 95% interval of a share, after Wilson (1927); for scores within 0..1 with this mean it is wide."""
     if count < 1:
         return 0.0, 1.0
     square = Z_95**2 / count
@@ -19,7 +19,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
 
 
 def normal(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95% interval of a mean by the spread of the values; None of fewer than two."""
+    """Compute the 95% interval of a mean by the spread of the values; None for fewer than two."""
     if len(values) < 2:
         return None
     mean, reach = fmean(values), Z_95 * stdev(values) / math.sqrt(len(values))
@@ -27,7 +27,7 @@ def normal(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def accuracy_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per length and depth, in this order."""
+    """Make a row per length and depth, in this order."""
     groups: dict[tuple[int, float | None], list[float]] = {}
     for record in records:
         groups.setdefault((record["length"], record["depth"]), []).append(record["score"])
@@ -40,7 +40,7 @@ def accuracy_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def loss_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per range of positions: the mean over its tokens in all documents, in nats per token and bits per byte."""
+    """Make a row per position range: the mean over its tokens in all documents, in nats per token and bits per byte."""
     groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for record in records:
         for part in record["parts"]:

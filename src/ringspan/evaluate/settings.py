@@ -1,4 +1,4 @@
-"""What ``ringspan eval`` is asked for, checked without a framework."""
+"""The settings of ``ringspan eval``, checked without a framework."""
 
 import math
 from dataclasses import dataclass
@@ -13,16 +13,12 @@ PERPLEXITY = "perplexity"
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """One task with one model.
-
-    Raises:
-        ConfigError: a value that cannot be meant, by the name of its option.
-    """
+    """One task with one model; raises ConfigError for an invalid value, by the name of its option."""
 
     folder: str
     task: str
     lengths: tuple[int, ...] = (1024, 2048, 4096)
-    """Tokens of the prompt and the answer together; of perplexity, of a document."""
+    """Tokens of prompt and answer together; for perplexity, of a document."""
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     items: int = 20
     """Questions per length and depth, or documents."""
@@ -31,7 +27,7 @@ class EvalSettings:
     distractors: int = 0
     text: tuple[str, ...] = ()
     plain: bool = False
-    """Without the chat template."""
+    """No chat template."""
     dtype: str = "auto"
     cache_dtype: str = "auto"
     tp: int = 1
@@ -61,12 +57,12 @@ class EvalSettings:
 
     @property
     def cells(self) -> list[tuple[int, float | None]]:
-        """Lengths and, of a task that has them, depths."""
+        """Return the lengths and, if the task has them, depths."""
         depths = self.depths if self.task != PERPLEXITY and TASKS[self.task].has_depth else (None,)
         return [(length, depth) for length in self.lengths for depth in depths]
 
     def generating(self, max_new_tokens: int) -> GenerateSettings:
-        """How the model is loaded and answers: with its most likely tokens."""
+        """Return the settings for loading the model and for greedy answers."""
         return GenerateSettings(
             folder=self.folder,
             max_new_tokens=max_new_tokens,

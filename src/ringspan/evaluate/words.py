@@ -1,4 +1,4 @@
-"""Words that prompts are made of: they are common, short, and none occurs twice."""
+"""Words for prompts: common, short and distinct."""
 
 from random import Random
 from typing import Final
@@ -31,11 +31,7 @@ NOUNS: Final = tuple(_NOUNS.split())
 
 
 def names(random: Random, count: int) -> list[str]:
-    """So many different names, as ``brave-otter``; of three words where two do not make enough.
-
-    Raises:
-        ConfigError: three do not either.
-    """
+    """Return so many different names like ``brave-otter``, of three words if two are too few, or raise ConfigError."""
     adjectives, nouns = len(ADJECTIVES), len(NOUNS)
     pairs = adjectives * nouns
     if count <= pairs:
@@ -50,5 +46,5 @@ def names(random: Random, count: int) -> list[str]:
 
 
 def number(random: Random) -> str:
-    """Five digits."""
+    """Return five random digits."""
     return str(random.randrange(10_000, 100_000))

@@ -1,1 +1,1 @@
-"""Text from a model's folder on a ring of ranks: what ``ringspan generate`` does."""
+"""Text from a model's folder on a ring of ranks: the work of ``ringspan generate``."""

@@ -1,4 +1,4 @@
-"""A conversation in the terms of a tokenizer: what is read next, after what the cache holds already."""
+"""A conversation in a tokenizer's terms: the next tokens to read after those in the cache."""
 
 import os
 import select
@@ -14,12 +14,12 @@ from ringspan.generate.folder import check_ids
 from ringspan.generate.session import PATIENCE_SECONDS, Session
 
 WAIT_SECONDS: Final = 2.0
-"""How long ranks wait for a line before they tell each other that they still do; process groups have time-outs."""
+"""Seconds that ranks wait for a line before they confirm to each other; process groups have time-outs."""
 
 
 @dataclass
 class Conversation:
-    """All tokens so far, those of a ``book`` first, and the same as messages of a chat template, where there is one."""
+    """All tokens so far, those of a ``book`` first, and the same as messages of a chat template, if there is one."""
 
     tokenizer: Tokenizer
     book: list[int] = field(default_factory=list)
@@ -31,11 +31,10 @@ class Conversation:
         self.ids = list(self.book)
 
     def ask(self, line: str, check: Callable[[list[int]], None] = lambda ids: None) -> bool:
-        """Add a line of the user's. False where the tokens changed from the beginning, so that a cache is of no use:
-        some templates drop parts of earlier answers.
+        """Add a user's line. Return False if earlier tokens changed, so the cache is void: templates drop old answers.
 
         Raises:
-            ConfigError: ``check`` raises it for the tokens, and the conversation is as it was.
+            ConfigError: ``check`` raises it for the tokens, and the conversation is unchanged.
         """
         if not self.tokenizer.chat_template:
             start = "\n" if self.ids else ""
@@ -53,7 +52,7 @@ class Conversation:
         return goes_on
 
     def answered(self, token_ids: list[int]) -> None:
-        """Add what the model wrote. An end of text is part of a template, and else would end all that follows."""
+        """Add the model's answer. An end of text belongs to a template, and otherwise would end all that follows."""
         ended = bool(token_ids) and token_ids[-1] == self.tokenizer.eos_token_id
         if ended and not self.tokenizer.chat_template:
             token_ids = token_ids[:-1]
@@ -67,13 +66,13 @@ class Conversation:
 
 
 class Lines:
-    """Lines of text from a file descriptor, for somebody who cannot wait for them for long."""
+    """Lines of text from a file descriptor, with a time-out."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._read, self._is_over = descriptor, b"", False
 
     def next(self, seconds: float = WAIT_SECONDS) -> tuple[str | None, bool]:
-        """The next line that is not blank, None when there is none yet; and whether the end has come."""
+        """Return the next line that is not blank, or None if there is none yet; and True at the end."""
         while True:
             if b"\n" in self._read or (self._is_over and self._read):
                 line, _, self._read = self._read.partition(b"\n")
@@ -89,15 +88,14 @@ class Lines:
 
 
 def converse(model: Session, first: str | None, descriptor: int | None) -> None:
-    """Answer lines until they end, the cache kept over all turns; ``first`` is a line that is known already.
+    """Answer lines until they end, keeping the cache over all turns; ``first`` is a known first line.
 
-    Rank 0 reads them from ``descriptor``; each rank calls this. It begins after what a cache holds that the settings
-    name, and the cache is saved at the end where they say so. A line for which the model has no place is refused, and
-    what was said before stays.
+    Rank 0 reads ``descriptor``; every rank calls this. It begins after the cache that the settings name, and saves the
+    cache at the end if they say so. A line without room in the model is refused, and the conversation stays.
 
     Raises:
-        ConfigError: the model has no place for ``first``, or a cache is of several sequences.
-        CheckpointError: a cache cannot be loaded or saved; on every rank.
+        ConfigError: the model has no room for ``first``, or a cache is of several sequences.
+        CheckpointError: a cache cannot be loaded or saved; on all ranks.
     """
     book, cache = model.opened()
     conversation = Conversation(model.tokenizer, book)

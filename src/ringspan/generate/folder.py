@@ -1,4 +1,4 @@
-"""A model's folder: its config, tokenizer and weights, refused in one line where they do not make a model."""
+"""A model's folder: config, tokenizer and weights, refused in one line if they do not make a model."""
 
 import json
 from collections.abc import Sequence
@@ -28,12 +28,11 @@ from ringspan.torch.weights.loading import read_whole, unread_model
 
 
 def load_config(settings: GenerateSettings) -> PreTrainedConfig:
-    """The config of the folder's model.
+    """Load the config of the folder's model.
 
     Raises:
-        ConfigError: there is none, or none of a causal language model.
-        UnsupportedError: it asks for something that the ring does not compute exactly, or heads that ``tp`` does not
-            divide.
+        ConfigError: it is missing, or not one of a causal language model.
+        UnsupportedError: it asks for something the ring does not compute exactly, or ``tp`` does not divide its heads.
     """
     folder = base_folder(settings.folder)
     try:
@@ -50,12 +49,11 @@ def load_config(settings: GenerateSettings) -> PreTrainedConfig:
 
 
 def base_folder(folder: str) -> str:
-    """Where the model's config and weights are: in the folder, as transformers has it also beside an adapter, or where
-    its adapter says, which is a folder too, or an id of the Hub that has a local copy.
+    """Return the folder of config and weights: this one, or the base (folder or local Hub copy) of its adapter.
 
     Raises:
-        ConfigError: an adapter that does not say which model it is for, or of one that is not here.
-        MissingExtraError: an adapter, where PEFT is not installed.
+        ConfigError: an adapter that does not name its model, or names one that is not here.
+        MissingExtraError: an adapter, if PEFT is not installed.
     """
     path = Path(folder, ADAPTER_CONFIG)
     if not path.is_file():
@@ -79,11 +77,7 @@ def base_folder(folder: str) -> str:
 
 
 def dtype_of(settings: GenerateSettings, config: PreTrainedConfig) -> torch.dtype:
-    """The dtype to compute in: the folder's, unless the settings name one.
-
-    Raises:
-        ConfigError: the folder's is none that generation is tested in.
-    """
+    """Return the dtype of the settings, else the folder's; raise ConfigError for one that is not tested."""
     own = getattr(text_config(config), "dtype", None) or torch.float32
     name = str(own).removeprefix("torch.") if settings.dtype == "auto" else settings.dtype
     if name not in ("float32", "bfloat16"):
@@ -92,11 +86,7 @@ def dtype_of(settings: GenerateSettings, config: PreTrainedConfig) -> torch.dtyp
 
 
 def load_tokenizer(folder: str, config: PreTrainedConfig) -> Tokenizer:
-    """The folder's tokenizer.
-
-    Raises:
-        ConfigError: there is none, or one whose vocabulary the model does not have.
-    """
+    """Load the folder's tokenizer; raise ConfigError if it is missing or has another vocabulary than the model."""
     names = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"
     if not any(Path(folder, name).exists() for name in names):
         raise ConfigError(f"{folder}: has no tokenizer (tokenizer.json); save it there with save_pretrained")
@@ -116,10 +106,10 @@ def load_tokenizer(folder: str, config: PreTrainedConfig) -> Tokenizer:
 
 
 def check_ids(ids: Sequence[int], settings: GenerateSettings, config: PreTrainedConfig) -> None:
-    """Refuse token ids that the model has no place for.
+    """Refuse token ids that the model has no room for.
 
     Raises:
-        ConfigError: no token, ids beyond its vocabulary, or more tokens, with those to come, than it has positions.
+        ConfigError: no token, ids beyond its vocabulary, or more tokens, with the new ones, than it has positions.
     """
     text = text_config(config)
     if not len(ids):
@@ -139,12 +129,11 @@ def check_ids(ids: Sequence[int], settings: GenerateSettings, config: PreTrained
 
 
 def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> Any:
-    """The model without its weights, of which ``parallelize`` reads this rank's part; where the folder is an adapter,
-    the whole model on the CPU, with the adapter added to its weights.
+    """Load the model without weights, of which ``parallelize`` reads a part; with an adapter, merge on the CPU.
 
     Raises:
-        ConfigError: no weights in safetensors (a pickle, which runs code when it is loaded, is not opened), damaged
-            ones, some that are missing, or have another shape than the model's.
+        ConfigError: no weights in safetensors (a pickle would run code), or weights that are damaged, missing or of
+            another shape than the model's.
     """
     folder = base_folder(settings.folder)
     is_adapter = Path(settings.folder, ADAPTER_CONFIG).is_file()
@@ -157,7 +146,7 @@ def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> Any:
 
 
 def _with_adapter(model: Any, folder: str) -> Any:
-    """The model with an adapter added to its weights."""
+    """Merge an adapter into the model's weights."""
     from peft import PeftModel
 
     if not Path(folder, ADAPTER_WEIGHTS).is_file():

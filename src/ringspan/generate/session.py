@@ -1,4 +1,4 @@
-"""A model on the ring that answers prompts, as every rank runs it inside its process group."""
+"""A model on the ring that answers prompts; every rank runs it inside its process group."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ PATIENCE_SECONDS: Final = 600.0  # for ranks that are heard, and exchange nothin
 
 @dataclass
 class Observer:
-    """Who is told how it goes, on rank 0: a terminal, or nobody."""
+    """Callbacks for progress on rank 0."""
 
     doing: Callable[[str], None] = lambda what: None
     read: Callable[[int, int], None] = lambda tokens, total: None
@@ -36,21 +36,21 @@ class Observer:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model wrote, without the prompt, and what it took. ``ringspan generate --json`` prints it."""
+    """The model's new tokens, without the prompt, and their cost. ``ringspan generate --json`` prints it."""
 
     text: str
     token_ids: list[int]
     prefill_seconds: float
-    """From the call until the first new token."""
+    """Seconds from the call to the first new token."""
     seconds_per_token: float | None
-    """Of each after the first; None where there is no other."""
+    """Seconds per token after the first; None if there is no other."""
     cache_bytes_per_rank: int
-    """The largest share."""
+    """Largest share of any rank."""
 
 
 @dataclass(frozen=True)
 class _Patience:
-    """When the watchdog ends all ranks; a token takes as long as it takes."""
+    """The watchdog's time-outs for all ranks."""
 
     silence_seconds: float
     enabled: bool = True
@@ -71,14 +71,14 @@ class Session:
 
     @property
     def num_beams(self) -> int:
-        """What the model's generation_config asks for. A cache of several beams does not go on in the next turn."""
+        """Return the beams of the model's generation_config. A cache of several beams cannot continue."""
         return self.model.generation_config.num_beams or 1
 
     def new_cache(self) -> Any:
-        """An empty cache, or the one that the settings name.
+        """Return an empty cache, or the one that the settings name.
 
         Raises:
-            CheckpointError: it is damaged, or another model's; on every rank.
+            CheckpointError: it is damaged, or another model's; on all ranks.
         """
         dtype = None if self.settings.cache_dtype == "auto" else self.settings.cache_dtype
         if self.settings.load_cache is None:
@@ -88,11 +88,11 @@ class Session:
         return self.model.load_cache(self.settings.load_cache, dtype)
 
     def answer_once(self, ids: Sequence[int]) -> Answer:
-        """Tokens after ``ids``, which come after what a loaded cache holds; the cache is saved where that is asked.
+        """Generate after ``ids``, which follow the loaded cache's tokens; save the cache if asked.
 
         Raises:
             ConfigError: a cache of several sequences, or more tokens in all than the model has positions.
-            CheckpointError: the cache cannot be loaded, or saved; on every rank.
+            CheckpointError: the cache cannot be loaded, or saved; on all ranks.
         """
         book, cache = self.opened()
         if book:
@@ -103,11 +103,11 @@ class Session:
         return answer
 
     def opened(self) -> tuple[list[int], Any]:
-        """The tokens that the cache which the settings name holds, and the cache; none, and a new one, if they do not.
+        """Return the tokens of the cache that the settings name, and the cache; no tokens and a new one without a name.
 
         Raises:
-            ConfigError: it is of several sequences, or one is to be loaded or saved where there are beams.
-            CheckpointError: it cannot be loaded; on every rank.
+            ConfigError: it is of several sequences, or one is to be loaded or saved with beams.
+            CheckpointError: it cannot be loaded; on all ranks.
         """
         if self.num_beams > 1 and (self.settings.load_cache or self.settings.save_cache):
             option = "--save-cache" if self.settings.load_cache is None else "--load-cache"
@@ -123,18 +123,14 @@ class Session:
         return cache.ids[0].tolist(), cache
 
     def keep(self, cache: Any) -> None:
-        """Save a cache where the settings say so.
-
-        Raises:
-            CheckpointError: it cannot be saved; on every rank.
-        """
+        """Save a cache if the settings say so; raise CheckpointError on all ranks if that fails."""
         if self.settings.save_cache is not None:
             self.observer.doing("saving the cache")
             self.watchdog.be(0, "saving the cache", PATIENCE_SECONDS)
             self.model.save_cache(cache, self.settings.save_cache)
 
     def answer(self, ids: Sequence[int], cache: Any = None) -> Answer:
-        """Tokens after ``ids``, whose beginning the cache may hold already."""
+        """Generate after ``ids``, whose beginning the cache may hold already."""
         cache = self.new_cache() if cache is None else cache
         listener = _Listener(self.watchdog, self.tokenizer, self.observer)
         has_beams = self.num_beams > 1  # no text is known before their end, and transformers streams none
@@ -179,34 +175,34 @@ class Session:
 
 
 class _Listener(BaseStreamer):
-    """On every rank: beats of the watchdog and times; on rank 0 the text goes on to the observer."""
+    """A streamer on every rank for the watchdog and times; rank 0 passes text to the observer."""
 
     def __init__(self, watchdog: Watchdog, tokenizer: Tokenizer, observer: Observer) -> None:
         self._watchdog, self._num_tokens, self.first = watchdog, -1, 0.0
         self._text = _Text(tokenizer, observer) if dist.get_rank() == 0 else None
 
     def put(self, value: Any) -> None:
-        """The prompt, then each new token."""
+        """Take the prompt, then each new token."""
         self._num_tokens += 1
         self.wrote(self._num_tokens)
         if self._text is not None:
             self._text.put(value)
 
     def wrote(self, num_tokens: int) -> None:
-        """So many new tokens are there."""
+        """Count so many new tokens."""
         if num_tokens == 1:
             self.first = time.perf_counter()
         if num_tokens:
             self._watchdog.be(num_tokens, "writing", PATIENCE_SECONDS)
 
     def end(self) -> None:
-        """The last token has come."""
+        """Finish after the last token."""
         if self._text is not None:
             self._text.end()
 
 
 class _Text(TextStreamer):
-    """transformers' streamer, for an observer."""
+    """transformers' streamer for an observer."""
 
     def __init__(self, tokenizer: Any, observer: Observer) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -220,11 +216,7 @@ class _Text(TextStreamer):
 def session(
     settings: GenerateSettings, config: PreTrainedConfig, tokenizer: Tokenizer, observer: Observer | None = None
 ) -> Iterator[Session]:
-    """The model of a folder on all ranks of the process group, watched while it is used.
-
-    Raises:
-        RingspanError: anything in folder or model that is refused.
-    """
+    """Yield the model of a folder on all ranks, watched while in use; raise RingspanError for anything refused."""
     observer = observer or Observer()
     observer.doing("loading the model")
     model = load_model(settings, config)
@@ -238,7 +230,7 @@ def session(
 
 
 def from_first_rank(function: Callable[[], Any]) -> Any:
-    """What a function returns on rank 0, or raises there, on every rank."""
+    """Return a function's result on rank 0, or raise its error, on every rank."""
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:

@@ -1,4 +1,4 @@
-"""What ``ringspan generate`` is asked for, checked without a framework."""
+"""The settings of ``ringspan generate``, checked without a framework."""
 
 import math
 import os
@@ -14,11 +14,7 @@ _CACHE_DTYPES: Final = "auto", *CACHE_DTYPE_NAMES
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings:
-    """One run of the command.
-
-    Raises:
-        ConfigError: a value that cannot be meant, by the name of its option.
-    """
+    """One run of the command; raises ConfigError for an invalid value, by the name of its option."""
 
     folder: str
     max_new_tokens: int = 200
@@ -31,13 +27,13 @@ class GenerateSettings:
     tp: int = 1
     weights: str = "auto"
     prefill_tokens: int | None = None
-    """Tokens of the prompt that a rank reads at once; the library's own number when None."""
+    """Tokens of the prompt that a rank reads at once; the library's default when None."""
     load_cache: str | None = None
-    """A saved cache, after whose tokens the prompt comes."""
+    """Saved cache that the prompt follows."""
     save_cache: str | None = None
-    """A new folder for the cache of what was read and written."""
+    """New folder for the cache of all tokens."""
     silence_seconds: float = 60.0
-    """How long a rank may not be heard before all are ended."""
+    """Seconds of silence of a rank after which all are ended."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "tp", "prefill_tokens"):
@@ -62,11 +58,7 @@ class GenerateSettings:
             _check("load_cache", self.load_cache, is_there, "a folder that --save-cache wrote, with its manifest.json")
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Refuse a number of ranks that does not make rings of ``tp``.
-
-        Raises:
-            ConfigError: naming both.
-        """
+        """Raise ConfigError for a number of ranks that does not make rings of ``tp``."""
         if num_ranks < 1:
             raise ConfigError(f"--nproc {num_ranks}: at least one process is needed")
         if num_ranks % self.tp:
@@ -74,7 +66,7 @@ class GenerateSettings:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What transformers' ``generate`` is told; what is left out is the model's generation_config."""
+        """Return the options for transformers' ``generate``; omitted ones are the model's generation_config's."""
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         given = {name: value for name, value in sampling.items() if value is not None}
         return {"max_new_tokens": self.max_new_tokens, "do_sample": bool(given), **given}

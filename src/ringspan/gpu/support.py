@@ -1,4 +1,4 @@
-"""What our programs can do, and whether there is a Triton; nothing is imported."""
+"""Limits of our programs, and a check for Triton that imports nothing."""
 
 import os
 from functools import lru_cache
@@ -6,12 +6,12 @@ from importlib.util import find_spec
 from typing import Final
 
 LARGEST_HEADS: Final = {"bfloat16": 256, "float16": 256, "float32": 128}
-"""By dtype, the most numbers of a head whose sums fit into registers."""
+"""Most numbers of a head, by dtype, whose sums fit into registers."""
 
 
 @lru_cache(maxsize=16)
 def is_installed(module: str) -> bool:
-    """Whether a module could be imported; nothing is."""
+    """Return whether a module could be imported, without importing it."""
     try:
         return find_spec(module) is not None
     except ImportError:  # the package above is not there
@@ -23,5 +23,5 @@ def has_triton() -> bool:
 
 
 def interprets_triton() -> bool:
-    """Whether Triton's interpreter stands in for a GPU: slow, for tests."""
+    """Return whether Triton's interpreter stands in for a GPU: slow, for tests."""
     return has_triton() and os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,4 +1,4 @@
-"""What the kernels of ``attention`` share: scores of pairs, and which keys of a tile a block of rows sees."""
+"""Shared parts of the kernels of ``attention``: scores of pairs, and the keys of a tile that a block of rows sees."""
 # Triton compiles these functions; as Python they would not type.
 # pyright: reportGeneralTypeIssues=false
 

@@ -10,15 +10,13 @@ _NARROW: Final = 256  # bytes of a head's row, padded: 128 numbers of half preci
 
 
 class Blocks(NamedTuple):
-    """Rows, keys, warps and stages that tuning tries: ``narrow`` ones where a head's row takes at most ``_NARROW``
-    bytes, else ``wide`` ones.
-    """
+    """Rows, keys, warps and stages to tune: ``narrow`` for head rows of at most ``_NARROW`` bytes, else ``wide``."""
 
     narrow: tuple[tuple[int, int, int, int], ...]
     wide: tuple[tuple[int, int, int, int], ...]
 
     def configs(self, row_bytes: int) -> list[Any]:
-        """What to try for heads whose padded row takes so many bytes."""
+        """Return what to try for heads whose padded row takes so many bytes."""
         return [
             triton.Config({"ROWS": rows, "KEYS": keys}, num_warps=warps, num_stages=stages)
             for rows, keys, warps, stages in (self.narrow if row_bytes <= _NARROW else self.wide)

@@ -1,9 +1,8 @@
-"""The trainers of transformers and TRL with sequences split over a ring: one changed line in a script. Needs
-``ringspan[hf]``.
+"""Trainers of transformers and TRL with sequences split over a ring: one changed line. Needs ``ringspan[hf]``.
 
-    class Trainer(RingTrainerMixin, trl.SFTTrainer): ...
+class Trainer(RingTrainerMixin, trl.SFTTrainer): ...
 
-    trainer = Trainer(model=model, args=SFTConfig(...), train_dataset=data, ring=RingConfig(ring=4))
+trainer = Trainer(model=model, args=SFTConfig(...), train_dataset=data, ring=RingConfig(ring=4))
 """
 
 # ruff: noqa: E402 - asked for before the modules below import it

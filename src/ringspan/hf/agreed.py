@@ -1,4 +1,4 @@
-"""What a user's code decides for itself on each rank while a trainer runs: all ranks act on it, or on none."""
+"""Agreement of all ranks on decisions that a user's code takes on one rank of a trainer."""
 
 import functools
 from collections.abc import Callable
@@ -19,19 +19,17 @@ _EVENTS: Final = frozenset(
 
 
 class AgreedCallbacks(CallbackHandler):
-    """What becomes of a trainer's callbacks: what one of them asks for on any rank (to stop, save, evaluate or log),
-    all ranks do.
-    """
+    """Mix-in for a trainer's callbacks: a request of any rank (to stop, save, evaluate or log) holds for all ranks."""
 
     ring_mesh: DeviceMesh
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Trainer's, and the ranks' agreement where it is acted on."""
+        """Call Trainer's event, and agree where requests are acted on."""
         control = super().call_event(event, args, state, control, **kwargs)
         return self._agreed(event, control) if event in _EVENTS else control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
-        """Trainer's, and the agreement unless a user calls ``trainer.log``, on one rank as a rule."""
+        """Call Trainer's event, and agree unless a user calls ``trainer.log``, usually on one rank."""
         is_trainers = control.should_log
         control = super().on_log(args, state, control, logs, **kwargs)
         return self._agreed("on_log", control) if is_trainers else control
@@ -45,8 +43,9 @@ class AgreedCallbacks(CallbackHandler):
 
 
 def agree_on(trainer: Any) -> None:
-    """Let the ranks agree on what callbacks ask for, on metrics, which are the first rank's, and on whether a function
-    of the user's has raised before they go on to exchange what it made; in place.
+    """Make the ranks agree on callbacks' requests, on the first rank's metrics, and on errors of the user's functions.
+
+    In place; errors are agreed on before ranks exchange the results.
     """
     handler, mesh = trainer.callback_handler, trainer.ring_mesh
     handler.__class__, handler.ring_mesh = AgreedCallbacks, mesh

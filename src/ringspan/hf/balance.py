@@ -1,4 +1,4 @@
-"""Batches whose replicas compute alike: within a step, examples of like work go to all replicas at the same time."""
+"""Batches balanced over replicas: within a step, examples of similar work go to all replicas at the same time."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -21,15 +21,14 @@ _COUNTED: Final = frozenset({"transformers.trainer.Trainer", "trl.trainer.sft_tr
 
 
 class EvenSampler(Sampler[int]):
-    """The examples of another sampler, moved within their steps so that replicas have like work.
+    """The examples of another sampler, moved within their steps so that replicas have similar work.
 
-    Each step has the examples that it had: its loss over all of them, and its gradients, stay.
+    Each step keeps its examples, and so its loss over all of them and its gradients.
 
     Args:
         base: gives the examples of one epoch.
-        work: what an example takes, in any unit.
-        shape: micro-steps, replicas and examples per replica of a step. What an epoch has left behind its last whole
-            step stays as it is.
+        work: cost of an example, in any unit.
+        shape: micro-steps, replicas and examples per replica of a step. A partial last step stays as it is.
     """
 
     def __init__(self, base: Any, work: Callable[[int], int], shape: tuple[int, int, int]) -> None:
@@ -40,7 +39,7 @@ class EvenSampler(Sampler[int]):
         return len(self._base)
 
     def set_epoch(self, epoch: int) -> None:
-        """What accelerate says to samplers that draw anew in each epoch."""
+        """Set the epoch, as accelerate does for samplers that draw anew in each."""
         if hasattr(self._base, "set_epoch"):
             self._base.set_epoch(epoch)
 
@@ -57,7 +56,7 @@ class EvenSampler(Sampler[int]):
         yield from step
 
     def _say(self, work: NDArray[np.int64], places: NDArray[np.int64]) -> None:
-        """Of the first step in which examples are moved: how many, and what for."""
+        """Report the first step in which examples are moved."""
         if self._has_said:
             return
         moved, after, before = worth_of_sharing(work[None], places[None])
@@ -71,10 +70,10 @@ class EvenSampler(Sampler[int]):
 
 
 def balance_steps(trainer: Any, loader: Any) -> None:
-    """Let the batches of a trainer's loader be dealt by the work of their examples, in place.
+    """Deal the batches of a trainer's loader by the work of their examples, in place.
 
     Raises:
-        UnsupportedError: examples that have no known length, or a loss that is not a sum over the examples of a step.
+        UnsupportedError: examples of unknown length, or a loss that is not a sum over the examples of a step.
     """
     data: Any = trainer.train_dataset
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
@@ -95,7 +94,7 @@ def balance_steps(trainer: Any, loader: Any) -> None:
 
 
 def _uncounted(trainer: Any) -> str | None:
-    """What need not be a sum over the targets of a step, divided by their number; None where the loss is one."""
+    """Name the loss that may not be a sum over a step's targets divided by their number; None if it is one."""
     method = method_behind(trainer, "compute_loss")
     owner = f"{method.__module__}.{method.__qualname__}".removesuffix(".compute_loss")
     if classifies(trainer.model):
@@ -106,8 +105,7 @@ def _uncounted(trainer: Any) -> str | None:
 
 
 def work_of(trainer: Any) -> Callable[[int], int]:
-    """What an example takes, in pairs of a query and a key of causal attention: those pairs, and its tokens times
-    what everything else computes per token.
+    """Compute the cost of an example in (query, key) pairs: causal attention, plus its tokens times the per-token rest.
 
     A forward pass takes 4 C FLOPs per pair and layer (C hidden size, for all heads) and 2 per token and weight.
     """
@@ -122,11 +120,7 @@ def work_of(trainer: Any) -> Callable[[int], int]:
 
 
 def lengths_of(example: Any) -> list[int]:
-    """The lengths of an example's documents, of which there are several where TRL has packed them.
-
-    Raises:
-        UnsupportedError: it has no tokens of its own: its loss is that of a pair, or of its batch.
-    """
+    """Return the lengths of an example's documents (several if packed by TRL); UnsupportedError without own tokens."""
     if "seq_lengths" in example:
         return list(example["seq_lengths"])
     if "input_ids" not in example:

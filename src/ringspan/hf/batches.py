@@ -1,9 +1,8 @@
-"""A model on a ring that is called as any model is: with whole batches, for whole results.
+"""A model on a ring that is called like any model: with whole batches, for whole results.
 
-Trainers call ``model(input_ids=..., labels=...)`` in many places, so that is where batches are split: each rank of a
-ring gives the same whole batch, takes its part of it, and has the loss, the logits or the log-probabilities of all of
-it. What a replica computes is its own, and gradients are averaged over replicas: to a trainer a ring is one process of
-data parallelism.
+Trainers call ``model(input_ids=..., labels=...)`` in many places, so batches are split there: each rank of a ring gives
+the same whole batch, takes its part, and gets the loss, logits or log-probabilities of all of it. Gradients are
+averaged over replicas: to a trainer a ring is one process of data parallelism.
 
 B batch, S global tokens, T local tokens, V vocabulary, R replicas.
 """
@@ -43,23 +42,22 @@ _log: Final = logging.getLogger(__name__)
 
 
 class WholeBatches:
-    """What ``takes_whole_batches`` adds to a model's class."""
+    """Mix-in of ``takes_whole_batches`` for a model's class."""
 
     ring_autocast: Callable[..., AbstractContextManager[Any]] | None = None
     ring_wants_logits = False
-    """A pass with labels is asked for logits too."""
+    """True if a pass with labels returns logits too."""
     ring_checkpoint: str
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """A whole batch -> what transformers' model gives for it, on every rank of the ring.
+        """Run a whole batch; return what transformers' model gives for it, on every rank of the ring.
 
-        A classifier gives its logits, with labels a loss too. Others, with labels: the loss, and logits (B, S, V) where
-        ``whole_logits`` asks for them. Without: the logits, which are differentiable. With ``fused_lm_head=True``: what
-        TRL's fused head gives.
-        ``num_items_in_batch`` counts the targets on all replicas, of which the loss is then 1/R: callers multiply it by
-        the number of processes, as Trainer does. A batch from ``shard_batch`` has the loss and the gradients that it
-        has without a trainer.
+        A classifier gives its logits, with labels also a loss. Others, with labels: the loss, and logits (B, S, V) if
+        ``whole_logits`` asks for them. Without: differentiable logits. With ``fused_lm_head=True``: TRL's fused output.
+        ``num_items_in_batch`` counts the targets on all replicas; the loss is then 1/R, since callers multiply it by
+        the number of processes, as Trainer does. A batch from ``shard_batch`` has the loss and gradients that it has
+        without a trainer.
         """
         call: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
         if args:
@@ -78,10 +76,10 @@ class WholeBatches:
             return called(self, call, {name: value for name, value in kwargs.items() if value is not None})
 
     is_gradient_checkpointing = is_activation_checkpointing = False
-    """Transformers' own, which TRL turns off around passes without gradients. The ring's keeps nothing there."""
+    """Transformers' own flags, which TRL turns off around passes without gradients. The ring's keeps nothing there."""
 
     def gradient_checkpointing_enable(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Say once that layers are checkpointed as ``RingConfig(checkpoint=...)`` says.
+        """Note once that layers are checkpointed as ``RingConfig(checkpoint=...)`` says.
 
         Raises:
             UnsupportedError: something else is asked for.
@@ -111,9 +109,7 @@ def takes_whole_batches(
     config: StepConfig,
     autocast: Callable[..., AbstractContextManager[Any]] | None = None,
 ) -> None:
-    """Put a model on a ring, unless it is there, and let it be called with whole batches; in place.
-
-    ``autocast`` makes the contexts that its passes run in.
+    """Put a model on a ring if needed and let it take whole batches; in place. ``autocast`` makes its contexts.
 
     Raises:
         RingspanError: as ``parallelize``.
@@ -141,7 +137,7 @@ def _is(model: Any, kind: type) -> bool:
 
 @contextmanager
 def whole_logits(model: nn.Module, *, wanted: bool) -> Iterator[None]:
-    """While passes with labels give logits too, or not."""
+    """Make passes with labels return logits too, or not, in this context."""
     kind: Any = type(base_of(model) if is_peft(model) else model)
     before, kind.ring_wants_logits = kind.ring_wants_logits, wanted
     try:
@@ -151,7 +147,7 @@ def whole_logits(model: nn.Module, *, wanted: bool) -> Iterator[None]:
 
 
 def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """One pass of the whole batch in ``kwargs``."""
+    """Run one pass of the whole batch in ``kwargs``."""
     whole = {name: kwargs.pop(name) for name in TAKEN if name in kwargs}
     is_fused, count = kwargs.pop("fused_lm_head", False), None
     with preparing(model.ring_mesh, "a forward pass"):
@@ -193,7 +189,7 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
 
 
 def _counted(number: Any) -> int | None:
-    """``num_items_in_batch`` as Trainer gives it, at times as a tensor of float32."""
+    """Convert Trainer's ``num_items_in_batch``, sometimes a float32 tensor."""
     if number is None:
         return None
     value = number.item() if isinstance(number, Tensor) else number
@@ -203,11 +199,9 @@ def _counted(number: Any) -> int | None:
 
 
 def _of_replica(model: Any, loss: Tensor, *, is_counted: bool) -> Tensor:
-    """A loss over all replicas, as a process of data parallelism has it: one whose mean over replicas, in value and
-    gradient, is what it is on one process.
+    """Convert a loss over all replicas to one whose mean over replicas, in value and gradient, is that of one process.
 
-    Its gradient is this rank's part, whose sum over all ranks FSDP divides by R. A counted one is multiplied by R by
-    whoever counted.
+    Its gradient is this rank's part; FSDP divides the sum over ranks by R. Callers multiply a counted loss by R.
     """
     replicas = model.ring_mesh["replicate"].size()
     if replicas == 1:
@@ -217,9 +211,7 @@ def _of_replica(model: Any, loss: Tensor, *, is_counted: bool) -> Tensor:
 
 
 def _loss_of(model: Any, output: Any, targets: Tensor, count: int | None) -> Tensor:
-    """The loss over all replicas, from local logits (B, T, V): that of evaluation, without a gradient.
-    It is NaN, 0/0, where there is no target.
-    """
+    """Compute the evaluation loss over all replicas from local logits (B, T, V), no gradient; NaN without targets."""
     losses = cross_entropy(
         output.logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -231,7 +223,7 @@ def _loss_of(model: Any, output: Any, targets: Tensor, count: int | None) -> Ten
 
 
 def _everywhere(model: Any, numbers: Tensor) -> Tensor:
-    """The sum over all ranks that have other tokens, in place."""
+    """Sum over all ranks that have other tokens, in place."""
     for axis in ("ring", "replicate"):
         if model.ring_mesh[axis].size() > 1:
             dist.all_reduce(numbers, group=model.ring_mesh[axis].get_group())
@@ -239,13 +231,13 @@ def _everywhere(model: Any, numbers: Tensor) -> Tensor:
 
 
 def _with_loss(output: Mapping[str, Any], loss: Tensor) -> Any:
-    """The output with its loss in front, where Trainer looks for it."""
+    """Return the output with its loss in front, where Trainer looks for it."""
     kind: Any = MoeCausalLMOutputWithPast if "aux_loss" in output else CausalLMOutputWithPast
     return kind(**{"loss": loss} | dict(output))
 
 
 def _without_last(output: Any) -> Any:
-    """Without the last token's entry, as TRL's head gives them for labels that it shifts itself."""
+    """Drop the last token's entry, as TRL's head does for labels that it shifts itself."""
     for name, value in output.items():
         if isinstance(value, Tensor) and value.ndim == 2:
             output[name] = value[:, :-1]

@@ -1,4 +1,4 @@
-"""A classifier on a ring that is called as any classifier is: with whole batches and their labels.
+"""A classifier on a ring that is called like any classifier: with whole batches and their labels.
 
 B batch, S global tokens, L labels, R replicas.
 """
@@ -17,16 +17,15 @@ from ringspan.torch.model.tasks.classifier import RingClassifier, pools
 
 
 def classifies(model: Any) -> bool:
-    """Whether a model on a ring is a classifier, also inside of adapters."""
+    """Return True for a classifier on a ring, also inside adapters."""
     return isinstance(base_of(model) if is_peft(model) else model, RingClassifier)
 
 
 def classified(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """One pass of the whole batch in ``kwargs``: logits (B, L), or (B, S, L) of tokens, on every rank of the ring; with
-    labels their loss too, by the model's own function.
+    """Run the whole batch in ``kwargs``: logits (B, L), or (B, S, L) for tokens, on all ranks; with labels also a loss.
 
-    Transformers' classifiers take a mean whatever ``num_items_in_batch`` says, which Trainer multiplies by R where it
-    has counted: the loss is then 1/R of the mean.
+    Transformers' classifiers take a mean and ignore ``num_items_in_batch``, by which Trainer multiplies: if it has
+    counted, the loss is 1/R of the mean.
     """
     whole = {name: kwargs.pop(name) for name in TAKEN if name in kwargs}
     labels, count = whole.pop("labels", None), kwargs.pop("num_items_in_batch", None)

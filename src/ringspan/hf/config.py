@@ -1,4 +1,4 @@
-"""How a trainer's model goes onto a ring."""
+"""The configuration of a trainer's ring."""
 
 from dataclasses import dataclass, fields
 from typing import get_args
@@ -18,15 +18,15 @@ class RingConfig(StepConfig):
     """The sizes of the mesh, and the options of ``ringspan.parallelize``.
 
     Args:
-        ring: ranks that share each sequence; all that the other two leave when None.
+        ring: ranks that share each sequence; all remaining ranks when None.
         replicate: rings that take different examples.
         tp: ranks that share each token's heads and feed-forward.
-        mesh: one made before, as ``parallelize`` takes it, in place of the three sizes.
-        balance: ``flops`` moves the examples of each step so that replicas compute alike, for Trainer and SFT. Which
-            examples a step has, and its loss, stay the same.
+        mesh: an existing one, as for ``parallelize``, in place of the three sizes.
+        balance: ``flops`` moves examples within each step so that replicas have equal work, for Trainer and SFT. The
+            step's examples and loss stay the same.
 
     Raises:
-        ConfigError: a ``balance`` that there is not. When a trainer is made: sizes that do not multiply to the ranks.
+        ConfigError: an unknown ``balance``. When a trainer is made: sizes whose product is not the number of ranks.
     """
 
     ring: int | None = None
@@ -42,17 +42,17 @@ class RingConfig(StepConfig):
             object.__setattr__(self, "compute_dtype", str(self.compute_dtype).removeprefix("torch."))
 
     def make_mesh(self) -> DeviceMesh:
-        """The mesh that was given, or a new one over all ranks."""
+        """Return the given mesh, or a new one over all ranks."""
         if self.mesh is not None:
             return ring_mesh(self.mesh)
         return init_mesh(ring=self.ring, replicate=self.replicate, tp=self.tp)
 
     @property
     def replicas(self) -> int:
-        """Rings that take different examples."""
+        """Number of rings that take different examples."""
         return self.replicate if self.mesh is None else ring_mesh(self.mesh)["replicate"].size()
 
     @property
     def step(self) -> StepConfig:
-        """What ``parallelize`` takes."""
+        """Options for ``parallelize``."""
         return StepConfig(**{field.name: getattr(self, field.name) for field in fields(StepConfig)})

@@ -1,7 +1,7 @@
-"""TRL's fused head on a ring: log-probabilities, entropies and what else it computes of each token, by its own code.
+"""TRL's fused head on a ring: per-token log-probabilities, entropies and the rest, by its own code.
 
-``add_fused_lm_head`` sets a ``forward`` on the model that runs the decoder, then TRL's kernels on its hidden states. On
-a ring the decoder's pass is the ring's; TRL's forward is then called on the local hidden states, in a model's place.
+``add_fused_lm_head`` sets a ``forward`` that runs the decoder, then TRL's kernels on its hidden states. On a ring the
+ring's pass runs the decoder; TRL's forward is then called on the local hidden states, in place of a model.
 
 B batch, S global tokens, T local tokens.
 """
@@ -22,10 +22,7 @@ FIELDS: Final = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_
 
 
 def take_fused_forward(model: Any) -> Callable[..., Any] | None:
-    """The forward that ``add_fused_lm_head`` set on a model, which is then without it; None where there is none.
-
-    On a model that goes onto a ring afterwards it would call the forward from before.
-    """
+    """Remove and return the forward set by ``add_fused_lm_head``, or None; on a ring it would call the old forward."""
     forward: Any = vars(model).get("forward")
     if "fused_lm_head" not in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
         return None
@@ -34,7 +31,7 @@ def take_fused_forward(model: Any) -> Callable[..., Any] | None:
 
 
 def fused_output(model: Any, call: Callable[..., Any], gathered: Callable[[Tensor], Tensor], count: int | None) -> Any:
-    """TRL's ``FusedCausalLMOutput``, with (B, S) numbers in the order of the whole batch on every rank.
+    """Return TRL's ``FusedCausalLMOutput``, with (B, S) numbers in the order of the whole batch on every rank.
 
     Args:
         model: one that was given a fused head.
@@ -63,7 +60,7 @@ def fused_output(model: Any, call: Callable[..., Any], gathered: Callable[[Tenso
 
 
 def _per_token(forward: Callable[..., Any], found: list[Any], model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
-    """What TRL's forward computes of local hidden states, behind one another (B, T, fields)."""
+    """Run TRL's forward on local hidden states; concatenate its results as (B, T, fields)."""
     in_place = SimpleNamespace(
         base_model=lambda **_: SimpleNamespace(last_hidden_state=hidden),
         get_output_embeddings=model.get_output_embeddings,

@@ -1,4 +1,4 @@
-"""A loop of accelerate's on a ring, whose calls mean what they mean on one process."""
+"""An accelerate training loop on a ring, whose calls mean what they mean on one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ _WEIGHTS = "model.safetensors"
 
 
 def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAccelerator":
-    """An ``Accelerator`` that counts a ring as one process.
+    """Make an ``Accelerator`` that counts a ring as one process.
 
         accelerator = ringspan.hf.ring_accelerator(RingConfig(ring=4), gradient_accumulation_steps=2)
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -34,17 +34,17 @@ def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAcc
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step(); scheduler.step(); optimizer.zero_grad()
 
-    ``prepare`` puts the model on the ring, and nothing else around it; the model takes whole batches. Loaders give the
-    ranks of a ring the same batches and replicas different ones; ``num_processes``, ``gather``, ``reduce`` and a
-    scheduler's steps count replicas. Losses and weights are those of as many processes as there are replicas, and of
-    one process with that many times the batch. Every rank makes each call.
+    ``prepare`` only puts the model on the ring; the model takes whole batches. Loaders give the ranks of a ring the
+    same batches and replicas different ones; ``num_processes``, ``gather``, ``reduce`` and a scheduler's steps count
+    replicas. Losses and weights are those of one process per replica, or of one process with the whole batch. Every
+    rank makes each call.
 
     Args:
         ring: sizes of the mesh and options of ``parallelize``; all ranks in one ring when None.
         options: those of ``accelerate.Accelerator``.
 
     Raises:
-        UnsupportedError: another parallelism, or an option that would not be exact; naming it and what to do.
+        UnsupportedError: another parallelism, or an option that would not be exact; names it and the alternative.
         ConfigError: a mesh that does not fit the number of ranks.
     """
     config = RingConfig() if ring is None else ring
@@ -87,7 +87,7 @@ def _refuse(name: str, advice: str) -> Any:
 
 
 class LoopAccelerator(RingAccelerator):
-    """What ``ring_accelerator`` makes."""
+    """The accelerator of ``ring_accelerator``."""
 
     gather_for_metrics = _refuse(
         "gather_for_metrics",
@@ -99,7 +99,7 @@ class LoopAccelerator(RingAccelerator):
     trigger_sync_in_backward = _refuse("trigger_sync_in_backward", "use accumulate")
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """``Accelerator.prepare``; an optimizer of the model's parameters is given their shards.
+        """Call ``Accelerator.prepare``; an optimizer of the model's parameters gets their shards.
 
         Raises:
             UnsupportedError: an optimizer that has taken steps, or has other parameters.
@@ -118,7 +118,7 @@ class LoopAccelerator(RingAccelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """A scheduler that steps as often as there are replicas, as accelerate's does for processes."""
+        """Prepare a scheduler that steps once per replica, as accelerate's does per process."""
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
         prepared: Any = super().prepare_scheduler(scheduler)
@@ -127,11 +127,11 @@ class LoopAccelerator(RingAccelerator):
         return prepared
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
-        """All weights on rank 0, and none on others."""
+        """Return all weights on rank 0, none on others."""
         return whole_weights(model)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """``Accelerator.save_state``, with the optimizers' state in shards, which ``load_state`` reads on any mesh."""
+        """Save the state, with the optimizers' in shards, which ``load_state`` reads on any mesh."""
         if not safe_serialization:
             raise UnsupportedError("safe_serialization=False writes pickles; leave it out")
         with self._without_split() as (models, optimizers):
@@ -153,7 +153,7 @@ class LoopAccelerator(RingAccelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Continue from what ``save_state`` wrote, on whatever mesh.
+        """Load the state that ``save_state`` wrote on any mesh.
 
         Raises:
             CheckpointError: weights or optimizers are missing, damaged, or of another model.
@@ -181,7 +181,7 @@ class LoopAccelerator(RingAccelerator):
 
     @contextmanager
     def _without_split(self) -> Iterator[tuple[list[Any], list[Any]]]:
-        """While accelerate saves or loads what is whole on every rank."""
+        """Hide split objects while accelerate saves or loads what is whole on every rank."""
         kept = self._models, self._optimizers
         self._models, self._optimizers = [], []
         try:
@@ -206,7 +206,7 @@ class _ReplicaScheduler(AcceleratedScheduler):
 
 
 def _shard_of(parameter: Any, names: dict[int, Any], shards: dict[int, dict[str, Any]]) -> Any:
-    """What stands in the place of a parameter now."""
+    """Return the shard that replaces a parameter."""
     if id(parameter) in names:
         model, name = names[id(parameter)]
         return shards[id(model)][name]
@@ -216,6 +216,6 @@ def _shard_of(parameter: Any, names: dict[int, Any], shards: dict[int, dict[str,
 
 
 def _model_of(optimizer: Any, models: list[Any]) -> Any:
-    """The model whose parameters an optimizer has."""
+    """Return the model whose parameters an optimizer has."""
     first = plain_optimizer(optimizer).param_groups[0]["params"][0]
     return next(model for model in models if any(p is first for p in model.parameters()))

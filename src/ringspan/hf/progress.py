@@ -1,7 +1,6 @@
-"""What a trainer's checkpoint holds beside the model: the optimizer's state in shards, and random numbers of replicas.
+"""A trainer's checkpoint beside the model: optimizer state in shards and random numbers of replicas.
 
-Each rank writes its own part of the optimizer's state, and reads the slices that it needs: a checkpoint continues on
-whatever mesh.
+Each rank writes its own part of the optimizer's state and reads the slices it needs, on any mesh.
 """
 
 import os
@@ -27,11 +26,7 @@ _RUN: Final = "trainer"  # one folder holds one save, so there is nothing to tel
 
 
 def save_optimizer(folder: Path, model: nn.Module, optimizer: Any, step: int, mesh: DeviceMesh, layout: str) -> None:
-    """Write the optimizer's state; every rank its part.
-
-    Raises:
-        CheckpointError: on every rank, when one of them could not.
-    """
+    """Write this rank's part of the optimizer state; raise CheckpointError on all ranks if one fails."""
     sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
     with closing(Checkpoints(folder / FOLDER, run_id=_RUN, keep=1, asynchronous=False)) as checkpoints:
         state = {"groups": _settings(optimizer), "model": model_facts(model)}
@@ -41,10 +36,10 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: Any, step: int, me
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: Any) -> None:
-    """Continue with the state that ``save_optimizer`` wrote, on whatever mesh.
+    """Load the state that ``save_optimizer`` wrote on any mesh.
 
     Raises:
-        CheckpointError: on every rank: there is none, it is damaged, of another model, or of another config.
+        CheckpointError: on all ranks: it is missing, damaged, of another model, or of another config.
     """
     if not (folder / FOLDER).is_dir():
         advice = "; it was saved without a ring" if (folder / "optimizer.pt").is_file() else ""
@@ -72,7 +67,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each group of parameters: its learning rate and what else was set, as numbers."""
+    """Return, per parameter group, the learning rate and other settings as numbers."""
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         values = {name: value for name, value in group.items() if name != "params"}
@@ -81,7 +76,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def load_adapter(folder: Path, model: nn.Module) -> bool:
-    """Fill the adapter of a PEFT model with that of a folder; whether the model has one.
+    """Fill the adapter of a PEFT model from a folder; return False if the model has none.
 
     Raises:
         CheckpointError: the folder has no adapter, or one of other weights.
@@ -103,9 +98,7 @@ def load_adapter(folder: Path, model: nn.Module) -> bool:
 
 @contextmanager
 def random_state_folder(folder: Path, index: int, world_size: int) -> Iterator[str]:
-    """A folder in which Trainer finds this rank's random numbers: its own of the checkpoint, or those of another rank
-    where the run had fewer. The ranks of a ring drew the same ones.
-    """
+    """Yield a folder with this rank's random numbers for Trainer, or another rank's if the run had fewer."""
     own = f"rng_state_{index}.pth" if world_size > 1 else "rng_state.pth"
     there = [folder / name for name in (own, "rng_state_0.pth", "rng_state.pth")]
     source = next((path for path in there if path.is_file()), None)

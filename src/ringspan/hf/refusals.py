@@ -1,4 +1,4 @@
-"""What of a trainer's arguments would not be exact on a ring, and what to do instead."""
+"""Refusals of trainer arguments that would not be exact on a ring, with the alternative."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,17 +22,13 @@ _DDP: Final = ("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
 def refuse_arguments(args: Any, ring: RingConfig) -> None:
-    """Refuse what ``TrainingArguments`` ask for and a ring does not do, alike on every rank.
-
-    Raises:
-        UnsupportedError: the first of them, naming it and what to do.
-    """
+    """Raise UnsupportedError for the first ``TrainingArguments`` that a ring does not support, alike on all ranks."""
     for what, remedy in _unsupported(args, ring):
         raise UnsupportedError(f"{what} is not supported on a ring; {remedy}")
 
 
 def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
-    """What is refused, and what to do instead."""
+    """Yield each unsupported argument with the alternative."""
     if getattr(args, "parallelism_config", None) is not None:
         yield "parallelism_config, a second parallelism beside the ring,", "leave it out"
     if args.deepspeed:
@@ -110,7 +106,7 @@ def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
 
 
 def _of_preferences_and_rollouts(args: Any) -> Iterator[tuple[str, str]]:
-    """What TRL's trainers of preferences and of completions are asked for."""
+    """Yield the unsupported arguments of TRL's preference and rollout trainers."""
     if getattr(args, "precompute_ref_log_probs", False):
         yield (
             "precompute_ref_log_probs=True",
@@ -128,11 +124,10 @@ def _of_preferences_and_rollouts(args: Any) -> Iterator[tuple[str, str]]:
 
 
 def refuse_accelerator(accelerator: Any) -> None:
-    """Refuse parallelism and precisions that a launcher's environment has set up, and processes that accelerate knows
-    nothing of.
+    """Refuse a launcher's parallelism and precisions, and processes that accelerate does not know.
 
     Raises:
-        UnsupportedError: naming it.
+        UnsupportedError: names it.
         ConfigError: accelerate counts other processes than there are: each would write as if it were the first.
     """
     state = accelerator.state
@@ -158,12 +153,7 @@ def refuse_accelerator(accelerator: Any) -> None:
 
 
 def refuse_loss_options(model: Any) -> None:
-    """Refuse what is added to the ring's own loss in a training pass whose loss somebody else computes: a trainer of
-    TRL, ``compute_loss_func``.
-
-    Raises:
-        UnsupportedError: naming the option.
-    """
+    """Raise UnsupportedError for additions to the ring's loss if TRL or ``compute_loss_func`` computes the loss."""
     if not (model.training and torch.is_grad_enabled()):
         return
     for name in ("label_smoothing", "z_loss"):
@@ -185,12 +175,7 @@ _EXPLAINED: Final = {
 
 @contextmanager
 def explained(method: Any) -> Iterator[None]:
-    """While a trainer computes its loss by a method that may be the user's: say what to change in it, where it fails by
-    what is different on a ring.
-
-    Raises:
-        UnsupportedError: in place of such a failure.
-    """
+    """Turn failures of a user's loss method that come from the ring into UnsupportedError with the needed change."""
     try:
         yield
     except (AttributeError, RuntimeError, TypeError) as error:
@@ -201,11 +186,7 @@ def explained(method: Any) -> Iterator[None]:
 
 
 def refuse_callback(callback: Any) -> None:
-    """Refuse a callback, or its class, that would not do on a ring what it does on one process.
-
-    Raises:
-        UnsupportedError: naming it.
-    """
+    """Raise UnsupportedError for a callback, or its class, that would behave differently on a ring."""
     kind = callback if isinstance(callback, type) else type(callback)
     for name in (base.__name__ for base in kind.__mro__ if base.__module__.startswith("trl.")):
         if name in _CALLBACKS:
@@ -213,11 +194,7 @@ def refuse_callback(callback: Any) -> None:
 
 
 def refuse_optimizer(optimizer: Any, model: Any) -> None:
-    """Refuse an optimizer whose weights are not those on the ring.
-
-    Raises:
-        ConfigError: it was made before the model went there.
-    """
+    """Raise ConfigError for an optimizer made before the model went onto the ring, whose weights it lacks."""
     if optimizer is None:
         return
     ours = {id(parameter) for parameter in model.parameters()}

@@ -1,7 +1,7 @@
-"""An accelerator that counts a ring as one process: what it deals out, gathers and averages is per replica.
+"""An accelerator that counts a ring as one process: it deals out, gathers and averages per replica.
 
-The ranks of a ring hold one batch between them, and every one of them has that batch's loss and predictions. To all
-that a trainer computes with ``num_processes``, a ring is therefore one process.
+The ranks of a ring share one batch, and each has its loss and predictions; in terms of ``num_processes`` a ring is
+therefore one process.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,31 +28,28 @@ _REDUCTIONS: Final = ("sum", "mean", "none")
 
 
 class RingAccelerator(Accelerator):
-    """What becomes of a trainer's accelerator, by ``count_rings``.
-
-    ``is_main_process``, ``wait_for_everyone`` and the like are about processes as before.
-    """
+    """Mix-in of ``count_rings`` for an accelerator. ``is_main_process`` and the like still concern processes."""
 
     ring_mesh: DeviceMesh
     ring_config: Any
 
     @property
     def num_processes(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """How many replicas there are."""
+        """Return the number of replicas."""
         return self.ring_mesh["replicate"].size()
 
     @property
     def process_index(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Which replica this rank is of."""
+        """Return the index of this rank's replica."""
         return self.ring_mesh["replicate"].get_local_rank()
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The model on the ring, never wrapped: FSDP2 has its weights already.
+        """Return the model on the ring, never wrapped: FSDP2 has its weights already.
 
-        A model for evaluation that neither predicts tokens nor classifies what a decoder has read (a reward model of
-        another kind) stays whole on every rank.
+        An evaluation model that neither predicts tokens nor classifies (another reward model) stays whole on every
+        rank.
         """
         head = getattr(model, "get_output_embeddings", None)
         if evaluation_mode and (head is None or head() is None) and not is_classifier(model):
@@ -62,12 +59,12 @@ class RingAccelerator(Accelerator):
         return model
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """``Accelerator.backward``, in which ranks exchange."""
+        """Call ``Accelerator.backward``, in which ranks exchange."""
         with exchanging():
             super().backward(loss, **kwargs)
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all replicas, one after the other along the first dimension."""
+        """Concatenate the tensors of all replicas along the first dimension."""
         return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
@@ -79,7 +76,7 @@ class RingAccelerator(Accelerator):
         return torch.cat(parts)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or mean over all replicas."""
+        """Reduce to the sum or mean over all replicas."""
         assert reduction in _REDUCTIONS, f"reduction={reduction!r}"
 
         def one(tensor: Tensor) -> Tensor:
@@ -92,7 +89,7 @@ class RingAccelerator(Accelerator):
         return recursively_apply(one, tensor, error_on_other_type=True)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Tensors padded along a dimension to the longest of all replicas."""
+        """Pad tensors along a dimension to the longest of all replicas."""
 
         def one(tensor: Tensor) -> Tensor:
             if dim >= tensor.ndim or self.num_processes == 1:
@@ -108,7 +105,7 @@ class RingAccelerator(Accelerator):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This replica's part of some inputs, the same on every rank of its ring."""
+        """Yield this replica's part of some inputs, the same on every rank of its ring."""
         replica: Any = SimpleNamespace(
             num_processes=self.num_processes, process_index=self.process_index, device=self.device
         )
@@ -116,22 +113,22 @@ class RingAccelerator(Accelerator):
             yield part
 
     def check_trigger(self) -> bool:
-        """Whether any rank, of whichever ring, has called ``set_trigger`` since this was last true."""
+        """Return True if any rank of any ring has called ``set_trigger`` since this was last true."""
         is_set = any(gather_over(self.ring_mesh, self.flag_tensor is not None and bool(self.flag_tensor)))
         if is_set:
             self.flag_tensor = None
         return is_set
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
-        """``Accelerator.clip_grad_norm_``, whose norm is the whole one on every rank and a plain tensor."""
+        """Clip by the whole norm; return it as a plain tensor on every rank."""
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def without_repeats(accelerator: RingAccelerator, inputs: Any) -> Any:
-    """The last batch of a loader without the targets of the examples that even out its replicas. Every replica has the
-    loss over the targets of all, where they would count a second time; as those of streams and packed rows do, of which
-    no loader says how many they are.
+    """Mask the targets of repeated examples, which even out the replicas of a loader's last batch.
+
+    They would count twice in the loss over all replicas; streams and packed rows, of unknown length, still repeat.
     """
     state, labels = accelerator.gradient_state, inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not (state.end_of_dataloader and state.remainder > 0 and isinstance(labels, Tensor)):
@@ -145,7 +142,7 @@ def without_repeats(accelerator: RingAccelerator, inputs: Any) -> Any:
 
 
 def count_rings(accelerator: Accelerator, mesh: DeviceMesh, config: Any) -> RingAccelerator:
-    """Let an accelerator count rings, in place."""
+    """Make an accelerator count rings, in place."""
     ours: Any = accelerator
     ours.__class__ = RingAccelerator
     ours.ring_mesh, ours.ring_config = mesh, config

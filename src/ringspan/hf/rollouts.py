@@ -1,6 +1,4 @@
-"""Trainers that make their own completions (GRPO, RLOO): what they count and gather by process is by replica, and what
-each rank of a ring would ask for itself is asked once.
-"""
+"""Trainers that generate completions (GRPO, RLOO): counts per process become per replica, each ring asks once."""
 
 import functools
 import logging
@@ -30,7 +28,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 def count_generations(args: Any, replicas: int) -> None:
-    """Let a trainer's arguments count the completions of one generation by replica; TRL counts ranks.
+    """Make a trainer's arguments count the completions of one generation by replica; TRL counts ranks.
 
     ``steps_per_generation`` stays: ``generation_batch_size`` becomes that times the batch of a step.
 
@@ -59,9 +57,7 @@ def count_generations(args: Any, replicas: int) -> None:
 
 
 def share_rollouts(trainer: Any) -> None:
-    """Let the ranks of a ring draw the same random numbers, different ones from other rings, and take completions and
-    rewards of given functions from the first of them; in place.
-    """
+    """Share random numbers, completions and rewards within each ring, with its first rank's values; in place."""
     if not (hasattr(trainer, "num_generations") and hasattr(trainer, "reward_funcs")):
         return
     set_seed(trainer.args.seed + trainer.accelerator.process_index)
@@ -77,11 +73,7 @@ def share_rollouts(trainer: Any) -> None:
 
 
 def _rewards(result: Any, num_completions: int) -> list[Any]:
-    """What a reward function has returned. TRL looks at it too, but only on the rank that has it, and others wait.
-
-    Raises:
-        ValueError, TypeError: not a number, or None, for each completion.
-    """
+    """Raise ValueError or TypeError for rewards but numbers or None, on all ranks; TRL lets others wait."""
     rewards = list(result)
     torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float32)
     if len(rewards) != num_completions:
@@ -92,12 +84,12 @@ def _rewards(result: Any, num_completions: int) -> list[Any]:
 def first_of_ring(
     function: Callable[..., Any], mesh: DeviceMesh, checked: Callable[[Any, int], Any] | None = None
 ) -> Callable[..., Any]:
-    """A function that all ranks of a ring call, and whose result on the first of them all are given.
+    """Wrap a function so that all ranks of a ring get the result of its first rank.
 
-    ``checked`` takes the result and the number of prompts, and gives what is to be used, or raises as the function may.
+    ``checked`` takes the result and the number of prompts, and returns the value to use, or raises.
 
     Raises:
-        PeerMismatch: when it raises on another rank, of whichever ring.
+        PeerMismatch: when it raises on another rank of any ring.
     """
 
     @functools.wraps(function)
@@ -116,11 +108,7 @@ def first_of_ring(
 
 
 def failing_later(function: Callable[..., Any], failures: list[Failure]) -> Callable[..., Any]:
-    """An async reward function that notes what it raises, and gives zeros.
-
-    Nobody can tell the other ranks at once: several functions are awaited together, and end in another order
-    on each rank.
-    """
+    """Wrap an async reward function to note errors and return zeros: awaited in any order, it cannot tell others."""
 
     @functools.wraps(function)
     async def noting(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +122,7 @@ def failing_later(function: Callable[..., Any], failures: list[Failure]) -> Call
 
 
 def raise_on_all(failures: list[Failure], mesh: DeviceMesh) -> None:
-    """Raise what functions have raised, on every rank of all rings; ``failures`` are forgotten.
+    """Raise noted failures on every rank of all rings, and clear ``failures``.
 
     Raises:
         Exception: this rank's first one, as it was raised.
@@ -155,7 +143,7 @@ def _name_of(function: Any) -> str:
 
 
 def _of_first(thing: Any, mesh: DeviceMesh) -> Any:
-    """What the first rank of a ring has; pickled on the way."""
+    """Return the object of the ring's first rank, by pickle."""
     things = [thing]
     for group in text_groups(mesh):
         dist.broadcast_object_list(things, group_src=0, group=group)
@@ -164,11 +152,9 @@ def _of_first(thing: Any, mesh: DeviceMesh) -> Any:
 
 @contextmanager
 def rollout_of_replica(trainer: Any) -> Iterator[None]:
-    """While a trainer makes and scores completions: what its modules gather with accelerate's functions is gathered
-    over replicas, of the first rank of each ring; then all ranks of a ring go on with the same random numbers.
+    """Gather over replicas and keep random numbers equal in a ring while a trainer makes and scores completions.
 
-    TRL calls these functions by their names in its modules, and not through its accelerator, which would be the seam:
-    the names are ours meanwhile.
+    TRL calls accelerate's functions by name in its modules, not through its accelerator, so the names are replaced.
     """
     accelerator, mesh = trainer.accelerator, trainer.ring_mesh
     group = mesh["replicate"].get_group()

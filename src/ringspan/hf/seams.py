@@ -1,4 +1,4 @@
-"""Every private name of other libraries that ``ringspan.hf`` relies on; a test fails by name when a release moves one.
+"""Every private name of other libraries that ``ringspan.hf`` uses; a test fails by name when a release moves one.
 
 A public method that does the same is overridden in ``trainer.py`` instead.
 """
@@ -48,7 +48,7 @@ _GONE: Final = type(None)  # in the place of what a release no longer has, or no
 
 
 class TrainerSeams(_Trainer):
-    """Before a trainer: what it does by itself."""
+    """Mix-in before a trainer: its own private methods."""
 
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
         with self.rollout():
@@ -56,9 +56,7 @@ class TrainerSeams(_Trainer):
 
 
 class OwnParts(Trainer):
-    """Right in front of transformers' Trainer, whose private methods are methods of ours there: those of a trainer that
-    is made from it, or of a user's, run before them and call them as ``super()``.
-    """
+    """Mix-in right before transformers' Trainer for its private methods, so that subclasses' own run first."""
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         self.save_beside_model(output_dir)
@@ -85,13 +83,13 @@ class OwnParts(Trainer):
 
 
 def note_prepared(accelerator: Any, model: Any) -> None:
-    """Let an accelerator know a model that it need not prepare again."""
+    """Register a model that an accelerator need not prepare again."""
     if not any(model is known for known in accelerator._models):
         accelerator._models.append(model)
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """The optimizer of torch inside of what an accelerator made of it."""
+    """Unwrap torch's optimizer from an accelerator's."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
@@ -102,14 +100,14 @@ def method_behind(trainer: Any, name: str) -> Any:
 
 
 def is_async(function: Any) -> bool:
-    """Whether TRL would wait for a reward function."""
+    """Return True if TRL would await a reward function."""
     from trl.trainer.utils import is_async_callable
 
     return is_async_callable(function)
 
 
 def moved() -> list[str]:
-    """The seams that the installed releases no longer have, by name. TRL's are looked at where it is in use."""
+    """Name the seams that the installed releases no longer have; TRL's only if it is in use."""
     found: list[str] = []
     for place, methods in OVERRIDDEN.items():
         owner = _find(place)
@@ -133,11 +131,7 @@ def moved() -> list[str]:
 
 
 def check_seams() -> None:
-    """Refuse releases whose trainers would not call us.
-
-    Raises:
-        UnsupportedError: naming the seam and the releases.
-    """
+    """Raise UnsupportedError for releases whose trainers would not call us, naming seam and releases."""
     if found := moved():
         used = [name for name in ("transformers", "accelerate", "trl") if name in sys.modules]
         releases = ", ".join(f"{name} {import_module(name).__version__}" for name in used)

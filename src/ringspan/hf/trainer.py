@@ -1,4 +1,4 @@
-"""The mix-in that lets transformers' Trainer, and those that are made from it, train on a ring."""
+"""The mix-in that lets transformers' Trainer and its subclasses train on a ring."""
 
 import os
 from collections.abc import Iterator
@@ -35,13 +35,13 @@ _ARGUMENTS: Final = "training_args.bin"
 
 
 class RingTrainerMixin(TrainerSeams):
-    """Before a trainer of transformers or TRL: its model is split over a ring, and everything else keeps its meaning.
+    """Mix-in before a trainer of transformers or TRL: its model is split over a ring, all else keeps its meaning.
 
         class Trainer(RingTrainerMixin, transformers.Trainer): ...
 
     Losses, gradients, metrics and weights are those of the trainer on one process. To the trainer a ring is one
-    process: batch sizes are per replica, and each rank of a ring gets the same examples. ``train``, ``evaluate``,
-    ``predict`` and ``save_model`` are called on every rank.
+    process: batch sizes are per replica, and all ranks of a ring get the same examples. Call ``train``, ``evaluate``,
+    ``predict`` and ``save_model`` on every rank.
 
     Args:
         ring: sizes of the mesh and options of ``parallelize``; the model goes onto the ring when the trainer is made.
@@ -53,7 +53,7 @@ class RingTrainerMixin(TrainerSeams):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Put our own of Trainer's parts right in front of Trainer, behind all classes that override them."""
+        """Insert our versions of Trainer's parts right before Trainer, behind all classes that override them."""
         super().__init_subclass__(**kwargs)
         if issubclass(cls, Trainer) and not issubclass(cls, OwnParts):
             last = max(place for place, base in enumerate(cls.__bases__) if issubclass(base, Trainer))
@@ -72,27 +72,27 @@ class RingTrainerMixin(TrainerSeams):
         agree_on(self)
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; what a callback, a data set or a function of yours raises on one rank, all ranks raise."""
+        """Train; an error of a callback, data set or user function on one rank is raised on all."""
         with preparing(self.ring_mesh, "train"):
             return super().train(*args, **kwargs)
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, as ``train``."""
+        """Evaluate; errors as in ``train``."""
         with preparing(self.ring_mesh, "evaluate"):
             return super().evaluate(*args, **kwargs)
 
     def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, as ``train``."""
+        """Predict; errors as in ``train``."""
         with preparing(self.ring_mesh, "predict"):
             return super().predict(*args, **kwargs)
 
     def add_callback(self: Any, callback: Any) -> None:
-        """Trainer's, but for callbacks that would not be exact on a ring."""
+        """Add a callback, unless it would not be exact on a ring."""
         refuse_callback(callback)
         super().add_callback(callback)
 
     def create_accelerator_and_postprocess(self: Any) -> None:
-        """Trainer's accelerator, which counts rings; and the model on the mesh, before anybody looks at it."""
+        """Create an accelerator that counts rings, and put the model on the mesh before anything inspects it."""
         refuse_arguments(self.args, self.ring)
         super().create_accelerator_and_postprocess()
         refuse_accelerator(self.accelerator)
@@ -105,7 +105,7 @@ class RingTrainerMixin(TrainerSeams):
             self._put_on_ring(self.model)
 
     def call_model_init(self: Any, trial: Any = None) -> nn.Module:
-        """What ``model_init`` makes, on the ring."""
+        """Return the model of ``model_init``, on the ring."""
         model = super().call_model_init(trial)
         self._put_on_ring(model)
         return model
@@ -115,7 +115,7 @@ class RingTrainerMixin(TrainerSeams):
         takes_whole_batches(model, self.ring_mesh, self.ring.step, autocast)
 
     def get_train_dataloader(self: Any) -> Any:
-        """Trainer's batches, alike on a ring; what workers draw at random is by replica too."""
+        """Return Trainer's batches, the same within a ring; random draws of workers are by replica too."""
         loader = super().get_train_dataloader()
         if getattr(loader, "worker_init_fn", None) is not None:
             workers = self.args.dataloader_num_workers
@@ -125,7 +125,7 @@ class RingTrainerMixin(TrainerSeams):
         return loader
 
     def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Trainer's batches of a step, of which all ranks have as many before replicas count the targets together."""
+        """Return a step's batches, of equal number on all ranks before replicas count the targets together."""
         if self.accelerator.num_processes > 1:
             batches = list(islice(epoch_iterator, num_batches))
             check_call(self.ring_mesh, Call("reading a step's batches", {"number of batches": len(batches)}))
@@ -133,22 +133,22 @@ class RingTrainerMixin(TrainerSeams):
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def get_total_train_batch_size(self: Any, args: Any) -> int:
-        """Examples per step: per replica, times accumulation, times replicas."""
+        """Return the examples per step: per replica, times accumulation, times replicas."""
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
     def floating_point_ops(self: Any, inputs: dict[str, Any]) -> int:
-        """This rank's part of what its replica computes."""
+        """Return this rank's share of its replica's FLOPs."""
         ranks = self.ring_mesh.size() // self.accelerator.num_processes
         return super().floating_point_ops(inputs) // ranks
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Trainer's step, whose loss may have a penalty on weights in it, and so come as a ``DTensor``."""
+        """Run Trainer's step; a loss with a penalty on weights may be a ``DTensor``."""
         with explained(method_behind(self, "compute_loss")):
             loss = super().training_step(*args, **kwargs)
         return _whole(loss)
 
     def compute_loss(self: Any, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; a function of the user's that computes it is given no label that padding would predict."""
+        """Compute the loss; a user's own function gets no label that padding would predict."""
         labels, ids = inputs.get("labels"), inputs.get("input_ids")
         asks = self.compute_loss_func is not None and not classifies(self.model)
         if asks and isinstance(labels, Tensor) and isinstance(ids, Tensor) and labels.shape == ids.shape:
@@ -159,7 +159,7 @@ class RingTrainerMixin(TrainerSeams):
     def prediction_step(
         self: Any, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Trainer's step; with logits (B, S, V), in the order of the sequence, where they are wanted."""
+        """Run Trainer's step; return logits (B, S, V) in sequence order if wanted."""
         if not classifies(self.model):  # whose loss is its replica's own
             inputs = without_repeats(self.accelerator, inputs)
         with whole_logits(self.model, wanted=not prediction_loss_only):
@@ -168,13 +168,13 @@ class RingTrainerMixin(TrainerSeams):
         return _whole(loss), logits, labels
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A folder that ``from_pretrained`` opens, or PEFT; every rank calls it, and rank 0 writes."""
+        """Save a folder that ``from_pretrained`` or PEFT opens; every rank calls it, and rank 0 writes."""
         folder = self.args.output_dir if output_dir is None else output_dir
         self.model.save_pretrained(folder)
         super().save_model(output_dir, _internal_call)
 
     def save_beside_model(self: Any, output_dir: str | None) -> None:
-        """What a saved folder has beside the model: the tokenizer and the arguments."""
+        """Save the tokenizer and the arguments."""
         if not self.args.should_save:
             return
         folder = self.args.output_dir if output_dir is None else output_dir
@@ -186,7 +186,7 @@ class RingTrainerMixin(TrainerSeams):
         torch.save(self.args, os.path.join(folder, _ARGUMENTS))
 
     def save_progress(self: Any, output_dir: str) -> None:
-        """The optimizer's state, each rank's part; and the scheduler's, by rank 0."""
+        """Save the optimizer's state, each rank its part; and the scheduler's, by rank 0."""
         optimizer = plain_optimizer(self.optimizer)
         step, layout = self.state.global_step, self.ring.layout
         check_call(self.ring_mesh, Call("saving the optimizer"))  # unless what is saved before it has raised
@@ -195,22 +195,22 @@ class RingTrainerMixin(TrainerSeams):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def load_progress(self: Any, checkpoint: str) -> None:
-        """Continue with the optimizer's and the scheduler's state, saved on whatever mesh."""
+        """Load the optimizer's and the scheduler's state, saved on any mesh."""
         load_optimizer(Path(checkpoint), self.model, plain_optimizer(self.optimizer))
         state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(state)
 
     def load_adapter_weights(self: Any, checkpoint: str) -> bool:
-        """Whether the model has an adapter, which is then that of the checkpoint."""
+        """Load the adapter of the checkpoint; return False if the model has none."""
         return load_adapter(Path(checkpoint), self.model)
 
     def rollout(self) -> AbstractContextManager[None]:
-        """While completions are made and scored, by replica."""
+        """Count by replica while completions are made and scored."""
         return rollout_of_replica(self)
 
     @contextmanager
     def random_state_of_replica(self: Any, checkpoint: str) -> Iterator[str]:
-        """A folder with the random numbers that this rank continues with."""
+        """Yield a folder with the random numbers that this rank continues with."""
         with random_state_folder(Path(checkpoint), self.args.process_index, self.args.world_size) as folder:
             yield folder
 

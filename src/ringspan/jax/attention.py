@@ -118,7 +118,7 @@ def ring_attention(
 
 
 def _without_padding(x: Array, layout: Layout, rank: Array) -> Array:
-    """Tokens behind the end of the sequence as zeros: a chunk may hold some, and 0 times NaN is NaN."""
+    """Zero the tokens behind the end of the sequence: a chunk may hold some, and 0 times NaN is NaN."""
     if layout.padded_length == layout.length:
         return x
     tokens = jnp.asarray(_tokens_of_chunks(layout))[rank]
@@ -128,9 +128,7 @@ def _without_padding(x: Array, layout: Layout, rank: Array) -> Array:
 
 @lru_cache(maxsize=64)
 def _tokens_of_chunks(layout: Layout) -> np.ndarray:
-    """How many tokens of the sequence each rank's chunks begin with, before padding. Shape (N, 2) for zigzag, else (N,
-    1).
-    """
+    """Count tokens that each rank's chunks begin with, before padding. Shape (N, 2) for zigzag, else (N, 1)."""
     chunks = 2 if layout.name == "zigzag" else 1
     positions = layout.permutation.reshape(layout.ranks, chunks, -1)
     return (positions < layout.length).sum(-1).astype(np.int32)
@@ -147,12 +145,7 @@ def _axis_size(axis_name: str) -> int:
 
 
 def _check_split(axis_name: str, ranks: int, rank: Array, **arrays: Array) -> None:
-    """Refuse arrays that ``shard_map`` knows to be the same on all ranks of a ring, which would be N copies of some
-    tokens; outside of its checks nobody knows.
-
-    Raises:
-        LayoutError: naming the array.
-    """
+    """Refuse arrays that ``shard_map`` knows to be replicated over the ring; outside of its checks nobody knows."""
     if ranks == 1 or axis_name not in varying_axes(rank):
         return
     for name, x in arrays.items():
@@ -243,7 +236,6 @@ def sharded_ring_attention(
 
 
 def _check_arrays(q: Array, k: Array, v: Array, sinks: Array | None) -> None:
-    """Refuse what no kernel computes, naming the value."""
     for name, array in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
             raise UnsupportedError(f"{name} must be an array, got {described(array)}")

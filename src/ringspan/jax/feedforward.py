@@ -1,4 +1,4 @@
-"""Layers that treat each token alone, computed some tokens at a time: their wide activations never exist whole.
+"""Layers of single tokens, computed some tokens at a time: their wide activations never exist whole.
 
 T local tokens, C hidden size.
 """
@@ -41,8 +41,8 @@ def blockwise_feedforward(function: Callable[[Array], Array], x: Array, *, chunk
 
 
 def chunks(rows: Array, chunk_tokens: int, *, value: float | None = None) -> Array:
-    """(T, ...) -> (number, size, ...): the fewest chunks of at most ``chunk_tokens``, as equal as can be, padded with a
-    value, or with the last row: where a function has no derivative at zero, 0 times NaN would be NaN.
+    """Cut (T, ...) into (number, size, ...): the fewest, most equal chunks, padded with ``value`` or with the last row,
+    since 0 times NaN is NaN where a function has no derivative at zero.
     """
     chunk_tokens = integer(chunk_tokens, "chunk_tokens", ConfigError, at_least=1)
     number = max(1, -(-len(rows) // chunk_tokens))

@@ -71,7 +71,6 @@ def blockwise_cross_entropy(
 
 
 def _check(hidden: Array, weight: Array, targets: Array, vocabulary: int) -> None:
-    """Refuse what is no problem of this kind."""
     shapes = [tuple(jnp.shape(x)) for x in (hidden, weight, targets)]
     if [len(shape) for shape in shapes] != [2, 2, 1] or shapes[0] != (*shapes[2], shapes[1][1]):
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""The device mesh: dp copies, fsdp splits weights and gathers them, tp splits heads and features, sp is the ring."""
+"""Device mesh: dp copies, fsdp splits weights and gathers them, tp splits heads and features, sp is the ring."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -17,7 +17,7 @@ TOKEN_AXES: Final = ("dp", "fsdp", "sp")  # over which its tokens are
 
 
 def init_mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1) -> Mesh:
-    """A mesh of ``dp x fsdp x tp x sp`` devices; neighbours on the ring are neighbours among the devices.
+    """Build a mesh of ``dp x fsdp x tp x sp`` devices; neighbours on the ring are neighbouring devices.
 
     Raises:
         LayoutError: a size that is no integer or below one, or more devices than there are.
@@ -37,7 +37,7 @@ def init_mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1) -> Mesh:
 
 
 def map_mesh(mesh: Mesh, *, sp: Names = None, dp: Names = None, fsdp: Names = None, tp: Names = None) -> Mesh:
-    """A mesh that somebody else made, with the axes that ``init_mesh`` makes, over the same devices.
+    """Return somebody else's mesh with the axes of ``init_mesh``, over the same devices.
 
     Not needed for the names of torchtitan and accelerate (``dp_replicate``, ``dp_shard``, ``cp``, ``sp``, ``tp``),
     which every function recognises, in any order. Each argument is an axis of the mesh or several, None for an axis of
@@ -50,7 +50,7 @@ def map_mesh(mesh: Mesh, *, sp: Names = None, dp: Names = None, fsdp: Names = No
 
 
 def own_mesh(mesh: Mesh) -> Mesh:
-    """A mesh with the axes of ``init_mesh``: this one, or one over the same devices whose axes are recognised.
+    """Return a mesh with the axes of ``init_mesh``: this one, or one over the same devices with recognised axes.
 
     Raises:
         LayoutError: no mesh.

@@ -40,7 +40,7 @@ class Chunks:
 
     @staticmethod
     def of(layout: Layout, limit: int) -> "Chunks":
-        """The fewest chunks of at most ``limit`` tokens, as equal as can be."""
+        """Return the fewest chunks of at most ``limit`` tokens, as equal as can be."""
         tokens = layout.tokens_per_rank
         span = tokens // 2 if layout.name == "zigzag" else tokens
         number = -(-span // limit)
@@ -55,7 +55,7 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class Course:
-    """How blocks go round, and where each rank looks up what it computes at each hop."""
+    """Course of the blocks, and where each rank looks up what it computes at each hop."""
 
     direction: int
     num_hops: int
@@ -65,7 +65,7 @@ class Course:
 
 @dataclass(frozen=True, eq=False)
 class Program(Course):
-    """What each rank computes at each hop. Lists are padded to the longest; the numbers say how much of them counts."""
+    """Work of each rank at each hop. Lists are padded to the longest; the numbers say how much of them counts."""
 
     query_size: int
     key_size: int
@@ -79,7 +79,7 @@ class Program(Course):
 
 @lru_cache(maxsize=64)
 def compile_program(layout: Layout, key_layout: Layout, mask: Mask, query_chunk: int, key_chunk: int) -> Program:
-    """The program of a ring for one mask; hops that no rank needs are not in it.
+    """Compile the program of a ring for one mask, without hops that no rank needs.
 
     Raises:
         LayoutError: two layouts of different name or number of ranks.
@@ -112,9 +112,7 @@ def compile_program(layout: Layout, key_layout: Layout, mask: Mask, query_chunk:
 
 @dataclass(frozen=True, eq=False)
 class Tables(Course):
-    """What each rank computes at each hop as tiles with bands, for ``ringspan.gpu.attention``: ``Table`` by row, padded
-    to the longest.
-    """
+    """Tiles with bands of each rank and hop, for ``ringspan.gpu.attention``: a padded ``Table`` by row."""
 
     tiles: IntArray  # (rows, tiles, 6)
     first_of_rows: IntArray  # (rows, grains + 1)
@@ -125,7 +123,7 @@ class Tables(Course):
 
 @lru_cache(maxsize=64)
 def compile_tables(layout: Layout, key_layout: Layout, mask: Mask) -> Tables:
-    """The tables of a ring for one mask; hops that no rank needs are not in them.
+    """Compile the tables of a ring for one mask, without hops that no rank needs.
 
     Raises:
         LayoutError: two layouts of different name or number of ranks.
@@ -145,7 +143,7 @@ def compile_tables(layout: Layout, key_layout: Layout, mask: Mask) -> Tables:
 def _look_up(
     layout: Layout, key_layout: Layout, mask: Mask, row_of: Callable[[Hop], _Row]
 ) -> tuple[dict[str, Any], list[_Row]]:
-    """The fields of a ``Course``, and the different rows that ``row_of`` makes of the hops of all ranks."""
+    """Return the fields of a ``Course``, and the distinct rows that ``row_of`` makes of the hops of all ranks."""
     schedules = [make_schedule(layout, mask, rank, key_layout) for rank in range(layout.ranks)]
     rows: dict[_Row, int] = {}
     which = np.zeros((layout.ranks, layout.ranks), dtype=np.int32)
@@ -168,22 +166,16 @@ KEY_BITS: Final = 16  # of a chunk pair's number: the chunk of keys; above them 
 
 
 def query_of(where: Any) -> Any:
-    """The chunk of queries of a chunk pair's number."""
     return where >> KEY_BITS
 
 
 def key_of(where: Any) -> Any:
-    """The chunk of keys of a chunk pair's number."""
     return where & (1 << KEY_BITS) - 1
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """The chunk pairs of an even program, one by one, for kernels whose grid is such a list.
-
-    A pair is two numbers: its chunks (of queries, then ``KEY_BITS`` for that of keys), and which of ``lists`` cuts it,
-    -1 when it is whole. Behind its end a list repeats the last pair.
-    """
+    """Chunk pairs of an even program, one by one, for kernels whose grid is such a list."""
 
     num: IntArray  # (rows,)
     by_query: IntArray  # (rows, M, 2): sorted by the chunk of queries
@@ -221,7 +213,7 @@ def compile_pairs(program: Program) -> Pairs:
 
 
 def _lists(tiles: tuple[Tile, ...], queries: Chunks, keys: Chunks) -> tuple[tuple[Run, ...], tuple[Partial, ...]]:
-    """Runs of FULL chunk pairs, and the others that hold an allowed pair with the bands in them."""
+    """List runs of FULL chunk pairs, and the other allowed chunk pairs with the bands in them."""
     query_first, query_stop = np.array(queries.first), np.array(queries.start) + queries.size
     key_first, key_stop = np.array(keys.first), np.array(keys.start) + keys.size
     # The last chunk of a length that does not come out even begins earlier: rows that another chunk has are cut off
@@ -258,6 +250,6 @@ def _padded(rows: list[list[tuple[int, ...]]], columns: int) -> IntArray:
 
 
 def _stacked(rows: Sequence[IntArray]) -> IntArray:
-    """The rows beside each other, with zeros behind those that are shorter than the longest."""
+    """Stack the rows, zero-padded to the longest."""
     longest = max(1, *map(len, rows))
     return np.stack([np.pad(row, [(0, longest - len(row)), *[(0, 0)] * (row.ndim - 1)]) for row in rows])

@@ -52,22 +52,21 @@ class Ring:
         return PallasKernel(program, self.scale, self.softcap, compile_pairs(program))
 
     def head_groups(self, q: Array, k: Array) -> int:
-        """How many groups of heads to go through one after the other."""
+        """Number of groups of heads to go through one after the other."""
         pairs, on_cpu = self.kernel.program.tile_pairs, jax.default_backend() == "cpu"
         return head_groups(q.shape[0] * q.shape[1], k.shape[1], self.layout.ranks, pairs, on_cpu=on_cpu)
 
     def shift(self, x: Array, hops: int) -> Array:
-        """What the rank ``hops`` steps back holds: every rank hands its ``x`` on by that many steps."""
+        """Return what the rank ``hops`` steps back holds."""
         ranks = self.layout.ranks
         step = self.kernel.program.direction * hops
         return lax.ppermute(x, self.axis_name, [(rank, (rank + step) % ranks) for rank in range(ranks)])
 
 
 def forward(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Array]:
-    """The local queries' part of attention to all keys of the ring.
+    """Return the local queries' attention to all keys: out (B, H, T, E) in q's dtype, lse (B, H, T) in float32.
 
-    Shapes: q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), sinks (H,) -> out (B, H, T, E) in q's dtype, lse (B, H, T)
-    in float32.
+    Shapes: q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), sinks (H,).
     """
     return _by_heads(partial(_forward_of_heads, ring), ring.head_groups(q, k), (q, k, v), sinks)
 
@@ -102,10 +101,7 @@ def _forward_of_heads(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | N
 def backward(
     ring: Ring, dout: Array, q: Array, k: Array, v: Array, sinks: Array | None, out: Array, lse: Array
 ) -> tuple[Array, Array, Array, Array | None]:
-    """dq, dk, dv and dsinks of the local tokens, from the GLOBAL out and lse.
-
-    Gradients add up in float32 and are sent so.
-    """
+    """Return dq, dk, dv, dsinks of the local tokens from the GLOBAL out and lse; summed and sent in float32."""
     heads = dout, q, k, v, out, lse
     return _by_heads(partial(_backward_of_heads, ring), ring.head_groups(q, k), heads, sinks)
 
@@ -165,9 +161,8 @@ def _differentiated(ring: Ring, *arrays: Any) -> Any:
 
 
 def _by_heads(one_group: Callable[..., Any], groups: int, arrays: tuple[Array, ...], sinks: Array | None) -> Any:
-    """``one_group(*arrays, sinks)`` for groups of heads in turn; a key/value head stays with the queries that share it.
-
-    ``arrays`` and all results have heads as their second dimension, sinks and their gradient as their only one.
+    """Run ``one_group(*arrays, sinks)`` for groups of heads in turn; key/value heads stay with their queries.
+    Heads are the second dimension of ``arrays`` and results, and the only one of sinks and their gradient.
     """
     if groups == 1:
         return one_group(*arrays, sinks)
@@ -199,20 +194,17 @@ def _by_heads(one_group: Callable[..., Any], groups: int, arrays: tuple[Array, .
 
 
 def _hops(one_hop: Callable[..., Any], carry: tuple[Any, ...], first: int, stop: int) -> Any:
-    """``carry`` after the hops [first, stop).
-
-    A loop, although each hop could be code of its own: XLA would send all blocks ahead, for they wait for no result,
-    and see that backward receives the blocks of forward; either way it would hold all N of them.
+    """Run the hops [first, stop) on ``carry``, in a loop: of unrolled code XLA would send all blocks ahead (they wait
+    for no result) and reuse forward's blocks in backward, and so hold all N of them.
     """
     numbers = jnp.arange(first, stop)
     return lax.scan(lambda carry, hop: (one_hop(*carry, hop), None), carry, numbers)[0] if first < stop else carry
 
 
 def _rows(x: Array, k: Array) -> Array:
-    """(B, H, T, D) -> (F, P, T, D): the query heads by the key/value head that they share."""
+    """Group query heads by their key/value head: (B, H, T, D) -> (F, P, T, D)."""
     return x.reshape(k.shape[0] * k.shape[1], -1, *x.shape[2:])
 
 
 def _packed(k: Array, v: Array) -> Array:
-    """Keys (B, G, T', D) and values as one message."""
     return packed(*(x.reshape(-1, *x.shape[2:]) for x in (k, v)))

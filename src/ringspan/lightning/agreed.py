@@ -1,4 +1,4 @@
-"""What a user's code asks Lightning's Trainer for on one rank, all ranks do."""
+"""Agreement of all ranks on requests that a user's code makes to Lightning's Trainer on one rank."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ringspan.torch.consistency.loop_watch import in_call
 
 
 class AgreedStop(Callback):
-    """The last of a trainer's callbacks: all ranks stop where ``trainer.should_stop`` is set on any."""
+    """The last of a trainer's callbacks: all ranks stop if ``trainer.should_stop`` is set on any."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -20,21 +20,19 @@ class AgreedStop(Callback):
             trainer.should_stop = any(hear_all(self._mesh, Call(event, said=bool(trainer.should_stop))))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Before the first batch."""
+        """Agree before the first batch."""
         self._agree(trainer, "the start of training")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Before Lightning asks if another one follows."""
+        """Agree before Lightning asks for another batch."""
         self._agree(trainer, "the end of a training batch")
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """As after a batch."""
         self._agree(trainer, "the end of a validation")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """As after a batch."""
         self._agree(trainer, "the end of an epoch")
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """So that no rank is gone when another raises."""
+        """Agree, so that no rank is gone when another raises."""
         self._agree(trainer, "the end of training")

@@ -1,4 +1,4 @@
-"""Every private name of Lightning that ``ringspan.lightning`` relies on; a test names one that a release moves."""
+"""Every private name of Lightning that ``ringspan.lightning`` uses; a test names one that a release moves."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,17 +23,16 @@ SOURCE: Final = {
 
 
 def give_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
-    """Let ``module.device_mesh`` be this mesh."""
+    """Set ``module.device_mesh``."""
     private: Any = module
     private._device_mesh = mesh
 
 
 class Dealing:
-    """Which examples a rank takes, in the order that the user's loader has.
+    """The examples of a rank, in the order of the user's loader.
 
-    Lightning puts its own sampler into a training loader, which shuffles even where the user's does not: ten steps on
-    a ring would not see what ten steps on one process see. So it is kept from that, and asked for the same sampler once
-    more with the loader's own order.
+    Lightning's own training sampler shuffles even if the user's does not, unlike training on one process. So it is kept
+    from that, and asked for the same sampler once more with the loader's own order.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -43,12 +42,12 @@ class Dealing:
         self._is_ours = False
 
     def take_over(self, *, ours: bool) -> None:
-        """Keep Lightning from dealing examples out, or let it, as ``Trainer(use_distributed_sampler=...)`` says."""
+        """Stop Lightning from dealing examples out, or let it, by ``Trainer(use_distributed_sampler=...)``."""
         self._is_ours = ours
         self._connector.use_distributed_sampler = self._is_wanted and not ours
 
     def dealt(self, loader: Any, stage: Any) -> Any:
-        """The loader of this rank's examples, unless Lightning dealt them out."""
+        """Return the loader of this rank's examples, unless Lightning dealt them out."""
         if not self._is_ours or not isinstance(loader, DataLoader):
             return loader
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)

@@ -1,4 +1,4 @@
-"""Lightning's strategy for models that are split already, over a mesh with a ring."""
+"""Lightning's strategy for already split models, over a mesh with a ring."""
 
 from contextlib import suppress
 from datetime import timedelta
@@ -34,7 +34,7 @@ _CALLBACKS: Final = (
 
 
 class RingStrategy(ModelParallelStrategy):
-    """``ModelParallelStrategy`` whose mesh is that of ``rs.init_mesh``: losses and weights are those of one process.
+    """``ModelParallelStrategy`` on a mesh of ``rs.init_mesh``: losses and weights are those of one process.
 
         class Module(LightningModule):
             def configure_model(self):
@@ -82,14 +82,14 @@ class RingStrategy(ModelParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh with the axes ``replicate`` and ``ring``, and ``tp`` where that is above 1."""
+        """Return the mesh with the axes ``replicate`` and ``ring``, and ``tp`` if it is above 1."""
         if self._ring_mesh is None:
             raise ConfigError("device_mesh: there is none before the trainer starts; use it in configure_model")
         return self._ring_mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which examples this rank takes: those of its replica."""
+        """Return the sampler arguments for this rank's replica."""
         replicas = self.device_mesh["replicate"]
         return {"num_replicas": replicas.size(), "rank": replicas.get_local_rank()}
 
@@ -109,7 +109,7 @@ class RingStrategy(ModelParallelStrategy):
         self._dealing.take_over(ours=module.trainer.state.fn == TrainerFn.FITTING)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """The loader of this rank's examples, in the order that the loader itself has."""
+        """Return the loader of this rank's examples, in the loader's own order."""
         assert self._dealing is not None and self.lightning_module is not None, "set up before"
         stage = self.lightning_module.trainer.state.stage
         if stage == RunningStage.PREDICTING:
@@ -117,7 +117,7 @@ class RingStrategy(ModelParallelStrategy):
         return self._dealing.dealt(dataloader, stage)
 
     def setup(self, trainer: Trainer) -> None:
-        """See that the model is on the ring and stays what it is there."""
+        """Check that the model is on the ring and stays unchanged."""
         if self.precision_plugin.precision not in _PRECISIONS:
             raise UnsupportedError(
                 f"precision={self.precision_plugin.precision!r} converts weights that are split already; use "
@@ -135,25 +135,25 @@ class RingStrategy(ModelParallelStrategy):
             trainer.callbacks.append(AgreedStop(self.device_mesh))  # type: ignore[attr-defined]
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning's, once all ranks have come from their ``training_step``."""
+        """Call Lightning's backward once all ranks have returned from ``training_step``."""
         check_call(self.device_mesh, Call("a backward pass"))
         with exchanging():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let the other ranks hear what the user's code has raised on this one; Lightning raises it."""
+        """Tell the other ranks about the user's exception on this one; Lightning raises it."""
         super().on_exception(exception)
         if self._ring_mesh is not None and isinstance(exception, Exception):
             with suppress(Exception), preparing(self._ring_mesh, "the trainer"):
                 raise exception
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The shards of the model, or on rank 0 all of it."""
+        """Return the shards of the model, or on rank 0 all of it."""
         self._settle()
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The shards of an optimizer's state, or on rank 0 all of it."""
+        """Return the shards of an optimizer's state, or on rank 0 all of it."""
         inner: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         is_new = not inner.state
         state = super().optimizer_state(inner)
@@ -164,7 +164,7 @@ class RingStrategy(ModelParallelStrategy):
         return state
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Fill the shards of model and optimizers from a checkpoint of any mesh."""
+        """Load model and optimizers from a checkpoint of any mesh."""
         self._settle()
         return super().load_checkpoint(checkpoint_path, weights_only)
 
@@ -178,11 +178,7 @@ class RingStrategy(ModelParallelStrategy):
 
 
 def _refuse_callbacks(trainer: Any) -> None:
-    """Refuse callbacks that work on whole weights.
-
-    Raises:
-        UnsupportedError: naming the first.
-    """
+    """Raise UnsupportedError for the first callback that works on whole weights."""
     for callback in trainer.callbacks:
         for kind, does in _CALLBACKS:
             if isinstance(callback, kind):
@@ -192,13 +188,9 @@ def _refuse_callbacks(trainer: Any) -> None:
 
 
 def _refuse_uneven(loader: object, limit: float) -> None:
-    """Refuse examples of which replicas would have different numbers of batches: for predictions Lightning repeats
-    none, and a replica's passes need those of the others.
+    """Raise UnsupportedError for replicas with different numbers of batches; each pass needs all, and none is repeated.
 
     ``limit`` is the trainer's ``limit_predict_batches``: batches, or as a float a share of them.
-
-    Raises:
-        UnsupportedError: naming how many there are.
     """
     batches: Any = loader.batch_sampler if isinstance(loader, DataLoader) else None
     sampler = getattr(batches, "sampler", None)

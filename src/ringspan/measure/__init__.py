@@ -1,1 +1,1 @@
-"""What happens: steps that run, are traced or rehearsed, and machines that are measured."""
+"""Measurements: steps that run, are traced or rehearsed, and machines."""

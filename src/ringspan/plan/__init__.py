@@ -1,1 +1,1 @@
-"""Know before you run: what a training step needs on a given cluster, computed, traced or rehearsed."""
+"""Requirements of a training step on a given cluster: computed, traced or rehearsed."""

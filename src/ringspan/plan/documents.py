@@ -1,4 +1,4 @@
-"""What a step of packed documents takes on each layout and route, from the schedules of these very documents."""
+"""Cost of a step of packed documents on each layout and route, from the schedules of these very documents."""
 
 import json
 from collections import Counter
@@ -38,14 +38,14 @@ class LayoutCost:
 
     layout: BatchLayoutName
     setting: Setting
-    """The step, but for its layout, which only documents make."""
+    """Step without its layout, which only documents make."""
     most_work_over_mean: float
     received_bytes: float
-    """For attention, by the rank that takes longest, in one step."""
+    """Attention's bytes on the rank that takes longest, in one step."""
     step_seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        """A row of ``ringspan plan --documents --json``."""
+        """Return a row of ``ringspan plan --documents --json``."""
         return {
             "layout": self.layout,
             "route": self.setting.route,
@@ -57,10 +57,9 @@ class LayoutCost:
 
 
 def read_documents(text: str, length: int) -> tuple[int, ...]:
-    """The lengths of documents that fill a sequence of ``length`` tokens, from what ``--documents`` says.
+    """Return the lengths of documents that fill ``length`` tokens, as ``--documents`` says.
 
-    Those of a file are taken in its order, again from the first where they are too few, and lognormal ones are drawn
-    under a fixed seed; the last document is cut where the sequence ends.
+    A file's lengths are taken in order and repeated if too few; lognormal ones have a fixed seed; the last is cut.
 
     Raises:
         ConfigError: neither a file with lengths nor a distribution.
@@ -76,8 +75,9 @@ def read_documents(text: str, length: int) -> tuple[int, ...]:
 
 
 def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ...]) -> list[LayoutCost]:
-    """A step of a plan on every layout, by its route and by those that suit documents, the fastest first; striped ones
-    must save three percent, since kernels are slower on their tiles than this model knows.
+    """Return a plan's step on every layout, by its own route and those that suit documents, the fastest first.
+
+    Striped ones must save three percent, since kernels are slower on their tiles than this model knows.
 
     Raises:
         ConfigError: the ring has more than 64 ranks.
@@ -109,7 +109,7 @@ def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ..
 
 
 def _work(question: Question, split: Layout, lengths: tuple[int, ...]) -> list[int]:
-    """Allowed pairs of each rank, over all layers."""
+    """Count allowed pairs of each rank, over all layers."""
     kinds = Counter(question.shape.layer_windows)
     return [
         sum(
@@ -121,8 +121,6 @@ def _work(question: Question, split: Layout, lengths: tuple[int, ...]) -> list[i
 
 
 def _passes_of(split: Layout, lengths: tuple[int, ...]) -> Passes:
-    """Forward and backward of attention on these documents, in the place of one causal sequence."""
-
     @lru_cache
     def passes(
         layout: str,

@@ -1,4 +1,4 @@
-"""Which mesh, layout, route and checkpoint policy a training step should use on a given cluster, and why."""
+"""Choice of mesh, layout, route and checkpoint policy for a training step on a cluster, with reasons."""
 
 import math
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _TIMED_RINGS: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer: how to run the step, what it needs, and the reasons in words."""
+    """Answer to a question: how to run the step, what it needs, and the reasons in words."""
 
     question: Question
     setting: Setting
@@ -43,7 +43,7 @@ class Plan:
         return self.longest.length if self.longest else 0
 
     def as_json(self) -> dict[str, Any]:
-        """The object that ``ringspan plan --json`` prints."""
+        """Return the object that ``ringspan plan --json`` prints."""
         device, setting = self.question.device, self.setting
         blocks = {
             "intra_node": round(min_block_tokens(device.flops, device.intra_node_bandwidth)),
@@ -96,7 +96,7 @@ class Plan:
         }
 
     def _towers(self) -> dict[str, Any]:
-        """What a model that sees or hears makes of a sequence, and what a rank keeps of a micro-step's images."""
+        """Describe what towers make of a sequence, and what a rank keeps of a micro-step's images."""
         shape, setting = self.question.shape, self.setting
         if not shape.sees:
             return {}
@@ -121,7 +121,7 @@ class Plan:
 
 
 def make_plan(question: Question) -> Plan:
-    """The fastest way that fits the devices' memory; the most frugal one when none fits.
+    """Return the fastest way that fits the devices' memory; the most frugal one if none fits.
 
     Raises:
         ConfigError: the batch and the devices allow no mesh.
@@ -152,22 +152,21 @@ def make_plan(question: Question) -> Plan:
 
 
 def _shortage(question: Question, setting: Setting) -> tuple[int, int]:
-    """How far a setting is from fitting: bytes on the device, then on the host."""
+    """Return the bytes that a setting lacks: on the device, then on the host."""
     on_device = training_memory(question.shape, setting).peak_bytes
     on_host = question.host_shortage(setting)
     return max(on_device, question.device.memory_bytes), on_host[1] if on_host else 0
 
 
 def weighed_seconds(setting: Setting, cost: StepCost) -> float:
-    """Seconds of a step, with three percent more for each thing that only a model of time speaks for: another route
-    than the ring, tensor parallelism, larger micro-batches, and what is on the host must each save as much.
+    """Return a step's seconds plus three percent for each gain that only a time model promises: a route other than the
+    ring, tensor parallelism, larger micro-batches, host memory.
     """
     others = setting.route != "ring", setting.tp > 1, setting.batch > 1, setting.offload != "none"
     return cost.seconds / WORTH_IT ** (sum(others) + setting.optimizer_on_host)
 
 
 def _settings(question: Question) -> Iterator[Setting]:
-    """Every way to use the devices."""
     for mesh in meshes(question):
         for route in routes(question, mesh):
             for policy in policies(question):
@@ -175,7 +174,7 @@ def _settings(question: Question) -> Iterator[Setting]:
 
 
 class _Race:
-    """The fastest of the settings that have been timed."""
+    """Fastest of the settings that have been timed."""
 
     def __init__(self, question: Question) -> None:
         self._question = question
@@ -183,7 +182,7 @@ class _Race:
         self.fastest: Setting | None = None
 
     def time(self, setting: Setting) -> StepCost:
-        """Its cost; it is the fastest when none so far was as fast."""
+        """Time a setting, and keep it if it is the fastest so far."""
         cost = self._question.step_cost(setting)
         seconds = weighed_seconds(setting, cost)
         if seconds < self._seconds:
@@ -191,13 +190,13 @@ class _Race:
         return cost
 
     def is_lost(self, setting: Setting) -> bool:
-        """Whether it were no faster even if its ranks shared attention evenly, and sent nothing for it."""
+        """Return whether it were no faster even with attention shared evenly and nothing sent for it."""
         return weighed_seconds(setting, self._question.step_cost(setting, even_passes)) >= self._seconds
 
 
 def _fastest(question: Question) -> Setting | None:
-    """Of the smallest rings that fit, for each size of tensor parallelism, the fastest policies that do; and where the
-    ring waits for its links, or has windows to exploit, those of the other routes and layouts that could be faster.
+    """Return the fastest fitting policy of the smallest rings per tensor-parallel size; other routes and layouts are
+    timed only where the ring waits for links or has windows.
     """
     race = _Race(question)
     rings: dict[int, set[int]] = {}
@@ -217,9 +216,7 @@ def _fastest(question: Question) -> Setting | None:
 
 
 def _time_mesh(race: _Race, question: Question, mesh: Setting) -> tuple[bool, list[Setting]]:
-    """Time the ring, or the first route that fits, in the usual layout; whether one does without the optimizer on the
-    host, and the routes and layouts that are worth a look beside it.
-    """
+    """Time the ring, or the first fitting route; return whether it fits without host moments, and what else to try."""
     named = product(routes(question, mesh), layouts(mesh.ring))
     ways = [replace(mesh, route=route, layout=layout) for route, layout in named]
     has_windows = any(question.shape.layer_windows)
@@ -237,14 +234,12 @@ def _time_mesh(race: _Race, question: Question, mesh: Setting) -> tuple[bool, li
 
 
 def _is_hopeless(question: Question, mesh: Setting) -> bool:
-    """Whether no policy fits, whatever the route; the most frugal ones are asked first."""
+    """Return whether no policy fits on any route; the most frugal ones are asked first."""
     return all(question.exceeds_on_any_route(replace(mesh, **policy)) for policy in reversed(policies(question)))
 
 
 def _larger_micro_batches(question: Question, setting: Setting) -> Iterator[Setting]:
-    """With twice, four times, ... the sequences in a micro-step, for which parameters are gathered once, and gradients
-    reduced; keeping as much for backward as before, or less.
-    """
+    """Yield twice, four times, ... the sequences per micro-step (one gather and reduction), keeping as much or less."""
     for policy in policies(question):
         larger = replace(setting, batch=2, **policy)
         if larger.uses_host:
@@ -259,8 +254,8 @@ def _larger_micro_batches(question: Question, setting: Setting) -> Iterator[Sett
 
 
 def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]:
-    """The first policy that fits on the device, and the first that fits with each help of the host unless that is as
-    fast; before it those with segments of layers, for at short lengths their forward pass is dearer than attention's.
+    """Yield the first policy that fits on the device, and with each help of the host unless that is as fast; segments
+    come first, for at short lengths their forward pass is dearer than attention's.
     """
     for _, group in groupby(policies(question), lambda policy: (policy["offload"], policy["optimizer_on_host"])):
         candidates = list(group)

@@ -1,4 +1,4 @@
-"""Why a plan is what it is, in words about its numbers."""
+"""Reasons for a plan, in words about its numbers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +17,6 @@ from ringspan.plan.search import AUTO, Question, longest_setting, meshes
 
 
 def needs(setting: Setting) -> str:
-    """The options of a setting, in a few words."""
     parts = [f"ring {setting.ring}", f"tp {setting.tp}" if setting.tp > 1 else "", f"route {setting.route}"]
     parts += [f"checkpoint {setting.checkpoint}"]
     if setting.layers_per_checkpoint > 1:
@@ -32,7 +31,7 @@ def needs(setting: Setting) -> str:
 
 
 def why(question: Question, setting: Setting, memory: Memory, cost: StepCost, longest: Setting | None) -> Iterator[str]:
-    """One sentence each: the mesh, route, micro-batch and policy, or what would fit instead; the peak, the links."""
+    """Yield one sentence each: mesh, route, micro-batch and policy, or what would fit instead; the peak, the links."""
     shape, device = question.shape, question.device
     if not question.fits(setting):
         yield from _what_would_fit(question, setting, memory, longest)
@@ -201,7 +200,7 @@ def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
 
 
 def _about_host(question: Question, setting: Setting) -> Iterator[str]:
-    """What a host cannot do for a run that it can start, where its memory is known."""
+    """Describe what a host of known memory cannot do for a run that it can start."""
     has, use = question.device.host_memory_bytes, host_use(question.shape, setting)
     if has and use["save"] > has >= use["train"]:
         yield (
@@ -211,7 +210,7 @@ def _about_host(question: Question, setting: Setting) -> Iterator[str]:
 
 
 def _about_states(question: Question, setting: Setting) -> Iterator[str]:
-    """What layers with states and convolutions send, and what their memory and time stand for."""
+    """Describe what layers with states and convolutions send, and what their memory and time stand for."""
     shape = question.shape
     kinds = [kind for kind in shape.kinds if kind.scan or kind.halo]
     if not kinds:
@@ -231,7 +230,7 @@ def _about_states(question: Question, setting: Setting) -> Iterator[str]:
 
 
 def _about_towers(question: Question, setting: Setting) -> Iterator[str]:
-    """What towers make of a sequence, and of it on each rank."""
+    """Describe what towers make of a sequence, and of it on each rank."""
     shape = question.shape
     if not shape.sees:
         return

@@ -1,4 +1,4 @@
-"""Every way to run a step that the planner weighs: meshes, layouts, routes, and what is kept for backward."""
+"""Ways to run a step that the planner weighs: meshes, layouts, routes, and what is kept for backward."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,9 +27,7 @@ MOST: Final = {"devices": 1 << 20, "length": 1 << 40, "batch": 1 << 30}
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be trained, and on what. ``batch`` is the sequences of one optimizer step, ``route`` one that is given
-    or ``auto``, ``comm_dtype`` what keys and values are sent as.
-    """
+    """Subject of training; ``batch`` sequences per optimizer step, ``route`` (or ``auto``), sent as ``comm_dtype``."""
 
     shape: ModelShape
     device: Device
@@ -50,14 +48,16 @@ class Question:
                 raise ConfigError(f"--{name} {getattr(self, name)}: at most {most:,} can be planned for")
 
     def fits(self, setting: Setting) -> bool:
-        """Whether the devices, and their hosts, have the memory."""
+        """Return whether the devices, and their hosts, have the memory."""
         if training_memory(self.shape, setting).peak_bytes > self.device.memory_bytes:
             return False
         return self.host_shortage(setting) is None
 
     def host_shortage(self, setting: Setting) -> tuple[str, int] | None:
-        """What a host has no memory for, to load or to train, and the bytes of a device's share that it needs; None
-        where it has. Of a host that is not known nothing is asked while a step trains.
+        """Return what a host lacks memory for (to load or to train) and the bytes needed of a device's share, else
+        None.
+
+        A host of unknown memory passes while a step trains.
         """
         has, use = self.device.host_memory_bytes, host_use(self.shape, setting)
         for what in ("load", "train"):
@@ -66,11 +66,10 @@ class Question:
         return None
 
     def step_cost(self, setting: Setting, attention: Passes = attention_passes) -> StepCost:
-        """What an optimizer step in this setting takes."""
         return step_cost(self.shape, setting, self.device, self.batch, attention)
 
     def exceeds_on_any_route(self, setting: Setting) -> bool:
-        """Whether the setting does not fit and no other route, which changes attention alone, could help."""
+        """Return whether the setting does not fit and no other route, which changes attention alone, could help."""
         on_device = training_memory(self.shape, setting)
         if self.host_shortage(setting) is not None:
             return True
@@ -79,8 +78,7 @@ class Question:
 
 @lru_cache(maxsize=256)
 def meshes(question: Question) -> tuple[Setting, ...]:
-    """A plain setting for every mesh of all devices, without tensor parallelism and with small rings first: replicas
-    share the batch evenly, ranks have tokens, and the route that is given exists.
+    """Return a plain setting for every valid mesh of all devices; no tensor parallelism and small rings first.
 
     Raises:
         ConfigError: there is no mesh.
@@ -121,7 +119,7 @@ def meshes(question: Question) -> tuple[Setting, ...]:
 
 
 def _tensor_sizes(question: Question) -> Iterator[int]:
-    """Sizes of tensor parallelism inside of a node that the model can be split into."""
+    """Yield tensor-parallel sizes inside of a node that the model can be split into."""
     for tp in divisors(question.devices):
         try:
             question.shape.split(tp)
@@ -132,14 +130,12 @@ def _tensor_sizes(question: Question) -> Iterator[int]:
 
 
 def layouts(ring: int) -> tuple[LayoutName, ...]:
-    """The layouts of a ring, first the one that balances causal work and thins its blocks out. A single rank needs no
-    order.
-    """
+    """Return a ring's layouts, first the one that balances causal work; a single rank needs no order."""
     return ("contiguous",) if ring == 1 else ("zigzag", "contiguous")
 
 
 def routes(question: Question, setting: Setting) -> tuple[str, ...]:
-    """The routes of a mesh, the ring first; or the one that is given."""
+    """Return the routes of a mesh, the ring first; or the one that is given."""
     if question.route != AUTO:
         return (question.route,)
     if setting.ring == 1:
@@ -162,9 +158,8 @@ def _other_routes(question: Question, setting: Setting) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def policies(question: Question) -> tuple[dict[str, Any], ...]:
-    """What is kept for backward, and AdamW's moments: on the device, or where its link is known, on the host; from the
-    fastest, everything, to what checkpointing keeps; with feed-forwards at once or in chunks, and layers one by one, in
-    twos, or in the segments that keep least.
+    """Return what is kept for backward (and AdamW's moments) on device or host, from everything to the least:
+    feed-forwards whole or in chunks, layers one by one, in twos, or in the most frugal segments.
     """
     has_host = question.device.host_bandwidth > 0
     hosts = product((False, True), ("none", "activations")) if has_host else [(False, "none")]
@@ -181,9 +176,7 @@ def policies(question: Question) -> tuple[dict[str, Any], ...]:
 
 
 def longest_setting(question: Question, devices: int | None = None) -> Setting | None:
-    """How one ring of all devices, with tensor parallelism or without, holds the longest sequence, and how long it is;
-    None when it holds none.
-    """
+    """Return the ring of all devices that holds the longest sequence, and its length; None if none does."""
     devices = devices or question.devices
     asked = replace(question, devices=devices, batch=1, length=2 * devices)
     best, length = None, 0
@@ -209,7 +202,7 @@ def longest_setting(question: Question, devices: int | None = None) -> Setting |
 
 
 def longest(setting: Setting, fits: Callable[[Setting], bool], *, at_least: int = 1) -> int:
-    """The most tokens of one sequence for which a step fits; 0 when that is fewer than ``at_least``.
+    """Return the most tokens of one sequence for which a step fits; 0 if fewer than ``at_least``.
 
     A multiple of the layout's granularity; ``setting.length`` is ignored.
     """

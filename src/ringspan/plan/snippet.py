@@ -10,10 +10,7 @@ from ringspan.plan.search import Question
 
 
 def toml_tables(question: Question, setting: Setting) -> str:
-    """The tables of a training file that say how it runs; [model] and [data] are the user's.
-
-    What is the default of ``ringspan.train.config.tables`` in every plan is left out.
-    """
+    """Return a training file's tables but [model] and [data], without defaults of ``ringspan.train.config.tables``."""
     mesh = {"ring": setting.ring, "replicate": setting.replicate} | ({"tp": setting.tp} if setting.tp > 1 else {})
     optimizer: dict[str, Any] = {"batch_size": setting.batch, "accumulation_steps": setting.micro_steps(question.batch)}
     if setting.optimizer_on_host:
@@ -23,9 +20,7 @@ def toml_tables(question: Question, setting: Setting) -> str:
 
 
 def train_command(question: Question, setting: Setting, file: str, *, documents: bool = False) -> str:
-    """The command that trains with these tables in ``file``; what belongs in [model] and [data] are its overrides, of
-    packed ``documents`` that they do not see each other.
-    """
+    """Return the command that trains with ``file``, with overrides for [model], [data] and packed ``documents``."""
     start = f"ringspan train {file} --nproc {question.devices}"
     if question.devices > question.device.devices_per_node:
         # As many on every node: the fewest nodes among which the devices come out even.
@@ -39,7 +34,7 @@ def train_command(question: Question, setting: Setting, file: str, *, documents:
 
 
 def python_call(setting: Setting) -> str:
-    """The same with ``parallelize``, for a training loop of one's own."""
+    """Return the same setting as a ``parallelize`` call, for a training loop of one's own."""
     axes = {"ring": setting.ring, "replicate": setting.replicate, "tp": setting.tp}
     mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items() if axis == "ring" or size > 1)
     options = _sent(setting) | _kept(setting)
@@ -62,13 +57,13 @@ def python_call(setting: Setting) -> str:
 
 
 def _sent(setting: Setting) -> dict[str, Any]:
-    """How keys and values get to other ranks, as both ``[attention]`` and ``parallelize`` call it."""
+    """Return the options for sending keys and values, as ``[attention]`` and ``parallelize`` name them."""
     sent = {"layout": setting.layout, "route": setting.route}
     return sent if setting.comm_dtype == "exact" else sent | {"comm_dtype": setting.comm_dtype}
 
 
 def _kept(setting: Setting) -> dict[str, Any]:
-    """What is kept for the backward pass, as both ``[memory]`` and ``parallelize`` call it."""
+    """Return the options for what backward keeps, as ``[memory]`` and ``parallelize`` name them."""
     kept: dict[str, Any] = {"checkpoint": setting.checkpoint}
     if setting.checkpoint != "none":
         kept["layers_per_checkpoint"] = setting.layers_per_checkpoint
@@ -81,5 +76,5 @@ def _kept(setting: Setting) -> dict[str, Any]:
 
 
 def _assignments(table: dict[str, Any]) -> Iterator[str]:
-    """Lines of TOML: strings, numbers and booleans are written as in JSON."""
+    """Format TOML lines: strings, numbers and booleans are written as in JSON."""
     return (f"{key} = {json.dumps(value)}" for key, value in table.items())

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def loss_picture(metrics: Sequence[dict[str, Any]], evaluation: Sequence[dict[str, Any]] = ()) -> "Figure | None":
-    """Loss (nats per token) by step, evaluation loss as diamonds; None when there is nothing to draw.
+    """Draw loss (nats per token) by step, evaluation loss as diamonds; None without data.
 
     Args:
         metrics: rows with "step" and "loss"; rows without a finite loss are left out.
@@ -76,14 +76,14 @@ def loss_picture(metrics: Sequence[dict[str, Any]], evaluation: Sequence[dict[st
 
 
 def _limits(points: Sequence[Point]) -> tuple[Point, Point]:
-    """What the axes span, from left to right and from the bottom to the top."""
+    """Return the limits of the axes: left, right, bottom, top."""
     low, high = _extent(y for _, y in points)
     room = (high - low) / 16  # the last point of a good run is the lowest: keep its marker off the axis
     return _extent(x for x, _ in points), (low - room, high + room)
 
 
 def _draw_marker(page: "Axes", at: Point, colour: str, title: str, *, diamond: bool = False) -> None:
-    """A dot or a diamond that says its value when pointed at."""
+    """Draw a dot or a diamond that shows its value on hover."""
     x, y = at
     across = 6 if diamond else 4.5
     turns = [0, 1, 2, 3] if diamond else [eighth / 4 for eighth in range(16)]
@@ -92,7 +92,7 @@ def _draw_marker(page: "Axes", at: Point, colour: str, title: str, *, diamond: b
 
 
 def memory_picture(memory: Sequence[dict[str, Any]]) -> "Figure | None":
-    """Activation megabytes (1e6 bytes) per rank by size of the ring, with 1/N of ring 1 marked; None without any.
+    """Draw activation megabytes (1e6 bytes) per rank by ring size, with 1/N of ring 1 marked; None without data.
 
     Args:
         memory: rows with "ring", "activation_bytes" and, if known, "tokens_per_rank".
@@ -128,12 +128,12 @@ def memory_picture(memory: Sequence[dict[str, Any]]) -> "Figure | None":
 
 
 def number(value: Any) -> float | None:
-    """The value when it is a finite number, else None."""
+    """Return the value if it is a finite number, else None."""
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) and isfinite(value) else None
 
 
 def megabytes(num_bytes: float) -> str:
-    """Bytes as text in megabytes of 1e6 bytes."""
+    """Format bytes in megabytes of 1e6 bytes."""
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
@@ -143,13 +143,13 @@ def _series(rows: Sequence[dict[str, Any]], name: str) -> list[Point]:
 
 
 def _thin(points: list[Point], most: int) -> list[Point]:
-    """At most about that many points, evenly taken, the last one always."""
+    """Pick at most about that many evenly spaced points, always with the last one."""
     stride = max(1, ceil(len(points) / most))
     return points[::-1][::stride][::-1]
 
 
 def _extent(values: Iterable[float]) -> tuple[float, float]:
-    """Lowest and highest; around a single value, room on both sides."""
+    """Return lowest and highest; with room on both sides of a single value."""
     values = list(values)
     low, high = min(values), max(values)
     room = 0.0 if high > low else max(0.5, abs(low) / 100)
@@ -157,7 +157,7 @@ def _extent(values: Iterable[float]) -> tuple[float, float]:
 
 
 def _apart(heights: list[float], gap: float) -> list[float]:
-    """The same heights with neighbours at least ``gap`` apart; meant for two."""
+    """Move neighbouring heights at least ``gap`` apart; meant for two."""
     order = sorted(range(len(heights)), key=lambda index: heights[index])
     moved = list(heights)
     for upper, lower in pairwise(order):

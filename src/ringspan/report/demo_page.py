@@ -1,4 +1,4 @@
-"""A result as one HTML file that needs nothing else: text, tables and inline SVG; no script, nothing fetched."""
+"""A result as one self-contained HTML file: text, tables and inline SVG; no script, nothing fetched."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -69,7 +69,7 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     """Write the report of a run to ``path``, whole or not at all; parts without a measurement say so.
 
     Args:
-        result: what ``ringspan demo`` measured, see ``result.json``; any part may be missing or empty.
+        result: the result of ``ringspan demo``, see ``result.json``; any part may be missing or empty.
         path: the HTML file, replaced if it exists; its folder is made.
     """
     path = Path(path)
@@ -107,7 +107,7 @@ def _page(result: dict[str, Any]) -> str:
 
 
 def _headline(result: dict[str, Any]) -> str:
-    """What was done and what came out, in one sentence of the numbers that there are."""
+    """Summarize the run and its outcome in one sentence of the available numbers."""
     model, losses, proof = _part(result, "model"), _losses(result), _part(result, "proof")
     ranks, length = number(result.get("ranks")), number(result.get("sequence_length_tokens"))
     subject = f"A {_text(model.get('type'))} model" if model.get("type") else "A model"
@@ -209,7 +209,7 @@ def _memory(result: dict[str, Any]) -> str:
 
 
 def _ring(result: dict[str, Any]) -> str:
-    """The layout that ran, what it sends, and contiguous chunks beside it: why the layout matters."""
+    """Show the layout that ran and its traffic, next to contiguous chunks: why the layout matters."""
     name, length, ranks = (
         result.get("layout"),
         number(result.get("sequence_length_tokens")),
@@ -279,7 +279,7 @@ def _setting(result: dict[str, Any]) -> str:
 
 
 def _picture(draw: "Callable[..., Figure | None]", *arguments: Any) -> str:
-    """A picture as SVG, the line that says what drawing it takes, or nothing where there is nothing to draw."""
+    """Return a picture as SVG, a line on what drawing needs, or nothing without data."""
     if not installed("matplotlib"):
         return element("p", escape(f"The picture needs {remedy('matplotlib')}."), class_="soft")
     figure = draw(*arguments)
@@ -287,7 +287,7 @@ def _picture(draw: "Callable[..., Figure | None]", *arguments: Any) -> str:
 
 
 def element(tag: str, *children: str, **attributes: object) -> str:
-    """One element with its attributes escaped; ``children`` are markup. ``aria_label`` is written aria-label."""
+    """Return one element with its attributes escaped; ``children`` are markup. ``aria_label`` becomes aria-label."""
     written = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for name, value in attributes.items()
     )
@@ -313,7 +313,7 @@ def _losses(result: dict[str, Any]) -> list[float]:
 
 
 def _gradients(result: dict[str, Any]) -> list[tuple[object, object, float]]:
-    """Name, norm and relative difference of each gradient, the worst first; one that is not a number is the worst."""
+    """Return name, norm and relative difference of each gradient, worst first; NaN is the worst."""
     rows = _rows(_part(result, "proof"), "gradients")
     read = [(row.get("name"), row.get("norm"), row.get("relative_difference")) for row in rows]
     known = [(name, norm, float(value) if isinstance(value, (int, float)) else nan) for name, norm, value in read]
@@ -321,7 +321,7 @@ def _gradients(result: dict[str, Any]) -> list[tuple[object, object, float]]:
 
 
 def _text(value: object, limit: int = MAX_CHARACTERS) -> str:
-    """Any value as escaped text of bounded length; what cannot be printed or encoded becomes a mark."""
+    """Escape any value as text of bounded length; unprintable characters become a mark."""
     if value is None:
         return NOT_MEASURED
     text = str(value)
@@ -330,7 +330,7 @@ def _text(value: object, limit: int = MAX_CHARACTERS) -> str:
 
 
 def _number(value: object, form: str = "") -> str:
-    """A number with separators, in ``form`` if given; anything else as text."""
+    """Format a number with separators, in ``form`` if given; anything else as text."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return _text(value)
     if form:
@@ -347,7 +347,7 @@ def _missing() -> str:
 
 
 def _table(rows: Iterable[Sequence[str]], caption: str = "", **more: object) -> str:
-    """Rows of escaped cells, the first of each its head."""
+    """Return rows of escaped cells, the first of each its head."""
     body = "".join(
         element("tr", element("th", head, scope="row"), *(element("td", cell) for cell in cells))
         for head, *cells in rows

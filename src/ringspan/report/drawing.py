@@ -1,8 +1,7 @@
-"""Pictures by matplotlib: the same figure is SVG in a page, where it answers to pointing, or a PNG file.
+"""Pictures by matplotlib: the same figure is SVG in a page, with hover titles, or a PNG file.
 
-The SVG stands alone: no script, nothing fetched, text that can be selected, light and dark colours inside. matplotlib
-writes it with ids and plain colours; here it gets what a page wants besides: titles that show when pointed at, a
-spoken label, and the dark colours.
+The SVG stands alone: no script, nothing fetched, selectable text, light and dark colours. matplotlib writes it with ids
+and plain colours; titles, a spoken label and dark colours are added here.
 """
 
 import re
@@ -38,10 +37,7 @@ Point = tuple[float, float]
 
 
 def canvas(width: float, height: float, label: str) -> "tuple[Figure, Axes]":
-    """An empty picture, and axes over all of it whose coordinates are its pixels, y downward.
-
-    ``label`` says in words what the picture shows, for those who do not see it.
-    """
+    """Make an empty picture whose axes are its pixels, y downward; ``label`` describes it for screen readers."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width / 72, height / 72), dpi=72, label=label)  # SVG has 72 pixels to the inch
@@ -49,7 +45,7 @@ def canvas(width: float, height: float, label: str) -> "tuple[Figure, Axes]":
 
 
 def panel(figure: "Figure", corner: Point, size: Point, x: Point, y: Point) -> "Axes":
-    """Bare axes from a corner in pixels from the upper left; ``x`` and ``y`` are what left, right, bottom, top mean."""
+    """Add bare axes from a corner in pixels from the upper left; ``x`` and ``y`` give left, right, bottom, top."""
     width, height = figure.get_size_inches() * 72
     (left, top), (wide, high) = corner, size
     axes = figure.add_axes((left / width, 1 - (top + high) / height, wide / width, high / height), xlim=x, ylim=y)
@@ -61,7 +57,7 @@ def text(
     axes: "Axes", x: float, y: float, content: object, colour: str = INK, anchor: str = "left", *, size: float = 13,
     strong: bool = False, halo: bool = False, rotation: float = 0,
 ) -> None:  # fmt: skip
-    """Words at their baseline; ``anchor`` is left, center or right. A halo keeps them legible on any colour."""
+    """Write words at their baseline; ``anchor`` is left, center or right. A halo keeps them legible on any colour."""
     # Without mathematics: a dollar in a path or a name is a dollar.
     axes.text(
         x, y, str(content), color=colour, ha=anchor, va="baseline", fontsize=size, parse_math=False,
@@ -74,7 +70,7 @@ def rectangle(
     axes: "Axes", x: float, y: float, width: float, height: float, colour: str, *, edge: str = "none",
     edge_width: float = 1, kind: str = "", title: str = "", opacity: float = 1.0,
 ) -> None:  # fmt: skip
-    """A rectangle from its first corner; see ``polygons``."""
+    """Draw a rectangle from its first corner; see ``polygons``."""
     corners = [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
     polygons(axes, [corners], colour, edge=edge, edge_width=edge_width, kind=kind, title=title, opacity=opacity)
 
@@ -83,7 +79,7 @@ def polygons(
     axes: "Axes", shapes: Iterable[Sequence[Point]], colour: str, *, edge: str = "none", edge_width: float = 1,
     kind: str = "", title: str = "", opacity: float = 1.0,
 ) -> None:  # fmt: skip
-    """Polygons of one colour as one thing of a ``kind`` (a class in the SVG) that says ``title`` when pointed at."""
+    """Draw polygons of one colour as one object of a ``kind`` (a class in the SVG) with ``title`` on hover."""
     from matplotlib.colors import to_rgba
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
@@ -99,19 +95,18 @@ def polygons(
 
 
 def line(axes: "Axes", x: Sequence[float], y: Sequence[float], colour: str, width: float = 1, **more: Any) -> None:
-    """A line through points."""
     axes.plot(x, y, color=colour, linewidth=width, clip_on=False, scalex=False, scaley=False, **more)
 
 
 def spots(axes: "Axes", edges: Sequence[float], titles: Iterable[str]) -> None:
-    """Stripes between neighbouring edges, over the full height of the axes: unseen until pointed at."""
+    """Draw hover stripes between neighbouring edges, over the full height of the axes, otherwise invisible."""
     bottom, top = axes.get_ylim()
     for start, stop, title in zip(edges[:-1], edges[1:], titles, strict=True):
         rectangle(axes, start, bottom, stop - start, top - bottom, "none", kind="spot", title=title)
 
 
 def dress(axes: "Axes", x_label: str, y_label: str, size: float = 10) -> None:
-    """A plot with a baseline and a quiet grid; values that are drawn beyond the limits show."""
+    """Style a plot with a baseline and a quiet grid; values beyond the limits show."""
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.spines["bottom"].set_color(GRID)
     # Tick marks have no length: SVG would draw them by reference, and ids of several pictures of a page would clash.
@@ -123,7 +118,7 @@ def dress(axes: "Axes", x_label: str, y_label: str, size: float = 10) -> None:
 
 
 def svg(figure: "Figure") -> str:
-    """The figure as an SVG element for a page or a file."""
+    """Return the figure as an SVG element for a page or a file."""
     from matplotlib import rc_context
 
     written = StringIO()
@@ -146,7 +141,7 @@ def svg(figure: "Figure") -> str:
 
 
 def _opened(found: re.Match[str]) -> str:
-    """A group with its class and its title in place of the id that carried both; matplotlib's own ids go."""
+    """Open a group with its class and title in place of the id that carried both; drop matplotlib's own ids."""
     kind, bar, title = found[1].partition("|")
     if not bar:
         return "<g>"
@@ -154,6 +149,6 @@ def _opened(found: re.Match[str]) -> str:
 
 
 def _rounded(path: str) -> str:
-    """A path to a tenth of a pixel, without the spaces that it can do without."""
+    """Round a path to a tenth of a pixel, without needless spaces."""
     path = re.sub(r"\d+\.\d{2,}", lambda found: f"{float(found[0]):.1f}".rstrip("0").rstrip("."), path)
     return re.sub(r"\s*([A-Za-z])\s*", r"\1", path)

@@ -1,4 +1,4 @@
-"""Pictures of ``ringspan eval``: accuracy by length, by length and depth, and loss by position, of several models."""
+"""Pictures of ``ringspan eval`` for several models: accuracy by length and depth, and loss by position."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -32,14 +32,14 @@ _DARK_FROM = 0.7
 
 
 def short_names(results: Sequence[Result]) -> list[str]:
-    """Models by the last part of their names, by the whole ones where these are the same."""
+    """Return the last part of the models' names, or the whole names if these collide."""
     names = [str(result["model"]) for result in results]
     last = [name.rstrip("/").rpartition("/")[2] or name for name in names]
     return last if len(set(last)) == len(last) else names
 
 
 def picture(results: Sequence[Result]) -> "Figure":
-    """The picture that fits the rows: a map where there are depths, else curves."""
+    """Draw the picture that fits the rows: a map if there are depths, else curves."""
     rows = [row for result in results for row in result["rows"]]
     if any("loss" in row for row in rows):
         return curves(results, "loss", "position (tokens)", "loss (nats per token)")
@@ -58,7 +58,7 @@ def save_picture(results: Sequence[Result], path: Path) -> None:
 
 
 def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, unit: str = "tokens") -> "Figure":
-    """A curve per model over lengths on a logarithmic axis, with its 95% interval, and values where pointed at."""
+    """Draw a curve per model over lengths on a logarithmic axis, with its 95% interval, and values on hover."""
     names = short_names(results)
     is_share = name == "accuracy"
     left, top, right, bottom = 66.0, 16.0, 420.0, 250.0
@@ -108,7 +108,7 @@ def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, uni
 
 
 def maps(results: Sequence[Result]) -> "Figure":
-    """A map per model: a column per length, a row per depth, the colour and the number say the accuracy."""
+    """Draw a map per model: a column per length, a row per depth, accuracy as colour and number."""
     names = short_names(results)
     rows = [row for result in results for row in result["rows"]]
     lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
@@ -187,7 +187,7 @@ def _value(value: float, is_share: bool) -> str:
 
 
 def _short(length: int) -> str:
-    """1024 as 1K, 1048576 as 1M, others as they are."""
+    """Format 1024 as 1K, 1048576 as 1M, others as they are."""
     for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
         if length >= size and length % size == 0:
             return f"{length // size}{unit}"

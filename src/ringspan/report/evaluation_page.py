@@ -1,4 +1,4 @@
-"""One HTML file for a task and all models that were asked: pictures, tables, and what was left out."""
+"""One HTML file for a task and all its models: pictures, tables, and skipped items."""
 
 from collections.abc import Sequence
 from html import escape
@@ -17,10 +17,10 @@ def write_page(results: Sequence[dict[str, Any]], path: Path, command: str, abou
     """Write the page, whole or not at all.
 
     Args:
-        results: what ``ringspan eval`` measured of one task, a model each.
+        results: the results of ``ringspan eval`` for one task, one per model.
         path: the HTML file; it is replaced if it exists.
-        command: how it was asked for.
-        about: what the task asks of a model.
+        command: the command line.
+        about: the description of the task.
     """
     task = str(results[0]["task"])
     title = f"ringspan eval {task}"
@@ -68,7 +68,7 @@ def _table(name: str, result: dict[str, Any]) -> str:
 
 
 def accuracy_cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells of accuracy by length, and depth where rows have it."""
+    """Return heads and cells of accuracy by length, and depth if rows have it."""
     has_depth = any("depth" in row for row in rows)
     heads = ["tokens", *(["depth"] if has_depth else []), "accuracy", "95% interval", "items"]
     cells = [
@@ -85,7 +85,7 @@ def accuracy_cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list
 
 
 def loss_cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells of loss by position."""
+    """Return heads and cells of loss by position."""
     heads = ["positions", "nats per token", "95% interval", "bits per byte", "documents"]
 
     def interval(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A profile as pictures: an HTML file that needs nothing else and answers to pointing and zooming, and PNG files."""
+"""A profile as pictures: a self-contained HTML file with hovering and zooming, and PNG files."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ _MOMENTS: Final = 4000  # on a page, of all ranks together: 60 ranks then take l
 
 
 def write_report(profiles: list[RankProfile], folder: Path, title: str) -> list[Path]:
-    """Write ``report.html``, ``memory.png``, ``timeline.png`` and ``profile.json`` into a folder; their paths.
+    """Write ``report.html``, ``memory.png``, ``timeline.png`` and ``profile.json`` into a folder; return their paths.
 
     Raises:
         MissingExtraError: there is no matplotlib.
@@ -71,7 +71,7 @@ _ZOOM: Final = (
 
 
 def page(profiles: list[RankProfile], title: str) -> str:
-    """The report as one page, memory one rank at a time; from 17 ranks on, moments between peaks are left out."""
+    """Make the report as one page, memory one rank at a time; from 17 ranks on, moments between peaks are left out."""
     most = max(40, _MOMENTS // len(profiles))
     ranks = (
         f'<details name="rank"{" open" * (number == 0)}><summary>rank {profile.rank}</summary>'
@@ -99,7 +99,7 @@ def _table(profiles: list[RankProfile]) -> str:
 
 
 def memory_figure(profiles: Sequence[RankProfile], most: int = _MOMENTS) -> "Figure":
-    """A panel of stacked areas per rank, each of at most so many moments."""
+    """Draw a panel of stacked areas per rank, each of at most so many moments."""
     figure, panels = _panels(len(profiles), 2.6 * len(profiles) + 0.6, "Memory over one step by category.")
     for axes, profile in zip(panels, profiles, strict=True):
         shown = _peaks([sum(at) for at in zip(*(profile.memory[name] for name in CATEGORIES), strict=True)], most)
@@ -121,14 +121,14 @@ def memory_figure(profiles: Sequence[RankProfile], most: int = _MOMENTS) -> "Fig
 
 
 def _peaks(values: Sequence[float], most: int) -> list[int]:
-    """The index of the highest of each of at most so many runs of neighbours; all where there are no more."""
+    """Return the index of the maximum of at most so many runs of neighbours; all if there are no more."""
     num_runs = min(most, len(values))
     bounds = [run * len(values) // num_runs for run in range(num_runs + 1)]
     return [max(range(start, stop), key=values.__getitem__) for start, stop in pairwise(bounds)]
 
 
 def timeline_figure(profiles: Sequence[RankProfile]) -> "Figure":
-    """Two lanes per rank: hops computed, with waits in red over them, and blocks under way."""
+    """Draw two lanes per rank: computed hops, with waits in red over them, and transfers."""
     names = [f"rank {p.rank} {lane}" for p in profiles for lane in ("computes", "transfers")]
     figure, [axes] = _panels(1, len(profiles) + 1.6, "One step, hop by hop.", width=12)
     axes.set(xlim=(0, 1e3 * max(p.step_seconds for p in profiles)), ylim=(len(names) - 0.5, -0.5))
@@ -151,7 +151,7 @@ Bar = tuple[int, float, float, str]
 
 
 def _lanes(profiles: Sequence[RankProfile]) -> Iterator[tuple[str, str, list[Bar]]]:
-    """Kind, colour and bars; what comes later is drawn over what came before."""
+    """Return kind, colour and bars; later ones are drawn over earlier ones."""
     hops: list[Bar] = []
     blocks: dict[bool, list[Bar]] = {False: [], True: []}
     waits: list[Bar] = []
@@ -171,9 +171,9 @@ def _lanes(profiles: Sequence[RankProfile]) -> Iterator[tuple[str, str, list[Bar
 
 
 def trace_picture(timeline: Sequence[Mapping[str, Any]], budget_bytes: int, title: str, path: Path) -> None:
-    """Stacked areas of a traced step, operator by operator, under the line of what the device has.
+    """Draw stacked areas of a traced step, operator by operator, under the line of the device's memory.
 
-    ``timeline`` as in ``dryrun.summary``; the format is that of the path's name.
+    ``timeline`` as in ``dryrun.summary``; the path's ending sets the format.
     """
     figure, [axes] = _panels(1, 4, title)
     first = timeline[0]["operator"]
@@ -190,7 +190,7 @@ def trace_picture(timeline: Sequence[Mapping[str, Any]], budget_bytes: int, titl
 
 
 def _panels(count: int, height: float, label: str, width: float = 10) -> "tuple[Figure, list[Axes]]":
-    """A figure of so many inches with plots one below the other."""
+    """Make a figure of so many inches with plots one below the other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", label=label)
@@ -198,7 +198,7 @@ def _panels(count: int, height: float, label: str, width: float = 10) -> "tuple[
 
 
 def _stack(axes: "Axes", x: Sequence[float], areas: Mapping[str, Sequence[float]]) -> None:
-    """Areas on top of each other, each value held until the next one."""
+    """Draw areas on top of each other, each value held until the next one."""
     axes.stackplot(
         x, list(areas.values()), labels=list(areas), colors=list(COLOURS.values()), step="post", clip_on=False
     )
@@ -224,7 +224,7 @@ def _milliseconds(phases: list[tuple[str, float]]) -> list[tuple[str, float]]:
 
 
 def _mark(axes: "Axes", marks: Iterable[tuple[str, float]]) -> None:
-    """A dotted line and a word where each phase begins."""
+    """Mark the start of each phase by a dotted line and a word."""
     limits = axes.get_ylim()
     for name, at in marks:
         line(axes, (at, at), limits, INK, 0.8, linestyle=":")

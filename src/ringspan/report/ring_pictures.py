@@ -1,6 +1,6 @@
-"""Pictures of the ring: who computes what, and what travels when.
+"""Pictures of the ring: each rank's work, and the travel of blocks.
 
-Tiles are drawn in positions (x is the key, y the query), so that what is drawn can be checked.
+Tiles are drawn in positions (x is the key, y the query), so that pictures can be checked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,11 +40,10 @@ MAX_STRIPED_LENGTH: Final = 64  # single cells of a striped picture stay visible
 
 
 def ring_picture(layout: Layout, mask: Mask, name: str | None = None) -> "Figure":
-    """Who computes what: query positions downward x key positions rightward, a colour per rank, fainter by hop.
+    """Draw each rank's work: query positions downward x key positions rightward, a colour per rank, fainter by hop.
 
-    ``name`` heads it, and is made of the layout and the mask when None.
-
-    The strips along the edges show which rank holds the queries and the keys; the bars below, each rank's work.
+    ``name`` is the title, made of layout and mask when None. Strips along the edges show the ranks that hold queries
+    and keys; the bars below, each rank's work.
 
     Raises:
         LayoutError: more ranks than colours, or a striped layout whose single cells would be too small to see.
@@ -77,7 +76,7 @@ def ring_picture(layout: Layout, mask: Mask, name: str | None = None) -> "Figure
 
 
 def travel_picture(layout: Layout, mask: Mask) -> "Figure":
-    """Which rank's block is where at each hop: a ranks x hops table of blocks, filled where keys still travel.
+    """Draw the block at each rank and hop: a ranks x hops table, filled while keys still travel.
 
     Raises:
         LayoutError: more ranks than colours.
@@ -127,7 +126,7 @@ def _check_drawable(layout: Layout, *, cells: bool = True) -> None:
 
 
 def _draw_tiles(square: "Axes", layout: Layout, rank: int, hop: Hop, scale: float) -> None:
-    """All that a rank computes at one hop, in positions, and the hop's number where there is room for it."""
+    """Draw a rank's work at one hop, in positions, with the hop's number if there is room."""
     pieces = list(_pieces(layout, rank, hop))
     if not pieces:
         return
@@ -147,7 +146,7 @@ def _draw_tiles(square: "Axes", layout: Layout, rank: int, hop: Hop, scale: floa
 
 
 def _pieces(layout: Layout, rank: int, hop: Hop) -> Iterator[list[Point]]:
-    """The hop's tiles as polygons over (key position, query position); one position is one unit wide."""
+    """Return the hop's tiles as polygons over (key position, query position); one position is one unit wide."""
     queries, keys = layout.spans(rank), layout.spans(hop.owner)
     for tile in hop.tiles:
         if queries[0].step > 1:
@@ -157,14 +156,14 @@ def _pieces(layout: Layout, rank: int, hop: Hop) -> Iterator[list[Point]]:
 
 
 def _cells(tile: Tile, queries: Any, keys: Any) -> Iterator[list[Point]]:
-    """Unit squares: neighbours in storage lie ``step`` positions apart."""
+    """Return unit squares: neighbours in storage lie ``step`` positions apart."""
     rows, columns = np.arange(tile.num_rows)[:, None], np.arange(tile.num_keys)[None, :]
     for i, j in np.argwhere((tile.lo <= rows - columns) & (rows - columns <= tile.hi)).tolist():
         yield _box(int(keys[tile.k0 + j]), int(queries[tile.q0 + i]), 1, 1)
 
 
 def _polygons(tile: Tile, queries: Sequence[Span], keys: Sequence[Span]) -> Iterator[list[Point]]:
-    """A tile cut at the seams between spans, each part where its positions are; staircases become straight edges."""
+    """Cut a tile at the seams between spans, each part at its positions; staircases become straight edges."""
     for row, query in _stored(queries):
         i0, i1 = max(tile.q0, row), min(tile.q1, row + query.count)
         for column, key in _stored(keys):
@@ -184,7 +183,7 @@ def _polygons(tile: Tile, queries: Sequence[Span], keys: Sequence[Span]) -> Iter
 
 
 def _stored(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Each span with the local index of its first token."""
+    """Return each span with the local index of its first token."""
     index = 0
     for span in spans:
         yield index, span
@@ -196,7 +195,7 @@ def _box(x: float, y: float, width: float, height: float) -> list[Point]:
 
 
 def _clip(polygon: list[Point], bound: float, sign: int) -> list[Point]:
-    """The part of a convex polygon on one side of ``y - x = bound`` (Sutherland and Hodgman 1974)."""
+    """Clip a convex polygon to one side of ``y - x = bound`` (Sutherland and Hodgman 1974)."""
     kept: list[Point] = []
     for (x0, y0), (x1, y1) in pairwise([*polygon, *polygon[:1]]):
         here, there = sign * (y0 - x0 - bound), sign * (y1 - x1 - bound)
@@ -213,7 +212,7 @@ def _area(polygon: list[Point]) -> float:
 
 
 def _centre(polygon: list[Point]) -> Point:
-    """Centre of area, by triangles around the first corner."""
+    """Compute the centroid, by triangles around the first corner."""
     (x0, y0), total, x, y = polygon[0], 0.0, 0.0, 0.0
     for a, b in pairwise(polygon[1:]):
         area = _area([polygon[0], a, b])
@@ -222,7 +221,7 @@ def _centre(polygon: list[Point]) -> Point:
 
 
 def _room(polygon: list[Point]) -> float:
-    """Area over perimeter: a quarter of a square's side, half the thickness of a band."""
+    """Return area over perimeter: a quarter of a square's side, half the thickness of a band."""
     return _area(polygon) / sum(hypot(x1 - x0, y1 - y0) for (x0, y0), (x1, y1) in pairwise([*polygon, polygon[0]]))
 
 
@@ -236,7 +235,7 @@ def _draw_position_ticks(page: "Axes", length: int, left: float, top: float, sca
 
 
 def _draw_owner_strips(page: "Axes", layout: Layout, left: float, top: float, scale: float) -> None:
-    """Beside the square: who holds these queries; above it: who holds these keys."""
+    """Draw the owners of the queries beside the square, and of the keys above it."""
     for rank in range(layout.ranks):
         held = [run for span in layout.spans(rank) for run in _runs(span, layout.length)]
         for start, stop in union(held):
@@ -247,7 +246,7 @@ def _draw_owner_strips(page: "Axes", layout: Layout, left: float, top: float, sc
 
 
 def _runs(span: Span, length: int) -> Iterator[tuple[int, int]]:
-    """The positions of a span below ``length``, as ranges."""
+    """Return the positions of a span below ``length``, as ranges."""
     starts = [span.start] if span.step == 1 else range(span.start, length, span.step)
     size_of_run = span.count if span.step == 1 else 1
     yield from ((start, min(start + size_of_run, length)) for start in starts if start < length)
@@ -258,7 +257,7 @@ def _legend_height(ranks: int) -> int:
 
 
 def _draw_work_legend(page: "Axes", shares: list[float], top: float) -> None:
-    """A bar per rank, in two columns from five ranks on, the even share marked."""
+    """Draw a bar per rank, in two columns from five ranks on, with the even share marked."""
     columns = 2 if len(shares) > 4 else 1
     pitch, longest = 432 / columns, max(*shares, 1e-9) if len(shares) > 1 else 100.0
     bar = pitch - 136
@@ -277,7 +276,7 @@ def _draw_work_legend(page: "Axes", shares: list[float], top: float) -> None:
 
 
 def _draw_block(page: "Axes", layout: Layout, rank: int, hop: Hop, x: float, y: float, width: float) -> None:
-    """One cell of the travel table: the owner's block, filled where it is present."""
+    """Draw one cell of the travel table: the owner's block, filled if it is present."""
     tokens = layout.tokens_per_rank
     present: Ranges = hop.arrives.ranges if hop.index else ((0, tokens),)
     share = f"{100 * size(present) / tokens:.0f} %"

@@ -1,4 +1,4 @@
-"""The adapter of a run: PEFT's matrices beside the model's weights, written as a folder that PEFT opens, or merged."""
+"""The adapter of a run: PEFT matrices beside the model's weights, written as a folder that PEFT opens, or merged."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -15,12 +15,10 @@ BASE_PREFIX: Final = "base_model.model."  # of the names of a model's weights in
 
 
 def add_adapter(model: PreTrainedModel, config: TrainConfig) -> Any:
-    """The model with the adapter of a run around it, whose matrices alone are trained, in float32; the model itself
-    where the run has none.
+    """Add the run's adapter, trained alone and in float32; return the model unchanged if the run has none.
 
     Raises:
-        ConfigError: target_modules that the model does not have, that PEFT cannot put matrices beside, or whose weights
-            are another layer's too and could not be merged.
+        ConfigError: target_modules that are absent, unsupported by PEFT, or share weights that could not be merged.
     """
     settings = config.adapter
     if settings.rank is None:
@@ -52,7 +50,7 @@ def add_adapter(model: PreTrainedModel, config: TrainConfig) -> Any:
 
 
 def _refuse_tied(peft: Any) -> None:
-    """Refuse to merge into weights that two layers share: the other one would change as well."""
+    """Refuse to merge into weights that two layers share: the other layer would change too."""
     names: dict[int, list[str]] = {}
     for name, parameter in peft.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -66,7 +64,7 @@ def _refuse_tied(peft: Any) -> None:
 
 
 def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
-    """An adapter folder that ``PeftModel.from_pretrained`` opens, from what it is to hold."""
+    """Write an adapter folder that ``PeftModel.from_pretrained`` opens."""
     # The method of PEFT itself: the ring's gathers the weights, which rank 0 has here already.
     from peft import PeftModel
 

@@ -1,7 +1,7 @@
-"""What all ranks decide together before a step is applied: one small all-reduce carries every flag.
+"""The joint decision of all ranks before a step is applied: one small all-reduce carries every flag.
 
-A NaN or Inf anywhere, a spike, a request to stop and the number of the step are one vector, of which each rank gets the
-largest entries; so all skip the same step, or stop after the same step, or notice that they are not at the same one.
+NaN or Inf, a spike, a stop request and the step number form one vector, reduced by maximum; so all ranks skip or stop
+at the same step, or notice that they are not at the same one.
 """
 
 import itertools
@@ -28,24 +28,24 @@ _MIN_DEVIATION: Final = {"loss": 0.02, "gradient norm": 0.1}
 
 
 class Diverged(RingspanError):
-    """The loss or the gradient is not finite; the weights are those of the step before."""
+    """Error for a loss or gradient that is not finite; the weights are those of the step before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What all ranks do with this step, alike on each of them."""
+    """The decision on a step, the same on all ranks."""
 
     apply: bool
     stop: bool
     rewind: bool
     problem: str | None
-    """Why the step is not applied, or what is worth a line."""
+    """Reason for not applying the step, or a remark worth a line."""
     peak_bytes: int
-    """The largest of any rank."""
+    """Largest of any rank."""
 
 
 class Guard:
-    """Judges each step of a run; remembers the losses and gradient norms of the last steps."""
+    """Judge of each step of a run; it remembers the losses and gradient norms of the last steps."""
 
     def __init__(self, config: GuardConfig, stop: StopRequest, device: torch.device) -> None:
         self._config, self._stop, self._device = config, stop, device
@@ -56,10 +56,10 @@ class Guard:
     def judge(
         self, step: int, loss: float, norm: float, parameters: Iterable[tuple[str, Tensor]], peak_bytes: int
     ) -> Verdict:
-        """The verdict of all ranks on a step whose gradients are there and not yet applied.
+        """Return the verdict of all ranks on a step whose gradients are computed but not applied.
 
         Raises:
-            Diverged: not finite, and the configuration stops there, or too many steps in a row were skipped.
+            Diverged: not finite, and the configuration stops there, or too many consecutive steps were skipped.
             PeerMismatch: the ranks are not at the same step.
         """
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -90,11 +90,11 @@ class Guard:
         return Verdict(apply=action == "report", rewind=action == "rewind", problem=spike, **verdict)
 
     def state(self) -> dict[str, Any]:
-        """JSON values for ``restore``."""
+        """Return JSON values for ``restore``."""
         return {"skipped_in_a_row": self._skipped_in_a_row, "rewinds": self._rewinds, "spikes": self._spikes.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state`` returned. A run that rewinds keeps its count of rewinds."""
+        """Restore the result of ``state``. A run that rewinds keeps its count of rewinds."""
         self._skipped_in_a_row = int(state["skipped_in_a_row"])
         # A checkpoint from before the rewind knows of fewer: counted from it, a run could rewind for ever.
         self._rewinds = max(self._rewinds, int(state["rewinds"]))
@@ -115,16 +115,14 @@ class Guard:
 
 
 class Spikes:
-    """z-scores of the logarithms of loss and gradient norm: above the mean of the last 20 accepted steps, in standard
-    deviations of the window.
-    """
+    """z-scores of log loss and log gradient norm: standard deviations above the mean of the last 20 accepted steps."""
 
     def __init__(self, window_steps: int, zscore: float) -> None:
         self._zscore = zscore
         self._last: dict[str, deque[float]] = {name: deque(maxlen=window_steps) for name in _MIN_DEVIATION}
 
     def describe(self, loss: float, norm: float) -> str | None:
-        """What is too high to belong to the last steps; None for an ordinary step."""
+        """Describe the values that are too high for the last steps; None for an ordinary step."""
         # Of logarithms, since losses and norms vary by factors.
         for (name, last), value in zip(self._last.items(), (loss, norm), strict=True):
             if len(last) < _MIN_STEPS:
@@ -157,10 +155,9 @@ def _log(value: float) -> float:
 
 
 def _where(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """Which rank holds what that is not finite: weights before gradients, and the gradient that backward met first.
+    """Name the rank and the tensor that is not finite: weights before gradients. Called on all ranks.
 
-    Parameters come in the order of the forward pass, and a NaN in backward spreads to all that comes before it; so the
-    last one named is where it began. Called on all ranks.
+    A NaN in backward spreads to all earlier parameters, so the last gradient in forward order is its origin.
     """
     weights, gradients = [], []
     for name, parameter in parameters:

@@ -1,4 +1,4 @@
-"""What a rank trains: its model, data and optimizer, and one step of them."""
+"""A rank's training job: model, data and optimizer, and one step of them."""
 
 import math
 import os
@@ -50,8 +50,6 @@ from ringspan.train.run_folder.resume import begin_random_numbers
 
 @dataclass(kw_only=True)
 class Job:
-    """One rank's model, data and optimizer, ready to step."""
-
     config: TrainConfig
     device: torch.device
     mesh: DeviceMesh
@@ -63,13 +61,13 @@ class Job:
     facts: dict[str, Any]
     step_flops: float
     base_digest: str | None
-    """Of the weights that an adapter is trained beside, and which no checkpoint holds."""
+    """Digest of the base weights of an adapter, which no checkpoint holds."""
 
     def step(self, step: int, guard: Guard) -> tuple[StepMetrics, Verdict]:
-        """One optimizer step over the whole batch (steps count from 1), applied only if the guard says so.
+        """Run one optimizer step over the whole batch (steps count from 1), applied only if the guard agrees.
 
         Raises:
-            Diverged: the loss or the gradient is not finite, on every rank alike; the weights are untouched.
+            Diverged: the loss or the gradient is not finite, on all ranks; the weights are unchanged.
         """
         started = time.perf_counter()
         settings = self.config.optimizer
@@ -109,8 +107,9 @@ class Job:
 def prepare(
     config: TrainConfig, kept_tokenizer: Path | None = None, doing: Callable[[str], None] = lambda what: None
 ) -> Job:
-    """Everything that can be refused is refused here, before anything is written. A run that is resumed gives the
-    folder of its tokenizer; ``doing`` is told what takes a while.
+    """Prepare the job and refuse whatever can be refused before anything is written.
+
+    A resumed run gives the folder of its tokenizer; ``doing`` is told about slow work.
     """
     replicate, ring = config.resolve_mesh(dist.get_world_size())
     device, dtype = local_device(), getattr(torch, config.model.dtype)
@@ -173,7 +172,7 @@ def prepare(
 
 
 def _text(config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None) -> tuple[Tokenizer, Data]:
-    """What makes tokens, and the sequences of the run."""
+    """Return the tokenizer or processor, and the sequences of the run."""
     if config.data.messages is not None:
         processor = load_processor(config, model_config, kept)
         return processor, build_seen(config, processor)
@@ -183,14 +182,14 @@ def _text(config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
-    """The norm of the whole gradient, in float32 whatever the gradients are in."""
+    """Compute the norm of the whole gradient in float32."""
     # What is summed over in bfloat16 has three digits, and misses what is small beside the rest.
     norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in parameters if p.grad is not None]
     return torch.nn.utils.get_total_norm(norms)
 
 
 class Batches:
-    """The parts of each step that this rank works on: its replica's examples, its ring's share of each."""
+    """This rank's part of each step: its replica's examples, its ring's share of each."""
 
     def __init__(self, config: TrainConfig, mesh: DeviceMesh, sequences: Sequences, device: torch.device) -> None:
         self._sequences, self._mesh, self._device = sequences, mesh, device
@@ -203,20 +202,20 @@ class Batches:
         self.num_tokens = self._order.global_batch_size * config.data.sequence_length_tokens
 
     def position(self, step: int) -> int:
-        """Sequences of the data that the steps up to this one have taken, whatever the number of ranks."""
+        """Return the number of sequences taken up to this step."""
         return self._order.place(step)
 
     def seek(self, step: int, num_sequences: int) -> None:
-        """Let the step after this one take what comes after so many sequences."""
+        """Start the step after this one at this sequence position."""
         self._order = replace(self._order, shift=num_sequences - step * self._order.global_batch_size)
 
     def indices(self, step: int) -> NDArray[np.int64]:
-        """The sequences of a step (from 1). Shape (accumulation_steps, replicate, batch_size)."""
+        """Return the sequences of a step (from 1). Shape (accumulation_steps, replicate, batch_size)."""
         indices = self._order.step_indices(step - 1)
         return np.take(indices, even_out(self._sequences.pairs(indices))) if self._is_balanced else indices
 
     def describe_balance(self, steps: range) -> str | None:
-        """What sharing the sequences of some steps (from 1) by their attention brings; None where they are not."""
+        """Describe the effect of balancing some steps (from 1) by attention work; None without balancing."""
         if not self._is_balanced or not steps:
             return None
         came = np.stack([self._sequences.pairs(self._order.step_indices(step - 1)) for step in steps])
@@ -227,7 +226,7 @@ class Batches:
         )
 
     def step(self, step: int) -> tuple[int, Iterator[dict[str, Tensor]]]:
-        """Valid targets of a whole step (from 1), and this rank's part of each of its micro-steps."""
+        """Return the valid targets of a whole step (from 1) and this rank's part of each micro-step."""
         replica = self._mesh["replicate"].get_local_rank()
         indices = self.indices(step)[:, replica]
         whole = [self._sequences.batch(some.tolist()) for some in indices]
@@ -238,9 +237,7 @@ class Batches:
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
-    """Rate of a step (from 1): linear warm-up to the highest, then half a cosine down to the smallest at the last
-    step.
-    """
+    """Compute the rate of a step (from 1): linear warm-up, then half a cosine to the minimum at the last step."""
     if step <= settings.warmup_steps:
         return settings.learning_rate * step / settings.warmup_steps
     progress = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
@@ -250,10 +247,9 @@ def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
 
 @torch.no_grad()
 def evaluate(model: Any, mesh: DeviceMesh, sequences: Sequences, config: TrainConfig, device: torch.device) -> float:
-    """Loss over the first held-out sequences: the sum over their valid targets over their count.
+    """Compute the loss over the first held-out sequences: the sum over their valid targets over their count.
 
-    Replicas share the work; where it does not come out even, some run an example without targets, so that all ranks
-    take part in every exchange.
+    Replicas share the work; some run an example without targets if needed, so that all ranks join every exchange.
     """
     model.eval()
     replicate, replica = mesh["replicate"].size(), mesh["replicate"].get_local_rank()
@@ -273,7 +269,7 @@ def evaluate(model: Any, mesh: DeviceMesh, sequences: Sequences, config: TrainCo
 
 
 def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.dtype) -> tuple[CheckpointName, int]:
-    """The policy for activations and the layers that share an input, with "auto" resolved."""
+    """Resolve "auto" to the checkpoint policy and the layers that share an input."""
     memory = config.memory
     layers = None if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint
     if config.model.compile is not False:
@@ -295,7 +291,7 @@ def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.
 
 @contextmanager
 def _first_rank_first() -> Iterator[None]:
-    """The first rank of each node goes through the block before the others, who then find its caches."""
+    """Let the first rank of each node go first, so that the others find its caches."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if not is_first:
         dist.barrier()
@@ -307,7 +303,7 @@ def _first_rank_first() -> Iterator[None]:
 def _matmul_flops(
     device: torch.device, dtype: torch.dtype, measure: Callable[[torch.device, torch.dtype], float] = measure_flops
 ) -> float:
-    """FLOP/s of all ranks together, measured at the same time: ranks of a CPU share its clock and its caches."""
+    """Measure the FLOP/s of all ranks at the same time: ranks of a CPU share its clock and caches."""
     dist.barrier()
     total = torch.tensor(
         measure(device, dtype), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device

@@ -1,4 +1,4 @@
-"""The training loop, as every rank runs it inside its process group."""
+"""The training loop that every rank runs inside its process group."""
 
 import math
 import shutil
@@ -39,7 +39,7 @@ _BALANCED_STEPS: Final = 100  # of which data.balance = "flops" says what it bri
 
 @dataclass
 class Observer:
-    """Who is told how a run goes, on rank 0: a progress bar, or nobody."""
+    """Callbacks on rank 0 for the progress of a run."""
 
     doing: Callable[[str], None] = lambda what: None
     started: Callable[[dict[str, Any]], None] = lambda facts: None
@@ -52,12 +52,11 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
     """Train as configured and save the model to ``<run>/model``; every rank of the process group calls it.
 
     The loss of a step is the sum over all its valid targets, on all ranks, replicas and micro-steps, over their count.
-    A run that is there already goes on from its newest valid checkpoint. A stop signal to any rank ends all of them
-    after the same step, saved; a second SIGINT ends a rank at once. Ranks whose process ends with the run,
-    ``then_exit``, ignore them from its end on.
+    An existing run resumes from its newest valid checkpoint. A stop signal to any rank ends all after the same step,
+    saved; a second SIGINT ends a rank at once. With ``then_exit``, ranks ignore signals after the end of the run.
 
     Raises:
-        RingspanError: anything in the config, data or model that is refused; before the run's folder is made.
+        RingspanError: anything refused in config, data or model; before the run's folder is made.
         Diverged: a loss or gradient that is not finite; no rank has applied it.
         CheckpointError: no checkpoint of the run is valid, or the last one could not be written.
     """
@@ -80,7 +79,7 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
 
 
 class _Run:
-    """The steps of a run and what happens between them; only rank 0 writes and tells the observer."""
+    """The steps of a run and the work between them; only rank 0 writes and tells the observer."""
 
     def __init__(self, job: Job, record: RunRecord, stop: StopRequest, watchdog: Watchdog, observer: Observer) -> None:
         self._job, self._config, self._record = job, job.config, record
@@ -106,7 +105,7 @@ class _Run:
             self._profiler = profile.Profiler(job.model, job.optimizer, rank, self._profile / f"snapshot-{rank}.pickle")
 
     def train(self) -> TrainResult:
-        """All steps that are left, and the model."""
+        """Run the remaining steps and write the model."""
         with self._watchdog.doing("resuming"):
             self._resume()
         self._say_if_the_disk_is_too_small()
@@ -143,7 +142,7 @@ class _Run:
         )
 
     def _one_step(self) -> bool:
-        """A step, its evaluation and its checkpoint where they are due; whether all ranks stop here."""
+        """Run a step with its due evaluation and checkpoint; return True if all ranks stop here."""
         self._step += 1
         self._watchdog.step(self._step)
         with self._profiler.step() if self._profiler else nullcontext():
@@ -170,7 +169,7 @@ class _Run:
         return verdict.stop and not is_last
 
     def _write_profile(self, profiler: "Profiler") -> None:
-        """The pictures of the profiled steps, on rank 0."""
+        """Write the pictures of the profiled steps, on rank 0."""
         from ringspan.measure.trace.profile import gathered
 
         with self._watchdog.doing("drawing the profile"):
@@ -215,11 +214,7 @@ class _Run:
                     raise error
 
     def _export(self, folder: Path) -> None:
-        """Write the model.
-
-        Raises:
-            CheckpointError: it cannot be written, on every rank; the weights are in a checkpoint, if that can be.
-        """
+        """Write the model; on failure raise CheckpointError on all ranks, if possible with a checkpoint saved."""
         dtype, merge = getattr(torch, self._config.model.dtype), self._config.adapter.merge
         problem = save_model(self._job.model, self._job.tokenizer, folder, dtype, merge=merge)
         if problem is None:
@@ -240,7 +235,7 @@ class _Run:
         )
 
     def _is_exported(self, step: int) -> bool:
-        """Whether the model of a step that is the last has been written."""
+        """Return True if the model of this last step has been written."""
         marker = self._folder / EXPORTED
         # Earlier versions wrote no marker.
         exported = int(marker.read_text()) if marker.exists() else step
@@ -261,12 +256,7 @@ class _Run:
             )
 
     def _resume(self) -> None:
-        """Go on from the newest valid checkpoint, and say what was passed over.
-
-        Raises:
-            CheckpointError: there are checkpoints, and none is valid.
-            ConfigError: the run is finished.
-        """
+        """Resume from the newest valid checkpoint and report the ones passed over; refuse a finished run."""
         if self._record.is_new:
             return
         found = self._checkpoints.find()
@@ -309,7 +299,7 @@ class _Run:
         self._eval_loss, self._eval_step = state["eval_loss"], state.get("eval_step")
 
     def _rewind(self) -> bool:
-        """Go back to the newest checkpoint and on with the data after this step; False where there is none."""
+        """Rewind to the newest checkpoint and continue with the data after this step; False if there is none."""
         with self._watchdog.doing("rewinding"):
             self._notice(self._checkpoints.wait())
             found = self._checkpoints.find()

@@ -1,4 +1,4 @@
-"""The weights of a run with its adapter added to them, one tensor at a time, as they are written."""
+"""The weights of a run merged with its adapter, one tensor at a time, while they are written."""
 
 from typing import Any
 
@@ -18,8 +18,7 @@ _INNER = ".base_layer."  # between a layer's name and its weight's, inside of PE
 
 
 def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_writer: bool) -> WeightsPlan:
-    """The files of a model with its adapter added. All ranks call it; the writer is sent the adapter, and, when a
-    tensor is written, the whole of that one, to which PEFT adds.
+    """Plan the files of a merged model. All ranks call it; the writer gets the adapter, then each whole tensor in turn.
 
     Raises:
         CheckpointError: weights of the model are missing beside the adapter.
@@ -51,7 +50,7 @@ def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_
 
 
 def _layer(alone: Any, path: str, matrices: dict[str, Any]) -> nn.Module:
-    """PEFT's layer at a path, with the adapter's matrices and no weight yet."""
+    """Return PEFT's layer at a path, with the adapter's matrices and no weight yet."""
     prefix = f"{BASE_PREFIX}{path}."
     layer = alone.get_submodule(prefix.removesuffix("."))
     own = {name.removeprefix(prefix): x for name, x in matrices.items() if name.startswith(prefix)}
@@ -60,7 +59,7 @@ def _layer(alone: Any, path: str, matrices: dict[str, Any]) -> nn.Module:
 
 
 class _Merged:
-    """A weight to which PEFT's layer adds its matrices. It is read from front to back, and whole meanwhile."""
+    """A weight to which PEFT's layer adds its matrices; read front to back, and held whole meanwhile."""
 
     def __init__(self, name: str, weight: Deferred, layer: nn.Module | None, place: int) -> None:
         self.name, self.shape, self.dtype, self.place = name, tuple(weight.shape), weight.dtype, (place, 0)
@@ -68,7 +67,7 @@ class _Merged:
         self._whole: Tensor | None = None
 
     def read(self, region: Region) -> Tensor:
-        """A part on the rank that writes, its shape alone on others; all ranks read the same parts."""
+        """Read a part on the writing rank, only its shape on others; all ranks read the same parts."""
         if self._whole is None:
             self._whole = self._merge(part(self._weight, tuple(slice(0, size) for size in self.shape)))
         result = self._whole[region]

@@ -1,4 +1,4 @@
-"""What a run reports: a line per step in metrics.jsonl, and in TensorBoard, and what the machine could do at most."""
+"""Metrics of a run: one line per step in metrics.jsonl and TensorBoard, and the peak speed of the machine."""
 
 import json
 import math
@@ -22,9 +22,10 @@ _ENOUGH_SECONDS: Final = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step of the whole run. ``peak_bytes`` is the largest of any rank, ``matmul_utilization`` the step's
-    model FLOP/s over ``measure_flops`` of all ranks. (MFU is a share of what a data sheet says; ``ringspan plan`` knows
-    data sheets.)
+    """One optimizer step of the whole run.
+
+    ``peak_bytes`` is the largest of any rank, ``matmul_utilization`` the step's model FLOP/s over ``measure_flops`` of
+    all ranks (MFU would relate to the data sheet's, which ``ringspan plan`` knows).
     """
 
     step: int
@@ -38,15 +39,13 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Appends to ``metrics.jsonl`` in the run's folder, flushed a line at a time, and to TensorBoard event files beside
-    it where TensorBoard is installed.
-    """
+    """Writer of ``metrics.jsonl`` in the run's folder, flushed per line, and of TensorBoard events if installed."""
 
     notice: str | None = None
-    """What is not written, and how to have it."""
+    """Notice of what is not written, and how to enable it."""
 
     def __init__(self, run: Path, after_step: int = 0) -> None:
-        """Go on after a step: lines of later ones, which a run that ended without saving left, are dropped."""
+        """Continue after a step; later lines, left by a run that ended without saving, are dropped."""
         self._path = run / "metrics.jsonl"
         self._board = None
         if installed("tensorboard"):
@@ -65,7 +64,7 @@ class MetricsWriter:
         self._file = self._path.open("a", encoding="utf-8")
 
     def rewind(self, after_step: int) -> None:
-        """Drop the lines after a step, which the run goes back to."""
+        """Drop the lines after a step to which the run rewinds."""
         self._file.close()
         self._open(after_step)
 
@@ -91,7 +90,7 @@ class MetricsWriter:
 
 
 def _lines_until(path: Path, last_step: int) -> Iterator[bytes]:
-    """Whole lines up to a step."""
+    """Read the whole lines up to a step."""
     if not path.exists():
         return
     for line in path.read_bytes().splitlines(keepends=True):
@@ -104,7 +103,7 @@ def _lines_until(path: Path, last_step: int) -> Iterator[bytes]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory this process has held: allocated on its CUDA device, or resident on the CPU."""
+    """Return the peak memory of this process: allocated on its CUDA device, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -113,10 +112,7 @@ def peak_bytes(device: torch.device) -> int:
 
 @lru_cache(maxsize=8)
 def measure_flops(device: torch.device, dtype: torch.dtype, *, size: int | None = None) -> float:
-    """FLOP/s of a square matrix product on this rank, the best of a few.
-
-    A process measures it once.
-    """
+    """Measure the FLOP/s of a square matrix product on this rank, the best of a few; once per process."""
     size = size or (4096 if device.type == "cuda" else 1024)
     a = torch.randn(size, size, device=device, dtype=dtype)
     times: list[float] = []

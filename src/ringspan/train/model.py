@@ -1,4 +1,4 @@
-"""The model and the tokenizer of a run: from a local folder, from the Hub, or new."""
+"""The model and tokenizer of a run: from a local folder, from the Hub, or new."""
 
 import logging
 import math
@@ -43,10 +43,10 @@ Tokenizer = PreTrainedTokenizerBase | ProcessorMixin
 
 
 def load_model_config(config: TrainConfig) -> PreTrainedConfig:
-    """The Hugging Face config of the run's model; refused here, before anything is read or sent, if it cannot be exact.
+    """Load the Hugging Face config of the run's model; refuse one that cannot be exact before reading anything else.
 
     Raises:
-        ConfigError: no config can be had, or its values do not make a model.
+        ConfigError: no config is found, or its values do not make a model.
         UnsupportedError: the config asks for something the ring does not compute exactly.
     """
     settings = config.model
@@ -98,14 +98,14 @@ _ROPE_TYPES: Final = ("linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 def scale_rope(model_config: PreTrainedConfig, rope: dict[str, Any]) -> None:
-    """Scale the rotary positions of a model's config, in place, in the terms of transformers.
+    """Scale the rotary positions of a model's config in place, in transformers' terms.
 
-    ``factor`` times the length that the model was trained for becomes its ``max_position_embeddings`` (but for
-    ``dynamic``, which derives it). The trained length is ``original_max_position_embeddings`` where the config has it.
+    ``factor`` times the trained length (``original_max_position_embeddings`` if the config has it) becomes
+    ``max_position_embeddings``, except for ``dynamic``, which derives it.
 
     Raises:
-        ConfigError: an unknown type, a factor below 1, a value that the type needs and has no default, or a model
-            without rotary positions for all its layers alike.
+        ConfigError: an unknown type, a factor below 1, a required value without a default, or a model without the same
+            rotary positions in all its layers.
     """
     kind, factor = rope.get("type"), rope.get("factor")
     if kind not in _ROPE_TYPES:
@@ -139,14 +139,13 @@ def load_tokenizer(
     documents: "Dataset | None" = None,
     kept: Path | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The run's tokenizer: the one that it has ``kept``, else from its source, or trained on its documents when the
-    config says so.
+    """Load the run's tokenizer: the ``kept`` one, else from its source, or trained on its documents if configured.
 
-    One that has names for tokens beyond the model's vocabulary will do (Gemma 3's has one for images, which its models
-    of text lack), as long as the text has none of them, see ``build_data``.
+    It may name tokens beyond the model's vocabulary (Gemma 3's has one for images, which its text models lack) if the
+    text has none of them, see ``build_data``.
 
     Raises:
-        ConfigError: no tokenizer can be had, or it is another model's: it makes tokens of text that the model lacks.
+        ConfigError: no tokenizer is found, or it makes tokens of text that the model lacks.
     """
     source = str(kept) if kept else config.model.tokenizer_source
     vocabulary = text_config(model_config).vocab_size
@@ -174,11 +173,10 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None
 
 
 def load_processor(config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None = None) -> Any:
-    """What makes tokens and pixels of a run's conversations: what it has ``kept``, else that beside its model. A
-    tokenizer alone will do for a model of text.
+    """Load the processor of a run's conversations: the ``kept`` one, else the model's. A text model needs a tokenizer.
 
     Raises:
-        ConfigError: none can be had, it has no chat template, or is another model's.
+        ConfigError: none is found, it has no chat template, or is another model's.
     """
     source = str(kept) if kept else config.model.tokenizer_source
     if source is None or source == "train":
@@ -207,12 +205,14 @@ def load_processor(config: TrainConfig, model_config: PreTrainedConfig, kept: Pa
 
 
 def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
-    """The model in model.parameter_dtype, in which it is trained too: a new one on the CPU, the same on every rank; one
-    of a folder without its weights, of which ``put_on_mesh`` reads this rank's part.
+    """Build the model in model.parameter_dtype, in which it is trained too.
+
+    A new one is made on the CPU, the same on every rank; one from a folder has no weights until ``put_on_mesh`` reads
+    this rank's part.
 
     Raises:
-        ConfigError: no weights in safetensors (a pickle, which runs code when it is loaded, is not opened), damaged
-            ones, some that are missing, or have another shape than the model's.
+        ConfigError: no weights in safetensors (a pickle would run code), or weights that are damaged, missing or of
+            another shape than the model's.
     """
     dtype = getattr(torch, config.model.parameter_dtype)
     if config.model.init == "scratch":
@@ -242,20 +242,21 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
 
 
 def _auto_class(config: TrainConfig, model_config: PreTrainedConfig) -> Any:
-    """What makes the run's model: with its towers where it trains on conversations."""
+    """Return the auto class of the run's model: with its towers if it trains on conversations."""
     return auto_class(model_config, sees=config.data.messages is not None)
 
 
 def num_matmul_parameters(model: PreTrainedModel) -> int:
-    """Weights that every token is multiplied with: those of linear layers, the head included."""
+    """Count the weights that every token is multiplied with: those of linear layers, head included."""
     decoder: Any = decoder_of(model)
     modules = (*decoder.modules(), model.get_output_embeddings())
     return sum(module.weight.numel() for module in modules if isinstance(module, torch.nn.Linear))
 
 
 def flops_per_token(model_config: Any, num_weights: float, length_tokens: float) -> float:
-    """Model FLOPs of a causal training step per token, of which a query sees ``length_tokens / 2`` keys on average; see
-    ``training_flops``. Of layers with a state their products alone, without what runs through the state.
+    """Compute the model FLOPs per token of a causal training step; a query sees ``length_tokens / 2`` keys on average.
+
+    See ``training_flops``. Layers with a state count their products alone, without the state's own work.
     """
     counts = zip(head_counts(model_config), head_sizes(model_config), strict=True)
     without = without_attention(model_config)

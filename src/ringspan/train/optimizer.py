@@ -1,4 +1,4 @@
-"""AdamW: which parameters decay, and where and in how many bits its moments are kept."""
+"""AdamW: the decayed parameters, and the place and bits of its moments."""
 
 import importlib.util
 from typing import Any
@@ -14,10 +14,10 @@ from ringspan.train.config.tables import OptimizerConfig
 
 
 def build_optimizer(model: PreTrainedModel, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of a run.
+    """Build the optimizer of a run.
 
     Raises:
-        ConfigError: a kind of state whose package is not installed, or not on this device.
+        ConfigError: a kind of state whose package is not installed, or that this device does not support.
     """
     groups, options = _decayed(model, settings), {"betas": settings.betas, "eps": settings.eps}
     if settings.state == "8bit":
@@ -30,7 +30,7 @@ def build_optimizer(model: PreTrainedModel, settings: OptimizerConfig) -> torch.
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Let the next step use this rate; some optimizers hold theirs in a tensor."""
+    """Set the rate of the next step; some optimizers hold it in a tensor."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -50,7 +50,7 @@ def _low_bit(groups: list[dict[str, Any]], options: dict[str, Any], settings: Op
 
 
 def _decayed(model: PreTrainedModel, settings: OptimizerConfig) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (norms, biases) do not."""
+    """Return True for matrices; vectors (norms, biases) do not decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim > 1]
     vectors = [p for p in trained if p.ndim <= 1]

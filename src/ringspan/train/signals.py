@@ -1,7 +1,7 @@
-"""A request to stop: SIGTERM, SIGINT or SIGUSR1 set a flag, from which the ranks agree on one step that all save.
+"""Stop requests: SIGTERM, SIGINT or SIGUSR1 set a flag, from which the ranks agree on one step that all save.
 
-Python calls a handler when the main thread is back from what it is doing, which may be a minute of a backward pass. So
-a thread is told of each signal too: it answers at once, and it ends a rank that is asked to abort.
+Python calls a handler only when the main thread returns from C, perhaps after a minute of backward. A thread also hears
+each signal: it answers at once, and ends a rank that is asked to abort.
 """
 
 import os
@@ -15,17 +15,17 @@ from typing import Any, Final
 from ringspan.torch.runtime.forks import ABORT_AFTER_SECONDS, STOP_SIGNALS
 
 EXIT_STOPPED: Final = 75
-"""Exit code of a run that was told to stop and has saved: sysexits' "temporary failure", start it again to go on."""
+"""Exit code of a run that was stopped and has saved: sysexits' "temporary failure"; start it again to resume."""
 EXIT_ABORTED: Final = 130
-"""Exit code of a rank that was interrupted again, and did not wait for the end of its step."""
+"""Exit code of a rank that was interrupted again and did not finish its step."""
 
 
 class StopRequest:
-    """While it is entered, a stop signal only sets ``signal_name``, and ``announce`` is told so at once, once.
+    """Context in which a stop signal only sets ``signal_name``, and ``announce`` is called at once, once.
 
-    A second SIGINT aborts the process; it has to come so much after the first that it is not the same one, which a
-    terminal sends to all processes and a launcher passes on to its ranks. More of the other signals change nothing.
-    Outside of the main thread, where Python allows no handlers, all stays as it is.
+    A second SIGINT aborts the process; it must come clearly later than the first, which a terminal sends to all
+    processes and a launcher passes on. Repeats of other signals change nothing. Outside the main thread, where Python
+    allows no handlers, nothing is changed.
     """
 
     def __init__(
@@ -61,9 +61,7 @@ class StopRequest:
             self._listener = None
 
     def ignore_from_now_on(self) -> None:
-        """Let stop signals change nothing any more, also when this has been left: all is saved, and another one could
-        only take the exit code of a process that is about to end.
-        """
+        """Ignore stop signals for good: all is saved, and a signal could only change the exit code."""
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
         self._previous.clear()
@@ -72,7 +70,7 @@ class StopRequest:
         self.signal_name = self.signal_name or signal.Signals(number).name
 
     def _listen(self) -> None:
-        """In a thread of its own: what the C part of Python writes of each signal, a byte with its number."""
+        """Read the signal numbers, one byte each, that Python's C part writes; runs in its own thread."""
         while numbers := os.read(self._inbox, 64):
             for number in numbers:
                 if number in STOP_SIGNALS:

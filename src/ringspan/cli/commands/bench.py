@@ -206,7 +206,7 @@ def step(
 
 
 def _say(what: str, *, quiet: bool) -> None:
-    """What is measured, on the standard error stream: it takes a while, and a moving picture would take part in it."""
+    """Print the current measurement to standard error; a moving picture would disturb it."""
     if not quiet:
         print(f"measuring {what}", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""``ringspan doctor``: what this machine or cluster has, how fast it is, and what is wrong with it."""
+"""``ringspan doctor``: devices, speed and problems of this machine or cluster."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _show_kernels(out: Any, kernels: dict[str, dict[str, Any]]) -> None:
-    """What each kernel computes here, and once for all that share it why the others do not run."""
+    """Print what each kernel computes here, and once per reason why others do not run."""
     from ringspan.cli.console import facts, paragraph
 
     running = [(name, _cases(kernel["serves"])) for name, kernel in kernels.items() if kernel["available"]]

@@ -60,7 +60,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JS
 
 
 def _command(task: Task) -> Callable[..., None]:
-    """The command of a task; it has the options that the task knows."""
+    """Make the command of a task, with the options that the task knows."""
 
     def command(
         models: Models, lengths: Lengths = "1024,2048,4096", depths: Depths = "0,0.25,0.5,0.75,1", items: Items = 20,
@@ -173,7 +173,7 @@ def harness(
 
 
 def harness_rank(settings: Any, out: str) -> dict[str, Any] | None:
-    """One rank's part; rank 0 shows how it goes."""
+    """Run one rank's part; rank 0 shows progress."""
     import transformers
 
     from ringspan.evaluate.harness.run import run_harness
@@ -235,7 +235,7 @@ def _evaluate(
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """One object for all models: its rows say which, where there are several."""
+    """Merge the results of all models into one object; rows name the model if there are several."""
     if len(results) == 1:
         return results[0]
     rows = [{"model": result["model"], **row} for result in results for row in result["rows"]]
@@ -245,14 +245,14 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _local(settings: EvalSettings) -> EvalSettings:
-    """The same settings, with the folder of a model that was named as on the Hub."""
+    """Return the settings with the local folder of a model named as on the Hub."""
     from ringspan.evaluate.hub import local_folder
 
     return replace(settings, folder=local_folder(settings.folder))
 
 
 def run(every: list[EvalSettings], out: str, nproc: int | None) -> tuple[list[dict[str, Any]], bool]:
-    """Evaluate in the ranks that torchrun started, or in new local ones; the results, and whether this is rank 0."""
+    """Evaluate in torchrun's ranks or in new local ones; return the results, and True on rank 0."""
 
     def check() -> None:
         from ringspan.generate.folder import load_config, load_tokenizer
@@ -270,10 +270,7 @@ def in_ranks(
     nproc: int | None,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Any, bool]:
-    """What a function returns on rank 0 of torchrun's or of new local ranks, and whether this is rank 0.
-
-    ``check`` refuses what can be refused before a rank starts.
-    """
+    """Run in torchrun's or new local ranks after ``check``; return rank 0's result, and True on rank 0."""
     from ringspan.cli.console import importing
     from ringspan.torch.runtime.environment import is_rank
 
@@ -309,7 +306,7 @@ def in_ranks(
 
 
 def evaluate_ranks(every: list[EvalSettings], out: str) -> list[dict[str, Any]]:
-    """One rank's part, model after model; rank 0 shows how it goes."""
+    """Run one rank's part, model after model; rank 0 shows progress."""
     import torch.distributed as dist
     import transformers
 
@@ -330,7 +327,7 @@ def evaluate_ranks(every: list[EvalSettings], out: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def _watched(settings: EvalSettings) -> "Iterator[EvalObserver]":
-    """An observer that shows a bar on a terminal, and lines elsewhere, on the standard error stream."""
+    """Yield an observer that shows a bar on a terminal and lines elsewhere, on standard error."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ringspan.cli.console import console

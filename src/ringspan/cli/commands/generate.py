@@ -95,11 +95,7 @@ def command(
 
 
 def check_folder(model: Path) -> None:
-    """Refuse a folder in which no model was saved.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Raise ConfigError for a folder without a saved model."""
     from ringspan.core.errors import ConfigError
     from ringspan.core.files.named import why_no_model
 
@@ -122,11 +118,7 @@ def _check_prompt(prompt: str | None, file: Path | None, chat: bool, as_json: bo
 
 
 def prompt_text(prompt: str | None, file: Path | None, option: str = "--prompt-file") -> str:
-    """The prompt, from where it is.
-
-    Raises:
-        ConfigError: a file that cannot be read, or no text in it.
-    """
+    """Read the prompt; raise ConfigError for an unreadable file or no text."""
     from ringspan.core.errors import ConfigError
 
     name = "--prompt" if file is None else f"{option} {file}"
@@ -151,10 +143,10 @@ def run(
     quiet: bool = False,
     chat: bool = False,
 ) -> "tuple[Answer | None, bool]":
-    """Generate in the ranks that torchrun started, or in new local ones; the answer, and whether this is rank 0.
+    """Generate in torchrun's ranks or in new local ones; return the answer, and True on rank 0.
 
     Raises:
-        RingspanError: the options do not go together, or a rank raised it.
+        RingspanError: the options are inconsistent, or a rank raised it.
     """
     from ringspan.cli.console import importing
     from ringspan.torch.runtime.environment import is_rank
@@ -187,7 +179,7 @@ def run(
 
 @contextmanager
 def _standard_input() -> Iterator[str]:
-    """A named pipe with what comes from standard input, which ranks that are started here do not have."""
+    """Yield a named pipe fed from standard input, which local ranks do not have."""
     with tempfile.TemporaryDirectory(prefix="ringspan-") as folder:
         pipe = os.path.join(folder, "lines")
         os.mkfifo(pipe)
@@ -204,7 +196,7 @@ def _standard_input() -> Iterator[str]:
 def _run_here(
     settings: "GenerateSettings", text: Callable[[], str | None], quiet: bool, chat: bool
 ) -> "tuple[Answer | None, bool]":
-    """As one of the ranks that torchrun started; the first reads the prompt."""
+    """Run as one of torchrun's ranks; the first reads the prompt."""
     if os.environ["RANK"] == "0":
         print("importing PyTorch and transformers", file=sys.stderr, flush=True)
     import torch.distributed as dist
@@ -224,7 +216,7 @@ def _run_here(
 
 
 def prompt_ids(settings: "GenerateSettings", text: str | None, most: int | None = None) -> Any:
-    """The tokens of a prompt, ``most`` of them, which the model has a place for; none of a chat that has not begun."""
+    """Tokenize a prompt, at most ``most`` tokens, for which the model has room; none for a chat that has not begun."""
     import numpy as np
 
     from ringspan.generate.folder import check_ids, load_config, load_tokenizer
@@ -241,13 +233,13 @@ def prompt_ids(settings: "GenerateSettings", text: str | None, most: int | None 
 
 
 def generate_rank(settings: "GenerateSettings", ids: Any, quiet: bool) -> "Answer":
-    """One rank's part; rank 0 shows how it goes, and the text as it comes unless ``quiet``."""
+    """Run one rank's part; rank 0 shows progress, and the text as it comes unless ``quiet``."""
     with _session(settings, quiet) as model:
         return model.answer_once(ids.tolist())
 
 
 def chat_rank(settings: "GenerateSettings", first: str | None, pipe: str | None) -> None:
-    """One rank's part of a chat, which rank 0 reads from a named pipe, or from its standard input."""
+    """Run one rank's part of a chat, which rank 0 reads from a named pipe or its standard input."""
     import torch.distributed as dist
 
     from ringspan.generate.chat import converse
@@ -261,7 +253,7 @@ def chat_rank(settings: "GenerateSettings", first: str | None, pipe: str | None)
 
 @contextmanager
 def _session(settings: "GenerateSettings", quiet: bool) -> "Iterator[Session]":
-    """The model on all ranks; rank 0 shows how it goes."""
+    """Yield the model on all ranks; rank 0 shows progress."""
     import torch.distributed as dist
 
     from ringspan.generate.folder import load_config, load_tokenizer
@@ -276,7 +268,7 @@ def _session(settings: "GenerateSettings", quiet: bool) -> "Iterator[Session]":
 
 
 def _hush() -> None:
-    """Silence what every rank would say: progress bars and warnings of the libraries."""
+    """Silence the libraries' progress bars and warnings, which every rank would print."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -285,7 +277,7 @@ def _hush() -> None:
 
 @contextmanager
 def _watched(quiet: bool) -> "Iterator[Observer]":
-    """An observer that shows progress on the standard error stream, and text on the standard output unless quiet."""
+    """Yield an observer that shows progress on standard error, and text on standard output unless quiet."""
     from ringspan.cli.console import console
     from ringspan.generate.session import Observer
 

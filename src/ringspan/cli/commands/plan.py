@@ -202,7 +202,7 @@ def _lengths(documents: str, length: int) -> tuple[int, ...]:
 
 
 def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[LayoutCost]":
-    """What the plan's step takes on each layout."""
+    """Compute the plan's step on each layout."""
     from ringspan.cli.console import console
     from ringspan.plan.documents import compare_layouts
 
@@ -211,11 +211,7 @@ def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[
 
 
 def refuse_float16(dtype: str, option: str = "--dtype") -> None:
-    """As training does.
-
-    Raises:
-        ConfigError: the dtype is float16.
-    """
+    """Raise ConfigError for float16, as training does."""
     from ringspan.core.errors import ConfigError
 
     if dtype == "float16":
@@ -235,11 +231,7 @@ def planned(
     comm_dtype: str = "exact",
     media: "Media | None" = None,
 ) -> "Plan":
-    """The plan that the options of the command line ask for.
-
-    Raises:
-        ConfigError: nodes that do not share the devices, or an option that is none.
-    """
+    """Return the plan for the command line's options; raise ConfigError for a bad option or uneven nodes."""
     from ringspan.core.errors import ConfigError
     from ringspan.core.names import COMM_DTYPE_NAMES, find_name
     from ringspan.plan.model.configs import model_shape
@@ -266,11 +258,7 @@ def planned(
 def planned_text(
     model: str, devices: int, device: str, nodes: int | None, prompt: int, new_tokens: int, batch: int, dtype: str
 ) -> "TextPlan":
-    """The plan of generation that the options of the command line ask for.
-
-    Raises:
-        ConfigError: nodes that do not share the devices, or a dtype that is none.
-    """
+    """Return the generation plan for the command line's options; raise ConfigError for a bad dtype or uneven nodes."""
     from ringspan.plan.cost.setting import dtype_bytes
     from ringspan.plan.generation.planner import TextQuestion, plan_text
     from ringspan.plan.model.configs import model_shape
@@ -291,11 +279,7 @@ def planned_text(
 
 
 def _kind(name: str, devices: int, nodes: int | None) -> "Accelerator":
-    """The device of that name, as many in a node as the nodes share.
-
-    Raises:
-        ConfigError: nodes that do not share the devices.
-    """
+    """Return the named device with its number per node; raise ConfigError for uneven nodes."""
     from dataclasses import replace
 
     from ringspan.core.errors import ConfigError
@@ -310,7 +294,7 @@ def _kind(name: str, devices: int, nodes: int | None) -> "Accelerator":
 
 
 def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:
-    """The memory of the plan, from a trace of the real step as one rank."""
+    """Return the plan's memory from a trace of the real step as one rank."""
     from ringspan.cli.console import console
     from ringspan.measure.trace.dry_run import summary, trace_plan
 
@@ -331,7 +315,7 @@ def _draw(answer: "Plan", result: dict[str, Any], picture: Path) -> None:
 
 
 def _draw_documents(answer: "Plan", fastest: "LayoutCost", lengths: tuple[int, ...], picture: Path) -> None:
-    """Who computes what of packed documents."""
+    """Draw each rank's work on packed documents."""
     from ringspan.core.geometry.balanced import batch_layout
     from ringspan.core.geometry.mask import documents
     from ringspan.report.ring_pictures import ring_picture
@@ -343,7 +327,7 @@ def _draw_documents(answer: "Plan", fastest: "LayoutCost", lengths: tuple[int, .
 
 
 def shown_mesh(result: dict[str, Any]) -> str:
-    """The axes of a plan's mesh; Ulysses groups are inside of the ring, and the route names them."""
+    """Return the axes of a plan's mesh; Ulysses groups are inside the ring, and the route names them."""
     axes = {name: size for name, size in result["mesh"].items() if name in ("replicate", "ring") or size > 1}
     axes.pop("ulysses", None)
     return " x ".join(f"{name} {size}" for name, size in axes.items())

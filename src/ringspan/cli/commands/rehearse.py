@@ -57,7 +57,7 @@ def command(
 
 
 def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
-    """What was measured, in the plan's terms; a step is all micro-steps of the plan's."""
+    """Return the measurement in the plan's terms; a step is all micro-steps of the plan's."""
     import torch
 
     from ringspan.measure.bench.machine import describe_machine

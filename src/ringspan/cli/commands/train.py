@@ -70,10 +70,10 @@ def _show(result: "TrainResult", as_json: bool) -> None:
 
 
 def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "tuple[TrainResult, bool]":
-    """Train in the ranks that torchrun started, or in new local ones; the result, and whether this is rank 0.
+    """Train in torchrun's ranks or in new local ones; return the result, and True on rank 0.
 
     Raises:
-        RingspanError: the options do not go together, or a rank raised it.
+        RingspanError: the options are inconsistent, or a rank raised it.
     """
     from ringspan.cli.console import importing
     from ringspan.core.errors import ConfigError
@@ -99,9 +99,7 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
 
 
 def _check(settings: "TrainConfig") -> None:
-    """Raise a ConfigError for what can be seen without a framework, in tenths of a second: text that is not there, a
-    folder that is not this run's, a run that is finished.
-    """
+    """Raise ConfigError early, without a framework: missing text, another run's folder, a finished run."""
     from ringspan.train.config.paths import find_files
     from ringspan.train.run_folder.record import read_record, refuse_finished
 
@@ -112,7 +110,7 @@ def _check(settings: "TrainConfig") -> None:
 
 
 def _ready(settings: "TrainConfig", nproc: int | None, *, is_thrifty: bool) -> int:
-    """Import what local ranks need, and raise here what every rank would; how many there are."""
+    """Import what local ranks need and raise what every rank would; return the number of ranks."""
     from ringspan.torch.runtime.forks import serve_forks
 
     if nproc is not None:
@@ -133,7 +131,7 @@ def _ready(settings: "TrainConfig", nproc: int | None, *, is_thrifty: bool) -> i
 
 
 def _run_here(settings: "TrainConfig") -> "tuple[TrainResult, bool]":
-    """As one of the ranks that torchrun started."""
+    """Run as one of torchrun's ranks."""
     if os.environ["RANK"] == "0":
         print("importing PyTorch and transformers", file=sys.stderr, flush=True)
     import torch.distributed as dist
@@ -148,7 +146,7 @@ def _run_here(settings: "TrainConfig") -> "tuple[TrainResult, bool]":
 
 
 def train_rank(settings: "TrainConfig") -> "TrainResult":
-    """One rank's part of the run, with a progress bar on rank 0, in a process that ends with it."""
+    """Run one rank's part, with a progress bar on rank 0, in a process that ends with the run."""
     import torch.distributed as dist
 
     from ringspan.cli.progress import quiet, watched

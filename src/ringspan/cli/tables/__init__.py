@@ -1,1 +1,1 @@
-"""What commands print of plans."""
+"""Printed tables of plans."""

@@ -1,4 +1,4 @@
-"""The text that ``ringspan plan --generate`` prints: the verdict, one device or several, what it takes, why."""
+"""The output of ``ringspan plan --generate``: the verdict, the devices, the cost and the reasons."""
 
 from collections.abc import Iterator
 
@@ -86,7 +86,7 @@ def _command(answer: TextPlan, model: str) -> str:
 
 
 def _call(answer: TextPlan) -> str:
-    """For several prompts, which the command line does not take."""
+    """Return the Python call for several prompts, which the command line does not take."""
     text = answer.text
     axes = {"ring": text.ring, "replicate": text.replicate, "tp": text.tp}
     mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items() if axis == "ring" or size > 1)

@@ -1,4 +1,4 @@
-"""The text that ``ringspan plan`` prints: the verdict, how to run the step, what it takes, why, and what to paste."""
+"""The output of ``ringspan plan``: the verdict, how to run the step, its cost, the reasons, and a configuration."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,9 +16,7 @@ from ringspan.plan.snippet import python_call, toml_tables, train_command
 
 
 def show(answer: Plan, result: dict[str, Any], mesh: str, layouts: Sequence[LayoutCost] = ()) -> None:
-    """Print a plan; ``result`` is its JSON object, with the memory of the trace where there was one, and ``layouts``
-    what its step takes with packed documents, the fastest first.
-    """
+    """Print a plan: ``result`` is its JSON with any traced memory, ``layouts`` its packed steps, fastest first."""
     out = console()
     _verdict(out, answer, result)
     out.print()
@@ -46,7 +44,7 @@ def show(answer: Plan, result: dict[str, Any], mesh: str, layouts: Sequence[Layo
 
 
 def _documents(out: Console, result: dict[str, Any], layouts: Sequence[LayoutCost]) -> None:
-    """A step on each layout and route, the fastest first."""
+    """Print a step on each layout and route, fastest first."""
     packed = result["documents"]
     out.print()
     table = Table(
@@ -66,7 +64,7 @@ def _documents(out: Console, result: dict[str, Any], layouts: Sequence[LayoutCos
 
 
 def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
-    """Whether it fits and why, the longest length that does, and what was asked."""
+    """Print the fit and its reason, the longest length that fits, and the request."""
     question, device = answer.question, answer.question.device
     needs, has, where = result["peak_bytes"], device.memory_bytes, "at the peak"
     if not result["fits"] and needs <= has:
@@ -129,7 +127,7 @@ def _received(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _block(out: Console, answer: Plan, result: dict[str, Any]) -> None:
-    """The published condition for hiding a block's transfer, with its letters and units."""
+    """Print the published condition for hiding a block's transfer, with its letters and units."""
     if answer.setting.ring == 1:
         return
     device, blocks = answer.question.device, result["min_block_tokens"]
@@ -152,9 +150,7 @@ def _block(out: Console, answer: Plan, result: dict[str, Any]) -> None:
 
 
 def _snippets(out: Console, answer: Plan, layouts: Sequence[LayoutCost], *, fits: bool) -> None:
-    """The configuration to paste, of the plan with the fastest layout, or of the longest sequence where it does not
-    fit.
-    """
+    """Print the configuration of the fastest layout, or of the longest sequence if the plan does not fit."""
     question, setting = answer.question, answer.setting if fits else answer.longest
     if fits and layouts:
         setting = replace(layouts[0].setting, layout=layouts[0].layout)  # pyright: ignore[reportArgumentType]

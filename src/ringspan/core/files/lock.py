@@ -37,7 +37,7 @@ class FileLock:
         self.give_back()
 
     def give_back(self) -> None:
-        """Let others take it."""
+        """Release the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

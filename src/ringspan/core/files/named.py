@@ -1,4 +1,4 @@
-"""What people name on the command line: small files that are read, and folders that are written into."""
+"""Paths on the command line: small files that are read, and folders that are written into."""
 
 import errno
 import os
@@ -31,14 +31,14 @@ def read_small(path: str | Path) -> str:
 
 
 def why_no_model(folder: Path) -> str | None:
-    """Why a folder is none that a model or an adapter was saved into; None where it is one."""
+    """Return why a folder holds no saved model or adapter; None if it does."""
     if any((folder / name).is_file() for name in (MODEL_CONFIG, ADAPTER_CONFIG)):
         return None
     return f"has no {MODEL_CONFIG} and no {ADAPTER_CONFIG}; give the folder that a model was saved into"
 
 
 def why_no_folder(path: Path) -> str | None:
-    """Why nothing can be written into a folder at a path, which need not be there yet; None where it can."""
+    """Return why a folder cannot be written at a path, which need not exist yet; None if it can."""
     try:
         there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     except OSError as error:  # too long a name

@@ -1,4 +1,4 @@
-"""Output that cannot be written: which operating system errors are refusals, and how they read."""
+"""Unwritable output: which operating system errors are refusals, and how they read."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ _REFUSED: Final = _FULL | {
 
 
 def refusal(error: BaseException) -> RingspanError | None:
-    """The refusal that an exception is: itself, or of an output that cannot be written; None for any other failure."""
+    """Return the refusal for an exception: itself, or of an output that cannot be written; None for other failures."""
     if isinstance(error, RingspanError):
         return error
     if isinstance(error, BrokenPipeError):  # of a socket, say, it is a failure
@@ -31,7 +31,7 @@ def refusal(error: BaseException) -> RingspanError | None:
 
 
 def drop_output() -> None:
-    """Leave nothing that Python would try to write once more when it ends."""
+    """Drop what Python would try to write once more when it ends."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -41,7 +41,6 @@ def drop_output() -> None:
 
 
 def _nobody_reads(stream: TextIO | None) -> bool:
-    """Whether a stream is a pipe whose reader has closed it."""
     if stream is None:  # where the shell has closed it
         return False
     poll = select.poll()

@@ -16,12 +16,11 @@ _MAX_BYTES: Final = 1 << 30
 
 
 def signed(values: object) -> str:
-    """The text of a signed file."""
     return json.dumps({"sha256": digest_of(values), "manifest": values}, allow_nan=False)
 
 
 def read_signed(path: Path, missing: str) -> Any:
-    """What a signed file says, unchanged since it was written; ``missing`` tells what it means that it is not there.
+    """Return the content of a signed file; ``missing`` says what its absence means.
 
     Raises:
         CheckpointError: it is missing, cut or changed; one line that names the file.
@@ -48,7 +47,7 @@ def read_signed(path: Path, missing: str) -> Any:
 
 
 def why_not_written(path: Path, num_bytes: int, sha256: str) -> str | None:
-    """Why a file is not the one of so many bytes and this digest that was written; None where it is.
+    """Return why a file differs from the written size and digest; None if it does not.
 
     Raises:
         CheckpointError: it is missing, or cannot be read.
@@ -66,12 +65,11 @@ def why_not_written(path: Path, num_bytes: int, sha256: str) -> str | None:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits."""
+    """Return the SHA-256 of a file, as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_of(values: object) -> str:
-    """SHA-256 of JSON values."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Which files of a folder, or of a repository of the Hub, are a model's weights: those that transformers opens."""
+"""Weight files of a folder or Hub repository: those that transformers opens."""
 
 import json
 import re
@@ -86,7 +86,7 @@ def _is_inside(name: Any) -> bool:
 
 
 def _why_none(names: Collection[str], single: str, index: str) -> str:
-    """Why there are no weights: a file that somebody might take for some, and what to do."""
+    """Return why there are no weights: a file that might be taken for some, and what to do."""
     first = min((name for name in names if name.endswith((".safetensors", *_PICKLES))), default=None)
     found, remedy = f"neither {single} nor {index}", "save it with save_pretrained"
     if first is not None:

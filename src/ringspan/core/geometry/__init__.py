@@ -1,1 +1,1 @@
-"""Who may see whom: layouts, masks, and the tiles where they meet."""
+"""Layouts, masks, and the tiles where they meet."""

@@ -21,7 +21,7 @@ _LEAST_LEEWAY: Final = 0.25  # of the tolerances: with less, far more is sent fo
 
 
 def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_TOKENS) -> CustomLayout:
-    """The layout over ``ranks`` ranks that balances this mask on a sequence of ``length`` tokens.
+    """Return the layout over ``ranks`` ranks that balances this mask on a sequence of ``length`` tokens.
 
     Every rank holds ``ceil(length / ranks)`` tokens, the last few of some ranks padding. Deterministic: a function of
     its arguments alone, so that all ranks find the same. For balance a document is cut into no more chunks than have
@@ -41,8 +41,7 @@ def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_T
 
 
 def batch_layout(name: BatchLayoutName, length: int, ranks: int, documents_of: Sequence[int] | None = None) -> Layout:
-    """The layout of sequences of ``length`` tokens that are these documents, or one: a named one, or for ``balanced``
-    that of their mask.
+    """Return the layout of ``length`` tokens of these documents (or one): a named one, or ``balanced`` for their mask.
 
     Raises:
         LayoutError: there is no such layout.

@@ -22,13 +22,12 @@ class Cut:
     ranks: IntArray
     counts: IntArray
     pairs: IntArray
-    """Of each rank, as are ``counts``."""
     chunks: list[tuple[int, int, int]]
     """Rank, start, count."""
 
 
 def cut_in_order(some: Stretches, stretch: int, ranks: IntArray, counts: IntArray) -> Cut:
-    """One chunk per rank."""
+    """Cut one chunk per rank."""
     edges = some.starts[stretch] + np.concatenate(([0], counts.cumsum()))
     pairs = np.diff(some.before(stretch, edges))
     return Cut(stretch, ranks, counts, pairs, list(zip(ranks.tolist(), edges.tolist(), counts.tolist(), strict=False)))
@@ -37,8 +36,8 @@ def cut_in_order(some: Stretches, stretch: int, ranks: IntArray, counts: IntArra
 def cut_by_work(
     some: Stretches, stretch: int, ranks: IntArray, counts: IntArray, wanted: FloatArray, above: float
 ) -> Cut:
-    """Two chunks per rank, an early one, which sees little, and a late one, which sees much, so that they are the work
-    that is wanted; or one where that is at most ``above`` more, as under a window.
+    """Cut two chunks per rank, an early one (little work) and a late one (much), that sum to the wanted work.
+    One chunk where that costs at most ``above`` more, as under a window.
     """
     in_order = cut_in_order(some, stretch, ranks, counts)
     if (in_order.pairs - wanted).max() <= above:

@@ -1,4 +1,4 @@
-"""Where position p lives: contiguous, striped and zigzag layouts, their padding and their inverse.
+"""Rank and place of every position: contiguous, striped and zigzag layouts, their padding and their inverse.
 
 S global tokens, N ranks, T = padded S / N tokens per rank. A position is an index into the global sequence.
 """
@@ -43,7 +43,7 @@ class Span(NamedTuple):  # not a data class, of which thousands take long to mak
 
 @dataclass(frozen=True)
 class Layout:
-    """Which positions each rank of a ring holds.
+    """Positions that each rank of a ring holds.
 
     ``contiguous``: rank r holds ``[r T, (r + 1) T)``. ``striped`` (Brandon et al. 2023): rank r holds ``r, r + N,
     ...``. ``zigzag``: of 2N chunks, rank r holds chunks r and 2N - 1 - r. The last two balance causal work.
@@ -72,7 +72,7 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What ranks compare of a layout beside its length, which is short even of thousands of runs."""
+        """Short identity of a layout beside its length, which ranks compare; short even for thousands of runs."""
         return self.name
 
     @property
@@ -89,7 +89,7 @@ class Layout:
         return self.padded_length // self.ranks
 
     def tokens_of(self, rank: int) -> int:
-        """How many tokens one rank holds, padding included: the same on every rank but in a ``CustomLayout``."""
+        """Return the tokens of one rank, padding included: equal on every rank but in a ``CustomLayout``."""
         return self.tokens_per_rank
 
     def spans(self, rank: int) -> tuple[Span, ...]:
@@ -115,21 +115,20 @@ class Layout:
         return (Span(rank * chunk, chunk), Span(mirrored * chunk, chunk))
 
     def grouped(self, members: int) -> "Layout":
-        """The same positions, held by groups of ``members`` ranks: every layout over N ranks is one over N / members
-        groups.
+        """Return the same positions over N / members groups of ``members`` ranks.
 
-        Striped groups hold every (N / members)-th rank, the others consecutive ranks; see ``group_ranks``.
+        Striped groups hold every (N / members)-th rank, others consecutive ranks; see ``group_ranks``.
         """
         return Layout(self.name, self.length, self.ranks // members, members)
 
     def group_ranks(self, group: int) -> tuple[int, ...]:
-        """The ranks of a group of this grouped layout, in the order of ``places``."""
+        """Return the ranks of a group of this grouped layout, in the order of ``places``."""
         if self.name == "striped":
             return tuple(range(group, self.ranks * self.members, self.ranks))
         return tuple(range(group * self.members, (group + 1) * self.members))
 
     def places(self, member: int) -> tuple[slice, ...]:
-        """Where a member's tokens are in its group's storage, in the order in which the member stores them.
+        """Return the places of a member's tokens in its group's storage, in the order in which the member stores them.
 
         Slices of equal length: one, or for zigzag one for either chunk.
         """
@@ -147,7 +146,7 @@ class Layout:
         )
 
     def positions(self, rank: int) -> NDArray[np.int64]:
-        """Global positions held by one rank, in storage order; those at or past ``length`` are padding. Shape (T,)."""
+        """Return one rank's positions in storage order; those at or past ``length`` are padding. Shape (T,)."""
         return np.concatenate([span.positions for span in self.spans(rank)])
 
     @cached_property
@@ -170,7 +169,7 @@ def _of_whole_numbers(start: int, count: int, step: int) -> Span:
 
 
 def _wrong(start: int, count: int, step: int, end: int) -> str:
-    """What is wrong with a run of a custom layout; the one before it goes up to ``end``."""
+    """Return what is wrong with a run of a custom layout; the one before it ends at ``end``."""
     if count < 1:
         return f"a run of {count} positions at {start}; each needs at least one"
     if step != 1:

@@ -1,4 +1,4 @@
-"""Which (query, key) pairs are allowed: lists of disjoint regions, closed under ``&`` and ``|``.
+"""Allowed (query, key) pairs: lists of disjoint regions, closed under ``&`` and ``|``.
 
 A region allows query q and key k when ``q0 <= q < q1``, ``k0 <= k < k1`` and ``lo <= q - k <= hi``. Positions are
 global.
@@ -50,7 +50,7 @@ def _intersect(a: Region, b: Region) -> Region:
 
 
 def _subtract(a: Region, b: Region) -> Iterator[Region]:
-    """``a`` without ``b`` as disjoint regions: the queries outside b, then the keys, then the diagonals."""
+    """Yield ``a`` without ``b`` as disjoint regions: the queries outside b, then the keys, then the diagonals."""
     both = _intersect(a, b)
     if both.is_empty:
         yield a
@@ -70,8 +70,7 @@ def _subtract(a: Region, b: Region) -> Iterator[Region]:
 
 @dataclass(frozen=True)
 class Mask:
-    """The allowed pairs, as disjoint regions. Make one with ``causal()`` and its siblings; combine with ``&`` and
-    ``|``.
+    """Allowed pairs as disjoint regions. Make one with ``causal()`` and its siblings; combine with ``&`` and ``|``.
 
     Equality and hash look at the regions alone; ``name`` is what a person calls the mask.
 
@@ -120,9 +119,7 @@ class Mask:
 
     @property
     def spec(self) -> str:
-        """The mask as text that ``Mask.parse`` reads back, the same for equal masks: a name if that says all, else one
-        region after the other, bounds that do not bind left out.
-        """
+        """Text that ``Mask.parse`` reads back, the same for equal masks: a name, else regions without loose bounds."""
         match self.regions:
             case (only,) if only == Region():
                 return "full"
@@ -187,9 +184,7 @@ class Mask:
             raise MaskError(f"two regions of the mask overlap: {one} and {other}; combine masks with | instead")
 
     def table(self, num_queries: int, num_keys: int) -> NDArray[np.int64]:
-        """The regions clipped to a problem of that size, empty ones dropped: columns q0, q1, k0, k1, lo, hi. Shape (R,
-        6).
-        """
+        """Return the non-empty regions clipped to a problem of that size: q0, q1, k0, k1, lo, hi. Shape (R, 6)."""
         # Number by number, which for thousands of regions is faster than tuple by tuple.
         rows = np.fromiter(chain.from_iterable(self.regions), np.int64, 6 * len(self.regions)).reshape(-1, 6)
         rows[:, 1] = np.minimum(rows[:, 1], num_queries)
@@ -223,18 +218,17 @@ def _parse_region(text: str) -> Region:
 
 
 def full() -> Mask:
-    """Every query sees every key (bidirectional, cross-attention)."""
+    """Let every query see every key (bidirectional, cross-attention)."""
     return Mask((Region(),), "full")
 
 
 def causal() -> Mask:
-    """Query q sees keys ``k <= q``."""
+    """Let query q see keys ``k <= q``."""
     return Mask((Region(lo=0),), "causal")
 
 
 def sliding_window(window: int, *, global_tokens: int = 0) -> Mask:
-    """Query q sees the last ``window`` keys up to itself (``0 <= q - k < window``), and the first ``global_tokens``
-    keys.
+    """Let query q see the last ``window`` keys (``0 <= q - k < window``), and the first ``global_tokens`` keys.
 
     Raises:
         MaskError: a window below one, or a negative number of global tokens.
@@ -251,7 +245,7 @@ def sliding_window(window: int, *, global_tokens: int = 0) -> Mask:
 
 
 def prefix_lm(prefix: int) -> Mask:
-    """Every query sees the first ``prefix`` keys; past them, causal (Raffel et al. 2020).
+    """Let every query see the first ``prefix`` keys; past them, causal (Raffel et al. 2020).
 
     Raises:
         MaskError: a negative prefix.
@@ -317,8 +311,7 @@ def _document_lengths(lengths: Iterable[Any]) -> list[int]:
 
 
 def chunked(size: int, *, length: int) -> Mask:
-    """Llama 4's chunked attention: causal inside consecutive chunks of ``size`` tokens of a sequence of ``length``
-    tokens.
+    """Return Llama 4's chunked attention: causal in consecutive chunks of ``size`` tokens of ``length``.
 
     Raises:
         MaskError: a size or length below one.

@@ -1,4 +1,4 @@
-"""Where two sides of an attention meet under a mask, found without trying spans and regions that are far apart.
+"""Meetings of two sides of an attention under a mask, found without trying spans and regions that are far apart.
 
 Layouts hold runs of consecutive positions or, striped, every N-th position. Of runs in the order of positions, those
 that a region meets lie between two binary searches. Stripes all meet every long region, but most of them alike: rank a
@@ -77,9 +77,7 @@ def meet_runs(queries: Runs, keys: Runs, regions: IntArray) -> Iterator[Meetings
 
 
 class Cells(NamedTuple):
-    """Pairs of stripes that meet a region alike: queries from a in [q0, q1) on, keys from b in [k0, k1) on, with ``d0
-    <= a - b < d1``; and ``meet`` of them.
-    """
+    """Stripe pairs that meet a region alike: queries a in [q0, q1), keys b in [k0, k1), ``d0 <= a - b < d1``."""
 
     q0: IntArray
     q1: IntArray
@@ -94,7 +92,7 @@ class Cells(NamedTuple):
         return np.maximum(self.k0, query - self.d1 + 1), np.minimum(self.k1, query - self.d0 + 1)
 
     def summed(self, weights: IntArray, step: int) -> IntArray:
-        """For each stripe of queries the sum over the stripes of keys that it meets. Shape (step,)."""
+        """Return for each stripe of queries the sum over the stripes of keys that it meets. Shape (step,)."""
         # Stripe a meets ``f(a - d0 + 1) - f(a - d1 + 1)`` of a cell with ``f(t) = max(t - k0, 0) - max(t - k1, 0)``:
         # four ramps, each from its knot on, of which slopes and values are summed up.
         slopes, values = np.zeros((2, step + 1), np.int64)
@@ -138,9 +136,7 @@ def stripe_cells(step: int, q_count: int, k_count: int, regions: IntArray, query
 def stripe_hulls(
     queries: IntArray, keys: IntArray, step: int, q_count: int, k_count: int, regions: IntArray
 ) -> IntArray:
-    """First index of a stripe of keys that a stripe of queries sees, and minus one past the last; both at least
-    ``k_count`` where it sees none. Shape (2, pairs).
-    """
+    """Return first and minus one past the last key that a query stripe sees, ``k_count`` if none. (2, pairs)."""
     found = np.full((2, len(queries)), k_count, np.int64)
     able = np.flatnonzero(_differences(step, regions)[(queries - keys) % step])
     for side, sign in ((0, 1), (1, -1)):
@@ -158,7 +154,6 @@ def stripe_hulls(
 
 
 def _differences(step: int, regions: IntArray) -> NDArray[np.bool_]:
-    """Whether any region has a query and a key whose positions differ by so much, modulo ``step``."""
     q0, q1, k0, k1, low, high = regions.T
     low, high = np.maximum(low, q0 - k1 + 1), np.minimum(high, q1 - 1 - k0)
     opened = np.zeros(2 * step + 1, np.int64)
@@ -169,7 +164,6 @@ def _differences(step: int, regions: IntArray) -> NDArray[np.bool_]:
 
 
 def transposed(regions: IntArray) -> IntArray:
-    """Keys for queries: ``k - q`` instead of ``q - k``."""
     return regions[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])
 
 
@@ -217,7 +211,7 @@ def _run_bands(mine: Runs, blocks: Runs, count: int, regions: IntArray, passes_q
 
 
 def _stripe_bands(cells: Cells, query: int, keys: IntArray, passes_queries: bool) -> Iterator[tuple[Tile, ...]]:
-    """The tiles of one stripe against each of some others. Ranks whose tile of a region is the same share it."""
+    """Yield one stripe's tiles against each of some others; ranks with the same tile of a region share it."""
     bounds = _bounds(cells.met, passes_queries)
     first, stop = (keys.searchsorted(each).astype(np.int32) for each in cells.keys_of(query))
     # In the order of tiles, so that those of each rank are.
@@ -240,7 +234,7 @@ def _stripe_bands(cells: Cells, query: int, keys: IntArray, passes_queries: bool
 
 
 def _touching(tiles: list[Tile], bounds: IntArray) -> Iterator[tuple[int, int]]:
-    """Tiles beside or above a FULL one of the same rows or keys: of those without such, ``join`` makes nothing else."""
+    """Yield indices of tiles beside or above a FULL one of the same rows or keys: only those can ``join``."""
     q0, q1, k0, k1, lo, hi = bounds
     above: dict[tuple[int, int, int], list[int]] = {}
     beside: dict[tuple[int, int, int], list[int]] = {}
@@ -254,7 +248,7 @@ def _touching(tiles: list[Tile], bounds: IntArray) -> Iterator[tuple[int, int]]:
 
 
 def _bounds(met: IntArray, passes_queries: bool) -> IntArray:
-    """The fields of the tiles of some meetings, one row each. Bounds that do not bind get one value, as in ``cut``."""
+    """Return fields of some meetings' tiles, one row each; loose bounds get one value, as in ``cut``."""
     i0, i1, j0, j1, lo, hi = met
     lo, hi = np.maximum(lo - i0 + j0, 1 - (j1 - j0)), np.minimum(hi - i0 + j0, i1 - i0 - 1)
     return np.stack((j0, j1, i0, i1, -hi, -lo) if passes_queries else (i0, i1, j0, j1, lo, hi))

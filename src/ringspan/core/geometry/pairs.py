@@ -1,4 +1,4 @@
-"""How many keys the queries before a position see: work as a function that is exact for every mask.
+"""Number of keys that queries before a position see: work as a function that is exact for every mask.
 
 Query q of a region sees ``clip(q - lo + 1, k0, k1) - clip(q - hi, k0, k1)`` keys, since lo <= hi; summed over queries
 in closed form. R regions.
@@ -25,9 +25,9 @@ class Stretches:
     stops: IntArray
     pairs: IntArray
     regions: IntArray
-    """In the order of the stretches that they are in. Shape (R, 6)."""
+    """Regions in the order of their stretches. Shape (R, 6)."""
     first_region: IntArray
-    """Of each stretch, and the number of regions at the end."""
+    """First region of each stretch, and the number of regions at the end."""
 
     def before(self, stretch: int, positions: IntArray) -> IntArray:
         """Allowed pairs of a stretch whose query lies before each position. Shape of ``positions``."""
@@ -75,9 +75,7 @@ def _clipped(first: IntArray, last: IntArray, shift: IntArray, k0: IntArray, k1:
 
 
 def _bound(regions: IntArray) -> IntArray:
-    """Regions cut to the queries that see a key and the keys that are seen, with bounds no farther away than the
-    rectangle reaches; those without a pair are left out.
-    """
+    """Cut regions to queries and keys that have pairs, bounds to the rectangle; drop empty ones."""
     q0, q1, k0, k1, lo, hi = regions.T.copy()
     for _ in range(2):
         q0, q1 = np.maximum(q0, k0 + lo), np.minimum(q1, k1 + hi)

@@ -1,4 +1,4 @@
-"""Which rank gets which document: whole where it fits, and over as few ranks as balance allows.
+"""Placement of documents on ranks: whole where it fits, and over as few ranks as balance allows.
 
 Documents (``Stretches``) are placed from the most work per token to the least. What counts of a rank is its excess: the
 work that it lacks beyond what it would get if all its free tokens were filled with the average of the documents still
@@ -61,10 +61,8 @@ class Placing:
         level(self.some, self.cuts, self.lacking, self.slack, self.over)
 
     def _place_large(self, documents: IntArray, densities: list[float]) -> None:
-        """Documents that are much of a rank's work: whole if what comes can then still balance all ranks.
-
-        What can be balanced after some documents can be before the last of them. So ever more are placed at a time,
-        and fewer again where that fails.
+        """Place documents that are much of a rank's work whole, if what comes can still balance all ranks.
+        Balance is monotonic, so ever more are placed at a time, and fewer again where that fails.
         """
         done, together = 0, 1
         while done < len(documents):
@@ -89,7 +87,7 @@ class Placing:
         return max(self.slack, missing + more * self.slack)
 
     def _homes(self, documents: IntArray, densities: list[float]) -> list[int]:
-        """A rank for each document, as long as they fit: the one with the largest excess."""
+        """Choose a rank for each document, as long as they fit: the one with the largest excess."""
         homes: list[int] = []
         tokens, pairs = self.tokens[documents].tolist(), self.some.pairs[documents].tolist()
         for count, work, density in zip(tokens, pairs, densities, strict=True):
@@ -102,9 +100,7 @@ class Placing:
         return homes
 
     def _place(self, stretch: int, density: float) -> bool:
-        """A document that is much of a rank's work: whole on one rank if the others can then still be balanced by what
-        comes, which is returned, else over the fewest ranks for which that holds.
-        """
+        """Place a large document whole if the rest (returned) can balance the others, else over the fewest ranks."""
         tokens, pairs = int(self.tokens[stretch]), int(self.some.pairs[stretch])
         excess = self.lacking - density * self.free
         fits = self.free >= tokens
@@ -146,7 +142,7 @@ class Placing:
     def _shared(
         self, tokens: int, wanted: float, density: float, excess: FloatArray, ranks: IntArray
     ) -> tuple[IntArray, IntArray, FloatArray]:
-        """Tokens and work of a document for each of some ranks: by their excess, and what is more than that evenly."""
+        """Split tokens and work of a document over some ranks: by their excess, and any more evenly."""
         shares = np.maximum(excess[ranks], 0.0)
         shares += max(0.0, wanted - float(shares.sum())) / len(ranks)
         shares = shares / shares.sum() if shares.any() else np.full(len(ranks), 1 / len(ranks))
@@ -154,16 +150,13 @@ class Placing:
         return ranks, counts, density * counts + wanted * shares
 
     def _missing_after(self, ranks: IntArray, tokens: IntArray, work: FloatArray) -> float:
-        """``_missing`` after these ranks took so many tokens and so much work."""
         free, lacking = self.free.copy(), self.lacking.copy()
         free[ranks] -= tokens
         lacking[ranks] -= work
         return self._missing(free, lacking)
 
     def _missing(self, free: IntArray, lacking: FloatArray) -> float:
-        """By how much work ranks would be above the mean if documents still to come could be cut at will: the ranks
-        that need the least work per token get the least there is.
-        """
+        """Return the work above the mean if later documents could be cut at will, least work per token first."""
         needed = np.where(free > 0, lacking / np.maximum(free, 1), np.where(lacking < 0, -np.inf, np.inf))
         order = np.argsort(needed, kind="stable")
         least = np.interp(free[order].cumsum(), self.least_tokens, self.least_pairs)
@@ -184,7 +177,7 @@ class Placing:
         self.missing = self._missing(self.free, self.lacking)
 
     def _place_small(self, documents: IntArray, density: float) -> None:
-        """Each document to the rank with the largest excess that has room for it, or in pieces where none has."""
+        """Place each document on the rank with the largest excess that has room for it, or in pieces where none has."""
         excess = self.lacking - density * self.free
         # There are thousands of them, and Python reads one number at a time faster from a list than from an array.
         free, lacking = self.free.tolist(), self.lacking.tolist()
@@ -212,7 +205,7 @@ class Placing:
         self.lacking[:] = lacking
 
     def _fill(self, stretch: int) -> Cut:
-        """A document with little work that fits nowhere: runs of it, to the ranks with the most room."""
+        """Place runs of a document with little work that fits nowhere on the ranks with the most room."""
         ranks = np.argsort(-self.free, kind="stable")
         filled = self.free[ranks].cumsum()
         tokens = int(self.tokens[stretch])
@@ -240,7 +233,7 @@ class Placing:
 
 
 def _split(tokens: int, shares: FloatArray, free: IntArray) -> IntArray:
-    """Whole numbers in proportion to the shares, none above what is free, that add up to ``tokens``."""
+    """Return whole numbers in proportion to the shares, none above what is free, that add up to ``tokens``."""
     counts = np.zeros(len(shares), np.int64)
     left = tokens
     weights = np.where(shares > 0, shares, 1e-9 * max(1.0, float(shares.max(initial=0.0))))

@@ -6,7 +6,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def union(*sets: Iterable[tuple[int, int]]) -> Ranges:
-    """Every index in any of the sets; overlapping and touching ranges become one."""
+    """Return every index in any of the sets; overlapping and touching ranges become one."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(one for ranges in sets for one in ranges if one[0] < one[1]):
         if joined and start <= joined[-1][1]:
@@ -17,7 +17,7 @@ def union(*sets: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def minus(a: Ranges, b: Ranges) -> Ranges:
-    """Indices of ``a`` that are not in ``b``."""
+    """Return the indices of ``a`` that are not in ``b``."""
     rest: list[tuple[int, int]] = []
     for start, stop in a:
         for cut_start, cut_stop in b:
@@ -30,7 +30,7 @@ def minus(a: Ranges, b: Ranges) -> Ranges:
 
 
 def size(ranges: Ranges) -> int:
-    """How many indices."""
+    """Return the number of indices."""
     total = 0
     for start, stop in ranges:
         total += stop - start
@@ -38,7 +38,7 @@ def size(ranges: Ranges) -> int:
 
 
 def offset(ranges: Ranges, index: int) -> int:
-    """Where ``index`` is stored when the ranges are packed one behind the other."""
+    """Return where ``index`` is stored when the ranges are packed one behind the other."""
     packed = 0
     for start, stop in ranges:
         if start <= index < stop:

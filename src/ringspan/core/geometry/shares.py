@@ -1,4 +1,4 @@
-"""Which rank holds which positions of a sequence that grows while it is read and written: the shares of a cache.
+"""Shares of a cache: positions that each rank holds of a sequence that grows while it is read and written.
 
 Pure bookkeeping that every rank does alike, so that each knows what all of them hold. N ranks. New tokens come in two
 ways: many at once are split over the ranks like a sequence of their own, in 2N pieces of which rank r gets pieces r and
@@ -16,7 +16,7 @@ Runs = tuple[tuple[int, int], ...]  # (start, count) of consecutive positions, i
 
 
 class Shares:
-    """What each rank holds of positions 0 to ``length - 1``: runs in increasing order, which only grow at their end."""
+    """Runs of positions 0 to ``length - 1`` that each rank holds, in increasing order; they only grow at their end."""
 
     def __init__(self, ranks: int) -> None:
         self.length = 0
@@ -28,7 +28,7 @@ class Shares:
         return len(self._runs)
 
     def counts(self, first: int = 0) -> tuple[int, ...]:
-        """Tokens of each rank from position ``first`` on."""
+        """Count tokens of each rank from position ``first`` on."""
         return tuple(sum(count for _, count in runs_from(runs, first)) for runs in self._runs)
 
     def split(self, count: int) -> CustomLayout:
@@ -72,14 +72,11 @@ class Shares:
         self.length, self._left = min(self.length, length), 0
 
     def held(self, first: int = 0) -> CustomLayout:
-        """All positions from ``first`` on, each where it is; a rank without any holds one of padding, since there are
-        models that cannot compute with no token.
-        """
+        """Return all positions from ``first`` on; an empty rank holds one of padding, as some models need a token."""
         held = (list(runs_from(runs, first)) for runs in self._runs)
         return CustomLayout.of((runs or [(self.length + rank, 1)] for rank, runs in enumerate(held)), self.length)
 
     def runs(self) -> tuple[Runs, ...]:
-        """The runs of each rank."""
         return tuple(map(tuple, self._runs))
 
     def _append(self, new: list[list[tuple[int, int]]]) -> None:
@@ -88,7 +85,6 @@ class Shares:
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
-    """The same positions, with runs that touch made one."""
     joined: list[tuple[int, int]] = []
     for start, count in runs:
         if joined and sum(joined[-1]) == start:
@@ -99,7 +95,7 @@ def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def runs_from(runs: Iterable[tuple[int, int]], first: int) -> Iterable[tuple[int, int]]:
-    """The part of some runs from position ``first`` on."""
+    """Yield the part of some runs from position ``first`` on."""
     for start, count in runs:
         if start + count > first:
             yield max(start, first), start + count - max(start, first)

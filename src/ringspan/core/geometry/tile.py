@@ -67,7 +67,7 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
         return self._pairs_from(self.lo) - self._pairs_from(self.hi + 1)
 
     def _pairs_from(self, bound: int) -> int:
-        """Pairs of the rectangle with ``i - j >= bound``: row i has clip(i - bound + 1, 0, num_keys) of them.
+        """Count pairs with ``i - j >= bound``: row i has clip(i - bound + 1, 0, num_keys) of them.
 
         Of 3 rows, 4 keys and bound -1 the rows have 2, 3 and 4.
         """
@@ -86,7 +86,7 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
         return Tile(self.q0 + rows, self.q1 + rows, self.k0 + keys, self.k1 + keys, self.lo, self.hi)
 
     def mirrored(self, num_rows: int, num_keys: int) -> "Tile":
-        """The tile when rows and columns of a ``num_rows x num_keys`` rectangle are counted from their ends."""
+        """Return the tile when rows and columns of a ``num_rows x num_keys`` rectangle are counted from their ends."""
         corner = self.num_rows - self.num_keys
         return Tile(
             num_rows - self.q1,
@@ -98,7 +98,7 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
         )
 
     def split(self) -> Iterator["Tile"]:
-        """The same pairs as tiles that flash kernels run: FULL, causal, or anticausal (causal when mirrored).
+        """Yield the same pairs as tiles that flash kernels run: FULL, causal, or anticausal (causal when mirrored).
 
         With a lower bound alone: at most one FULL rectangle (what the first row already sees, its diagonal excepted)
         and one causal tile. With an upper bound alone: the mirror image. With both, a band of width w: for every w rows
@@ -132,9 +132,7 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
 
 
 def cut(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None:
-    """The part of a rectangle with ``lo <= i - j <= hi`` (i, j counted as the rectangle is), trimmed; None when
-    empty.
-    """
+    """Return the part of a rectangle with ``lo <= i - j <= hi`` (counted as it is), trimmed; None if empty."""
     # Rows first that are out of reach of every key, then keys out of reach of every row that is left.
     q0, q1 = max(q0, k0 + lo), min(q1, k1 + hi)
     k0, k1 = max(k0, q0 - hi), min(k1, q1 - lo)
@@ -153,7 +151,7 @@ def meet(
     step: int,
     regions: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Where spans meet regions, all arguments broadcast together; ``regions`` has the columns of ``Mask.table`` first.
+    """Return where spans meet regions; arguments broadcast, ``regions`` has the columns of ``Mask.table`` first.
 
     Returns rows i0, i1, j0, j1, lo, hi: span-local rows and columns with absolute bounds ``lo <= i - j <= hi``, rows
     that see no key and keys that no row sees cut off. An empty meeting has ``i1 <= i0``.
@@ -173,7 +171,7 @@ def meet(
 
 
 def join(tiles: Iterable[Tile]) -> list[Tile]:
-    """Fewer, larger tiles with the same pairs: causal squares along a diagonal, and FULL rectangles side by side.
+    """Join tiles into fewer with the same pairs: causal squares along a diagonal, FULL rectangles side by side.
 
     Zigzag stores two chunks behind each other, so its own block comes as two triangles and a rectangle: one causal
     tile.

@@ -1,1 +1,1 @@
-"""What people read and write: lines, numbers, units, missing extras."""
+"""Text that people read and write: lines, numbers, units, missing extras."""

@@ -1,4 +1,4 @@
-"""What an installation leaves out: packages that come with an extra, and the line that says how to get it."""
+"""Optional packages, and the line that says how to install their extra."""
 
 from importlib.util import find_spec
 from typing import Final
@@ -20,18 +20,18 @@ EXTRAS: Final = {
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be imported; a folder of that name in the working directory is none."""
+    """Return whether a package can be imported; a folder of that name in the working directory is none."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def remedy(package: str) -> str:
-    """The extra that brings a package, and the command that installs it."""
+    """Return the extra that brings a package, and the command that installs it."""
     return f"the extra ringspan[{EXTRAS[package]}]: {command(package)}"
 
 
 def command(package: str) -> str:
-    """The command that installs the extra of a package; there is no release that a name would find."""
+    """Return the command that installs the extra of a package; there is no release that a name would find."""
     return f"pip install '.[{EXTRAS[package]}]' in a checkout of ringspan"
 
 

@@ -16,5 +16,5 @@ def shortened(text: str, limit: int = LIMIT) -> str:
 
 
 def one_line(error: BaseException, limit: int = LIMIT) -> str:
-    """What an exception says, shortened; its type where it says nothing."""
+    """Return the shortened message of an exception; its type if it has none."""
     return shortened(str(error), limit) or type(error).__name__

@@ -21,7 +21,7 @@ class Loan(NamedTuple):
 
 
 def reach_back(places: Sequence[Place], number: int, width: int, starts: Sequence[int]) -> int:
-    """How many of the ``width`` inputs before a span are of its first token's document."""
+    """Count those of the ``width`` inputs before a span that are of its first token's document."""
     lowest = starts[bisect_right(starts, places[number].start) - 1]
     found = 0
     while number and found < width and places[number - 1].end > lowest:
@@ -31,7 +31,7 @@ def reach_back(places: Sequence[Place], number: int, width: int, starts: Sequenc
 
 
 def halo_loans(places: Sequence[Place], width: int, starts_of_rows: Sequence[Sequence[int]]) -> tuple[Loan, ...]:
-    """Who has which inputs of the ``width`` before each span, by target and in the order of positions.
+    """Return who has which inputs of the ``width`` before each span, by target and in the order of positions.
 
     As far back as any sequence of the batch needs them; spans are in the order of their positions.
     """

@@ -21,7 +21,7 @@ CHAIN_SPANS: Final = 8
 
 
 class Message(NamedTuple):
-    """What one span sends another one behind it, and what becomes of it.
+    """Message of one span to another one behind it, and its use there.
 
     ``has_map``: A comes with B, because the sender's is not the whole prefix yet. ``composes``: the target's map is
     applied behind it. ``is_state``: it is the state that the target takes.
@@ -38,7 +38,7 @@ Rounds = tuple[tuple[Message, ...], ...]
 
 
 def scan_rounds(links: Links, *, chain_spans: int = CHAIN_SPANS) -> Rounds:
-    """Rounds of messages after which each span that takes a state has it. A round's messages hold what was before it.
+    """Return rounds of messages that give each span its state. A round's messages hold what was before it.
 
     Spans are in the order in which states go through them; one that does not pass states on has A = 0.
     """
@@ -52,7 +52,7 @@ def scan_rounds(links: Links, *, chain_spans: int = CHAIN_SPANS) -> Rounds:
 
 
 def _runs(links: Links) -> Iterator[tuple[int, int]]:
-    """First and last span of each run that a state goes through: the first one's prefix needs nobody."""
+    """Yield first and last span of each run that a state goes through; the first prefix needs nobody."""
     first = 0
     for span in range(1, len(links.takes) + 1):
         takes = span < len(links.takes) and links.takes[span]
@@ -71,7 +71,6 @@ def _chain(first: int, last: int) -> Iterator[tuple[int, Message]]:
 
 
 def _doubling(first: int, spans: int) -> Iterator[tuple[int, Message]]:
-    """Prefixes of ``spans`` spans from ``first`` on, and their delivery to the next ones."""
     delivered: set[int] = set()
     number, reach = 0, 1
     while reach < spans:
@@ -93,6 +92,6 @@ def _doubling(first: int, spans: int) -> Iterator[tuple[int, Message]]:
 
 
 def sent_states(rounds: Rounds, owners: list[int]) -> int:
-    """How many states, and maps of a state's size, travel between different ranks."""
+    """Count states, and maps of a state's size, that travel between different ranks."""
     messages = (message for each in rounds for message in each)
     return sum(1 + message.has_map for message in messages if owners[message.source] != owners[message.target])

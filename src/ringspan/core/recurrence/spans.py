@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 def places_of(layout: Layout) -> tuple[Place, ...]:
-    """All spans of a layout in the order of their positions.
+    """Return all spans of a layout in the order of their positions.
 
     Raises:
         LayoutError: the tokens of a rank are not consecutive (striped): each would need the state of another rank.
@@ -59,7 +59,7 @@ def places_of(layout: Layout) -> tuple[Place, ...]:
 
 
 def pieces_of(place: Place, starts: Sequence[int]) -> tuple[Piece, ...]:
-    """The pieces of a span; ``starts`` are the positions at which documents begin, in increasing order, 0 the first."""
+    """Return the pieces of a span; ``starts`` are where documents begin, in increasing order, 0 the first."""
     inside = starts[bisect_right(starts, place.start) : bisect_left(starts, place.end)]
     cuts = [place.start, *inside, place.end]
     begins = [begins_at(place.start, starts), *(True for _ in inside)]
@@ -70,23 +70,23 @@ def pieces_of(place: Place, starts: Sequence[int]) -> tuple[Piece, ...]:
 
 
 def begins_at(position: int, starts: Sequence[int]) -> bool:
-    """Whether a document begins at a position."""
+    """Return whether a document begins at a position."""
     found = bisect_left(starts, position)
     return found < len(starts) and starts[found] == position
 
 
 def continues(places: Sequence[Place], number: int, starts: Sequence[int]) -> bool:
-    """Whether a span continues a document of the span before, whose state it takes."""
+    """Return whether a span continues a document of the span before, whose state it takes."""
     return number > 0 and not begins_at(places[number].start, starts)
 
 
 def passes(places: Sequence[Place], number: int, starts: Sequence[int]) -> bool:
-    """Whether the state that a span takes goes on behind it, since no document begins in it."""
+    """Return whether the state that a span takes goes on behind it, since no document begins in it."""
     return continues(places, number, starts) and len(pieces_of(places[number], starts)) == 1
 
 
 class Links(NamedTuple):
-    """For each span, in the order of positions, whether any sequence of a batch
+    """Flags of each span, in the order of positions: whether any sequence of a batch
 
     ``takes``: continues a document of the span before, whose state it needs;
     ``passes``: hands what it takes on to its end, since no document begins in it.
@@ -97,13 +97,13 @@ class Links(NamedTuple):
 
     @property
     def reverse(self) -> "Links":
-        """Those of the gradients of states, which come from the last span and go to the first one."""
+        """Return the links of the gradients of states, which go from the last span to the first one."""
         behind = (*self.takes[1:], False)
         return Links(behind[::-1], self.passes[::-1])
 
 
 def links_of(places: Sequence[Place], starts_of_rows: Sequence[Sequence[int]]) -> Links:
-    """The links between spans, for the starts of the documents of each sequence of a batch."""
+    """Return the links between spans, for the starts of the documents of each sequence of a batch."""
     numbers = range(len(places))
     return Links(
         tuple(any(continues(places, number, starts) for starts in starts_of_rows) for number in numbers),

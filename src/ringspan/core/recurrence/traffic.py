@@ -1,4 +1,4 @@
-"""What ranks send each other for a layer with a state, or a convolution, whose tokens are split into spans.
+"""Traffic between ranks for a layer with a state, or a convolution, whose tokens are split into spans.
 
 Read off the rounds and loans that back ends carry out (``scan``, ``halo``), so that a planner counts what travels.
 """
@@ -22,8 +22,7 @@ class Sent(NamedTuple):
 
 
 def state_messages(layout: Layout, state: int, map_: int, *, reverse: bool = False) -> Iterator[Sent]:
-    """The states of one sequence in a forward pass, of ``state`` numbers and, where maps go with them, ``map_`` more;
-    or their gradients in a backward pass.
+    """Yield one sequence's states in forward (``state`` numbers, ``map_`` more with a map), or gradients in backward.
 
     Raises:
         LayoutError: tokens of a rank are not consecutive.
@@ -39,8 +38,7 @@ def state_messages(layout: Layout, state: int, map_: int, *, reverse: bool = Fal
 
 
 def halo_messages(layout: Layout, channels: int, width: int, *, reverse: bool = False) -> Iterator[Sent]:
-    """The ``width`` inputs before each span of one sequence, of ``channels`` numbers; or their gradients on the way
-    back.
+    """Yield the ``width`` inputs before each span of a sequence, ``channels`` numbers each; or their gradients.
 
     Raises:
         LayoutError: tokens of a rank are not consecutive.

@@ -1,4 +1,4 @@
-"""Which route takes least time, by ``ringspan.core.schedule.timing``, and how many heads go round at once."""
+"""Choice of the quickest route, by ``ringspan.core.schedule.timing``, and of the heads that go round at once."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Choice:
 def choose_route(
     layout: Layout, mask: Mask, shape: Shape, speeds: Speeds, keys: Layout | None = None, *, comm_dtype: str = "exact"
 ) -> Choice:
-    """The quickest route by the model; the one with the smaller messages of two rings unless another is clearly
+    """Return the quickest route by the model; of the two rings the smaller messages unless one is clearly quicker.
     quicker.
 
     The rings are that of keys and values and, where queries, out and lse are fewer bytes, that of queries. Further
@@ -65,9 +65,7 @@ def choose_route(
 
 
 def cheaper_route(queries: Layout, keys: Layout, mask: Mask, shape: Shape) -> str:
-    """``ring`` or ``pass-q``, whichever sends fewer bytes, for new tokens over a cache: new keys that see no old ones
-    travel, and beside a long cache the queries and their results do.
-    """
+    """Return ``ring`` or ``pass-q``, whichever sends fewer bytes, for new tokens over a cache that stays."""
     everyone = range(queries.ranks)
     return min(("ring", "pass-q"), key=lambda route: sent_bytes(queries, keys, mask, route, shape, everyone))
 
@@ -87,7 +85,6 @@ def other_routes(ranks: int, shape: Shape, ranks_per_node: int) -> Iterator[str]
 
 
 def splits(shape: Shape, members: int) -> bool:
-    """Whether Ulysses groups of so many ranks can share the heads."""
     try:
         member_heads(shape.heads, shape.kv_heads, members)
     except UnsupportedError:
@@ -98,7 +95,7 @@ def splits(shape: Shape, members: int) -> bool:
 def head_groups(
     num_heads: int, num_kv_heads: int, ranks: int, tile_pairs: int, *, on_cpu: bool, blocks: int = 2, at_once: int = 1
 ) -> int:
-    """How many groups of heads to go through one after the other: the same number on every rank.
+    """Return the number of groups of heads that run one after the other: the same on every rank.
 
     So many that ``blocks`` blocks of one group weigh no more than two of all heads, as far as there are key/value
     heads. Beyond that up to eight, so that blocks are small and the last gradients of a group travel while the next one
@@ -133,17 +130,15 @@ def check_segments(checkpoint: str, layers_per_checkpoint: int) -> None:
 
 
 def num_inputs(layers: int, layers_per_checkpoint: int) -> int:
-    """How many layers' inputs are there at most when so many layers share one: those kept, and in backward those that
-    are made again for one segment.
-    """
+    """Return the most layer inputs held when so many layers share one: kept, and one segment's recomputed."""
     return -(-layers // layers_per_checkpoint) + layers_per_checkpoint - 1
 
 
 def frugal_segment(layers: int) -> int:
-    """The smallest ``layers_per_checkpoint`` with the fewest inputs: about the root of the number of layers."""
+    """Return the smallest ``layers_per_checkpoint`` with the fewest inputs: about the root of the number of layers."""
     return min(range(1, layers + 1), key=lambda size: num_inputs(layers, size))
 
 
 def segment_sizes(layers: int) -> tuple[int, ...]:
-    """The values of ``layers_per_checkpoint`` that are worth weighing: alone, in twos, or what keeps least."""
+    """Return the values of ``layers_per_checkpoint`` that are worth weighing: alone, in twos, or what keeps least."""
     return tuple(sorted({1, min(2, layers), frugal_segment(layers)}))

@@ -50,7 +50,6 @@ class Part:
 
     @property
     def group(self) -> Shape:
-        """The sizes of one group of heads."""
         shape = self.shape
         return replace(shape, heads=shape.heads // self.head_groups, kv_heads=shape.kv_heads // self.head_groups)
 
@@ -68,7 +67,7 @@ class Buffer:
 
 
 class Message(NamedTuple):
-    """What goes to, or comes from, a peer."""
+    """Message to, or from, a peer."""
 
     peer: int
     buffer: Buffer
@@ -121,7 +120,7 @@ Steps = Generator[Event, None, _T]
 
 
 def forward(part: Part) -> Iterator[Event]:
-    """The events of a forward pass."""
+    """Yield the events of a forward pass."""
     last: list[Buffer] = []  # sums, and what arrived last: variables until the next group has its own
     for number in range(part.head_groups):
         last = yield from _Walk(part, number).forward(last)
@@ -143,8 +142,6 @@ def backward(part: Part) -> Iterator[Event]:
 
 @dataclass
 class _Transfer:
-    """What is sent is held until it is over."""
-
     number: int
     sends: list[Buffer]
     is_over: bool
@@ -163,16 +160,14 @@ class _Sum:
         self._rows: Ranges = ()
 
     def touch(self, start: int, stop: int) -> bool:
-        """Whether none of these rows has a partial yet; now they have."""
+        """Mark rows as touched; return whether none of them had a partial."""
         missing = size(minus(((start, stop),), self._rows))
         self._rows = union(self._rows, ((start, stop),))
         return missing == stop - start
 
 
 class _Walk:
-    """One group of heads on its way through the hops. What a variable of the loop holds is dropped where the loop
-    deletes it or puts something else there.
-    """
+    """One group of heads on its way through the hops; holders are dropped where the loop drops its variables."""
 
     def __init__(self, part: Part, number: int) -> None:
         self.part, self.shape, self.hops = part, part.group, part.schedule.hops
@@ -189,7 +184,7 @@ class _Walk:
         self.sums = Buffer(0)  # of dk and dv
 
     def forward(self, last: list[Buffer]) -> Steps[list[Buffer]]:
-        """``last`` are the sums of the group before and what arrived last in it; returns those of this one."""
+        """Run forward; ``last`` are the former group's sums and last arrival; return those of this one."""
         shape, part = self.shape, self.part
         row = shape.batch * shape.heads * shape.sum_itemsize
         partial = row * (shape.value_dim + 1)
@@ -259,7 +254,6 @@ class _Walk:
         yield from _drop(block, *arrived, of_queries)
 
     def finish(self) -> Iterator[Event]:
-        """Wait for what other ranks send back, and have dk and dv."""
         yield from self._collect()
         yield from _drop(self.sums)
 
@@ -289,7 +283,6 @@ class _Walk:
         return _pack(whole, ranges, self.sent_token, self.factors, can_hand_on=whole is not self.own)
 
     def _encode(self) -> Steps[Buffer]:
-        """A rank's own block as it is sent."""
         coded = yield from _make(self.sent_token * size(self.own.ranges) + self.factors, self.own.ranges)
         if self.is_scaled:  # a float32 copy of keys or of values, their absolute values and the largest of these
             number, copies = max(self._parts(size(self.own.ranges))), 2 if self.shape.itemsize != _FLOAT32 else 1
@@ -297,7 +290,7 @@ class _Walk:
         return coded
 
     def _decode(self, coded: Buffer) -> Steps[Buffer]:
-        """What arrived as it is computed with: ``coded`` itself where it needs no converting."""
+        """Decode what arrived for computing: ``coded`` itself where it needs no converting."""
         if not self.is_converted:
             coded.holders += 1
             return coded
@@ -309,7 +302,6 @@ class _Walk:
         return (yield from _make(itemsize * self.numbers * number, coded.ranges))
 
     def _parts(self, tokens: int) -> tuple[int, int]:
-        """Numbers of some tokens' keys and of their values."""
         heads = tokens * self.shape.batch * self.shape.kv_heads
         return heads * self.shape.head_dim, heads * self.shape.value_dim
 
@@ -330,7 +322,7 @@ class _Walk:
         return [_Coming(transfer, arrival) for arrival in arrivals]
 
     def _wait(self, coming: _Coming, factors: int = 0) -> Steps[Buffer]:
-        """What has arrived; where nothing has, a block of no tokens."""
+        """Return what has arrived, or else a block of no tokens."""
         transfer = coming.transfer
         if not transfer.is_over:
             yield Wait(transfer.number)
@@ -376,7 +368,6 @@ def _make(num_bytes: int, ranges: Ranges = (), *, is_sum: bool = False) -> Steps
 
 
 def _drop(*buffers: Buffer) -> Iterator[Free]:
-    """A holder less each; what nobody holds is free."""
     for buffer in buffers:
         buffer.holders -= 1
         if buffer.num_bytes and not buffer.holders:
@@ -384,7 +375,6 @@ def _drop(*buffers: Buffer) -> Iterator[Free]:
 
 
 def _held(coming: list[_Coming]) -> list[Buffer]:
-    """What arrives, held once more."""
     arrivals = [each.arrival for each in coming if each.arrival]
     for arrival in arrivals:
         arrival.holders += 1
@@ -392,7 +382,6 @@ def _held(coming: list[_Coming]) -> list[Buffer]:
 
 
 def _pack(whole: Buffer, ranges: Ranges, token: int, factors: int = 0, *, can_hand_on: bool = True) -> Steps[Buffer]:
-    """A block cut down to some ranges: itself where nothing is cut."""
     if can_hand_on and ranges == whole.ranges:
         whole.holders += 1
         return whole

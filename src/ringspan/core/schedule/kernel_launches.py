@@ -1,4 +1,4 @@
-"""Which tiles one call of a kernel computes: pure arithmetic, cached, since every step of a training asks the same."""
+"""Tiles that one call of a kernel computes: pure arithmetic, cached, since every training step asks the same."""
 
 from bisect import bisect
 from collections.abc import Callable, Iterator
@@ -49,29 +49,26 @@ KernelLaunches = tuple[KernelLaunch, ...]
 
 @lru_cache(_CACHED)
 def keys_a_row(tiles: tuple[Tile, ...]) -> float:
-    """How many keys a row of some tiles sees on average; 0 of no tiles."""
+    """Return the keys that a row of some tiles sees on average; 0 of no tiles."""
     rows = sum(tile.num_rows for tile in tiles)
     return sum(tile.num_pairs for tile in tiles) / rows if rows else 0.0
 
 
 @lru_cache(_CACHED)
 def bands(tiles: tuple[Tile, ...]) -> KernelLaunches:
-    """A call per tile, whatever its band."""
+    """Return a call per tile, whatever its band."""
     return tuple(KernelLaunch.of(tile) for tile in tiles)
 
 
 @lru_cache(_CACHED)
 def pieces(tiles: tuple[Tile, ...]) -> KernelLaunches:
-    """A call for each FULL, causal or anticausal piece."""
+    """Return a call for each FULL, causal or anticausal piece."""
     return tuple(KernelLaunch.of(piece) for tile in tiles for piece in tile.split())
 
 
 @lru_cache(_CACHED)
 def squares(tiles: tuple[Tile, ...]) -> KernelLaunches:
-    """A call for each FULL or square causal piece, or the mirror image of one.
-
-    What a kernel takes for the corner of a triangle matters only where there are more rows than keys, or fewer.
-    """
+    """Return a call for each FULL or square causal piece, or its mirror image; kernels differ on other corners."""
     return tuple(KernelLaunch.of(square) for tile in tiles for piece in tile.split() for square in _square(piece))
 
 
@@ -88,8 +85,8 @@ def _square(tile: Tile) -> tuple[Tile, ...]:
 
 
 class Window(NamedTuple):
-    """A band as flash-attn's kernels are told it: keys ``row + shift - left`` to ``row + shift + right``, where the
-    shift ``num_keys - num_rows`` puts row and key at the end beside each other; -1 for no bound.
+    """Band in flash-attn's terms: keys ``row + shift - left`` to ``row + shift + right``, -1 for no bound; the shift
+    ``num_keys - num_rows`` aligns the ends.
     """
 
     left: int
@@ -103,7 +100,7 @@ class Window(NamedTuple):
 
 @lru_cache(_CACHED)
 def chains(tiles: tuple[Tile, ...]) -> KernelLaunches:
-    """A call for tiles with the same window that lie behind each other in rows and keys: packed documents."""
+    """Return a call for tiles with the same window that lie behind each other in rows and keys: packed documents."""
     found: dict[Window, list[list[Tile]]] = {}
     for tile in sorted(tiles):
         same = found.setdefault(Window.of(tile), [])
@@ -118,7 +115,7 @@ def chains(tiles: tuple[Tile, ...]) -> KernelLaunches:
 
 @lru_cache(_CACHED)
 def windows(tiles: tuple[Tile, ...]) -> KernelLaunches:
-    """As ``chains``, of windows that FlashAttention 2 reads as they are meant, and squares instead of the others.
+    """Return ``chains`` of windows that FlashAttention 2 reads as they are meant, and squares for the others.
 
     It takes a bound on the right of ``num_keys`` or more for none, and none beside one on the left for ``num_keys``.
     Where there are more rows than keys the one would bind, and so does the other: the first rows would see keys that
@@ -134,7 +131,6 @@ def _readable(tile: Tile) -> tuple[Tile, ...]:
 
 @lru_cache(_CACHED)
 def whole(tiles: tuple[Tile, ...]) -> KernelLaunches:
-    """One call."""
     return (KernelLaunch.of(*tiles),) if tiles else ()
 
 
@@ -144,9 +140,7 @@ def within_ranges(
     *packed: Ranges,
     passes_queries: bool = False,
 ) -> Iterator[KernelLaunch]:
-    """The calls that compute the tiles of a hop. The keys of one call (where blocks are queries, its rows) lie within
-    one range of all that is packed by ranges, so that they are neighbours there too.
-    """
+    """Yield the calls for a hop's tiles, each within one packed range of keys (of rows, where blocks are queries)."""
     groups: dict[tuple[int, ...], list[Tile]] = {}
     for tile in tiles:
         first = tile.q0 if passes_queries else tile.k0

@@ -24,7 +24,7 @@ _MOST_PAIRS: Final = 1 << 15  # of ranks in one numpy call
 
 @dataclass(frozen=True)
 class Paths:
-    """What is sent of every owner's block: a hull of storage indices for each of its spans that other ranks need.
+    """Parts sent of every owner's block: a hull of storage indices for each of its spans that other ranks need.
 
     Only hops at which a rank needs anything of an owner's block have a place, and rows, one per span: ``place`` (hops,
     owners) is its number or -1, and ``first`` its first row. A hull is its first index and minus the one past its last,
@@ -46,7 +46,7 @@ class Paths:
 
     @cached_property
     def gradients(self) -> tuple[IntArray, IntArray]:
-        """What of a block's gradient the rank of a hop holds, and what of that it gets from the rank before it."""
+        """Return the parts of a block's gradient that the rank of a hop holds, and gets from the rank before it."""
         # A gradient covers what its ranks have seen so far, so it grows on its way as the block shrinks. A rank that no
         # longer gets some rows of the block cannot add to theirs: they go to the owner from here (``Hop``).
         held, handed_on = self.needed.copy(), np.full_like(self.needed, self.nothing)
@@ -71,7 +71,6 @@ class Paths:
                 yield hop, slice(start, end), slice(rows[hop - 1], rows[hop])
 
     def _of_rows(self, values: NDArray[np.bool_], places: slice) -> NDArray[np.bool_]:
-        """Of each row of some places what each place is given."""
         counts = np.diff(self.first[places.start : places.stop + 1])
         return values[places] if counts.sum() == len(counts) else values[places].repeat(counts)
 
@@ -101,7 +100,7 @@ class Paths:
         return union([(start, -minus_stop) for start, minus_stop in bounds])
 
     def tokens(self, hulls: IntArray) -> IntArray:
-        """How many tokens they are of every owner at every hop. Shape (hops, owners)."""
+        """Count their tokens of every owner at every hop. Shape (hops, owners)."""
         found = np.zeros(self.place.shape, np.int64)
         if len(self.is_straight):
             found[self.place >= 0] = np.add.reduceat(_sizes(hulls), self.first[:-1])
@@ -109,7 +108,7 @@ class Paths:
 
     @cached_property
     def source(self) -> IntArray:
-        """Which rank sends a rank its block of a hop. Shape (hops, ranks)."""
+        """Return which rank sends a rank its block of a hop. Shape (hops, ranks)."""
         way = self.itinerary
         place = np.take_along_axis(self.place, way.owner, 1)
         return np.where(np.append(self.is_straight, False)[place], way.owner, way.source)
@@ -117,7 +116,7 @@ class Paths:
 
 @lru_cache(maxsize=8)  # each is of all ranks
 def find_paths(layout: Layout, keys: Layout, mask: Mask, route: Route) -> Paths:
-    """The paths of all blocks of an attention on a route without Ulysses groups."""
+    """Return the paths of all blocks of an attention on a route without Ulysses groups."""
     needs = _needed(layout, keys, mask, route.passes_queries)
     blocks = layout if route.passes_queries else keys
     tokens = np.array([blocks.tokens_of(owner) for owner in range(blocks.ranks)])
@@ -127,15 +126,13 @@ def find_paths(layout: Layout, keys: Layout, mask: Mask, route: Route) -> Paths:
 
 
 def _tokens_and_hops(paths: Paths) -> tuple[int, int]:
-    """How many tokens are sent, and the hops at which they arrive, summed up."""
+    """Sum up the tokens that are sent, and the hops at which they arrive."""
     sent = paths.tokens(paths.carried).sum(1)
     return int(sent.sum()), int(sent @ np.arange(len(sent)))
 
 
 class _Needs(NamedTuple):
-    """What of their blocks other ranks need. Each pair of owner and visitor that do, in order, has a row for every span
-    of the owner that any other rank needs, from ``first`` on; hulls as in ``Paths``.
-    """
+    """Parts of blocks that other ranks need: rows per owner, visitor and span from ``first`` on, as in ``Paths``."""
 
     owner: IntArray
     visitor: IntArray
@@ -146,7 +143,6 @@ class _Needs(NamedTuple):
 
 
 def _paths_along(needs: _Needs, way: Itinerary, tokens: IntArray) -> Paths:
-    """Order the needs by hop; ``tokens`` are those of each owner."""
     numbers = np.full((len(tokens), len(tokens)), -1, needs.hulls.dtype)
     numbers[needs.owner, needs.visitor] = np.arange(len(needs.owner))
     place = numbers[np.arange(len(tokens)), way.visitor]
@@ -171,16 +167,14 @@ def _paths_along(needs: _Needs, way: Itinerary, tokens: IntArray) -> Paths:
 
 
 class Arrivals(NamedTuple):
-    """Who sends every rank something at every hop, and how many tokens of it; both (hops, ranks)."""
+    """Sender to every rank at every hop, and the number tokens of it; both (hops, ranks)."""
 
     peers: IntArray
     tokens: IntArray
 
 
 class Loads(NamedTuple):
-    """What every rank computes, in pairs or a few more (ranks,), and what it gets: the fields ``arrives``,
-    ``gradient_in`` and ``from_visitor`` of all hops of all ranks.
-    """
+    """Load of every rank: pairs or a few more (ranks,), and ``arrives``, ``gradient_in``, ``from_visitor`` by hop."""
 
     pairs: IntArray
     blocks: Arrivals
@@ -189,7 +183,7 @@ class Loads(NamedTuple):
 
 
 def loads(layout: Layout, mask: Mask, key_layout: Layout, route: Route) -> Loads:
-    """What an attention asks of all ranks, without their tiles."""
+    """Return what an attention asks of all ranks, without their tiles."""
     paths = find_paths(layout, key_layout, mask, route)
     way = paths.itinerary
     carried, gradient, handed_on = map(paths.tokens, (paths.carried, *paths.gradients))
@@ -210,9 +204,7 @@ def part_of(half: IntArray, tokens: IntArray) -> tuple[IntArray, IntArray]:
 
 @lru_cache(maxsize=8)
 def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> _Needs:
-    """What the ranks that see it need of each owner's keys, the pairs of each visitor, and of a mean meeting of two
-    spans and a region. With queries as blocks, of those that see its keys.
-    """
+    """Return what visitors need of each owner's keys (or queries), their pairs, and those of a mean meeting."""
     regions = mask.table(layout.length, keys.length)
     if passes_queries:
         layout, keys, regions = keys, layout, transposed(regions)
@@ -273,7 +265,6 @@ def _of_runs(layout: Layout, keys: Layout, regions: IntArray) -> _Found:
 
 
 def _dtype(most: int) -> type[np.signedinteger[Any]]:
-    """Of indices: there may be millions of them."""
     return np.int32 if 2 * most < np.iinfo(np.int32).max else np.int64
 
 
@@ -289,5 +280,4 @@ def _overlap(a: IntArray, b: IntArray, nothing: int) -> IntArray:
 
 
 def _sizes(hulls: IntArray) -> IntArray:
-    """Indices in each hull."""
     return np.maximum(-(hulls[0] + hulls[1]), 0)

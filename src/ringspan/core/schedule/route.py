@@ -26,7 +26,7 @@ IntArray = NDArray[np.signedinteger[Any]]
 
 @dataclass(frozen=True)
 class Route:
-    """How queries and keys of all ranks meet: mostly keys and values travel, from every rank to every other one.
+    """Way in which all queries and keys meet: mostly keys and values travel, from every rank to every other one.
 
     ``ring``: from neighbour to neighbour (Liu et al. 2023), and past neighbours that do not need a block straight from
     its owner to those that do. ``bidirectional``: half of each block goes either way.
@@ -108,7 +108,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Itinerary:
-    """Which block is where, at every hop of every rank.
+    """Place of every block, at every hop of every rank.
 
     ``owner`` and ``source`` (H, N): whose block a rank has at a hop, and which rank sent it. ``posted`` (H,): at the
     start of which earlier hop it was sent. ``behind`` (H,): the hop whose visitor hands what it made of the block (dk
@@ -124,14 +124,14 @@ class Itinerary:
 
     @cached_property
     def visitor(self) -> IntArray:
-        """Which rank has an owner's block at a hop: the inverse of ``owner``. Shape (H, N)."""
+        """Rank that has an owner's block at a hop: the inverse of ``owner``. Shape (H, N)."""
         visitor = np.empty_like(self.owner)
         visitor[np.arange(len(visitor))[:, None], self.owner] = np.arange(visitor.shape[1])
         return visitor
 
     @cached_property
     def following(self) -> tuple[int, ...]:
-        """For each hop the one whose visitor gets what its visitor made of the block, 0 when nobody does."""
+        """Hop, for each hop, whose visitor gets what its visitor made of the block; 0 if nobody does."""
         behind: list[int] = self.behind.tolist()
         later = [0] * len(behind)
         for hop in range(len(behind) - 1, 0, -1):  # the first of several, last
@@ -141,7 +141,7 @@ class Itinerary:
 
     @cached_property
     def sent_at(self) -> tuple[tuple[int, ...], ...]:
-        """For each hop the later ones whose blocks are sent at its start."""
+        """Later hops, for each hop, whose blocks are sent at its start."""
         posted: list[int] = self.posted.tolist()
         later: list[list[int]] = [[] for _ in posted]
         for hop in range(1, len(posted)):
@@ -150,7 +150,6 @@ class Itinerary:
 
 
 def _itinerary(ranks: int, hops: Sequence[tuple[IntArray, int, int, int]]) -> Itinerary:
-    """From (source, posted, behind, half) of each hop after the first."""
     everyone = np.arange(ranks, dtype=np.int32)  # less memory: there are N^2 of them
     owners = [everyone]
     for source, posted, _, _ in hops:
@@ -195,14 +194,12 @@ def _all_gather(ranks: int) -> Itinerary:
 
 
 class Heads(NamedTuple):
-    """What one member computes."""
-
     queries: slice
     keys: slice
 
 
 def member_heads(num_heads: int, num_kv_heads: int, members: int) -> tuple[Heads, ...]:
-    """Equal shares of the query heads, each with its key/value heads; several members share one when these are few.
+    """Split the query heads evenly, each share with its key/value heads; several members share one when these are few.
 
     Raises:
         UnsupportedError: heads that do not come out even.

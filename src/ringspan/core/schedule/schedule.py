@@ -36,7 +36,7 @@ class Send(NamedTuple):
 
 @dataclass(frozen=True)
 class Hop:
-    """What one rank does at one hop, while it holds the block of ``owner``.
+    """Work of one rank at one hop, while it holds the block of ``owner``.
 
     Ranges are indices into the owner's own storage. Hop 0 is the rank's own block, which nobody sent. A block's
     gradient is dk and dv, in the backward pass; of a block of queries it is their partial, in the same pass. ``bands``
@@ -67,7 +67,7 @@ class Hop:
 
     @property
     def all_sends(self) -> tuple[Send, ...]:
-        """What goes out at the start of this hop, of this block and of the rank's own."""
+        """Sends at the start of this hop, of this block and of the rank's own."""
         return tuple(send for _, send in self.sends) + self.straight
 
 
@@ -101,7 +101,7 @@ class Schedule:
 def make_schedule(
     layout: Layout, mask: Mask, rank: int, key_layout: Layout | None = None, route: str | Route = "ring"
 ) -> Schedule:
-    """The schedule of one rank; pure, so that every rank knows every other rank's part.
+    """Return the schedule of one rank; pure, so that every rank knows every other rank's part.
 
     Args:
         layout: where the queries live.
@@ -162,13 +162,12 @@ def _hop(paths: Paths, rank: int, index: int, owner: int, bands: tuple[Tile, ...
 
 
 def _sent(paths: Paths, hop: int, owner: int, *, is_straight: bool) -> Send:
-    """What of an owner's block goes out for a later hop from whoever has it, or straight from the owner."""
+    """Return what of an owner's block is sent for a later hop from whoever has it, or straight from the owner."""
     is_sent = paths.straight(hop, owner) == is_straight
     return Send(int(paths.itinerary.visitor[hop, owner]), paths.ranges(paths.carried, hop, owner) if is_sent else ())
 
 
 def _cut(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
-    """The spans of storage indices [start, stop)."""
     kept: list[Span] = []
     stored = 0
     for span in spans:

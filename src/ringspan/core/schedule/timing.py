@@ -1,4 +1,4 @@
-"""When one attention ends on a route: computing against links, event by event of what the ring carries out.
+"""End of one attention on a route: computing against links, event by event of what the ring carries out.
 
 The model knows FLOPs, bytes and the order in which a route asks for them, nothing of latency or congestion. It is
 deterministic, so that all ranks choose alike. N ranks, H query heads, G key/value heads, D head size, E value head
@@ -25,7 +25,7 @@ BACKWARD_PRODUCTS: Final = 5  # scores again, and the gradients of weights, quer
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one rank does a second: attention FLOPs, and bytes from a rank of its node and from one outside of it."""
+    """Speed of one rank per second: attention FLOPs, and bytes from a rank of its node and from one outside of it."""
 
     flops: float
     intra_node_bytes: float
@@ -55,12 +55,12 @@ def forward_pass(
     *,
     comm_dtype: str = "exact",
 ) -> Pass:
-    """The forward pass of the rank that takes longest, see ``passes``."""
+    """Return the forward pass of the rank that takes longest, see ``passes``."""
     return slowest(passes(layout, mask, route, shape, speeds, keys, is_backward=False, comm_dtype=comm_dtype))
 
 
 def slowest(each: Iterable[Pass]) -> Pass:
-    """The one that ends last."""
+    """Return the pass that ends last."""
     return max(each, key=lambda one: one.seconds)
 
 
@@ -75,7 +75,7 @@ def passes(
     is_backward: bool,
     comm_dtype: str = "exact",
 ) -> tuple[Pass, ...]:
-    """A forward or backward pass on the ranks of which one takes longest, see ``_slow_ranks``.
+    """Return a forward or backward pass on the ranks of which one takes longest, see ``_slow_ranks``.
 
     With Ulysses groups: their trade of tokens for heads, which nothing hides, and the pass between the groups.
     """
@@ -110,9 +110,7 @@ def passes(
 def _slow_ranks(
     layout: Layout, keys: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, *, is_backward: bool
 ) -> tuple[int, ...]:
-    """The first rank, the first of the last node and the last; and those that compute most, that get most from their
-    node and from outside of it, and for which all of this together takes longest.
-    """
+    """Return the first rank, the last node's first and the last; those with most work, arrivals, or their sum."""
     found = loads(layout, mask, keys, route)
     token = shape.kv_numbers * shape.itemsize
     arrivals = [(found.blocks, shape.query_bytes if route.passes_queries else token)]
@@ -132,7 +130,7 @@ def _slow_ranks(
 
 
 def _without_members(layout: Layout) -> Layout:
-    """As many ranks as there are groups, where that pads alike: groups of every size then share one schedule."""
+    """Return a layout with a rank per group where that pads alike: groups of every size then share one schedule."""
     plain = replace(layout, members=1)
     return plain if plain.padded_length == layout.padded_length else layout
 
@@ -140,9 +138,7 @@ def _without_members(layout: Layout) -> Layout:
 def trade(
     layout: Layout, keys: Layout, shape: Shape, members: int, speeds: Speeds, *, is_backward: bool = False
 ) -> tuple[Pass, Pass]:
-    """The all-to-alls of a Ulysses group, tokens for heads and back again, as the first rank sees them: passes that
-    compute nothing. A rank sends as much as it gets. ``layout`` and ``keys`` are those of all ranks.
-    """
+    """Return a Ulysses group's all-to-alls (heads and back) as rank 0 sees them; ``layout``, ``keys`` of all ranks."""
     shares = member_heads(shape.heads, shape.kv_heads, members)
     is_shared = members > 1 and shares[0].keys == shares[1].keys
     there, back = _traded_bytes(layout, keys, shape.of(shares[0]), is_backward=is_backward, is_shared=is_shared)
@@ -151,7 +147,6 @@ def trade(
 
 
 def _all_to_all(peers: Iterable[int], num_bytes: int, speeds: Speeds) -> Pass:
-    """So many bytes from each peer to rank 0."""
     links = _Links(0, speeds)
     for peer in peers:
         links.bring(peer, num_bytes, 0.0)
@@ -159,9 +154,8 @@ def _all_to_all(peers: Iterable[int], num_bytes: int, speeds: Speeds) -> Pass:
 
 
 def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: bool, is_shared: bool) -> tuple[int, int]:
-    """What one member of a Ulysses group gets from another: queries and keys there, and results or gradients back.
-
-    The gradient of keys that several members share is not yet summed when it is sent, so it is in float32.
+    """Return bytes from one Ulysses member to another: queries and keys, and results or gradients back.
+    Gradients of keys that members share are sent unsummed, so in float32.
     """
     rows = mine.batch * mine.heads
     result = rows * (mine.value_dim * mine.itemsize + mine.sum_itemsize)  # out and lse
@@ -184,14 +178,12 @@ class Stretch(NamedTuple):
 
 
 def timeline(part: Part, speeds: Speeds, *, is_backward: bool = False) -> tuple[Stretch, ...]:
-    """What one rank does when, in seconds from the beginning of the pass: see ``_walk``."""
+    """Return what one rank does when, in seconds from the start of the pass, see ``_walk``."""
     return tuple(_stretches(part, speeds, _Links(part.schedule.rank, speeds), is_backward=is_backward))
 
 
 def _walk(part: Part, speeds: Speeds, *, is_backward: bool) -> Pass:
-    """When the last event is over: launches one after the other, each transfer from when it is posted until its last
-    message is here, and the loop waits where it has to.
-    """
+    """Return when the last event ends: launches and each transfer's messages in turn, waits where the loop waits."""
     pair = pair_flops(part.shape, is_backward=is_backward) / speeds.flops
     links = _Links(part.schedule.rank, speeds)
     now = 0.0
@@ -217,20 +209,20 @@ def _stretches(part: Part, speeds: Speeds, links: "_Links", *, is_backward: bool
 
 
 def pair_flops(shape: Shape, *, is_backward: bool) -> float:
-    """FLOPs of one allowed (query, key) pair over all heads: 2 for each number of a head in each matrix product."""
+    """Return the FLOPs of one allowed (query, key) pair over all heads: 2 per number of a head and matrix product."""
     products = BACKWARD_PRODUCTS if is_backward else FORWARD_PRODUCTS
     return products * shape.batch * shape.heads * (shape.head_dim + shape.value_dim)
 
 
 def sent_bytes(layout: Layout, keys: Layout, mask: Mask, route: str | Route, shape: Shape, ranks: Iterable[int]) -> int:
-    """What some ranks send in a forward pass, on a route without groups."""
+    """Return the bytes that some ranks send in a forward pass, on a route without groups."""
     passes = (forward(Part(make_schedule(layout, mask, rank, keys, route), shape)) for rank in ranks)
     posts = (event for each in passes for event in each if isinstance(event, Post))
     return sum(buffer.num_bytes for post in posts for _, buffer in post.sends)
 
 
 class _Links:
-    """What arrives at one rank: on the link inside of its node, and on that outside, one message after the other."""
+    """Links into one rank, inside and outside of its node, each of which carries one message after the other."""
 
     def __init__(self, rank: int, speeds: Speeds) -> None:
         self._rank, self._speeds = rank, speeds
@@ -238,7 +230,7 @@ class _Links:
         self.bytes = {True: 0, False: 0}
 
     def bring(self, peer: int, num_bytes: int, asked: float) -> float:
-        """When bytes that are asked for now are here; the link is busy until then."""
+        """Return when bytes that are asked for now arrive; the link is busy until then."""
         inside = self._speeds.same_node(self._rank, peer)
         bandwidth = self._speeds.intra_node_bytes if inside else self._speeds.inter_node_bytes
         self.bytes[inside] += num_bytes

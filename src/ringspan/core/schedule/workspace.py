@@ -33,7 +33,7 @@ class Shape:
 
     @property
     def query_numbers(self) -> int:
-        """Of the query of one token."""
+        """Numbers in the query of one token."""
         return self.batch * self.heads * self.head_dim
 
     @property
@@ -42,11 +42,11 @@ class Shape:
 
     @property
     def kv_numbers(self) -> int:
-        """Of the key and the value of one token."""
+        """Numbers in the key and the value of one token."""
         return self.batch * self.kv_heads * (self.head_dim + self.value_dim)
 
     def of(self, heads: Heads) -> "Shape":
-        """What is left of it for some heads."""
+        """Return the sizes for some of the heads."""
         return replace(
             self, heads=heads.queries.stop - heads.queries.start, kv_heads=heads.keys.stop - heads.keys.start
         )
@@ -58,9 +58,7 @@ def sent_itemsize(comm_dtype: str, itemsize: int) -> int:
 
 
 class Kernel(Protocol):
-    """How a kernel groups tiles, and the bytes that it takes while it computes a launch and its result is added, beyond
-    what it reads and adds to. All of it is free again before the next launch.
-    """
+    """Grouping of tiles, and the bytes that a launch takes beyond its inputs and sums; all are free before the next."""
 
     def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches: ...
 
@@ -94,6 +92,6 @@ class Returning:
 
 
 def merge_bytes(shape: Shape, rows: int, *, converts: bool = False) -> int:
-    """What merging a partial of some rows takes in plain PyTorch: two numbers per row, or one and a float32 copy."""
+    """Count bytes of merging some rows' partial in plain PyTorch: two numbers per row, or one and a float32 copy."""
     row = shape.batch * shape.heads * shape.sum_itemsize
     return rows * (row + max(row, row * shape.value_dim if converts else 0))

@@ -1,4 +1,4 @@
-"""Answers to lm-eval's requests in a file: a run that was ended continues after them, on any number of ranks."""
+"""Answers to lm-eval's requests in a file, from which an interrupted run continues on any number of ranks."""
 
 import hashlib
 import json
@@ -13,11 +13,12 @@ from ringspan.generate.session import from_first_rank
 
 
 class Answers:
-    """A file of the first rank, of which the others hear: lm-eval's own cache is one of each process, and ranks that
-    were ended have different ones.
+    """A file of answers on the first rank, shared with the others.
+
+    lm-eval's own cache is per process, and interrupted ranks have different ones.
 
     Raises:
-        ConfigError: the file cannot be read or made; on every rank.
+        ConfigError: the file cannot be read or made; on all ranks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,23 +27,22 @@ class Answers:
 
     @property
     def num_kept(self) -> int:
-        """On the first rank."""
+        """Return the number of kept answers, on the first rank."""
         return len(self._records.by_key)
 
     def known(self, method: str, every: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The answer of each request that has one, None for the others; the same on every rank."""
+        """Return the kept answer of each request, or None; the same on every rank."""
         keys = [None if _is_drawn(asked) else _key(method, asked) for asked in every]
         found = from_first_rank(lambda: [self._records.by_key.get(key, {}).get("answer") for key in keys])
         return [tuple(answer) if isinstance(answer, list) else answer for answer in found]
 
     def add(self, method: str, asked: tuple[Any, ...], answer: Any) -> None:
-        """Keep an answer."""
         if dist.get_rank() == 0 and not _is_drawn(asked):
             self._records.add({"key": _key(method, asked), "answer": answer})
 
 
 def _is_drawn(asked: tuple[Any, ...]) -> bool:
-    """Whether an answer is one of many: it is drawn anew each time, as it is with lm-eval's own cache."""
+    """Return True for an answer drawn at random: it is drawn anew each time, as with lm-eval's own cache."""
     return isinstance(asked[-1], dict) and bool(asked[-1].get("do_sample"))
 
 

@@ -42,21 +42,20 @@ class RingLM(TemplateLM):
 
         lm_eval.simple_evaluate(RingLM(model, tokenizer), tasks=["hellaswag"])
 
-    on every rank. Each gets the results of ``lm_eval.models.huggingface.HFLM`` with a batch size of 1. A context that
-    several continuations share is read once. Nothing is truncated.
+    on every rank. Each gets the results of ``lm_eval.models.huggingface.HFLM`` with a batch size of 1. A context shared
+    by several continuations is read once. Nothing is truncated.
 
     Args:
-        model: what ``rs.parallelize`` returned.
+        model: the result of ``rs.parallelize``.
         tokenizer: its tokenizer.
         max_length: positions of the model; those of its config when None.
-        on_request: told what is done next, before each request; None after the last one that lm-eval has asked for.
-        answers: file of the first process that keeps each answer, unless it is drawn; a run that was ended continues
-            after them, on any number of processes. Give each model one of its own.
+        on_request: called with the next action before each request; with None after lm-eval's last one.
+        answers: file of the first process that keeps each answer that is not drawn, from which an interrupted run
+            continues on any number of processes. One file per model.
 
     Raises:
-        ConfigError: a ``max_length`` below 1; a tokenizer with neither an end nor a beginning of text; for a request
-            that has more tokens than there are positions, or no token to score, or settings of generation that cannot
-            be meant.
+        ConfigError: a ``max_length`` below 1; a tokenizer with neither an end nor a beginning of text; a request with
+            more tokens than positions, no token to score, or invalid settings of generation.
         UnsupportedError: another model; ``answers`` of one whose rotary frequencies follow the longest text so far;
             lm-eval's ``use_cache`` with several processes.
     """
@@ -93,37 +92,37 @@ class RingLM(TemplateLM):
     # lm-eval divides requests among processes by these two; here all processes answer each request together.
     @property
     def rank(self) -> int:
-        """0 everywhere."""
+        """Return 0 everywhere."""
         return 0
 
     @property
     def world_size(self) -> int:
-        """1: all ranks are one model."""
+        """Return 1: all ranks are one model."""
         return 1
 
     @property
     def num_kept(self) -> int:
-        """Answers of an earlier run, on the first process."""
+        """Return the number of answers of an earlier run, on the first process."""
         return 0 if self._answers is None else self._answers.num_kept
 
     @property
     def eot_token_id(self) -> Any:
-        """The end of a text."""
+        """Return the end-of-text token."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> Any:
-        """What stands before a text without context."""
+        """Return the token before a text without context."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else begin
 
     @property
     def tokenizer_name(self) -> str:
-        """Part of the key of lm-eval's own cache of answers."""
+        """Return the tokenizer's part of the key in lm-eval's own cache."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Tokens of a text, with the tokenizer's special ones unless told otherwise, or it begins with one."""
+        """Tokenize a text; add special tokens by default, unless it begins with one."""
         begin = self.tokenizer.decode(self.prefix_token_id)
         if add_special_tokens is None and begin and string.startswith(begin):
             add_special_tokens = False
@@ -131,7 +130,7 @@ class RingLM(TemplateLM):
         return list(self.tokenizer.encode(string, **options))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as the tokenizer's template writes it; without the system's part where it takes none."""
+        """Format a conversation by the tokenizer's template; without the system's part if it takes none."""
         options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
         options["continue_final_message"] = not add_generation_prompt
         try:
@@ -144,7 +143,7 @@ class RingLM(TemplateLM):
             raise ConfigError(f"the tokenizer's chat template refuses a conversation: {one_line(error)}") from error
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Take lm-eval's own cache of answers, ``use_cache``."""
+        """Set lm-eval's own cache of answers, ``use_cache``."""
         if dist.get_world_size() > 1:
             raise UnsupportedError(
                 "use_cache is not supported with several processes: each has a file of its own, and after an "
@@ -153,7 +152,7 @@ class RingLM(TemplateLM):
         super().set_cache_hook(cache_hook)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Of each continuation after its context: the log-probability, and whether it is the likeliest."""
+        """Return, per continuation after its context, the log-probability and True if it is the likeliest."""
         every: list[Any] = [request.args for request in requests]
         for asked in every:
             if not asked[1]:
@@ -164,7 +163,7 @@ class RingLM(TemplateLM):
     def _continued(
         self, method: str, requests: list[Instance], answer: Callable[[list[Instance]], list[Any]]
     ) -> list[Any]:
-        """Answers that an earlier run has kept, and those to all other requests."""
+        """Return the kept answers and compute those to all other requests."""
         if self._answers is None:
             return answer(requests)
         found = self._answers.known(method, [request.args for request in requests])
@@ -175,7 +174,7 @@ class RingLM(TemplateLM):
         return found
 
     def _keep(self, method: str, asked: tuple[Any, ...], answer: Any) -> None:
-        """Let lm-eval's cache and the file of answers have one."""
+        """Add an answer to lm-eval's cache and to the file."""
         self.cache_hook.add_partial(method, asked, answer)
         if self._answers is not None:
             self._answers.add(method, asked, answer)
@@ -200,13 +199,11 @@ class RingLM(TemplateLM):
         return found
 
     def _turn(self, context: list[int], continuation: list[int]) -> Any:
-        """What requests are sorted by: those that share a context together; else as lm-eval's own model does, since
-        what dynamic frequencies are depends on the texts before.
-        """
+        """Return the sort key: shared contexts together; else lm-eval's order, on which dynamic frequencies depend."""
         return context if self._keeps_context else _longest_first(context + continuation)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each text, in windows of all positions where it is longer."""
+        """Return the log-probability of each text, in windows of all positions if it is longer."""
         shows = self._shows({"disable_tqdm": disable_tqdm})
         return self._continued("loglikelihood_rolling", requests, lambda missing: self._rolled(missing, shows))
 
@@ -234,7 +231,7 @@ class RingLM(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, until one of the task's strings."""
+        """Generate text after each context, until one of the task's stop strings."""
         if self.eot_token_id is None:
             raise ConfigError("the tokenizer has no eos_token, at which lm-eval's answers end; set one")
         shows = self._shows({"disable_tqdm": disable_tqdm})
@@ -259,7 +256,7 @@ class RingLM(TemplateLM):
         return ordered.get_original(found)
 
     def _written(self, context: str, given: dict[str, Any]) -> str:
-        """The answer to one context, by the generation settings of its task."""
+        """Generate the answer to one context, by the generation settings of its task."""
         options: dict[str, Any] = dict(normalize_gen_kwargs(given, _NEW_TOKENS))
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(options.pop("until", None), eos=eos)
@@ -303,7 +300,7 @@ class RingLM(TemplateLM):
         return value, bool((logits.argmax(-1) == targets).all())
 
     def _logits(self, ids: list[int], count: int) -> Tensor:
-        """Logits (count, V) after the last ``count`` of some tokens (S); what was read before is kept."""
+        """Return logits (count, V) after the last ``count`` of some tokens (S); the read prefix is kept."""
         self._check(len(ids), f"a request of {len(ids):,} tokens")
         kept = 0
         if self._cache is not None and self._keeps_context:
@@ -319,7 +316,7 @@ class RingLM(TemplateLM):
         return out.logits[0, -count:]
 
     def _logprob(self, context: list[int], continuation: list[int]) -> float:
-        """Of a continuation as long as the model allows, without its logits."""
+        """Compute the log-probability of a continuation as long as the model allows, without its logits."""
         ids = context + continuation
         if len(ids) == 1:
             return 0.0
@@ -330,18 +327,18 @@ class RingLM(TemplateLM):
 
 
 def _common(before: list[int], now: list[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Count the tokens of the common prefix."""
     pairs = enumerate(zip(before, now, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(before), len(now)))
 
 
 def _longest_first(ids: list[int]) -> tuple[int, list[int]]:
-    """What lm-eval's own model sorts requests by."""
+    """Return lm-eval's sort key of requests."""
     return -len(ids), ids
 
 
 def _not_scored(asked: Sequence[str]) -> ConfigError:
-    """The error for a request without a token of, or before, what is scored."""
+    """Return the error for a request without a token of, or before, the scored text."""
     return ConfigError(
         f"the request {shortened(repr(tuple(asked)))} has no token in its context or its continuation; leave the item "
         "out of the task"
@@ -349,9 +346,7 @@ def _not_scored(asked: Sequence[str]) -> ConfigError:
 
 
 def _check_generation(options: dict[str, Any], new: int) -> None:
-    """Raise a ConfigError for generation settings of a task with which lm-eval's own model raises, or that leave no
-    room for an answer.
-    """
+    """Raise ConfigError for generation settings that lm-eval's own model refuses, or without room for an answer."""
     for name, remedy in _NOT_TAKEN.items():
         if options.get(name) is not None and (name, options[name]) != ("num_return_sequences", 1):
             raise ConfigError(f"generation_kwargs: {name}={options[name]!r} is not taken: {remedy}")

@@ -1,4 +1,4 @@
-"""lm-eval's tasks with the model of a folder: what ``ringspan eval harness`` runs on every rank."""
+"""lm-eval's tasks with the model of a folder: the work of ``ringspan eval harness`` on every rank."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ _simple_evaluate: Any = simple_evaluate  # its decorator hides its parameters
 
 
 def known_tasks(include: str | None, names: Sequence[str]) -> TaskManager:
-    """The tasks of a folder; with those of lm-eval, which take ten seconds to read, where the names need them."""
+    """List the tasks of a folder, and lm-eval's, which take ten seconds to read, only if the names need them."""
     if include is not None:
         own = TaskManager(include_path=include, include_defaults=False)
         if all(own.match_tasks([name]) for name in names):
@@ -35,11 +35,7 @@ def known_tasks(include: str | None, names: Sequence[str]) -> TaskManager:
 
 
 def check_tasks(names: Sequence[str], manager: TaskManager) -> None:
-    """Refuse names that no task, group or tag has.
-
-    Raises:
-        ConfigError: with the nearest names.
-    """
+    """Raise ConfigError for names of no task, group or tag, with the nearest names."""
     from difflib import get_close_matches
 
     for name in names:
@@ -50,11 +46,10 @@ def check_tasks(names: Sequence[str], manager: TaskManager) -> None:
 
 
 def run_tasks(lm: Any, names: Sequence[str], manager: TaskManager, **options: Any) -> dict[str, Any] | None:
-    """``simple_evaluate`` on every rank; its results on the first one of each machine, as lm-eval has it.
+    """Run ``simple_evaluate`` on every rank; return its results on the first rank of each machine, as lm-eval does.
 
     Raises:
-        ConfigError: a task whose data are not on this machine, and cannot be downloaded; one that runs code which the
-            model writes, or has images.
+        ConfigError: a task whose data cannot be found or downloaded, that runs code of the model, or has images.
     """
     asked = f"--tasks {','.join(names)}"
     # In the order asked for.
@@ -70,10 +65,7 @@ def run_tasks(lm: Any, names: Sequence[str], manager: TaskManager, **options: An
 
 
 def run_harness(settings: HarnessSettings, out: Path) -> dict[str, Any] | None:
-    """One rank's part of ``ringspan eval harness``; what ``--json`` prints, on the first rank of each machine.
-
-    Requests that are in the file of this model in ``out`` are not answered again.
-    """
+    """Run one rank's part; return ``--json``'s object on each machine's first rank. Answers in ``out`` are reused."""
     if dist.get_rank():
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = known_tasks(settings.include, settings.tasks)
@@ -112,9 +104,7 @@ def run_harness(settings: HarnessSettings, out: Path) -> dict[str, Any] | None:
 
 
 def _beat(model: Session, what: str | None) -> None:
-    """Tell the watchdog what is done; None while lm-eval prepares requests or scores answers, which takes what it
-    takes.
-    """
+    """Report progress to the watchdog; None while lm-eval prepares or scores, which may take any time."""
     if what is None:
         model.watchdog.be(0, "preparing requests or scoring answers", math.inf)
     else:
@@ -122,7 +112,7 @@ def _beat(model: Session, what: str | None) -> None:
 
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row per task and metric."""
+    """Make one row per task and metric."""
     counts = found.get("n-samples", {})
     return [
         {

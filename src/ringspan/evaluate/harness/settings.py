@@ -1,4 +1,4 @@
-"""What ``ringspan eval harness`` is asked for, checked without a framework."""
+"""The settings of ``ringspan eval harness``, checked without a framework."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,17 @@ from ringspan.generate.settings import GenerateSettings
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessSettings:
-    """Tasks of lm-eval with one model.
-
-    Raises:
-        ConfigError: a value that cannot be meant, by the name of its option.
-    """
+    """Tasks of lm-eval with one model; raises ConfigError for an invalid value, by the name of its option."""
 
     folder: str
     tasks: tuple[str, ...]
     include: str | None = None
-    """Folder with definitions of further tasks."""
+    """Folder with further task definitions."""
     limit: int | None = None
     num_fewshot: int | None = None
     chat: bool = False
     seed: int | None = None
-    """Of everything that is drawn, the examples too; lm-eval's own seeds when None."""
+    """Seed of all random choices, examples included; lm-eval's own seeds when None."""
     dtype: str = "auto"
     tp: int = 1
 
@@ -39,12 +35,12 @@ class HarnessSettings:
 
     @property
     def generating(self) -> GenerateSettings:
-        """How the model is loaded."""
+        """Return the settings for loading the model."""
         return GenerateSettings(folder=self.folder, dtype=self.dtype, tp=self.tp)
 
     @property
     def seeds(self) -> dict[str, int]:
-        """What ``simple_evaluate`` is told."""
+        """Return the seeds for ``simple_evaluate``."""
         if self.seed is None:
             return {}
         names = "random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"

@@ -1,4 +1,4 @@
-"""The tasks that ask questions, by name; each is data for one runner."""
+"""The question tasks by name; each is data for one runner."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Aggregation, RULER's third category: which words are common, in a list and in a coded text?"""
+"""Aggregation, RULER's third category: common words in a list and in a coded text."""
 
 from random import Random
 from string import ascii_lowercase
@@ -13,7 +13,7 @@ _ZETA_2: Final = 1.6449340668482264  # the sum of 1 / k^2
 
 
 def common(random: Random, size: int, depth: float, material: Material) -> Prompt:
-    """A numbered list with ten words 30 times, and ``size`` others three times each, shuffled."""
+    """Build a shuffled, numbered list with ten words 30 times, and ``size`` others three times each."""
     first, others = (every := names(random, COMMON + size))[:COMMON], every[COMMON:]
     listed = first * COMMON_TIMES + others * OTHER_TIMES
     random.shuffle(listed)
@@ -27,7 +27,7 @@ def common(random: Random, size: int, depth: float, material: Material) -> Promp
 
 
 def frequent(random: Random, size: int, depth: float, material: Material) -> Prompt:
-    """About ``size`` coded words with frequencies that fall as 1 / rank^2; the most frequent is only dots."""
+    """Build about ``size`` coded words with frequencies that fall as 1 / rank^2; the most frequent is only dots."""
     counts: list[int] = []
     while count := int(size / _ZETA_2 / (len(counts) + 1) ** 2):
         counts.append(count)

@@ -1,4 +1,4 @@
-"""Line retrieval, as LongEval has it (Li et al. 2023) and figure 3 of the paper of Ring Attention measures it."""
+"""Line retrieval, as in LongEval (Li et al. 2023) and figure 3 of the Ring Attention paper."""
 
 from random import Random
 from typing import Final
@@ -17,17 +17,17 @@ ASKED: Final = "? I need the number."
 
 
 def cue(name: str) -> str:
-    """A line up to its number."""
+    """Return a line up to its number."""
     return f"line {name}: REGISTER_CONTENT is <"
 
 
 def record(pairs: list[tuple[str, str]]) -> str:
-    """Lines of names and numbers."""
+    """Return lines of names and numbers."""
     return "".join(f"{cue(name)}{value}>\n" for name, value in pairs)
 
 
 def build(random: Random, size: int, depth: float, material: Material) -> Prompt:
-    """Lines, of which one is asked for, anywhere among them."""
+    """Build lines, any one of which is asked for."""
     pairs = [(name, number(random)) for name in names(random, size)]
     name, value = random.choice(pairs)
     return Prompt(f"{BEFORE}{record(pairs)}{AFTER}line {name}{ASKED}", f"\n{cue(name)}", (value,))

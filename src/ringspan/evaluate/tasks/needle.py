@@ -1,7 +1,6 @@
 """Needles in real text: numbers to be found by their key, after RULER's first category (Hsieh et al. 2024).
 
-One builder, four tasks: a single key at a chosen depth; the same with a haystack that is all needles; several values of
-a key; several keys.
+One builder, four tasks: one key at a chosen depth; a haystack of needles; several values of a key; several keys.
 """
 
 from collections.abc import Sequence
@@ -15,12 +14,12 @@ SEVERAL: Final = 4
 
 
 def needle(key: str, value: str) -> str:
-    """The sentence that hides a value."""
+    """Return the sentence that hides a value."""
     return f"One of the special numbers for {key} is: {value}."
 
 
 def question(excerpt: Sequence[str], keys: Sequence[str], answers: Sequence[str]) -> Prompt:
-    """The prompt around a text with needles in it."""
+    """Return the prompt around a text with needles in it."""
     *others, last = keys
     asked = f"{', '.join(others)} and {last}" if others else last
     return Prompt(
@@ -32,7 +31,7 @@ def question(excerpt: Sequence[str], keys: Sequence[str], answers: Sequence[str]
 
 
 def _hidden(random: Random, sentences: list[str], needles: Sequence[str], first_at: int) -> list[str]:
-    """The first needle before the sentence ``first_at``, the others anywhere."""
+    """Insert the first needle before the sentence ``first_at``, the others anywhere."""
     places = [first_at, *(random.randint(0, len(sentences)) for _ in needles[1:])]
     excerpt = list(sentences)
     for place, each in sorted(zip(places, needles, strict=True), reverse=True):
@@ -41,7 +40,7 @@ def _hidden(random: Random, sentences: list[str], needles: Sequence[str], first_
 
 
 def single(random: Random, size: int, depth: float, material: Material) -> Prompt:
-    """Values of one key, the first of them at ``depth``, and distractors of other keys."""
+    """Build values of one key, the first of them at ``depth``, and distractors of other keys."""
     key, *others = names(random, 1 + material.distractors)
     values = [number(random) for _ in range(material.needles)]
     hay = [needle(key, value) for value in values] + [needle(other, number(random)) for other in others]
@@ -50,14 +49,14 @@ def single(random: Random, size: int, depth: float, material: Material) -> Promp
 
 
 def keys(random: Random, size: int, depth: float, material: Material) -> Prompt:
-    """Nothing but needles, each of a key of its own."""
+    """Build a text of needles only, each with its own key."""
     pairs = [(name, number(random)) for name in names(random, size)]
     key, value = random.choice(pairs)
     return question([needle(*pair) for pair in pairs], [key], [value])
 
 
 def queries(random: Random, size: int, depth: float, material: Material) -> Prompt:
-    """Several keys in a real text, all asked for, and distractors."""
+    """Build several keys in a real text, all asked for, and distractors."""
     every = names(random, material.needles + material.distractors)
     pairs = [(name, number(random)) for name in every]
     asked = pairs[: material.needles]

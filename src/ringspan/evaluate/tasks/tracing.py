@@ -1,4 +1,4 @@
-"""Variable tracking, RULER's multi-hop category: which variables got a value, directly or through others?"""
+"""Variable tracking, RULER's multi-hop category: variables that got a value directly or through others."""
 
 from random import Random
 from string import ascii_uppercase
@@ -11,7 +11,7 @@ CHAINS: Final = 2
 
 
 def build(random: Random, size: int, depth: float, material: Material) -> Prompt:
-    """Chains of assignments in real text, in order, of which the first is asked for."""
+    """Build chains of assignments in real text, in order, of which the first is asked for."""
     count = CHAINS * (HOPS + 1)
     variables: list[str] = []
     while len(variables) < count:

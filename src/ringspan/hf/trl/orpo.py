@@ -1,4 +1,4 @@
-"""TRL's ORPO, which is among its experiments: importing it says so."""
+"""TRL's ORPO; it is experimental, and importing it warns."""
 
 from typing import Any
 
@@ -22,9 +22,9 @@ class RingORPOTrainer(RingTrainerMixin, ORPOTrainer):
     def concatenated_forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self: Any, model: Any, batch: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        """What TRL computes of whole logits (2B, S, V), of log-probabilities (2B, S).
+        """Return TRL's results for whole logits (2B, S, V), from log-probabilities (2B, S).
 
-        In place of logits it gives their means over the vocabulary, of real tokens alone: they are only averaged.
+        Logits are replaced by their means over the vocabulary, of real tokens alone: they are only averaged.
         """
         both = self.concatenated_inputs(batch, padding_value=self.padding_value, device=self.accelerator.device)
         ids, mask = both["concatenated_input_ids"], both["concatenated_attention_mask"]

@@ -19,12 +19,12 @@ class RingKTOTrainer(RingTrainerMixin, KTOTrainer):
 
 
 class RingRewardTrainer(RingTrainerMixin, RewardTrainer):
-    """TRL's ``RewardTrainer`` on a ring: a sequence's score is that of its last token, wherever that is."""
+    """TRL's ``RewardTrainer`` on a ring: a sequence's score is that of its last token, on any rank."""
 
 
 class RingGRPOTrainer(RingTrainerMixin, GRPOTrainer):
-    """TRL's ``GRPOTrainer`` on a ring, which makes the completions too."""
+    """TRL's ``GRPOTrainer`` on a ring, which also generates the completions."""
 
 
 class RingRLOOTrainer(RingTrainerMixin, RLOOTrainer):
-    """TRL's ``RLOOTrainer`` on a ring, which makes the completions too."""
+    """TRL's ``RLOOTrainer`` on a ring, which also generates the completions."""

@@ -30,8 +30,6 @@ _GRID: Final = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"
 
 @dataclass(frozen=True)
 class PallasKernel(Kernel):
-    """The kernels."""
-
     program: Program
     pairs: Pairs
 
@@ -59,9 +57,7 @@ class PallasKernel(Kernel):
         updated: int,
         *scratch: Any,
     ) -> list[Array]:
-        """``body(pair, *references)`` for each pair in a row of a table; the last ``updated`` arrays as it has updated
-        them, in place.
-
+        """Run ``body(pair, *references)`` per table row; return the last ``updated`` arrays, changed in place.
         ``kinds`` has a letter for each array: q where its chunks are those of the queries, k where of the keys.
         """
         num_pairs, pairs = (jnp.asarray(x)[row].reshape(-1) for x in (self.pairs.num, table))
@@ -94,7 +90,7 @@ class PallasKernel(Kernel):
 
 @dataclass(frozen=True)
 class _Pair:
-    """The pair of chunks that a step of the grid computes, and its neighbours in the list."""
+    """Chunk pair that a step of the grid computes, and its neighbours in the list."""
 
     kernel: PallasKernel
     num_pairs: Any  # references to the tables, in scalar memory
@@ -106,7 +102,7 @@ class _Pair:
     shared: int  # P
 
     def changes(self, bits: Callable[[Any], Any]) -> tuple[Array, Array]:
-        """Whether this is the first, and the last, of consecutive pairs with the same chunk of queries, or of keys."""
+        """Return whether this is the first, and the last, pair in a row with its chunk of queries, or of keys."""
         step, last = self.step, self.last
         here, before, behind = (
             bits(self.pairs[2 * n]) for n in (step, jnp.maximum(step - 1, 0), jnp.minimum(step + 1, last))
@@ -114,9 +110,7 @@ class _Pair:
         return (step == 0) | (here != before), (step == last) | (here != behind)
 
     def compute(self, one: Callable[[int, Array | None], None]) -> None:
-        """``one(head, allowed)`` for the query heads that share a key: nothing behind the list's end; ``allowed`` is
-        None where the pair is whole.
-        """
+        """Run ``one(head, allowed)`` per query head of a key, within the list; ``allowed`` is None for a whole pair."""
         cut, is_listed = self.pairs[2 * self.step + 1], self.step < self.num_pairs[0]
 
         def heads(allowed: Array | None) -> None:
@@ -127,7 +121,7 @@ class _Pair:
         pl.when(is_listed & (cut >= 0))(lambda: heads(self._allowed(cut)))
 
     def _allowed(self, cut: Array) -> Array:
-        """Which pairs of queries and keys any of the bands allows. bool (c', c)."""
+        """Return the pairs of queries and keys that any of the bands allows. bool (c', c)."""
         program, where = self.kernel.program, self.pairs[2 * self.step]
         shape = program.key_size, program.query_size
         column = key_of(where) * program.key_size + lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -144,15 +138,14 @@ class _Pair:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run step by step, as on CPU."""
     return jax.default_backend() == "cpu"
 
 
 def check_chunks(program: Program) -> None:
-    """Refuse chunks that the kernels cannot cut out.
+    """Refuse chunks that overlap or, unless interpreted, do not fill registers.
 
     Raises:
-        UnsupportedError: chunks that overlap or, but where the kernels are interpreted, do not fill registers.
+        UnsupportedError: naming the chunk.
     """
     queries, keys = program.query_size, program.key_size
     if not program.is_even:
@@ -168,7 +161,7 @@ def check_chunks(program: Program) -> None:
 
 
 def _forward(pair: _Pair, q, k, v, total_in, top_in, sum_in, total, top, sum_, sums) -> None:
-    """A step of FlashAttention's recurrence; the unnormalised result is (E, c) meanwhile, like the scores."""
+    """Run a step of FlashAttention's recurrence; the unnormalised result is (E, c), like the scores."""
     is_first, is_last = pair.changes(query_of)
 
     @pl.when(is_first)
@@ -228,7 +221,7 @@ def _backward_keys(pair: _Pair, q, k, v, dout, lse, delta, dk_in, dv_in, dk, dv)
 
 
 def _derivatives(pair: _Pair, head: int, allowed: Array | None, q, k, v, dout, lse, delta) -> tuple[Array, Array]:
-    """Probabilities, and the loss's derivatives by the products of queries and keys; (c', c), in q's dtype."""
+    """Return probabilities, and the loss's derivatives by products of queries and keys; (c', c), in q's dtype."""
     scores, slope = pair.kernel.scores(_dot(k[0], q[0, head], 1, 1, lse.dtype))
     if allowed is not None:
         scores = jnp.where(allowed, scores, -jnp.inf)
@@ -239,7 +232,7 @@ def _derivatives(pair: _Pair, head: int, allowed: Array | None, q, k, v, dout, l
 
 
 def _spec(kind: str, x: Array, program: Program) -> pl.BlockSpec:
-    """The chunk of an array that a step of the grid sees: (F, T', ...) by keys, (F, P, T, ...) by queries."""
+    """Specify an array's chunk for a step of the grid: (F, T', ...) by keys, (F, P, T, ...) by queries."""
 
     def index(head: Any, number: Any, num_pairs: Any, pairs: Any, lists: Any, bands: Any) -> tuple[Any, ...]:
         where = pairs[2 * number]
@@ -251,9 +244,8 @@ def _spec(kind: str, x: Array, program: Program) -> pl.BlockSpec:
 
 
 def _dot(a: Array, b: Array, over_a: int, over_b: int, dtype: Any) -> Array:
-    """A product of two matrices with accumulation, in the precision that their dtypes promise.
-
-    Not that of ``kernels``: the TPU's compiler refuses the highest precision for bfloat16, which has no other.
+    """Multiply matrices with accumulation, in the precision of their dtypes.
+    Unlike ``kernels``: the TPU's compiler refuses the highest precision for bfloat16, which has no other.
     """
     precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
     contracted = ((over_a,), (over_b,)), ((), ())

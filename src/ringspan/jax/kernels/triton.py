@@ -26,7 +26,7 @@ from ringspan.jax.program import Tables
 
 
 class Partial(NamedTuple):
-    """The running result of some queries, in float32."""
+    """Running result of some queries, in float32."""
 
     out: Array  # (F, P, T, E)
     lse: Array  # (F, P, T), -inf where a row has seen no key
@@ -34,8 +34,6 @@ class Partial(NamedTuple):
 
 @dataclass(frozen=True)
 class TritonKernel(Kernel):
-    """Launches them."""
-
     program: Tables
 
     def start(self, rows: tuple[int, ...], size: int, dtype: Any) -> Partial:
@@ -72,8 +70,9 @@ class TritonKernel(Kernel):
         without_strides: Array | None = None,
         **options: Any,
     ) -> list[Array]:
-        """The last ``updated`` arrays as a program has updated them. Its arguments, in order: arrays, what it reads
-        only where there are slopes, tables, numbers, strides, results.
+        """Run a program and return its last ``updated`` arrays. Arguments in order: arrays, those read only where there
+        are
+        slopes, tables, numbers, strides, results.
         """
         from jax_triton import triton_call
 
@@ -109,7 +108,7 @@ class TritonKernel(Kernel):
 
 
 def why_not(q: Any, v: Any) -> str | None:
-    """Why the programs do not compute attention of these arrays here; None if they do."""
+    """Return why the programs cannot compute attention of these arrays here; None if they can."""
     if jax.default_backend() != "gpu" and not interprets_triton():
         return f"it is for GPUs, not for {jax.default_backend()}"
     capability = str(getattr(jax.devices()[0], "compute_capability", ""))
@@ -125,9 +124,7 @@ def why_not(q: Any, v: Any) -> str | None:
 
 @lru_cache(maxsize=64)
 def _tuned(name: str, row_bytes: int, first: int, stop: int) -> Any:
-    """A program with the best of its blocks for heads whose padded row takes so many bytes, tried when it first runs;
-    its arguments [first, stop) are numbers.
-    """
+    """Tune a program's blocks for heads of this padded size, on first use; arguments [first, stop) are numbers."""
     import triton
 
     from ringspan.gpu import attention, tuning
@@ -140,5 +137,4 @@ def _tuned(name: str, row_bytes: int, first: int, stop: int) -> Any:
 
 
 def _strides(x: Array) -> list[int]:
-    """Of batch, heads and tokens."""
     return [prod(x.shape[n + 1 :]) for n in range(3)]

@@ -47,15 +47,13 @@ class QueryRows(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Running sums in backward."""
-
     dq: Array  # (F, P, T, D); while its chunk is computed, of this and transposed, (D, r)
     dk: Array  # (F, T', D)
     dv: Array  # (F, T', E)
 
 
 class Work(NamedTuple):
-    """The chunk pairs of one rank at one hop: a row of ``Program``."""
+    """Chunk pairs of one rank at one hop: a row of ``Program``."""
 
     num_runs: Array
     runs: Array
@@ -65,25 +63,22 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel(ABC):
-    """What computes blocks, for one program. ``scores = scale q k^T``, capped as ``cap tanh(scores / cap)`` when asked.
-
-    ``row`` says which rank's and which hop's block it is.
-    """
+    """Block computation for the rank and hop of ``row``: ``scores = scale q k^T``, or ``cap tanh(scores / cap)``."""
 
     program: Course
     scale: float
     softcap: float | None
 
     def start(self, rows: tuple[int, ...], size: int, dtype: Any) -> Any:
-        """The state of queries (F, P, T) that have seen no key; values have ``size`` E."""
+        """Return the state of queries (F, P, T) that have seen no key; values have ``size`` E."""
         return State(jnp.zeros((*rows, size), dtype), jnp.full(rows, LOWEST, dtype), jnp.zeros(rows, dtype))
 
     @abstractmethod
     def forward(self, row: Array, q: Array, block: Array, state: Any) -> Any:
-        """``state`` with the keys of one ``packed`` block added. q (F, P, T, D)."""
+        """Add the keys of one ``packed`` block to ``state``. q (F, P, T, D)."""
 
     def finish(self, state: Any) -> tuple[Array, Array]:
-        """out (F, P, T, E), and lse (F, P, T), -inf where a row has seen no key."""
+        """Return out (F, P, T, E), and lse (F, P, T), -inf where a row has seen no key."""
         seen = state.sum > 0
         total = jnp.where(seen, state.sum, 1)
         return state.total / total[..., None], jnp.where(seen, state.top + jnp.log(total), -jnp.inf)
@@ -98,11 +93,11 @@ class Kernel(ABC):
         """
 
     def row(self, rank: Array, hop: Array | int) -> Array:
-        """Where the program's lists say what this rank computes at this hop."""
+        """Return the program's row for this rank and hop."""
         return jnp.asarray(self.program.which)[rank, hop]
 
     def scores(self, products: Array) -> tuple[Array, Array | float]:
-        """Scores from ``q k^T``, and the derivative of a score by its product."""
+        """Return scores from ``q k^T``, and the derivative of a score by its product."""
         if self.softcap is None:
             return products * self.scale, self.scale
         bent = jnp.tanh(products * (self.scale / self.softcap))
@@ -111,8 +106,6 @@ class Kernel(ABC):
 
 @dataclass(frozen=True)
 class XlaKernel(Kernel):
-    """The chunk loops."""
-
     program: Program
 
     def forward(self, row: Array, q: Array, block: Array, state: State) -> State:
@@ -177,7 +170,6 @@ class XlaKernel(Kernel):
         def visit(
             rows: QueryRows, key: Array, sums: Gradients, query: Array | None, bands: tuple[Array, Array]
         ) -> Gradients:
-            """Everything keys x rows: XLA's CPU product is slow where the left side is transposed."""
             k_chunk, v_chunk = _cut(block, head, key, keys, sizes)
             scores, slope = self.scores(_dot(k_chunk, rows.q, ((1,), (1,)), dtype))
             if query is not None:
@@ -211,10 +203,7 @@ class XlaKernel(Kernel):
         visit: Callable[[_Rows, Array, _Sums, Array | None, tuple[Array, Array]], _Sums],
         leave: Callable[[Array, _Sums, _Sums], _Sums],
     ) -> _Sums:
-        """Visit all chunk pairs: runs of whole ones, which keep their chunk of queries, and those that bands cut.
-
-        ``enter`` cuts out what belongs to a chunk of queries and ``leave`` puts it back.
-        """
+        """Visit all chunk pairs: runs of whole ones, which keep their chunk of queries, and those that bands cut."""
 
         def run(n: Array, sums: _Sums) -> _Sums:
             query, first, count = work.runs[n]
@@ -232,18 +221,17 @@ class XlaKernel(Kernel):
         return _loop(work.num_partial, cut_pair, _loop(work.num_runs, run, sums))
 
     def _highest(self, products: Array) -> Array:
-        """The highest score of each row. Scores grow with products, so none but the highest need be made for it."""
+        """Return the highest score of each row; scores grow with products, so only the highest is computed."""
         return self.scores(products.max(-1) if self.scale >= 0 else products.min(-1))[0]
 
     def _allowed(self, query: Array, key: Array, first: Array, count: Array, *, keys_first: bool = False) -> Array:
-        """Which pairs of a chunk pair any of its bands allows. bool (query chunk, key chunk), or with keys first."""
+        """Return the allowed pairs of a chunk pair. bool (query chunk, key chunk), or with keys first."""
         row = query + jnp.arange(self.program.query_size, dtype=jnp.int32)
         column = key + jnp.arange(self.program.key_size, dtype=jnp.int32)
         row, column = (row, column[:, None]) if keys_first else (row[:, None], column)
         table = jnp.asarray(self.program.bands)
 
         def inside(n: Array) -> Array:
-            """A band is one run of keys per row, so that two comparisons a pair are enough."""
             q0, q1, k0, k1, lo, hi = table[n]
             first = jnp.where((row >= q0) & (row < q1), jnp.maximum(row - hi, k0), k1)
             return (column >= first) & (column < jnp.minimum(row - lo + 1, k1))
@@ -252,23 +240,22 @@ class XlaKernel(Kernel):
 
 
 def accumulation_dtype(dtype: Any) -> Any:
-    """Partials and gradients add up in float32, or in float64 when the inputs are float64."""
+    """Return float64 for float64 inputs, else float32: partials and gradients add up in it."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def varying_like(x: Array, *others: Array) -> Array:
-    """``x``, known to ``shard_map`` to differ along every mesh axis along which one of the others differs."""
+    """Make ``x`` vary along every mesh axis along which ``shard_map`` knows one of the others to differ."""
     axes = frozenset[str]().union(*map(varying_axes, others)) - varying_axes(x)
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
 def varying_axes(x: Array) -> frozenset[str]:
-    """The mesh axes along which ``shard_map`` knows it to differ."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def _over_heads(one_head: Callable[..., _Sums], inputs: tuple[Any, ...], sums: _Sums) -> _Sums:
-    """``one_head(head, *inputs, sums)`` for each head: in turn and in place on CPU, else all at once."""
+    """Run ``one_head(head, *inputs, sums)`` for each head: in turn and in place on CPU, else all at once."""
     if jax.default_backend() == "cpu":
         return lax.fori_loop(0, len(inputs[0]), lambda head, sums: one_head(head, *inputs, sums), sums)
 
@@ -280,9 +267,8 @@ def _over_heads(one_head: Callable[..., _Sums], inputs: tuple[Any, ...], sums: _
 
 
 def _columns(k: Array) -> Array | None:
-    """Keys (F, T', D) as columns, (F, D, T' and some), on CPU, where they are worth it; else None.
-
-    Rows are a cache line longer than T': a power of two would put those of a chunk into the same sets of the cache.
+    """Transpose keys (F, T', D) to (F, D, T' and some) on CPU where it pays, else None.
+    The rows' extra cache line keeps a power of two from mapping a chunk to the same cache sets.
     """
     on_cpu = jax.default_backend() == "cpu"
     return jnp.pad(k.swapaxes(1, 2), ((0, 0), (0, 0), (0, _LINE // k.dtype.itemsize))) if on_cpu else None
@@ -293,33 +279,29 @@ def _loop(count: Array, body: Callable[[Array, Any], Any], start: Any) -> Any:
 
 
 def _dot(a: Array, b: Array, contracting: tuple[tuple[int], tuple[int]], dtype: Any) -> Array:
-    """A product of two matrices with accumulation, on every device, in the precision that the dtypes promise."""
+    """Multiply matrices with accumulation, on every device, in the precision of their dtypes."""
     return lax.dot_general(
         a, b, (contracting, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=dtype
     )  # fmt: skip
 
 
 def packed(k: Array, v: Array) -> Array:
-    """Keys (F, T', D) and behind them values (F, T', E) as one message, in rows of a width that divides D and E: so the
-    keys, or the values, of neighbouring tokens lie beside each other.
-    """
+    """Pack keys (F, T', D) and values (F, T', E) in rows of a width dividing D and E: neighbours stay adjacent."""
     width = gcd(k.shape[-1], v.shape[-1])
     return jnp.concatenate([x.reshape(x.shape[0], -1, width) for x in (k, v)], 1)
 
 
 def parted(block: Array, *sizes: int) -> tuple[Array, Array]:
-    """Keys and values of a packed block, whose sizes are D and E."""
+    """Split a packed block into keys and values, whose sizes are D and E."""
     k, v = jnp.split(block, [_rows_of_keys(block, sizes)], 1)
     return k.reshape(len(k), -1, sizes[0]), v.reshape(len(v), -1, sizes[1])
 
 
 def _rows_of_keys(block: Array, sizes: tuple[int, ...]) -> int:
-    """Behind which values begin."""
     return block.shape[1] * sizes[0] // sum(sizes)
 
 
 def _cut(block: Array, head: Array, start: Array, size: int, sizes: tuple[int, int]) -> tuple[Array, Array]:
-    """Keys and values of a chunk of a head."""
     width = block.shape[2]
     k, v = (
         lax.dynamic_slice(block, _at(head, first + start * (n // width), 0), (1, size * n // width, width))
@@ -329,13 +311,12 @@ def _cut(block: Array, head: Array, start: Array, size: int, sizes: tuple[int, i
 
 
 def _add(x: Array, part: Array, head: Array, row: Array) -> Array:
-    """``x`` with ``part`` added to its rows from there on, in place."""
     corner = _at(head, row, 0)
     return lax.dynamic_update_slice(x, lax.dynamic_slice(x, corner, (1, *part.shape)) + part, corner)
 
 
 def _cut_rows(x: Array, head: Array, start: Array, size: int) -> Array:
-    """Tokens of a head of (F, P, T, ...) as rows: (P x size, ...)."""
+    """Return tokens of a head of (F, P, T, ...) as rows: (P x size, ...)."""
     _, shared, _, *rest = x.shape
     return lax.dynamic_slice(x, _at(head, 0, start, *(0 for _ in rest)), (1, shared, size, *rest)).reshape(-1, *rest)
 
@@ -346,5 +327,4 @@ def _put_rows(x: Array, rows: Array, head: Array, start: Array, size: int) -> Ar
 
 
 def _at(*corner: Array | int) -> tuple[Array, ...]:
-    """Where to cut, as numbers of one type."""
     return tuple(jnp.asarray(n, jnp.int32) for n in corner)

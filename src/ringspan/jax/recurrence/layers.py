@@ -253,8 +253,7 @@ def _recurrence(
     begun: Callable[[int], Array] | None = None,
     is_matrix: bool = False,
 ) -> Array:
-    """Outputs (B, T, ...) of a rule that ``step`` says of a token; inputs (B, T, ...), states (B, *shape).
-
+    """Compute outputs (B, T, ...) of the rule that ``step`` gives for a token; inputs (B, T, ...), states (B, *shape).
     ``map_of`` makes A and B of a span from the state behind it, which began as ``begun`` says, or with 0.
     """
     split = _layout_of(layout, axis_name, inputs[0].shape[1])
@@ -288,7 +287,7 @@ def _recurrence(
 
 
 def _wide(x: Array) -> Array:
-    """States and what makes them are in float32 or wider."""
+    """Cast states and their inputs to float32 or wider."""
     return x.astype(accumulation_dtype(x.dtype))
 
 
@@ -300,7 +299,7 @@ def _layout_of(layout: LayoutName | Layout, axis_name: str, tokens: int) -> Layo
 
 
 def _in_spans(x: Array, layout: Layout, axis_name: str) -> Array:
-    """(B, T, ...) -> (n, B, t, ...), 0 behind the end of the sequence: 0 times NaN would be NaN in a gradient."""
+    """Split (B, T, ...) into (n, B, t, ...), zeroed behind the sequence: 0 times NaN would be NaN in a gradient."""
     if layout.padded_length > layout.length:
         is_token = (layout.permutation < layout.length).reshape(layout.ranks, -1)
         mine = jnp.asarray(is_token)[lax.axis_index(axis_name)]
@@ -310,12 +309,12 @@ def _in_spans(x: Array, layout: Layout, axis_name: str) -> Array:
 
 
 def _joined(parts: Array) -> Array:
-    """(n, B, t, ...) -> (B, T, ...)."""
+    """Join (n, B, t, ...) to (B, T, ...)."""
     return jnp.concatenate(list(parts), 1)
 
 
 def _ages(layout: Layout, starts: Starts) -> Array:
-    """The position of each token within its document (N, n, t): 0 where one begins."""
+    """Return each token's position within its document (N, n, t)."""
     begins = np.asarray(starts, np.int64)
     if begins.ndim != 1 or not len(begins) or begins[0] != 0 or (np.diff(begins) <= 0).any():
         raise UnsupportedError(f"starts must be positions in increasing order, 0 the first, got {tuple(starts)}")
@@ -328,7 +327,6 @@ def _ages(layout: Layout, starts: Starts) -> Array:
 
 
 def _check(arrays: dict[str, Array], dims: int, *, heads: int | None = None) -> None:
-    """Refuse arrays of which one has no, or another number of, sequences, tokens or heads."""
     first, reference = next(iter(arrays.items()))
     for name, x in arrays.items():
         alike = x.ndim >= 2 and x.shape[:2] == reference.shape[:2]

@@ -1,4 +1,4 @@
-"""What travels between spans: states and the maps that compose them, and the inputs before a span.
+"""Traffic between spans: states and the maps that compose them, and the inputs before a span.
 
 A rank holds one chunk of consecutive tokens (contiguous) or two (zigzag); each is a span. All ranks run one program, so
 who sends is data: a round of the scan is one ``ppermute`` per pair of local spans between which something travels.
@@ -21,7 +21,7 @@ from ringspan.core.recurrence.spans import Links, places_of
 
 
 class Span(NamedTuple):
-    """A chunk of a rank, and its place among the rank's."""
+    """Chunk of a rank, and its place among the rank's."""
 
     rank: int
     place: int
@@ -47,7 +47,7 @@ def spans_of(layout: Layout) -> tuple[Span, ...]:
 
 
 def scan_states(maps: Array, states: Array, *, layout: Layout, axis_name: str = "sp", is_matrix: bool = False) -> Array:
-    """The state that each local span takes: of the maps ``A_j S + B_j`` of the spans before it; 0 for the first one.
+    """Return the state that each local span takes: of the maps ``A_j S + B_j`` of the spans before it; 0 for the first.
 
     Args:
         maps: A of the local spans (n, B, ...): factors of the states' entries, or matrices (n, B, ..., K, K).
@@ -96,7 +96,7 @@ def scan_states(maps: Array, states: Array, *, layout: Layout, axis_name: str = 
 
 
 def inputs_before(x: Array, width: int, *, layout: Layout, axis_name: str) -> Array:
-    """The ``width`` tokens before each local span, 0 before the first token: x (n, B, t, ...) -> (n, B, width, ...)."""
+    """Return the ``width`` tokens before each local span, 0 before the first: (n, B, t, ...) -> (n, B, width, ...)."""
     spans = spans_of(layout)
     tokens = x.shape[2]
     rank = lax.axis_index(axis_name)
@@ -113,7 +113,6 @@ def inputs_before(x: Array, width: int, *, layout: Layout, axis_name: str) -> Ar
 
 
 def _steps(spans: tuple[Span, ...], reach: int) -> Iterator[tuple[tuple[int, int], list[tuple[int, int]]]]:
-    """From each span to the one so many behind it, by local places."""
     moves: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for source, target in zip(spans, spans[reach:], strict=False):
         moves.setdefault((source.place, target.place), []).append((source.rank, target.rank))

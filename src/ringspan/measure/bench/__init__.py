@@ -1,1 +1,1 @@
-"""Attention, steps and memory, measured beside one process."""
+"""Benchmarks of attention, steps and memory beside one process."""

@@ -1,4 +1,4 @@
-"""The ring's attention on N ranks of one thread against scaled_dot_product_attention on one process of N threads."""
+"""Benchmark of the ring's attention on N one-thread ranks against scaled_dot_product_attention on N threads."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -46,7 +46,7 @@ class AttentionCase:
 
 
 def run(case: AttentionCase) -> dict[str, Any]:
-    """Measure a case: medians of interleaved repeats, each repeat timed from a barrier to the slowest rank.
+    """Measure a case: medians of interleaved repeats, each timed from a barrier to the slowest rank.
 
     ``ring_seconds`` and ``baseline_seconds`` hold forward and forward+backward; the baseline runs on rank 0 with as
     many threads as there are ranks, while the others sleep. Tensors are stored (B, T, H, D), as a model's projections
@@ -117,7 +117,7 @@ def _dense(mask: Mask, length: int, device: torch.device) -> Tensor:
 
 
 def _exposed(on_ring: Callable[[bool], list[Tensor]]) -> dict[str, float]:
-    """Seconds that the slowest rank waited for others, in one more forward and one more forward and backward."""
+    """Return the slowest rank's seconds of waiting in one more forward, and one more forward and backward."""
     waits: dict[str, float] = {}
     for kind, is_backward in (("forward", False), ("forward_backward", True)):
         dist.barrier()
@@ -128,9 +128,7 @@ def _exposed(on_ring: Callable[[bool], list[Tensor]]) -> dict[str, float]:
 
 
 def _peak_bytes(function: Callable[[], Any] | None, *, threads: int = 1) -> float:
-    """Most bytes that forward and backward hold beside their inputs, kernels' and messages' buffers included, on any
-    rank.
-    """
+    """Return the most bytes on any rank that a pass holds beside its inputs, kernel and message buffers included."""
     torch.set_num_threads(threads)
     found = allocated_bytes(function) if function else 0
     torch.set_num_threads(1)
@@ -138,14 +136,13 @@ def _peak_bytes(function: Callable[[], Any] | None, *, threads: int = 1) -> floa
 
 
 def _largest(number: float) -> float:
-    """The largest of all ranks."""
     largest = torch.tensor(float(number), dtype=torch.float64, device=local_device())
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return float(largest)
 
 
 def _error(case: AttentionCase, inputs: list[Tensor], dout: Tensor, ours: list[Tensor]) -> float:
-    """Largest relative error of out and dq against float64, over a sample of rows on each rank."""
+    """Return the largest relative error of out and dq against float64, over a sample of rows on each rank."""
     layout = Layout(case.layout, case.length, case.ranks)
     positions = layout.positions(dist.get_rank())
     sample = np.random.default_rng(0).permutation(np.flatnonzero(positions < case.length))[:32]

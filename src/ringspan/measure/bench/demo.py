@@ -1,6 +1,4 @@
-"""The main job in miniature: train a Llama on real text over a ring, prove it equal to one process, and measure
-memory.
-"""
+"""The main job in miniature: train a Llama on real text over a ring, verify it against one process, measure memory."""
 
 import os
 import sysconfig
@@ -47,7 +45,7 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """How large the demonstration is; ``ringspan demo`` has defaults that take a few minutes on two cores."""
+    """Size of the demonstration; ``ringspan demo`` has defaults that take a few minutes on two cores."""
 
     run: str
     ranks: int
@@ -57,7 +55,7 @@ class DemoOptions:
 
 
 def python_text() -> list[str]:
-    """Source and documentation of the running Python: real, long text that every machine has."""
+    """Return source and documentation of the running Python: real, long text that every machine has."""
     library = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(
         path for path in library.iterdir() if path.name not in _LEFT_OUT and not path.name.startswith(("_", "."))
@@ -66,7 +64,7 @@ def python_text() -> list[str]:
 
 
 def training_config(options: DemoOptions) -> TrainConfig:
-    """A Llama of about 5M parameters from scratch, with a tokenizer trained on the spot."""
+    """Configure a Llama of about 5M parameters from scratch, with a tokenizer trained on the spot."""
     return parse_config(
         {
             "run": options.run,
@@ -102,11 +100,11 @@ def training_config(options: DemoOptions) -> TrainConfig:
 
 
 def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> dict[str, Any]:
-    """The loss and every gradient of one batch, on this ring and on rank 0 alone with transformers' own attention.
+    """Compare loss and gradients of one batch on this ring with rank 0 alone with transformers' own attention.
 
-    Every rank calls it; ``say`` is told of each part before it begins. Relative differences are
-    ``||ring - one|| / ||one||``; ``worst_error`` compares both with the same model in float64, since a gradient that
-    nearly cancels differs by rounding alone.
+    Every rank calls it; ``say`` announces each part. Relative differences are ``||ring - one|| / ||one||``;
+    ``worst_error`` compares both with the same model in float64, since a gradient that nearly cancels differs by
+    rounding alone.
     """
     say(f"loss and gradients of {options.length:,} tokens on the ring of {dist.get_world_size()}")
     tokens = _text_tokens(folder, options.length).to(local_device())
@@ -155,7 +153,7 @@ def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> di
 
 @contextmanager
 def told(model: PreTrainedModel, say: Say, every_seconds: float = 5.0) -> Iterator[None]:
-    """Say every few seconds how far one step of a checkpointed model is: its layers run forward, and again backward."""
+    """Report progress of a checkpointed model's step every few seconds: layers forward, and again backward."""
     layers, started, is_over, num_run = layers_of(decoder_of(model)), time.perf_counter(), threading.Event(), 0
 
     def count(*_: Any) -> None:
@@ -182,7 +180,7 @@ def told(model: PreTrainedModel, say: Say, every_seconds: float = 5.0) -> Iterat
 
 
 def _text_tokens(folder: str, length: int) -> torch.Tensor:
-    """The start of one long file of the standard library, as the trained tokenizer reads it. Shape (1, length)."""
+    """Tokenize the start of one long file of the standard library. Shape (1, length)."""
     text = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_text(encoding="utf-8")
     return AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"][:, :length]
 
@@ -201,7 +199,7 @@ def _whole(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def measure_memory(options: DemoOptions, say: Say = lambda line: None) -> list[dict[str, Any]]:
-    """Activations that a rank holds for the same sequence on rings of 1, 2 and 4; ``say`` is told of each."""
+    """Measure a rank's activations for the same sequence on rings of 1, 2 and 4; ``say`` announces each."""
     rows: list[dict[str, Any]] = []
     for ring in (1, 2, 4):
         if not torch.cuda.is_available() or ring <= torch.cuda.device_count():

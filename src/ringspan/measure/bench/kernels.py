@@ -1,4 +1,4 @@
-"""Which kernel serves which attention: what the ring would choose for every tile of a few typical cases.
+"""Kernels that serve each kind of attention: the ring's choice for every tile of a few typical cases.
 
 Nothing is computed: tiles come from the ring's schedules, tensors are fake, and the kernels' own rules answer. The
 table of a document is made anew by ``python -m ringspan.measure.bench.kernels docs/masks.md``.
@@ -64,10 +64,7 @@ CASES: Final[dict[str, Case]] = {
 
 
 def serving(case: Case, where: torch.device) -> dict[str, float]:
-    """The kernels that compute a case on a device, and the share of its (query, key) pairs that each computes.
-
-    Empty when the ring refuses it there.
-    """
+    """Return the kernels that compute a case on a device with their shares of its pairs; empty if refused."""
     layout = Layout("zigzag", _LENGTH, _RANKS)
     hops = (hop for rank in range(_RANKS) for hop in make_schedule(layout, case.mask, rank).hops if hop.bands)
     pairs: Counter[str] = Counter()
@@ -85,10 +82,7 @@ def serving(case: Case, where: torch.device) -> dict[str, float]:
 
 
 def kernel_report(devices: list[torch.device]) -> dict[str, dict[str, Any]]:
-    """Of each kernel: whether it runs on any of the devices, its share of each case that it serves, or why it does not.
-
-    The share is the largest on any device.
-    """
+    """Describe each kernel: whether it runs on any device, its largest share of each case, or why it has none."""
     served: dict[str, dict[str, float]] = {name: {} for name in kernels.KERNELS}
     for where in devices:
         for title, case in CASES.items():
@@ -104,7 +98,7 @@ def kernel_report(devices: list[torch.device]) -> dict[str, dict[str, Any]]:
 
 
 def _why_not(name: str, where: torch.device) -> str | None:
-    """What keeps a kernel from plain attention in bfloat16 on a device, the last that the machine has."""
+    """Return what keeps a kernel from plain bfloat16 attention on the machine's last device."""
     with FakeTensorMode():
         probe = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device=where)
         why = kernels.why_not(name, probe, probe, Scores(1.0))
@@ -113,8 +107,8 @@ def _why_not(name: str, where: torch.device) -> str | None:
 
 
 def markdown() -> str:
-    """The table of docs/masks.md: a column for CPUs that multiply bfloat16 quickly, and one for CUDA devices of compute
-    capability 8.0 with cuDNN and Triton, as PyTorch's builds bring them, and without the flash-attn packages.
+    """Return the table of docs/masks.md: CPUs that multiply bfloat16 quickly, and CUDA devices of compute capability
+    8.0 with cuDNN and Triton as in PyTorch's builds, without the flash-attn packages.
     """
     lines = ["| attention | CPU | CUDA |", "| --- | --- | --- |"]
     cpu = replace(rules_of(torch.device("cpu")), multiplies_16_bits=True)
@@ -126,14 +120,14 @@ def markdown() -> str:
 
 
 def shares(served: dict[str, float]) -> str:
-    """Names with their shares, unless one kernel does it all."""
+    """Format names with their shares, unless one kernel does it all."""
     if len(served) < 2:
         return next(iter(served), "refused")
     return ", ".join(f"{name} {share:.0%}" for name, share in served.items())
 
 
 def fill(text: str) -> str:
-    """A document with what is between ``<!-- table kernels -->`` and ``<!-- end -->`` made anew."""
+    """Return a document with a new table between ``<!-- table kernels -->`` and ``<!-- end -->``."""
     return re.sub(
         r"(<!-- table kernels -->\n).*?(\n<!-- end -->)", lambda m: m[1] + markdown() + m[2], text, flags=re.DOTALL
     )

@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""Description of the machine of a result."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ import torch
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, device, versions and the day, as a result file states them."""
+    """Return processor, device, versions and the day, as a result file states them."""
     cuda = torch.cuda.is_available()
     return {
         "processor": _processor(),
@@ -26,12 +26,12 @@ def describe_machine() -> dict[str, Any]:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def package_version(name: str) -> str | None:
-    """Of what is installed; None of what is not."""
+    """Return the version of an installed package, else None."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -14,7 +14,7 @@ from ringspan.torch.layers.modules import local_part
 
 
 class LiveTensors(TorchDispatchMode):
-    """Knows the storages made inside of it that are still alive; it does not look inside of custom operators."""
+    """Record of living storages made inside of it; custom operators are not looked into."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def num_bytes(self, *, apart_from: Iterable[Tensor] = ()) -> int:
-        """Bytes of the living storages, each counted once, without those of the given tensors."""
+        """Count the bytes of the living storages, each once, without those of the given tensors."""
         # Parameters are made before, or resized by FSDP meanwhile; neither is an activation.
         known = {_storage(tensor)._cdata for tensor in apart_from}
         living = {cdata: storage() for cdata, storage in self._storages.items() if cdata not in known}
@@ -42,7 +42,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def held_activations(model: PreTrainedModel, batch: dict[str, Tensor]) -> int:
-    """Bytes that the decoder keeps between its forward and its backward pass (parameters gathered by FSDP excepted)."""
+    """Return the bytes that the decoder keeps from forward to backward, without parameters gathered by FSDP."""
     held = 0
 
     def count(*_: Any) -> None:

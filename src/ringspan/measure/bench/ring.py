@@ -1,7 +1,7 @@
-"""One rank of a ring rehearsed on one device: its whole schedule, with blocks arriving by copies on a side stream.
+"""One rank of a ring rehearsed on one device: its whole schedule, with blocks copied in on a side stream.
 
-What a ring of N devices computes and overlaps, measured where there is only one. The yardstick is the fastest local
-kernel on one sequence of as many pairs, under the same mask.
+Measures what a ring of N devices computes and overlaps. The yardstick is the fastest local kernel on one sequence of as
+many pairs, under the same mask.
 """
 
 import math
@@ -108,7 +108,7 @@ def run(case: RingCase) -> dict[str, Any]:
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call, by the device's own clock where it has one."""
+    """Return the seconds of one call, by the device's own clock where it has one."""
     clock.synchronize(device)
     start = clock.now(device)
     function()
@@ -118,7 +118,7 @@ def timed(function: Callable[[], Any], device: torch.device) -> float:
 
 
 class Copies:
-    """A network in which what a rank would receive is copied from where it already is, on a side stream.
+    """Network that copies what a rank would receive from where it already is, on a side stream.
 
     ``blocks`` are the packed buffers by message number; gradients of other ranks are zeros. What is sent goes nowhere.
     """
@@ -129,7 +129,7 @@ class Copies:
         self._zeros = torch.zeros(0, dtype=torch.uint8, device=device)
 
     def send(self, to: int, message: Tensor, key: MessageKey) -> None:
-        """Nobody takes it."""
+        """Drop the message."""
 
     def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> Callable[[], None] | None:
         """Start to copy what a message brings."""
@@ -161,7 +161,7 @@ class Copies:
 
 
 class PlayedRank:
-    """One rank's tensors, the blocks of the others, and the single sequence to compare with.
+    """Tensors of one rank, the blocks of the others, and the single sequence to compare with.
 
     Raises:
         ConfigError: a rank without any work, or a kernel that cannot serve the case.
@@ -191,11 +191,11 @@ class PlayedRank:
         return torch.randn(shape, generator=self._generator, device=self.device).to(self.dtype).transpose(1, 2)
 
     def flops(self, pairs: int) -> float:
-        """Of a forward pass over so many (query, key) pairs."""
+        """Return the FLOPs of a forward pass over ``pairs`` (query, key) pairs."""
         return 4.0 * pairs * self.case.heads * self.case.head_dim
 
     def passes(self, is_moving: bool) -> dict[str, Callable[[], Any]]:
-        """Forward and backward of the rank; the blocks of the others are made anew, once."""
+        """Return forward and backward of the rank; the other ranks' blocks are made once."""
         k, v = self.k, self.v
         blank = ring_of(self.case, self.layout, self.q, k)
         blocks = _arriving(blank, k, lambda _, heads: (k[:, heads], v[:, heads]))  # whose numbers does not matter
@@ -207,7 +207,7 @@ class PlayedRank:
         }
 
     def single_kernels(self) -> dict[str, dict[str, Callable[[], Any]]]:
-        """Each fast kernel that serves, on one sequence of as many pairs."""
+        """Return each fast kernel that serves, on one sequence of as many pairs."""
         tokens = self.single_layout.length
         q, dout = self.random(self.case.heads, tokens), self.random(self.case.heads, tokens)
         k, v = self.random(self.case.kv_heads, tokens), self.random(self.case.kv_heads, tokens)
@@ -216,7 +216,7 @@ class PlayedRank:
         return {name: alone(name, self.single, self.scores, dout, q, k, v) for name in names}
 
     def _same_pairs(self) -> Layout:
-        """One sequence under the mask with about as many pairs as the rank computes."""
+        """Return one sequence under the mask with about as many pairs as the rank computes."""
         low, high = 1, self.layout.length
         while low < high:
             middle = (low + high) // 2
@@ -235,14 +235,14 @@ def _layout(case: RingCase) -> Layout:
 
 
 def ring_of(case: RingCase, layout: Layout, q: Tensor, k: Tensor) -> Ring:
-    """The rank's part in the attention of a case, alone."""
+    """Build the rank's part in the attention of a case."""
     schedule = make_schedule(layout, Mask.parse(case.mask), case.rank)
     spec = AttentionSpec(scale=case.head_dim**-0.5, mask=case.mask, kernel=case.kernel)
     return Ring(schedule, FakeTransport(Nobody()), Scores(spec.scale), spec, num_head_groups(q, k, schedule))
 
 
 def _arriving(one: Ring, k: Tensor, of: Callable[[int, slice], tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
-    """Packed keys and values of every block that reaches a rank, by message number; ``of`` gives an owner's tensors."""
+    """Pack keys and values of every block that reaches a rank, by message number; ``of`` gives an owner's tensors."""
     hops, found = one.schedule.hops, dict[int, Tensor]()
     for number, _, kv_heads in one.heads(k, k):
         for hop in hops[1:]:
@@ -257,7 +257,7 @@ def _arriving(one: Ring, k: Tensor, of: Callable[[int, slice], tuple[Tensor, Ten
 def alone(
     name: str, schedule: Schedule, scores: Scores, dout: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Callable[[], Any]]:
-    """Forward and backward of one kernel by the calls that it makes of a sequence, and nothing else."""
+    """Run one kernel's forward and backward by the calls that it makes of a sequence, and nothing else."""
     kernel, (hop,) = kernels.KERNELS[name], schedule.hops
     launches = kernel.launches(hop.bands)
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -289,7 +289,7 @@ def alone(
 
 
 def error_row(case: RingCase, ranks: int) -> dict[str, Any]:
-    """Relative errors of out and dq on the first, the middle and the last of some ranks, and of one kernel alone."""
+    """Return relative errors of out and dq on the first, middle and last rank, and of one kernel alone."""
     small = replace(case, virtual_ranks=ranks, rank=0, tokens=max(2, case.error_tokens // ranks))
     layout = _layout(small)
     one = PlayedRank(replace(small, virtual_ranks=1, tokens=layout.length))

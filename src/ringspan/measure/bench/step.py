@@ -1,4 +1,4 @@
-"""A whole training step on a ring of N ranks of one thread against one process of N threads with transformers' sdpa."""
+"""Benchmark of a training step on N one-thread ranks against one process of N threads with transformers' sdpa."""
 
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -39,7 +39,7 @@ class StepCase:
 
 
 def small_llama(case: StepCase) -> PreTrainedModel:
-    """The same random weights on every rank."""
+    """Build a Llama with the same random weights on every rank."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=case.vocabulary,
@@ -57,9 +57,7 @@ def small_llama(case: StepCase) -> PreTrainedModel:
 
 
 def run(case: StepCase) -> dict[str, Any]:
-    """Tokens per second of forward, loss, backward and AdamW; medians of interleaved repeats, the ratio pair by
-    pair.
-    """
+    """Measure tokens per second of forward, loss, backward and AdamW; medians of interleaved repeats, paired ratio."""
     results = launch(_measure, case.ranks, case, threads=1)
     return {**results[0], "config": asdict(case), "machine": describe_machine()}
 
@@ -112,5 +110,5 @@ _SDPA = {
 
 
 def _keep_sdpa(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The baseline's equal of checkpoint="attention"."""
+    """Apply the baseline's equivalent of checkpoint="attention"."""
     return CheckpointPolicy.MUST_SAVE if operator in _SDPA else CheckpointPolicy.PREFER_RECOMPUTE

@@ -12,7 +12,7 @@ from ringspan.torch.transport.clock import synchronize
 
 
 def timed(function: Callable[[], Any] | None, *, threads: int) -> float:
-    """Seconds from a barrier until the slowest rank is done; a rank without a function sleeps."""
+    """Return the seconds from a barrier until the slowest rank is done; a rank without a function sleeps."""
     torch.set_num_threads(threads)
     dist.barrier()
     device = local_device()
@@ -28,7 +28,7 @@ def timed(function: Callable[[], Any] | None, *, threads: int) -> float:
 
 
 def timed_in_turns(functions: Mapping[str, Callable[[], Any]], repeats: int, *, threads: int) -> dict[str, list[float]]:
-    """``timed`` of each function in each of some rounds, after one round that warms up."""
+    """Return ``timed`` of each function per round, after one warm-up round."""
     rounds = [
         {name: timed(function, threads=threads) for name, function in functions.items()} for _ in range(repeats + 1)
     ]

@@ -1,1 +1,1 @@
-"""What a machine or cluster can do."""
+"""Capabilities of a machine or cluster."""

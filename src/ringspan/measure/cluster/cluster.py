@@ -1,4 +1,4 @@
-"""What the ranks of a job can find out about each other before it starts: versions, links, clocks, open ports."""
+"""Facts that ranks of a job learn about each other before it starts: versions, links, clocks, open ports."""
 
 import os
 import platform
@@ -33,7 +33,7 @@ _LISTENING: Final = "0A"  # TCP_LISTEN in the kernel's include/net/tcp_states.h
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong, and what helps. One that ``stops`` keeps training from starting, or from being right."""
+    """Description of a fault and its remedy. One that ``stops`` keeps training from starting, or from being right."""
 
     what: str
     remedy: str
@@ -41,7 +41,7 @@ class Problem:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python, of the packages that compute, and of CUDA and NCCL where torch has them."""
+    """Return the versions of Python, of computing packages, and of CUDA and NCCL where torch has them."""
     nccl_version = nccl.version() if torch.cuda.is_available() and dist.is_nccl_available() else None
     return {
         "python": platform.python_version(),
@@ -52,7 +52,7 @@ def versions() -> dict[str, str | None]:
 
 
 def examine_ranks(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Facts of all ranks of a group, its links, and clocks; every rank calls it and gets all of it.
+    """Return facts, links and clocks of all ranks of a group; every rank calls it and gets all of it.
 
     ``bandwidth_bytes_per_second`` is what the slowest rank reaches when all send to the next and receive from the one
     before at once, as in a ring; a link's is what it reaches alone. None for a single rank.
@@ -83,9 +83,9 @@ def _facts() -> dict[str, Any]:
 
 
 def clock_offsets(group: dist.ProcessGroup) -> tuple[list[float], float]:
-    """How far each rank's clock is ahead of the first one's, in seconds, and the error of that.
+    """Return the seconds that each rank's clock is ahead of the first one's, and the error of that.
 
-    Of a few rounds, in each of which all read their clocks after a barrier, the one that was over soonest.
+    In each of a few rounds all read their clocks after a barrier; the shortest round counts.
     """
     # The shortest round says most: the clocks were read within it.
     best, error = [0.0] * dist.get_world_size(group), float("inf")
@@ -103,7 +103,7 @@ def clock_offsets(group: dist.ProcessGroup) -> tuple[list[float], float]:
 
 
 def _link_rates(group: dist.ProcessGroup) -> list[float]:
-    """Bytes/s from each rank to the next, alone: neighbouring links take turns."""
+    """Measure bytes/s from each rank to the next, alone: neighbouring links take turns."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return []
@@ -118,7 +118,7 @@ def _link_rates(group: dist.ProcessGroup) -> list[float]:
 
 
 def _transfer_rates(group: dist.ProcessGroup, senders: Iterable[int], name: str) -> list[float]:
-    """Bytes/s of each rank when these send a block to the next rank: the best of a few rounds."""
+    """Return the best bytes/s over a few rounds of each rank when these send a block to the next rank."""
     rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), local_device()
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     block = torch.zeros(_MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
@@ -138,9 +138,7 @@ def _transfer_rates(group: dist.ProcessGroup, senders: Iterable[int], name: str)
 
 
 def listening(process: int) -> list[str] | None:
-    """Addresses, as ``host:port``, on which a process of this user waits for TCP connections; None if it cannot be
-    told.
-    """
+    """Return ``host:port`` of this user's listening TCP sockets; None if unknown."""
     folder = Path("/proc", str(process))
     try:
         targets = [os.readlink(entry) for entry in (folder / "fd").iterdir() if entry.is_symlink()]
@@ -152,13 +150,13 @@ def listening(process: int) -> list[str] | None:
 
 
 def listeners(table: str) -> list[tuple[str, str]]:
-    """(address, inode) of the listening sockets in the text of ``/proc/net/tcp`` or ``tcp6``."""
+    """Return (address, inode) of the listening sockets in the text of ``/proc/net/tcp`` or ``tcp6``."""
     rows = [line.split() for line in table.splitlines()[1:]]
     return [(_address(row[1]), row[9]) for row in rows if len(row) > 9 and row[3] == _LISTENING]
 
 
 def _address(text: str) -> str:
-    """``0100007F:1F90`` -> ``127.0.0.1:8080``: 32-bit words in the machine's order, which is little-endian."""
+    """Decode ``0100007F:1F90`` to ``127.0.0.1:8080``: 32-bit words in the machine's little-endian order."""
     host, port = text.split(":")
     packed = b"".join(bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8))
     name = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
@@ -166,7 +164,7 @@ def _address(text: str) -> str:
 
 
 def problems_between(examined: dict[str, Any]) -> list[Problem]:
-    """What differs between ranks, with the rank that does, in what ``examine_ranks`` found."""
+    """Return differences between ranks in the result of ``examine_ranks``, each with its rank."""
     facts = examined["ranks"]
     found = [problem for name in facts[0]["versions"] for problem in _odd_ones(facts, name)]
     devices = Counter(fact["device"] for fact in facts)
@@ -193,7 +191,7 @@ def problems_between(examined: dict[str, Any]) -> list[Problem]:
 
 
 def _odd_ones(facts: list[dict[str, Any]], name: str) -> list[Problem]:
-    """Ranks with another version of something than most have."""
+    """Return problems of ranks whose version differs from the majority's."""
     values = [fact["versions"][name] for fact in facts]
     usual = Counter(values).most_common(1)[0][0]
     return [
@@ -224,7 +222,7 @@ def _slow_links(links: list[dict[str, Any]], facts: list[dict[str, Any]]) -> lis
 
 
 def _open_ports(facts: list[dict[str, Any]]) -> list[Problem]:
-    """Ranks, or their launchers, that any host may connect to."""
+    """Return problems of ranks, or their launchers, that any host may connect to."""
     found: dict[tuple[str, str], Problem] = {}
     for rank, fact in enumerate(facts):
         for who, listens in ((f"rank {rank}", "listens"), (f"the launcher of rank {rank}", "launcher_listens")):

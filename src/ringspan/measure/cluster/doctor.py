@@ -1,4 +1,4 @@
-"""What a machine or a cluster has, how fast it is, and what keeps it from training."""
+"""Inventory and speed of a machine or cluster, and what keeps it from training."""
 
 import os
 import re
@@ -55,8 +55,8 @@ def _tell_nobody(what: str) -> None:
 
 
 def examine(ranks: int | None, doing: Callable[[str], None] = _tell_nobody) -> dict[str, Any]:
-    """All that ``ringspan doctor`` prints, with ``ranks`` processes of this machine; as many as it has devices for when
-    None. ``doing`` is told what comes next.
+    """Return the ``ringspan doctor`` report of ``ranks`` local processes, one per device if None; ``doing`` gets
+    progress.
 
     Raises:
         ConfigError: fewer than one rank, or more than CUDA devices.
@@ -75,7 +75,7 @@ def examine(ranks: int | None, doing: Callable[[str], None] = _tell_nobody) -> d
 def examine_job(
     timeout_seconds: float = 120.0, doing: Callable[[str], None] = _tell_nobody
 ) -> tuple[dict[str, Any], bool]:
-    """What ``examine`` finds out, of the job whose processes torchrun has started, and whether this rank shows it."""
+    """Return ``examine``'s findings for the job that torchrun has started, and whether this rank shows them."""
     is_first = os.environ["RANK"] == "0"
     doing("measuring the ranks of this job and the links between them")
     try:
@@ -92,12 +92,11 @@ def examine_job(
 
 
 def _default_ranks() -> int:
-    """Two on CPUs; on CUDA as many as there are devices."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
 def examine_rank() -> dict[str, Any]:
-    """One rank's part of examining the default process group: facts and links, speed, and the proof."""
+    """Examine one rank of the default process group: facts and links, speed, and the proof."""
     group = dist.group.WORLD
     assert group is not None, "called inside of a process group"
     examined = examine_ranks(group)
@@ -107,7 +106,7 @@ def examine_rank() -> dict[str, Any]:
 
 
 def measure_speeds(device: torch.device) -> list[dict[str, Any]]:
-    """FLOP/s of matrix products and of attention, in each dtype that training computes in."""
+    """Measure FLOP/s of matrix products and of attention, in each dtype that training computes in."""
     return [
         {"what": what, "dtype": dtype, "flops": measure(device, getattr(torch, dtype))}
         for what, measure in (("matmul", measure_flops), ("attention", attention_flops))
@@ -116,7 +115,7 @@ def measure_speeds(device: torch.device) -> list[dict[str, Any]]:
 
 
 def report(examined: dict[str, Any] | None, failures: Iterable[Problem] = ()) -> dict[str, Any]:
-    """What this machine has, with what its ranks found out about each other, and all problems.
+    """Return what this machine has, what its ranks found out about each other, and all problems.
 
     ``flops`` is that of bfloat16 matrix products on the slowest rank, as the planner counts a device;
     ``min_block_tokens`` is F/B, from which a block's computation hides its travel.
@@ -164,7 +163,7 @@ def report(examined: dict[str, Any] | None, failures: Iterable[Problem] = ()) ->
 
 
 def _slow_ranks(speeds: list[list[dict[str, Any]]], facts: list[dict[str, Any]]) -> Iterator[Problem]:
-    """Ranks that multiply clearly slower than most."""
+    """Yield problems of ranks that multiply clearly slower than most."""
     flops = [speed[0]["flops"] for speed in speeds]
     usual = median(flops)
     for rank, reached in enumerate(flops):
@@ -214,7 +213,7 @@ def _problems_here(device: torch.device) -> Iterator[Problem]:
 
 
 def attention_flops(device: torch.device, dtype: torch.dtype, *, tokens: int | None = None) -> float:
-    """FLOP/s of causal attention, forward and backward, with the kernel that the ring would choose: the best of a few.
+    """Return the best FLOP/s of causal attention, forward and backward, with the kernel that the ring would choose.
 
     8 heads of 128; 14 FLOPs per pair and entry of a head: two matrix products forward, five backward.
     """
@@ -232,7 +231,7 @@ def attention_flops(device: torch.device, dtype: torch.dtype, *, tokens: int | N
 
 
 def _fastest(function: Callable[[], Any], device: torch.device, repeats: int = 4) -> float:
-    """Seconds of the quickest call; the first one warms up."""
+    """Return the seconds of the quickest call; the first one warms up."""
     best = float("inf")
     for repeat in range(repeats + 1):
         synchronize(device)
@@ -245,7 +244,7 @@ def _fastest(function: Callable[[], Any], device: torch.device, repeats: int = 4
 
 
 def ring_error(group: dist.ProcessGroup) -> float:
-    """Largest relative error of any rank's causal attention, forward and backward, against float64 dense attention."""
+    """Return the largest relative error of any rank's causal attention, both passes, against dense float64."""
     ranks, rank, device = dist.get_world_size(group), dist.get_rank(group), local_device()
     layout = Layout(
         "zigzag", 2 * max(1, min(24, 512 // ranks)) * ranks, ranks

@@ -1,1 +1,1 @@
-"""One real step, looked at while it runs or on tensors without values."""
+"""One real step, observed while it runs or on tensors without values."""

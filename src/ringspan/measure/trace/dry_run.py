@@ -40,7 +40,7 @@ _TIMELINE_MOMENTS: Final = 400
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank holds over a training step: every change, in order, and the highest."""
+    """Record of one rank's memory over a training step: every change, in order, and the highest."""
 
     rank: int
     moments: tuple[Moment, ...]
@@ -83,7 +83,7 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
 def prepare(
     model: Any, mesh: DeviceMesh, setting: Setting, *, host_optimizer: type[HostAdamW] = HostAdamW
 ) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tensor]]:
-    """The model on a mesh, its optimizer and a batch of one token over and over."""
+    """Return the model on a mesh, its optimizer and a batch of one repeated token."""
     model = put_on_mesh(model, mesh, setting)
     if setting.optimizer_on_host:
         optimizer: torch.optim.Optimizer = host_optimizer(model.parameters(), lr=1e-4)
@@ -93,9 +93,7 @@ def prepare(
 
 
 def _settle(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Do what only a first step does, without its passes: FSDP pads and gathers parameters, the optimizer makes its
-    state and DTensor its plans.
-    """
+    """Do a first step's one-off work: FSDP pads and gathers, the optimizer makes its state, DTensor its plans."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -109,7 +107,7 @@ def _settle(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer
 def watch_step(
     tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> None:
-    """A training step of a known model on a batch that becomes known; the tracker forgets the moments before it."""
+    """Track a training step; the tracker forgets the moments before it."""
     tracker.watch("activations", batch.values())
     tracker.restart()
     train_step(tracker, model, optimizer, batch)
@@ -123,15 +121,16 @@ def _batch(model: Any, mesh: DeviceMesh, setting: Setting) -> dict[str, torch.Te
 
 
 def _without_values(on_gpu: bool) -> DeviceRules:
-    """How tensors are worked on that have no values, on a CPU or as on a GPU: without one there are no fake CUDA
-    tensors. No file could hold them, and whatever a module is tried on, it passes.
+    """Configure work on tensors without values, as on CPU or GPU (without one there are no fake CUDA tensors).
+
+    No file could hold them, and whatever a module is tried on, it passes.
     """
     rules = DeviceRules(cuts_for_cores=False) if on_gpu else rules_of(torch.device("cpu"))
     return replace(rules, offloads_to="nowhere", probe_tokens=1)
 
 
 class _OneChunk(Eager):
-    """Plain PyTorch on one chunk of scores of a launch: without values all of them are alike, and many."""
+    """Plain PyTorch on one chunk of scores of a launch: without values all chunks are alike, and many."""
 
     def heads(self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize) -> Iterator[tuple[int, slice, slice]]:
         return islice(super().heads(q, k, tile, size), 1)
@@ -150,7 +149,7 @@ class _FarHostAdamW(HostAdamW):
 
 
 def check_rank(config: PreTrainedConfig, setting: Setting, rank: int) -> None:
-    """Refuse what cannot be played by one process.
+    """Refuse what one process cannot play.
 
     Raises:
         ConfigError: a rank outside of the mesh, or a process group that already exists.
@@ -166,7 +165,7 @@ def check_rank(config: PreTrainedConfig, setting: Setting, rank: int) -> None:
 
 @contextmanager
 def fake_mesh(setting: Setting, rank: int, device_type: str) -> Iterator[DeviceMesh]:
-    """The mesh of a step as one of its ranks sees it, in a process group in which nothing is sent."""
+    """Build a step's mesh as one of its ranks sees it, in a process group in which nothing is sent."""
     dist.init_process_group("fake", rank=rank, world_size=setting.devices, store=FakeStore())
     try:
         yield make_mesh(device_type, setting.replicate, setting.ring, setting.tp)
@@ -178,13 +177,12 @@ def fake_mesh(setting: Setting, rank: int, device_type: str) -> Iterator[DeviceM
 
 
 def trace_plan(answer: Plan, rank: int) -> Trace:
-    """Trace the step that a plan proposes."""
     setting = answer.setting
     return trace(hugging_face_config(answer.question.shape, setting.length), setting, rank)
 
 
 def summary(traced: Trace, budget_bytes: int) -> dict[str, Any]:
-    """What ``ringspan plan --trace`` puts in the place of the formula's bytes, and the timeline."""
+    """Return what ``ringspan plan --trace`` shows in place of the formula's bytes, and the timeline."""
     peak = traced.peak
     return {
         "fits": peak.total_bytes <= budget_bytes,
@@ -200,14 +198,14 @@ def summary(traced: Trace, budget_bytes: int) -> dict[str, Any]:
 
 
 def thinned(moments: Sequence[Moment], count: int) -> list[Moment]:
-    """At most about ``count`` of the moments: the highest of each equal stretch."""
+    """Return about ``count`` moments at most: the highest of each equal stretch."""
     stretch = max(1, -(-len(moments) // count))
     parts = (moments[first : first + stretch] for first in range(0, len(moments), stretch))
     return [max(part, key=lambda moment: moment.total_bytes) for part in parts]
 
 
 def hugging_face_config(shape: ModelShape, length: int) -> PreTrainedConfig:
-    """The config of a model of this shape, for sequences of this length.
+    """Return the config of a model of this shape, for sequences of this length.
 
     Raises:
         UnsupportedError: a family that the ring does not run.

@@ -1,4 +1,4 @@
-"""The most memory that a piece of work allocates, whoever allocates it: operators, kernels and messages."""
+"""Peak memory of a piece of work, whoever allocates it: operators, kernels and messages."""
 
 import os
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def allocated_bytes(function: Callable[[], Any]) -> int:
-    """Most bytes that ``function()`` holds at once beside what was there before it."""
+    """Return the most bytes that ``function()`` holds at once beside what was there before it."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

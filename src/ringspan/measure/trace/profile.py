@@ -1,4 +1,4 @@
-"""What a rank holds and does over real steps: a memory timeline of one step and a hop timeline of the next.
+"""Memory and activity of a rank over real steps: a memory timeline of one step and a hop timeline of the next.
 
 The first two steps run under the memory tracker (FSDP makes its buffers in the first, the optimizer its state), which
 slows them; the third runs without it and is the one whose seconds are shown. Works from hooks on a parallelized model
@@ -51,7 +51,7 @@ class RankProfile:
 
     @property
     def exposed_seconds(self) -> float:
-        """What this rank waited for others in the step."""
+        """Seconds that this rank waited for others in the step."""
         return sum(each["arrived"] - each["waited"] for each in self.passages)
 
     def as_json(self) -> dict[str, Any]:
@@ -59,13 +59,10 @@ class RankProfile:
 
 
 class Profiler:
-    """Profiles the first steps that are run inside of ``step()``; then its hooks are gone and it costs nothing."""
+    """Profiler of the first steps inside of ``step()``; afterwards its hooks are gone and it costs nothing."""
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, rank: int, snapshot: Path | None = None) -> None:
-        """Watch a parallelized model and its optimizer.
-
-        ``snapshot`` is where the CUDA allocator's history of the memory step goes, for PyTorch's memory viewer.
-        """
+        """Watch a parallelized model and its optimizer; ``snapshot`` gets the memory step's CUDA allocator history."""
         self._model, self._optimizer, self._rank, self._snapshot = model, optimizer, rank, snapshot
         self._device = next(model.parameters()).device
         self._tracker = MemoryTracker()
@@ -83,7 +80,7 @@ class Profiler:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around each optimizer step of the run, with all of its micro-steps."""
+        """Wrap each optimizer step of the run, with all of its micro-steps."""
         self._num_steps += 1
         if self._num_steps < NUM_STEPS:
             with self._tracked(is_kept=self._num_steps == NUM_STEPS - 1):
@@ -104,7 +101,6 @@ class Profiler:
 
     @contextmanager
     def _tracked(self, *, is_kept: bool) -> Iterator[None]:
-        """A step under the memory tracker."""
         record = is_kept and self._device.type == "cuda" and self._snapshot is not None
         if record:
             torch.cuda.memory._record_memory_history(max_entries=100_000)
@@ -133,7 +129,6 @@ class Profiler:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """The step whose seconds count."""
         self._phases.clear()
         started = now(self._device)
         try:
@@ -175,9 +170,9 @@ class Profiler:
 
 
 def profile_rank(shape: ModelShape, setting: Setting, folder: Path, doing: Callable[[str], None]) -> list[RankProfile]:
-    """One rank's part of profiling a model with random weights on the default process group; every rank gets all.
+    """Profile a model with random weights on the default process group; every rank calls it and gets all.
 
-    On the first rank ``doing`` is told what comes next, each of which may take minutes.
+    On the first rank ``doing`` announces each part, which may take minutes.
     """
     doing = doing if dist.get_rank() == 0 else lambda what: None
     mesh = init_mesh(ring=setting.ring)
@@ -202,5 +197,5 @@ def profile_rank(shape: ModelShape, setting: Setting, folder: Path, doing: Calla
 
 
 def gathered(profiler: Profiler) -> list[RankProfile]:
-    """The profiles of all ranks of the default process group, on each of them."""
+    """Return the profiles of all ranks of the default process group, on each of them."""
     return gather(profiler.result)

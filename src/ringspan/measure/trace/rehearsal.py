@@ -1,4 +1,4 @@
-"""One rank of many, for real, on the one device at hand: real tensors, real kernels, made-up neighbours.
+"""One rank of many, run on the one device at hand: real tensors, real kernels, made-up neighbours.
 
 Collectives go to a fake process group, which answers with this rank's own data; blocks that would arrive are random
 numbers of the right size. So loss and gradients mean nothing, but every buffer and every kernel is the real one.
@@ -41,14 +41,14 @@ def _tell_nobody(what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """What one rank measured; ``exposed_seconds`` is what it would wait for blocks on a link of ``bandwidth``."""
+    """Measurements of one rank; ``exposed_seconds`` is its wait for blocks on a link of ``bandwidth``."""
 
     rank: int
     peak_bytes: int
     bytes: dict[str, int]
     step_seconds: float
     layer_seconds: tuple[tuple[float, float], ...]
-    """Forward and backward (what is computed again included) of each layer."""
+    """Forward and backward seconds (recomputation included) of each layer."""
     bandwidth: float
     exposed_seconds: float
 
@@ -158,15 +158,12 @@ def rehearse(
 
 
 class _MadeUp(Nobody):
-    """A network from which random numbers arrive."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seconds = 0.0
         """Spent on making them up, on a CPU."""
 
     def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> None:
-        """Make up what arrives."""
         super().receive(pending, key)
         started = time.perf_counter()
         for each in pending:
@@ -182,10 +179,7 @@ class _Timed:
 
 
 def _timed_step(step: Any, model: Any, device: torch.device, arrivals: _MadeUp) -> _Timed:
-    """One step, its layers, and the moments at which its blocks were posted and needed.
-
-    On a CPU the time in which blocks were made up is taken out of the step.
-    """
+    """Run one step; note its layers and when blocks were posted and needed; on a CPU without making blocks up."""
     before = arrivals.seconds
     with recorded() as (transfers, _), _layer_moments(model, device) as layers:
         started = now(device)
@@ -197,14 +191,14 @@ def _timed_step(step: Any, model: Any, device: torch.device, arrivals: _MadeUp) 
 
 
 def _events(transfers: list[TransferRecord], started: Moment) -> list[tuple[float, int, int]]:
-    """(seconds, number of the transfer, bytes that arrive in it; -1 for the moment at which it is needed), in order."""
+    """Return (seconds, transfer number, arriving bytes or -1 when it is needed), in order."""
     posted = [(seconds(started, each.posted), number, each.received_bytes) for number, each in enumerate(transfers)]
     needed = [(seconds(started, each.waited), number, -1) for number, each in enumerate(transfers) if each.waited]
     return sorted(posted + needed)
 
 
 def exposed_seconds(events: list[tuple[float, int, int]], bandwidth: float) -> float:
-    """What a rank waits in all when blocks arrive at ``bandwidth``, one after the other as they were posted.
+    """Return the total wait of a rank when blocks arrive at ``bandwidth``, one after the other as they were posted.
 
     ``events`` are (seconds, number of an exchange, bytes that arrive, or -1 where the rank needs it), in order; a wait
     delays all that follows.
@@ -220,7 +214,7 @@ def exposed_seconds(events: list[tuple[float, int, int]], bandwidth: float) -> f
 
 
 class _Layers:
-    """Moments at which each layer's forward began and ended, and its backward."""
+    """Start and end of each layer's forward, and of its backward."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -233,7 +227,7 @@ class _Layers:
 
 @contextmanager
 def _layer_moments(model: Any, device: torch.device) -> Iterator[_Layers]:
-    """Note when layers begin and end: by hooks in forward, and by those of their input's and output's gradients."""
+    """Record layers' start and end by hooks in forward, and by those of input and output gradients."""
     layers, handles = _Layers(device), []
 
     def begin(number: int, module: Any, args: tuple[Tensor, ...]) -> None:

@@ -1,7 +1,7 @@
-"""What a trace has to see or to have otherwise, and torch has no argument, hook or registry for.
+"""Replacements in torch that a trace needs, where torch has no argument, hook or registry.
 
 Each replaces attributes of torch while its context is active, and says why it must. Nothing else in this package
-replaces a function of another module: what is ours is an argument or found in a registry.
+replaces a function of another module.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def real_meshes() -> Iterator[None]:
-    """Let meshes compute with numbers while tensors are fake, where axes are taken out of them and joined (by FSDP2,
-    its own and that of tensor parallelism).
+    """Let meshes compute with numbers while tensors are fake, where FSDP2 takes axes out and joins them.
 
-    A mesh looks its rank up in a tensor that it makes and reads at once; under ``FakeTensorMode`` that has no values,
-    and the mesh cannot be told to make it outside of the mode.
+    A mesh reads its rank from a tensor that it makes; under ``FakeTensorMode`` that has no values, and the mesh cannot
+    be told to make it outside of the mode.
     """
     take, join = DeviceMesh.__getitem__, DeviceMesh._concatenate
 
@@ -41,10 +40,7 @@ def real_meshes() -> Iterator[None]:
 
 @contextmanager
 def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call ``resized`` after a storage has changed its size, as FSDP does with what it gathers.
-
-    A dispatch mode sees operators, and this is none.
-    """
+    """Call ``resized`` after a storage has changed its size, as FSDP does; a dispatch mode sees operators only."""
     resize = torch.UntypedStorage.resize_
 
     def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
@@ -61,8 +57,7 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
 
 @contextmanager
 def watched_predictions(predicts: Callable[[bool], None]) -> Iterator[None]:
-    """Call ``predicts`` when DTensor begins and ends to run an operator on fake tensors, only to learn the shapes that
-    it gives: these take no memory.
+    """Call ``predicts`` when DTensor begins and ends a run on fake tensors that only predicts shapes, without memory.
 
     A dispatch mode cannot tell them from a traced run's own: they are of the fake mode that is active.
     """

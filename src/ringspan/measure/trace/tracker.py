@@ -1,4 +1,4 @@
-"""Every living tensor, by what it is for: bytes per category at each operator of a training step, real or traced."""
+"""Living tensors by purpose: bytes per category at each operator of a training step, real or traced."""
 
 import time
 import weakref
@@ -25,7 +25,7 @@ _ops = torch.ops
 
 @dataclass(frozen=True)
 class Moment:
-    """What is held after one operator: its number in the run, the phase, bytes per category, and the host's time."""
+    """State after one operator: its number in the run, the phase, bytes per category, and the host's time."""
 
     index: int
     phase: str
@@ -73,7 +73,7 @@ class MemoryTracker(TorchDispatchMode):
         return id(self)
 
     def __enter__(self) -> "MemoryTracker":
-        """Also see storages change their size, and know when DTensor makes tensors that take no memory."""
+        """Watch storages change their size, and DTensor make tensors that take no memory."""
         seams = ExitStack()
         seams.enter_context(watched_resizes(self._resized))
         seams.enter_context(watched_predictions(self._set_predicts))
@@ -86,7 +86,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak(self) -> Moment:
-        """The moment that holds the most."""
+        """Moment that holds the most."""
         return max(self.moments, key=lambda moment: moment.total_bytes)
 
     def watch(self, category: Category, tensors: Iterable[Tensor]) -> None:
@@ -101,7 +101,7 @@ class MemoryTracker(TorchDispatchMode):
         self._note()
 
     def watch_model(self, model: nn.Module) -> None:
-        """Count a parallelized model's parameters, and know its gradients and the ends of its layers."""
+        """Count a parallelized model's parameters and gradients, and watch the ends of its layers."""
         self._sharded = list(model.parameters())
         self.watch("parameters", self._sharded)
         self.watch("parameters", model.buffers())
@@ -111,7 +111,7 @@ class MemoryTracker(TorchDispatchMode):
             layer.register_forward_hook(lambda *_, births=births: self._keep_since(births.pop()))
 
     def claim_gradients(self) -> None:
-        """What has become a parameter's gradient counts as one."""
+        """Count what has become a parameter's gradient as one."""
         for parameter in self._sharded:
             if parameter.grad is not None:
                 known = self._storages.get(local_part(parameter.grad).untyped_storage()._cdata)
@@ -119,7 +119,7 @@ class MemoryTracker(TorchDispatchMode):
                     self._move(known, "gradients")
 
     def keep(self) -> None:
-        """What the forward pass leaves for backward are activations."""
+        """Count what the forward pass leaves for backward as activations."""
         self._keep_since(0)
         self._note()
 
@@ -221,7 +221,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def train_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> None:
-    """One training step as the training loop does it, with its phases marked in the tracker."""
+    """Run one training step like the training loop, with its phases marked in the tracker."""
     tracker.phase = "forward"
     loss = model(**batch).loss
     tracker.keep()
@@ -233,7 +233,7 @@ def train_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimi
 
 
 def end_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """What a step does when the gradients are there: clipping, and the optimizer with its state."""
+    """Finish a step with its gradients: clipping, and the optimizer with its state."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     tracker.watch_optimizer(optimizer)
@@ -253,7 +253,7 @@ _DEVICE_OF: Final = _ops.prim.device.default
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """The tensors with storage of their own in an operator's arguments or results."""
+    """Yield the tensors with storage of their own in an operator's arguments or results."""
     if isinstance(tree, Tensor):
         if type(tree) is not DTensor:
             yield tree

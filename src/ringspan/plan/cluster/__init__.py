@@ -1,1 +1,1 @@
-"""Accelerators, and looking them up."""
+"""Accelerators and their lookup."""

@@ -1,4 +1,4 @@
-"""The accelerators that the planner knows: what each computes, holds and sends.
+"""Accelerators known to the planner: what each computes, holds and sends.
 
 Numbers are the vendors', per device: dense bfloat16 FLOP/s (half of what a data sheet states "with sparsity") with
 float32 accumulation, and bytes/s of one direction (half of what a sheet states "bidirectional" or in total).
@@ -53,7 +53,7 @@ def _gpu(
     host: tuple[float, int] = (0, 0),
     per_node: int = 8,
 ) -> Device:
-    """Memory in GB and GB/s; links in the node and to another one in GB/s; the host's link in GB/s and memory in GB."""
+    """Build a GPU from GB and GB/s: memory, links inside and outside of the node, the host's link and memory."""
     return Device(
         name=name,
         title=title,
@@ -71,7 +71,7 @@ def _gpu(
 
 
 def _tpu(name: str, title: str, teraflops: float, memory: tuple[int, float], link: float, slice_size: int) -> Device:
-    """Links of a TPU slice are the same everywhere, so the slice is the node."""
+    """Build a TPU, whose links are the same everywhere in a slice, so that the slice is the node."""
     return Device(
         name=name,
         title=title,

@@ -1,4 +1,4 @@
-"""Looking an accelerator up by what people call it, or reading one that is given by hand; blocks that hide sending."""
+"""Lookup of accelerators by their common names or by hand, and the block sizes that hide sending."""
 
 import re
 from dataclasses import replace
@@ -19,7 +19,7 @@ _FORM: Final = re.compile(r"(?<=\d)(sxm\d?|hbm\d?e?)$")  # written without a sep
 
 
 def min_block_tokens(flops: float, bandwidth: float) -> float:
-    """Tokens c of a block from which computing hides sending: ``4 d c^2 / F >= 4 c d / B``, so ``c = F / B``.
+    """Return the tokens c of a block that hide sending: ``4 d c^2 / F >= 4 c d / B``, so ``c = F / B``.
 
     A query block meets a key block in 4 d c^2 FLOPs, while 2 tensors of c x d bfloat16 numbers travel. Heads do not
     matter; grouped key/value heads, causal masks and float32 change the constant, which ``cost`` accounts for.
@@ -29,7 +29,7 @@ def min_block_tokens(flops: float, bandwidth: float) -> float:
 
 
 def min_tokens_per_device(block_tokens: float) -> float:
-    """A ring holds six blocks at least: query, current and next key and value, and output (same source)."""
+    """Return the tokens of the six blocks that a ring holds at least: query, 2 keys, 2 values, output (same source)."""
     return 6 * block_tokens
 
 
@@ -48,7 +48,7 @@ _MOST: Final = 1e21  # FLOP/s, bytes, bytes/s: a million times what a device has
 
 
 def device(text: str) -> Device:
-    """A device of the table, or one given by hand.
+    """Return a device of the table, or one given by hand.
 
     Case, separators and the vendor's words do not matter: ``h100``, ``H100-SXM``, ``h100_80gb``, ``NVIDIA H100 80GB
     HBM3``, ``Trillium``. A name of two devices is taken for the more common one, and ``note`` says so.
@@ -77,7 +77,6 @@ def device(text: str) -> Device:
 
 
 def _named(name: str) -> Device:
-    """The device of the table that goes by this name."""
     if normal(name) in DEVICES:
         return DEVICES[normal(name)]
     found, other = _NAMES.get(_essence(name), ("", ""))
@@ -91,13 +90,13 @@ def _named(name: str) -> Device:
 
 
 def _essence(name: str) -> str:
-    """What tells a device's name from others: letters and digits, without the vendor's words."""
+    """Reduce a device's name to letters and digits, without the vendor's words."""
     words = re.split("[^a-z0-9]+", name.lower())
     return "".join(_FORM.sub("", word) for word in words if not _NOISE.fullmatch(word))
 
 
 def _all_names() -> dict[str, tuple[str, str]]:
-    """Name, title, and name with the memory of each device, and the other names: ``_essence`` of each."""
+    """Map ``_essence`` of each name, title, name with memory and alias to its device and the other one of that name."""
     names = {_essence(name): devices for name, devices in OTHER_NAMES.items()}
     for name, each in DEVICES.items():
         sized = f"{name} {each.memory_bytes // GIGA} gb"

@@ -58,9 +58,7 @@ class StepCost:
 
 
 def model_flops(shape: ModelShape, length: int) -> float:
-    """Model FLOPs of forward and backward over one sequence, see ``training_flops``; those of states thrice, of towers
-    for each image by itself.
-    """
+    """Return the model FLOPs of one sequence, see ``training_flops``; those of states thrice, of towers per image."""
     pairs = sum(causal_pairs(length, window) + shape.later_pairs for window in shape.layer_windows)
     scanned = 3 * length * sum(kind.scan_flops for kind in shape.layer_kinds)
     seen = sum(tower.units * tower.flops.at(1) for tower in shape.towers)
@@ -70,12 +68,11 @@ def model_flops(shape: ModelShape, length: int) -> float:
 def step_cost(
     shape: ModelShape, setting: Setting, device: Device, batch: int, attention: Passes = attention_passes
 ) -> StepCost:
-    """Time of a step of ``batch`` sequences: micro-steps of ``setting.batch`` sequences on each of the replicas, whose
-    gradients are summed in the last one.
+    """Return the cost of an optimizer step of ``batch`` sequences, split into micro-steps on each replica.
 
-    Attention takes what ``attention`` says; the sums of tensor parallelism wait; parameters, gradients and what goes to
-    the host travel beside the computation, and no link carries more than it can. The optimizer's own time (but on the
-    host), the loss of the first and last hop's overlap and launches are left out.
+    Attention takes what ``attention`` says; tensor-parallel sums wait; parameters, gradients and host traffic overlap
+    with computation, limited by each link. Left out: the optimizer's time (but on the host), the loss of overlap at the
+    first and last hop, and launches.
     """
     steps = ((setting.micro_steps(batch) - 1, False), (1, True))
     kinds = Counter(shape.split(setting.tp).layer_kinds)
@@ -114,7 +111,7 @@ def step_cost(
 
 @dataclass(frozen=True)
 class _Time:
-    """Of one layer, or of all that is no layer."""
+    """Seconds and bytes of one layer, or of everything outside of the layers."""
 
     compute: float
     seconds: float
@@ -147,18 +144,15 @@ class _LayerTimes:
         self.made_again = 1 - 1 / setting.layers_per_checkpoint
 
     def matrices(self, weights: float) -> float:
-        """Seconds in which this rank's tokens are multiplied with so many of its weights."""
         return 2.0 * weights * self.setting.tokens / (self.peak * self.device.matmul_efficiency)
 
     def root(self) -> _Time:
-        """Embedding, head and loss."""
+        """Compute the time of embedding, head and loss."""
         compute = 3 * self.matrices(self.shape.vocab * self.shape.hidden)
         return self._time(compute, compute, self.shape.root_parameters, Pass(0, 0, 0, 0), sums=self.root_sums, kept=0)
 
     def towers(self) -> _Time:
-        """Towers and projectors on the largest share of the images, and the way of embeddings to their tokens and of
-        gradients back.
-        """
+        """Compute the time of towers and projectors on the largest share of images, with the transfer of embeddings."""
         setting, towers = self.setting, self.shape.towers
         flops = sum(tower.flops.at(tower.share(setting.batch, setting.ring)) for tower in towers)
         compute = flops * (4 / 3 if self.again else 1.0) / (self.peak * self.device.matmul_efficiency)
@@ -172,7 +166,6 @@ class _LayerTimes:
         return self._time(compute, compute + sent, sum(self.shape.tower_layers), exchange, sums=0, kept=0)
 
     def layer(self, kind: LayerKind) -> _Time:
-        """One layer, forward and backward."""
         setting = self.setting
         passes = self._mixing(kind)
         times = 3 + self.made_again
@@ -196,8 +189,9 @@ class _LayerTimes:
         )
 
     def _mixing(self, kind: LayerKind) -> list[Pass]:
-        """The passes of what treats tokens together: attention, states, convolutions; and those that checkpoints
-        compute again. States that are kept for backward (``attention``) are not; on one rank nothing is kept.
+        """Time attention, states and convolutions, and what checkpoints recompute of them.
+
+        States kept for backward (``attention``) are not recomputed; on one rank nothing is kept.
         """
         setting, (sizes, speeds) = self.setting, self._attention()
         passes: list[Pass] = []
@@ -244,7 +238,7 @@ class _LayerTimes:
         kept: float,
         gathers: float = 2,
     ) -> _Time:
-        """With what FSDP and tensor parallelism send; nothing is done before every link has carried its bytes."""
+        """Add FSDP and tensor-parallel traffic; nothing ends before every link has carried its bytes."""
         setting, device = self.setting, self.device
         gathered, reduced = self._shard_bytes(parameters, gathers)
         hidden = setting.tokens * self.shape.hidden * setting.number_bytes
@@ -277,9 +271,7 @@ class _LayerTimes:
         )
 
     def _shard_bytes(self, parameters: int, gathers: float) -> tuple[float, float]:
-        """What FSDP brings for some parameters: gathered over a ring so many times and gradients reduced; the sums of
-        the replicas' gradients.
-        """
+        """Count the bytes of FSDP gathers and gradient reductions, and of the replicas' gradient sums."""
         setting = self.setting
         around = parameters * (1 - 1 / setting.ring) * (gathers * setting.number_bytes + _GRADIENT_BYTES)
         across = 2 * (1 - 1 / setting.replicate) * parameters / setting.ring * _GRADIENT_BYTES
@@ -287,9 +279,9 @@ class _LayerTimes:
 
 
 def _shares(ranks: int, distance: int, per_node: int) -> dict[bool, float]:
-    """Of what a collective brings to a rank, the shares that its links inside and outside of the node carry.
+    """Return the shares of a collective's bytes per rank on links inside and outside of the node.
 
-    The rings of a collective library run through all ranks of a node and leave it by each one's adapter in turn.
+    Rings of a collective library run through all ranks of a node and leave it by each one's adapter in turn.
     """
     together = max(1, min(ranks, per_node // distance))
     if together == ranks:
@@ -298,7 +290,7 @@ def _shares(ranks: int, distance: int, per_node: int) -> dict[bool, float]:
 
 
 def dataset_flops_ratio(hidden: int, length: int, base_length: int) -> float:
-    """How much dearer a dataset becomes at a longer context: ``(6 C + S2) / (6 C + S1)``.
+    """Return how much dearer a dataset becomes at a longer context: ``(6 C + S2) / (6 C + S1)``.
 
     From 24 C^2 + 4 S C FLOPs per token and layer (Liu, Zaharia, Abbeel 2023, appendix D), causal or not.
     """
@@ -306,7 +298,7 @@ def dataset_flops_ratio(hidden: int, length: int, base_length: int) -> float:
 
 
 def block_tokens_for_overlap(shape: ModelShape, setting: Setting, device: Device, bandwidth: float) -> float:
-    """Tokens of a rank from which this model's forward hop computes longer than its block takes on a link.
+    """Return the tokens of a rank from which a forward hop computes longer than its block takes on a link.
 
     ``c = F e / B`` (see ``hardware.min_block_tokens``) with the attention that is reached, G/H of the heads to send,
     and half of the pairs when a causal mask is balanced over the ring.

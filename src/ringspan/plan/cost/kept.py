@@ -1,7 +1,7 @@
-"""What each kind of layer keeps for backward, in bytes of a token or of a sequence's states.
+"""Bytes that each kind of layer keeps for backward, per token or per sequence's states.
 
-Recurrences are counted as fused kernels hold them: their inputs, their result, and the states between chunks while
-backward runs. Transformers' PyTorch code holds more.
+Recurrences are counted as fused kernels hold them: inputs, result, and the states between chunks while backward runs.
+Transformers' PyTorch code holds more.
 """
 
 from ringspan.core.costs import layer_parts, saved_bytes
@@ -14,9 +14,7 @@ _FLOAT32 = 4
 
 
 def parts_of(local: ModelShape, kind: LayerKind, setting: Setting) -> dict[str, int]:
-    """Bytes per token of all that a layer saves without checkpointing, see ``core.costs.layer_parts``; ``mixing`` is
-    that of a recurrence or convolution.
-    """
+    """Return bytes per token by part (``core.costs.layer_parts``); ``mixing`` is of recurrences and convolutions."""
     a = setting.number_bytes
     parts = layer_parts(local, a, norms_in_chunks=setting.norm_tokens > 0)
     if not local.kinds:
@@ -30,7 +28,7 @@ def parts_of(local: ModelShape, kind: LayerKind, setting: Setting) -> dict[str, 
 
 
 def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
-    """Bytes per token that the first ``layers`` layers of a rank's share keep from forward to backward."""
+    """Return the bytes per token that the first ``layers`` layers of a rank's share keep from forward to backward."""
     if not local.kinds:
         return saved_bytes(
             local,
@@ -55,14 +53,14 @@ def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
 
 
 def states_bytes(local: ModelShape, setting: Setting, layers: int) -> int:
-    """Bytes of the states, and maps, that the spans of the first ``layers`` layers keep; of any length alike."""
+    """Return the bytes of states and maps that the spans of the first ``layers`` layers keep, whatever their length."""
     if not local.kinds or setting.checkpoint == "full":
         return 0
     return sum(span_bytes(kind, setting) for kind in local.kinds[:layers])
 
 
 def span_bytes(kind: LayerKind, setting: Setting) -> int:
-    """Bytes of the states and maps of one layer's spans."""
+    """Return the bytes of the states and maps of one layer's spans."""
     if kind.scan is None:
         return 0
     spans = span_states(setting.layout, setting.length, setting.ring)
@@ -70,18 +68,14 @@ def span_bytes(kind: LayerKind, setting: Setting) -> int:
 
 
 def mixing_backward_bytes(kind: LayerKind, setting: Setting) -> int:
-    """Bytes in backward beside what is kept: gradients of inputs and results, the states between chunks of a span's
-    tokens, and those that spans exchange.
-    """
+    """Return backward's extra bytes: gradients of inputs and results, states between chunks, and exchanged states."""
     between = _FLOAT32 * kind.scan.chunk_states if kind.scan else 0.0
     here = setting.number_bytes * (kind.mixed + 2 * _out(kind)) + between
     return round(setting.tokens * here) + 2 * span_bytes(kind, setting)
 
 
 def seen_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Bytes that towers keep of the largest share of a micro-step's images, from the first of forward to the last of
-    backward; and all its pixels where the device is their host.
-    """
+    """Return bytes that towers keep of a micro-step's largest image share; all pixels too on a CPU."""
     found = 0
     for tower in shape.towers:
         growth = tower.saved if setting.checkpoint == "none" else tower.checkpointed
@@ -90,12 +84,12 @@ def seen_bytes(shape: ModelShape, setting: Setting) -> int:
 
 
 def tower_layer_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Bytes that one layer of a tower keeps without a checkpoint, of that share."""
+    """Return the bytes that one layer of a tower keeps of that share without a checkpoint."""
     return max(tower.saved.at(tower.share(setting.batch, setting.ring)) // tower.layers for tower in shape.towers)
 
 
 def pixel_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Bytes of all pixels of a micro-step, which every rank of a ring has in its host's memory."""
+    """Return the bytes of a micro-step's pixels, all of which every rank of a ring has in its host's memory."""
     return _FLOAT32 * setting.batch * sum(tower.pixels for tower in shape.towers)
 
 

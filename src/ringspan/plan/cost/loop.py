@@ -1,4 +1,4 @@
-"""What the loop of ``torch/attention/ring.py`` holds in its backward pass, by ``core/schedule/events.py``."""
+"""Memory of the loop of ``torch/attention/ring.py`` in backward, by ``core/schedule/events.py``."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,7 +24,7 @@ _MANY_TOKENS: Final = 1 << 16  # beside which the factors of a scaled block are 
 
 @dataclass(frozen=True)
 class Held:
-    """At the highest moment: what is computed with (sums, a tile's gradients), and what is in transit."""
+    """Bytes at the highest moment: in computation (sums, a tile's gradients) and in transit."""
 
     sums: float
     in_transit: float
@@ -48,11 +48,11 @@ def loop_bytes(
     gradient_bytes: int | None = None,
     comm_dtype: CommDtypeName = "exact",
 ) -> Held:
-    """Bytes for each token of a rank, on the first or the last rank, whichever holds more.
+    """Return the bytes per token of a rank, on the first or the last rank, whichever holds more.
 
-    ``query_numbers`` and ``kv_numbers`` (keys and values together) are those of one token over all heads; ``groups`` of
-    heads go through the loop one after the other. Numbers have ``number_bytes``, those of dk and dv ``gradient_bytes``
-    where these are more; keys and values are sent as ``comm_dtype``. A route without Ulysses groups, a causal mask.
+    ``query_numbers`` and ``kv_numbers`` (keys and values together) are of one token over all heads, ``groups`` of which
+    run in turn. Numbers have ``number_bytes``, dk and dv ``gradient_bytes`` where more; keys and values are sent as
+    ``comm_dtype``. Assumes no Ulysses groups and a causal mask.
     """
     unit = gcd(query_numbers, kv_numbers)
     shares = query_numbers // unit, kv_numbers // unit
@@ -61,7 +61,7 @@ def loop_bytes(
 
 
 def tile_pairs(layout: LayoutName, tokens: int) -> int:
-    """``Schedule.tile_pairs`` of a causal mask on any number of ranks, above one, of so many tokens."""
+    """Return ``Schedule.tile_pairs`` of a causal mask for this many tokens on more than one rank."""
     one = make_schedule(Layout(layout, 2 * _TOKENS, 2), causal(), 0).tile_pairs
     return one * tokens**2 // _TOKENS**2
 
@@ -77,7 +77,7 @@ def _share(
     types: tuple[int, int],
     comm_dtype: CommDtypeName,
 ) -> Held:
-    """``loop_bytes`` of all heads of one group, of which there are one or more."""
+    """Return ``loop_bytes`` of one of ``groups`` groups of heads."""
     large, small = _MOST_NODES * route.inner, _MOST_NODES // 2 * route.inner
     if ranks > large:
         most, less = (
@@ -111,7 +111,7 @@ def _share(
 
 
 def _walk(part: Part) -> Held:
-    """The highest moment of a backward pass."""
+    """Return the highest moment of a backward pass."""
     highest, sums, in_transit = Held(0, 0), 0, 0
     for event in backward(part):
         if isinstance(event, Make | Free):

@@ -30,7 +30,7 @@ _PIECES_AHEAD: Final = 3  # what offloading brings back ahead of its use: a laye
 
 @dataclass(frozen=True)
 class Memory:
-    """The highest moment of a step: its name and bytes per category."""
+    """Bytes per category at the highest moment of a step, and its name."""
 
     moment: str
     bytes: dict[str, int]
@@ -41,7 +41,7 @@ class Memory:
 
 
 def training_memory(shape: ModelShape, setting: Setting) -> Memory:
-    """What a rank holds at the highest moment of a training step, once the optimizer has its state.
+    """Return what a rank holds at the highest moment of a training step, once the optimizer has its state.
 
     Raises:
         ConfigError, UnsupportedError: see ``check_setting``.
@@ -56,12 +56,12 @@ def training_memory(shape: ModelShape, setting: Setting) -> Memory:
 
 
 def saved_per_token(shape: ModelShape, setting: Setting, layers: int) -> int:
-    """Bytes per token that the first ``layers`` layers keep from forward to backward, on the device or away from it."""
+    """Return the bytes per token that the first ``layers`` layers keep for backward, on the device or away from it."""
     return kept.saved_per_token(shape.split(setting.tp), setting, layers)
 
 
 class _Step:
-    """The moments of one step, on a rank that has its share of heads, feed-forward and vocabulary."""
+    """Moments of one step on a rank with its share of heads, feed-forward and vocabulary."""
 
     def __init__(self, shape: ModelShape, setting: Setting) -> None:
         self.shape, self.setting = shape.split(setting.tp), setting
@@ -79,9 +79,9 @@ class _Step:
         self.gathered = self.a * self.root  # the root's parameters stay whole from the first layer to the last gradient
 
     def kept(self, layers: int, *, backward: bool = False) -> int:
-        """What so many layers keep on the device; offloaded, in backward, the few pieces that come back ahead.
+        """Return what ``layers`` layers keep on the device; if offloaded, the few pieces prefetched in backward.
 
-        In the backward pass of the layer behind them, also the inputs of its segment that were made again.
+        Includes recomputed inputs of the segment of the layer behind them, in that layer's backward pass.
         """
         setting = self.setting
         segment = setting.layers_per_checkpoint
@@ -110,18 +110,18 @@ class _Step:
 
     @property
     def _last_norm(self) -> int:
-        """The last layer's result and what the final norm keeps of it."""
+        """Return the last layer's result and what the final norm keeps of it."""
         a, hidden, in_chunks = self.a, self.shape.hidden, bool(self.setting.norm_tokens)
         own_copy = a if self._norms_copy else 0
         return self.tokens * (own_copy * hidden + norm_bytes(hidden, a, self.shape.family, in_chunks=in_chunks))
 
     @property
     def _norms_copy(self) -> bool:
-        """Whether norms keep a float32 copy beside their input."""
+        """Return whether norms keep a float32 copy beside their input."""
         return self.shape.family == "llama" and self.a < _FLOAT32 and not self.setting.norm_tokens
 
     def gather(self) -> Memory:
-        """When the root's parameters have arrived and are copied to their places, the first layer's behind them."""
+        """Return the moment when the root's gathered parameters are copied out, with the first layer's in flight."""
         return self.memory("gathering", communication=2 * self.a * (self.root + self.layer))
 
     @cached_property
@@ -135,11 +135,11 @@ class _Step:
         )
 
     def loss(self) -> Memory:
-        """While the loss computes gradients of a chunk of logits."""
+        """Return the moment when the loss computes gradients of a chunk of logits."""
         return self._in_loss("loss", self._loss.block)
 
     def loss_gradient(self) -> Memory:
-        """When backward scales the head's float32 gradient where it is and turns it into the parameters' dtype."""
+        """Return the moment when backward scales the head's float32 gradient and casts it to the parameters' dtype."""
         return self._in_loss("loss backward", self._loss.rounded)
 
     def _in_loss(self, moment: str, temporaries: int) -> Memory:
@@ -151,9 +151,7 @@ class _Step:
         )
 
     def layers(self) -> list[Memory]:
-        """In the backward pass of the last layer, of the one before, and of the first; and of the last layers of the
-        first segment and of the last whole one, when the inputs of a segment were just made again.
-        """
+        """Return moments of the last, second last and first layer, and of segments with just recomputed inputs."""
         layers, segment = self.shape.layers, self.setting.layers_per_checkpoint
         ends = {layers - segment, layers % segment} if segment < layers else set[int]()
         # Of layers that differ the last of each kind, when most is kept.
@@ -167,12 +165,11 @@ class _Step:
         return self.shape.layer_kinds[self.shape.layers - 1 - done]
 
     def _has(self, moment: Callable[[int], Memory], done: int) -> bool:
-        """Whether the layer has what the moment is of."""
         kind = self._kind(done)
         return kind.attends if moment == self._attention else bool(kind.intermediate)
 
     def _backward(self, moment: str, done: int, activations: int, temporaries: int, communication: int = 0) -> Memory:
-        """A moment in the backward pass of a layer when ``done`` later ones are finished."""
+        """Build the moment in a layer's backward pass when ``done`` later layers are finished."""
         layers = self.shape.layers
         reducing = _FLOAT32 * self.layer if done else 0  # the last one's gradients, on their way in float32
         prefetched = self.a * self.layer if done + 1 < layers else 0
@@ -185,7 +182,7 @@ class _Step:
         )
 
     def _made_again(self, kind: LayerKind) -> dict[str, int]:
-        """What a layer holds when its backward pass begins: kept, or computed again."""
+        """Return what a layer holds when its backward pass begins: kept, or recomputed."""
         parts = {name: self.tokens * size for name, size in kept.parts_of(self.shape, kind, self.setting).items()}
         if self.setting.feedforward_tokens:
             del parts["feedforward"]
@@ -194,8 +191,10 @@ class _Step:
         return parts
 
     def _feedforward(self, done: int) -> Memory:
-        """At the product's gradient: the product is gone, three more of its size are there. In chunks, a chunk's, the
-        gradients of all tokens and of the weights: their float32 sums, and those of a chunk.
+        """Return the moment at the product's gradient: the product is freed, three tensors of its size exist.
+
+        In chunks: one chunk's tensors, gradients of all tokens, and the weights' gradients as float32 sums and per
+        chunk.
         """
         shape, a, kind = self.shape, self.a, self._kind(done)
         chunk, made = self.setting.feedforward_tokens, sum(self._made_again(kind).values())
@@ -214,9 +213,7 @@ class _Step:
         return attention_backward_bytes(self.shape, self.setting)
 
     def _norm(self, done: int) -> Memory:
-        """In the backward pass of the feed-forward's norm: an RMS norm of transformers makes four float32 copies, of a
-        chunk where it runs in chunks, and a gradient.
-        """
+        """Return the moment in backward of the feed-forward's norm: four float32 copies (of a chunk) and a gradient."""
         kind = self._kind(done)
         held = sum(size for name, size in self._made_again(kind).items() if name != "feedforward")
         made = self.hidden
@@ -228,7 +225,7 @@ class _Step:
         return self._backward("norm backward", done, held, made + self.a * kind.feedforward)
 
     def _mixing(self, done: int) -> Memory:
-        """In the backward pass of a recurrence or convolution: its inputs, results and what they become."""
+        """Return backward's moment in a recurrence or convolution: inputs, results and their gradients."""
         kind = self._kind(done)
         made = self._made_again(kind)
         held = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention", "mixing"))
@@ -236,7 +233,7 @@ class _Step:
         return self._backward("state backward", done, held, weights + kept.mixing_backward_bytes(kind, self.setting))
 
     def _attention(self, done: int) -> Memory:
-        """In the ring's backward pass: its inputs, results and what the loop holds."""
+        """Return the moment in the ring's backward pass: inputs, results and what the loop holds."""
         shape, kind = self.shape, self._kind(done)
         made = self._made_again(kind)
         ours = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention", "mixing"))
@@ -246,9 +243,7 @@ class _Step:
         return self._backward(ATTENTION_MOMENT, done, ours, dout + weights + held, in_transit)
 
     def towers(self) -> list[Memory]:
-        """In the backward pass of a tower's last layer, behind the decoder's: the layer that is made again, as much for
-        its gradients, and the gradients of embeddings.
-        """
+        """Return backward's moment in a tower's last layer: it recomputed, its gradients, those of embeddings."""
         shape, setting = self.shape, self.setting
         if not shape.towers:
             return []
@@ -267,7 +262,7 @@ class _Step:
         ]
 
     def embedding(self) -> list[Memory]:
-        """When the root has its gradients after all layers, when they are copied to be reduced, and when they are."""
+        """Return the moments when the root has its gradients: after all layers, copied to be reduced, and reduced."""
         gradients = self.p * (self.shape.parameters - self.root) // self.ranks
         own = self.a * self.root
         tied = 2 * self.a * self.head if self.shape.tied else 0  # the head's, the embedding's, and their sum
@@ -292,17 +287,17 @@ class _Step:
         ]
 
     def update(self) -> Memory:
-        """In AdamW, which on a GPU takes the roots of all second moments at once."""
+        """Return the moment in AdamW, which on a GPU takes the roots of all second moments at once."""
         roots = self.parameters if self.setting.on_gpu and not self.setting.optimizer_on_host else 0
         return self.memory("optimizer", temporaries=roots, gradients=self.parameters)
 
 
 def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
-    """What attention holds in backward beside its inputs and dout: (results, sums and tiles; what is in transit).
+    """Return attention's bytes in backward beside inputs and dout: (results, sums and tiles; in transit).
 
-    Between groups of ranks the loop of ``torch/attention/ring.py`` (see ``loop_bytes``). In a Ulysses group dout, q,
-    out, k and v are first traded: copies stay for the loop, and a part is sent and arrives for each other member; and
-    so at the end the gradients, without the copies. ``shape`` is that of this rank's share of the heads.
+    Between groups of ranks, the loop of ``torch/attention/ring.py`` (``loop_bytes``). A Ulysses group first trades
+    dout, q, out, k and v: copies stay for the loop, and a part is in flight for each other member; at the end the
+    gradients likewise, without copies. ``shape`` is of this rank's share of heads.
     """
     way, a, tokens = setting.way.backward, setting.number_bytes, setting.tokens
     mine = member_heads(shape.heads, shape.kv_heads, way.ulysses)[0]
@@ -330,7 +325,7 @@ def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, 
 
 
 def _head_groups(setting: Setting, mine: Heads, way: Route, ranks: int) -> int:
-    """How many groups of heads go through the loop: ``ringspan.torch.attention.ring.num_head_groups``."""
+    """Return ``ringspan.torch.attention.ring.num_head_groups``."""
     return head_groups(
         setting.batch * _count(mine.queries),
         _count(mine.keys),
@@ -346,23 +341,22 @@ def _count(heads: slice) -> int:
 
 
 def local_parameter_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Parameters of a rank; its gradients are as many bytes, its moments twice as many."""
+    """Return the bytes of a rank's parameters; its gradients take as many, its moments twice as many."""
     return setting.parameter_bytes * shape.split(setting.tp).parameters // setting.ring
 
 
 def host_bytes(shape: ModelShape, setting: Setting) -> int:
-    """What a rank keeps in its share of its host: what checkpointing keeps, and AdamW's moments."""
+    """Return what a rank keeps in its share of the host: checkpointed activations and AdamW's moments."""
     moments = 2 * local_parameter_bytes(shape, setting) if setting.has_moments_on_host else 0
     kept = setting.tokens * saved_per_token(shape, setting, shape.layers) if setting.offload != "none" else 0
     return moments + kept
 
 
 def host_use(shape: ModelShape, setting: Setting) -> dict[str, int]:
-    """Bytes that a rank of a GPU has in its share of its host: while weights are loaded from files, trained, and
-    while a checkpoint is saved.
+    """Return a GPU rank's bytes in its share of the host while loading weights, training and saving a checkpoint.
 
     Loading holds one weight, or one layer while its feed-forward is tried out; a checkpoint is written from a copy of
-    this rank's parameters and moments. On a CPU the host is the device, which counts the first and the last.
+    this rank's parameters and moments. On a CPU the device is the host and counts the first and the last.
     """
     train = host_bytes(shape, setting)
     if not setting.on_gpu:

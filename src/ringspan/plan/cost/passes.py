@@ -1,7 +1,7 @@
 """Seconds and bytes of one attention on any number of tokens and ranks, from few schedules.
 
-``ringspan.core.schedule.timing`` walks the schedules that the ring carries out. A planner asks for thousands, of up to
-thousands of ranks; here two rules make a few of them stand for all.
+``ringspan.core.schedule.timing`` walks the ring's schedules. A planner asks for thousands, of up to thousands of ranks;
+two rules here let a few stand for all.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +29,7 @@ Passes = Callable[[LayoutName, int, int, int | None, str, Shape, Speeds, str], t
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
-    """(query, key) pairs of a causal sequence, in all or in a window."""
+    """Return the number of (query, key) pairs of a causal sequence, in all or in a window."""
     window = length if window is None else min(window, length)
     return window * length - window * (window - 1) // 2
 
@@ -44,9 +44,9 @@ def even_passes(
     speeds: Speeds,
     comm_dtype: str = "exact",
 ) -> tuple[Pass, Pass]:
-    """What no layout and no route can beat: every rank has its part of the pairs, and nothing is sent.
+    """Return a lower bound over layouts and routes: pairs spread evenly, nothing sent.
 
-    Without the diagonal, which ``attention_passes`` need not count to the token.
+    The diagonal is left out, since ``attention_passes`` need not count it to the token.
     """
     pairs = causal_pairs(length - 1, window) / ranks
     forward, backward = (pairs * pair_flops(shape, is_backward=back) / speeds.flops for back in (False, True))
@@ -64,11 +64,10 @@ def attention_passes(
     speeds: Speeds,
     comm_dtype: str = "exact",
 ) -> tuple[Pass, Pass]:
-    """Forward and backward of one causal attention, on the rank that takes longest.
+    """Return forward and backward of one causal attention, on the rank that takes longest.
 
-    Without a window one schedule stands for those of every length, since twice the tokens of a rank are four times the
-    pairs and twice the bytes; that of many ranks is drawn on from two smaller ones, see ``_passes``. Of twice the
-    sequences everything is twice as much.
+    Without a window one schedule stands for all lengths: twice a rank's tokens are four times the pairs and twice the
+    bytes. Many ranks are extrapolated from two smaller rings (``_passes``). Twice the sequences cost twice as much.
     """
     if shape.batch > 1:
         one = attention_passes(layout, length, ranks, window, route, replace(shape, batch=1), speeds, comm_dtype)
@@ -92,7 +91,7 @@ def attention_passes(
 def slowest_passes(
     layout: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, comm_dtype: str
 ) -> tuple[Pass, Pass]:
-    """Forward and backward on the rank that takes longest."""
+    """Return forward and backward on the rank that takes longest."""
     forward, backward = (
         slowest(_passes(layout, mask, route, shape, speeds, comm_dtype, is_backward=is_backward))
         for is_backward in (False, True)
@@ -101,7 +100,7 @@ def slowest_passes(
 
 
 def of_sequences(batch: int, one: tuple[Pass, Pass]) -> tuple[Pass, Pass]:
-    """Forward and backward of so many sequences, of which everything is so many times as much."""
+    """Return forward and backward of ``batch`` sequences, which scale everything."""
     forward, backward = (Pass(*(batch * cost for cost in each)) for each in one)
     return forward, backward
 
@@ -113,10 +112,10 @@ def _with_bytes(one: Pass, times: float) -> Pass:
 def _passes(
     layout: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, comm_dtype: str, *, is_backward: bool
 ) -> Iterable[Pass]:
-    """``timing.passes``; of more than 64 ranks, or Ulysses groups, drawn on from those of 64 and 48.
+    """Return ``timing.passes``; above 64 ranks or Ulysses groups extrapolated from 64 and 48.
 
-    With as many tokens per rank, a further one adds the same to every pass. Either nodes are added, or as many nodes
-    have more ranks. Rank by rank, for with more of them another one may take longest.
+    At equal tokens per rank, one more adds the same to every pass: nodes are added, or the same nodes have more ranks.
+    Rank by rank, since the slowest one may change.
     """
     groups, nodes = layout.ranks // route.ulysses, -(-layout.ranks // speeds.ranks_per_node)
     if route.inner > 1:

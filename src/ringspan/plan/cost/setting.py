@@ -40,7 +40,6 @@ class Setting(StepConfig):
 
     @cached_property
     def way(self) -> Route:
-        """The route, read for this ring."""
         return Route.parse(self.route, self.ring)
 
     @cached_property
@@ -74,22 +73,22 @@ class Setting(StepConfig):
         return dtype_bytes(self.parameter_dtype)
 
     def micro_steps(self, sequences: int) -> int:
-        """Forward and backward passes of each replica for an optimizer step of so many sequences."""
+        """Return forward and backward passes of each replica for an optimizer step of ``batch`` sequences."""
         return sequences // (self.replicate * self.batch)
 
     @property
     def uses_host(self) -> bool:
-        """Whether anything is kept in host memory."""
+        """True if anything is kept in host memory."""
         return self.offload != "none" or self.optimizer_on_host
 
     @property
     def has_moments_on_host(self) -> bool:
-        """Whether AdamW's moments are in other memory than the device's."""
+        """True if AdamW's moments are in other memory than the device's."""
         return self.optimizer_on_host and self.on_gpu
 
 
 def dtype_bytes(name: str) -> int:
-    """Bytes of a number.
+    """Return the bytes of a number.
 
     Raises:
         ConfigError: a dtype that training does not compute in.
@@ -104,8 +103,7 @@ def check_setting(shape: ModelShape, setting: Setting) -> None:
 
     Raises:
         ConfigError: an unknown checkpoint policy or offload, or nothing to offload.
-        UnsupportedError: a communication dtype that is none, or a route or tensor parallelism that these ranks, heads
-            and it do not allow.
+        UnsupportedError: a bad communication dtype, or a route or tensor parallelism that ranks and heads do not allow.
     """
     checkpoint_name(setting.checkpoint)
     check_segments(setting.checkpoint, setting.layers_per_checkpoint)

@@ -1,1 +1,1 @@
-"""What generating text on a cluster takes: memory, time to the first token and of each after it."""
+"""Cost of generating text on a cluster: memory, time to the first token and of each one after it."""

@@ -28,7 +28,7 @@ _MOST_TIMED: Final = 64  # chunks of a prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """How some prompts are answered: ``batch`` of them on each replica, on one ring with ``tp`` ranks in each place.
+    """Answering ``batch`` prompts on each replica, on one ring with ``tp`` ranks in each place.
 
     ``weights`` says whether a rank has those of the whole ring, or gathers them for every pass.
     """
@@ -58,7 +58,7 @@ class Text:
 
 @dataclass(frozen=True)
 class TextCost:
-    """Of one text: bytes of the fullest rank, and seconds. Launches are left out, so times are lower bounds.
+    """Bytes of the fullest rank and seconds of one text. Launches are left out, so times are lower bounds.
 
     ``weight_bytes`` are those of the shards too, ``work_bytes`` what reading a chunk takes beside weights and cache.
     ``token_parts`` are seconds of one token, its last: weights read, cache read, sent.
@@ -83,11 +83,11 @@ class TextCost:
 
 
 def text_bytes(shape: ModelShape, text: Text) -> tuple[int, int, int]:
-    """Weights, cache and what reading a chunk takes, on the fullest rank.
+    """Return the bytes of weights, cache and reading a chunk, on the fullest rank.
 
-    Weights that stay whole are copies: FSDP keeps their shards too. A chunk's own: the residual stream, its norm and
-    sum; beside it attention's q, k, v, its result with float32 sums, what is in transit, and one layer's keys being
-    moved to a larger place; or the feed-forward's.
+    Weights that stay whole are copies beside FSDP's shards. A chunk takes the residual stream, its norm and sum; and
+    either attention's q, k, v, result with float32 sums, transit and one layer's keys being moved, or the
+    feed-forward's.
     """
     local, a = shape.split(text.tp), text.number_bytes
     mine = a * local.parameters // text.ring
@@ -112,9 +112,9 @@ def text_bytes(shape: ModelShape, text: Text) -> tuple[int, int, int]:
 
 
 def _fullest(text: Text, read: int, written: int, window: int | None) -> int:
-    """Tokens that the fullest rank holds of those that a layer can still see, after so many were read and written.
+    """Return the tokens in a layer's view that the fullest rank holds after so many were read and written.
 
-    What is read is shared evenly, what is written in blocks; a window lies in the last pieces of what was read.
+    Reading shares evenly, writing deals blocks; a window lies in the last pieces of what was read.
     """
     if text.ring == 1:
         return min(read + written, window or read + written)
@@ -128,7 +128,7 @@ def _fullest(text: Text, read: int, written: int, window: int | None) -> int:
 
 @lru_cache(maxsize=1024)
 def _of_window(ring: int, before: int, last: int, window: int) -> int:
-    """The most that a rank holds of the last ``window`` tokens, after the last chunk and the one before were read."""
+    """Return the most that a rank holds of the last ``window`` tokens, after reading the last two chunks."""
     shares = Shares(ring)
     for count in (before, last):
         if count:
@@ -137,7 +137,7 @@ def _of_window(ring: int, before: int, last: int, window: int) -> int:
 
 
 def text_cost(shape: ModelShape, text: Text, device: Device) -> TextCost:
-    """What a text takes on one kind of device, whose memory's bandwidth is known."""
+    """Return the cost of a text on one kind of device, whose memory bandwidth is known."""
     times = _Times(shape, text, device)
     first, exposed = times.reading()
     parts = times.writing(text.prompt)
@@ -165,7 +165,7 @@ class _Times:
         self.flops = self.peak * device.attention_efficiency
 
     def reading(self) -> tuple[float, float]:
-        """From the prompt to the first token; of that, waiting for links."""
+        """Return the seconds from the prompt to the first token, and those spent waiting for links."""
         text = self.text
         seconds = exposed = 0.0
         chunks = -(-text.prompt // text.chunk)
@@ -178,7 +178,7 @@ class _Times:
         return seconds + self._matrices(self._head, text.batch) + self.collectives * self.collective, exposed
 
     def writing(self, held: int) -> dict[str, float]:
-        """One token after ``held`` ones: what reads the weights, what reads the cache, what is sent."""
+        """Return one token's seconds after ``held`` ones: weights read, cache read, sent."""
         text, count = self.text, self.text.batch
         weights = self.shape.layers * self._matrices(self.shape.layer_matrix_parameters, count)
         weights += self._matrices(self._head, count)
@@ -202,7 +202,7 @@ class _Times:
         return self.device.bandwidth(self.text.ring * self.text.tp)
 
     def _chunk(self, start: int, count: int) -> tuple[float, float]:
-        """All layers for ``count`` tokens of the prompt after ``start`` ones; of that, waiting for links."""
+        """Return all layers' seconds for ``count`` prompt tokens after ``start`` ones, and those waiting for links."""
         text = self.text
         splits = is_split(count, text.ring)
         here = text.batch * (-(-count // text.ring) if splits else count)
@@ -220,14 +220,12 @@ class _Times:
         return seconds, exposed
 
     def _computed(self, count: int, held: int, window: int | None) -> float:
-        """A rank's part of the attention of new tokens to all so far."""
+        """Return a rank's seconds for attention of new tokens to all so far."""
         pairs = causal_pairs(held + count, window) - causal_pairs(held, window)
         return pairs / self.text.ring * pair_flops(self.attention, is_backward=False) / self.flops
 
     def _sent(self, count: int, held: int, window: int | None) -> float:
-        """What arrives at a rank while new tokens are split: keys and values of all others, or their queries and then
-        what they have found for this one's, whichever are fewer bytes.
-        """
+        """Count a rank's received bytes for split new tokens: keys and values, or queries and results if fewer."""
         others, shape = self.text.ring - 1, self.attention
         length = count + held if window is None else count + min(held, window - 1)
         keys = -(-length // self.text.ring) * shape.kv_numbers * shape.itemsize
@@ -236,22 +234,22 @@ class _Times:
         return others * min(keys, queries) / self._bandwidth
 
     def _matrices(self, weights: float, tokens: int) -> float:
-        """Seconds in which so many tokens are multiplied with so many weights, which are read once."""
+        """Return the seconds of multiplying tokens with weights that are read once."""
         computed = 2.0 * weights * tokens / (self.peak * self.device.matmul_efficiency)
         return max(computed, weights * self.text.number_bytes / self.device.memory_bandwidth)
 
     def _few(self, count: int, held: int, window: int | None) -> float:
-        """Attention of one layer for a few tokens that every rank computes over the share that it holds."""
+        """Return one layer's attention seconds for a few tokens that every rank computes over its own share."""
         length, read = held + count, min(held, self.text.prompt)
         share = _fullest(self.text, read, length - read, window)
         of_cache = share * self.attention.kv_numbers * self.text.number_bytes
         return max(self._computed(count, held, window), of_cache / self.device.memory_bandwidth)
 
     def _gathered(self, parameters: int) -> float:
-        """Seconds in which other ranks' shards of some parameters arrive."""
+        """Return the seconds in which other ranks' parameter shards arrive."""
         return parameters * self.text.number_bytes * (1 - 1 / self.text.ring) / self._bandwidth
 
     def _sums(self, tokens: int) -> float:
-        """What the two sums of tensor parallelism in a layer take on its links."""
+        """Return the seconds of a layer's two tensor-parallel sums on their links."""
         hidden = tokens * self.shape.hidden * self.text.number_bytes
         return 2 * 2 * (1 - 1 / self.text.tp) * hidden / self.device.bandwidth(self.text.tp)

@@ -1,4 +1,4 @@
-"""On which mesh to generate on given devices, whether one of them would do better, and why."""
+"""Choice of a mesh to generate on, its comparison with one device, and the reasons."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -61,12 +61,11 @@ class TextQuestion:
 
     @property
     def alone(self) -> Text:
-        """All prompts on one device."""
         return Text(prompt=self.prompt, new_tokens=self.new_tokens, batch=self.batch, dtype=self.dtype)
 
     @cached_property
     def texts(self) -> tuple[Text, ...]:
-        """Every mesh of these devices, or of a part of them that divides them; few devices and whole weights first."""
+        """Return every mesh of the devices, or of a part that divides them; few devices and whole weights first."""
         found: list[Text] = []
         for devices in divisors(self.devices):
             for tp in divisors(devices):
@@ -89,7 +88,7 @@ class TextQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class TextPlan:
-    """The answer: the mesh, what it takes, and one device beside it."""
+    """Answer to a question: the mesh, its cost, and one device beside it."""
 
     question: TextQuestion
     text: Text
@@ -103,12 +102,12 @@ class TextPlan:
 
     @property
     def positions(self) -> int | None:
-        """Tokens that the model has positions for; None where nothing says it."""
+        """Tokens that the model has positions for; None if unknown."""
         return self.question.shape.positions or self.question.shape.made_for or None
 
     @property
     def is_refused(self) -> bool:
-        """Whether ``ringspan generate`` refuses it, since the model has fewer positions."""
+        """True if ``ringspan generate`` refuses it, since the model has fewer positions."""
         return self.positions is not None and self.question.prompt + self.question.new_tokens > self.positions
 
     @property
@@ -117,11 +116,11 @@ class TextPlan:
 
     @property
     def alone_is_better(self) -> bool:
-        """Whether one device holds it, and no mesh saves three percent of the time."""
+        """True if one device holds it, and no mesh saves three percent of the time."""
         return self.alone_fits and self.text.devices == 1
 
     def as_json(self) -> dict[str, Any]:
-        """The object that ``ringspan plan --generate --json`` prints."""
+        """Return the object that ``ringspan plan --generate --json`` prints."""
         text, cost = self.text, self.cost
         return {
             "fits": self.fits,
@@ -151,7 +150,7 @@ class TextPlan:
         }
 
     def reasons(self) -> Iterator[str]:
-        """One sentence each: positions, one device or several, the weights, what a token takes, what reading takes."""
+        """Yield one sentence each: positions, number of devices, weights, a token's cost, reading's cost."""
         if self.is_refused:
             yield self._about_positions()
         yield from self._about_one_device()
@@ -236,9 +235,7 @@ def _bytes(cost: TextCost) -> dict[str, int]:
 
 
 def plan_text(question: TextQuestion) -> TextPlan:
-    """The mesh on which all is soonest written; fewer devices where more save less than three percent. Where none
-    holds it, the mesh that needs least.
-    """
+    """Return the quickest mesh, preferring fewer devices within three percent; if none fits, the most frugal one."""
     holding = [text for text in question.texts if question.fits(text)]
     # Weights that are gathered for each token are for where they do not fit.
     whole = {(text.replicate, text.ring, text.tp) for text in holding if text.weights == "whole"}
@@ -260,7 +257,7 @@ def plan_text(question: TextQuestion) -> TextPlan:
 
 
 def _longest_prompt(question: TextQuestion) -> int:
-    """Tokens of the longest prompt that all these devices hold on some mesh, with as many new ones; 0 for none."""
+    """Return the tokens of the longest prompt that all devices hold with as many new ones; 0 if none."""
     low, high = 0, 1
     while high < _MOST["prompt"] and _holds(question, high):
         low, high = high, 2 * high

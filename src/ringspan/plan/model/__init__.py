@@ -1,1 +1,1 @@
-"""What a model is made of, and where it comes from."""
+"""Parts of a model, and their source."""

@@ -1,4 +1,4 @@
-"""Where the shape of a model comes from: built in by its name, or read from a config.json.
+"""Source of a model's shape: built in by its name, or read from a config.json.
 
 L layers, C hidden size, H query heads, G key/value heads, D head size, I intermediate size, V vocabulary.
 """
@@ -117,8 +117,9 @@ _FAMILIES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "qwe
 
 
 def model_shape(text: str, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> ModelShape:
-    """A built-in shape by name, the config.json at a path (or in a folder), or that of a Hugging Face id; ``media`` is
-    what each sequence holds beside text, for towers that compute in ``dtype``.
+    """Return a built-in shape by name, the config.json at a path (or in a folder), or that of a Hugging Face id.
+
+    ``media`` is what each sequence holds beside text, for towers that compute in ``dtype``.
 
     Raises:
         ConfigError: an unknown name (near ones are listed), or a config that cannot be read.
@@ -142,7 +143,7 @@ def model_shape(text: str, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> 
 
 
 def _from_hub(repository: str, media: Media, dtype: str) -> ModelShape:
-    """The config of a Hugging Face id, from the local cache if it is there."""
+    """Load the config of a Hugging Face id, from the local cache if it is there."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -156,7 +157,7 @@ def _from_hub(repository: str, media: Media, dtype: str) -> ModelShape:
 
 
 def read_config(path: Path, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> ModelShape:
-    """The shape that a config.json describes.
+    """Return the shape that a config.json describes.
 
     Raises:
         ConfigError: a file that cannot be read, or a value that is missing or not a number.
@@ -174,7 +175,7 @@ def read_config(path: Path, media: Media = NO_MEDIA, dtype: str = "bfloat16") ->
 
 
 def from_config(values: Mapping[str, Any], name: str, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> ModelShape:
-    """The shape that the values of a Hugging Face config describe; see ``read_config``.
+    """Return the shape that the values of a Hugging Face config describe; see ``read_config``.
 
     Raises:
         UnsupportedError: a model type that the planner does not know, packed weights, or heads that do not divide.
@@ -217,9 +218,7 @@ def from_config(values: Mapping[str, Any], name: str, media: Media = NO_MEDIA, d
 
 
 def _built(values: Mapping[str, Any], name: str, media: Media, dtype: str) -> ModelShape:
-    """The shape of a model that transformers must build to be counted: one whose layers have states or convolutions,
-    or that sees or hears.
-    """
+    """Return the shape of a model that transformers must build to be counted: states, convolutions or towers."""
     if isinstance(values.get("model_type"), str):
         from ringspan.plan.model.hybrids import hybrid_values
         from ringspan.plan.model.towers import seeing_shape
@@ -237,7 +236,7 @@ def _built(values: Mapping[str, Any], name: str, media: Media, dtype: str) -> Mo
 
 
 def _text_shape(values: Mapping[str, Any], name: str) -> ModelShape | None:
-    """The shape of a language model whose layers are alike; None of another one."""
+    """Return the shape of a language model whose layers are alike, else None."""
     return from_config(values, name) if values["model_type"] in _FAMILIES else None
 
 
@@ -267,8 +266,9 @@ def _gpt2_config(values: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _dynamic_factor(values: Mapping[str, Any], name: str) -> float:
-    """By how much dynamic scaling extends max_position_embeddings, in which other kinds are; as
-    ``ringspan.torch.layers.positions.num_trained_positions`` reads it, without importing a framework.
+    """Return the factor of dynamic scaling on max_position_embeddings, which other kinds include.
+
+    Mirrors ``ringspan.torch.layers.positions.num_trained_positions`` without importing a framework.
     """
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(rope, dict):
@@ -282,7 +282,7 @@ def _dynamic_factor(values: Mapping[str, Any], name: str) -> float:
 
 
 def _windows(values: Mapping[str, Any], layers: int, name: str) -> tuple[int | None, ...]:
-    """As ``ringspan.torch.model.support.layer_kinds`` reads them, without importing a framework."""
+    """Read windows like ``ringspan.torch.model.support.layer_kinds``, without importing a framework."""
     kind = values["model_type"]
     window = values.get("sliding_window") if values.get("use_sliding_window", kind == "mistral") else None
     if window is None:

@@ -47,7 +47,7 @@ def from_hub(what: str, name: str) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def out_of_reach() -> str | None:
-    """Why the Hub cannot be asked, after one request without retries; None when it answers, with whatever status."""
+    """Return why the Hub cannot be asked, after one request without retries; None if it answers, with any status."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -62,7 +62,7 @@ def out_of_reach() -> str | None:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """As if HF_HUB_OFFLINE had been set when the Hub's clients were imported."""
+    """Act as if HF_HUB_OFFLINE had been set when the Hub's clients were imported."""
     from huggingface_hub import constants
 
     modules: list[Any] = [constants]

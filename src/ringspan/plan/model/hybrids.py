@@ -1,7 +1,7 @@
-"""The layers of a model with states or convolutions, counted from the modules that transformers builds of its config.
+"""Layers with states or convolutions, counted from the modules that transformers builds of a config.
 
-On the meta device, where weights have shapes and no values: a type's own code says what a layer holds, so no size is
-written down a second time here. T tokens, C hidden size, H heads, K key size, V value size, N state size.
+On the meta device, weights have shapes and no values: a type's own code says what a layer holds, so no size is repeated
+here. T tokens, C hidden size, H heads, K key size, V value size, N state size.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,7 @@ _LIGHTNING: Final = "lightning_attention"
 
 
 def hybrid_values(values: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """Sizes and layer kinds of a ``ModelShape`` for the values of a config; None where no layer has a state or a
-    convolution.
+    """Return a ``ModelShape``'s sizes and layer kinds for a config; None if no layer has a state or a convolution.
 
     Raises:
         ConfigError: values of which transformers builds no model.
@@ -44,7 +43,7 @@ def hybrid_values(values: Mapping[str, Any], name: str) -> dict[str, Any] | None
 
 
 def built(auto: Any, values: Mapping[str, Any], name: str) -> Any:
-    """The model of a config, by an auto class of transformers, on the meta device.
+    """Build the model of a config on the meta device, by an auto class of transformers.
 
     Raises:
         ConfigError: transformers makes none of these values.
@@ -59,7 +58,7 @@ def built(auto: Any, values: Mapping[str, Any], name: str) -> Any:
 
 
 def decoder_values(model: Any, name: str) -> dict[str, Any]:
-    """Sizes and layer kinds of a ``ModelShape`` for a model's decoder, counted layer by layer.
+    """Return sizes and layer kinds of a ``ModelShape`` for a model's decoder, counted layer by layer.
 
     Raises:
         UnsupportedError: a layer whose parts the planner does not know; the message names it.
@@ -94,7 +93,7 @@ def decoder_values(model: Any, name: str) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """A value of a config.json, in which transformers writes numbers that JSON has not as objects."""
+    """Read a value of a config.json, in which transformers writes numbers that JSON lacks as objects."""
     if isinstance(value, list):
         return [_number(each) for each in value]
     return float(value["__float__"]) if isinstance(value, dict) and [*value] == ["__float__"] else value
@@ -107,7 +106,6 @@ def _heads(config: PreTrainedConfig) -> tuple[int, int, int]:
 
 
 def _kind(layer: nn.Module, config: PreTrainedConfig, window: int | None, where: str) -> LayerKind:
-    """One layer: which of its modules attend, which carry a state, and the rest, feed-forwards and norms."""
     held = stateful_modules(layer)
     if len(held) > 1:
         raise UnsupportedError(f"{where} has states in {', '.join(held)}; the planner counts one per layer")
@@ -138,11 +136,7 @@ def _kind(layer: nn.Module, config: PreTrainedConfig, window: int | None, where:
 
 
 def _attends(module: nn.Module, config: PreTrainedConfig) -> bool:
-    """Whether a module is softmax attention over heads of one size.
-
-    Raises:
-        UnsupportedError: its keys are of another kind.
-    """
+    """Return whether a module is softmax attention over heads of one size; UnsupportedError for other kinds of keys."""
     if hasattr(module, "kv_b_proj"):
         raise UnsupportedError(
             f"{config.model_type}: {type(module).__name__} has latent keys, which the planner does not count"
@@ -151,7 +145,7 @@ def _attends(module: nn.Module, config: PreTrainedConfig) -> bool:
 
 
 def _used(path: str, weight: nn.Parameter, config: PreTrainedConfig) -> int:
-    """Weights of a matrix that one token is multiplied with: of all experts' those of the ones that it is sent to."""
+    """Count weights of a matrix that one token is multiplied with: only those of the experts that it is sent to."""
     if path.endswith("A_log"):  # decays, of as many numbers as a state
         return 0
     if ".experts." not in f".{path}" or weight.ndim < 3:
@@ -161,7 +155,7 @@ def _used(path: str, weight: nn.Parameter, config: PreTrainedConfig) -> int:
 
 
 def _scan(module: nn.Module, where: str) -> Scan | None:
-    """A module's recurrence; None where it only convolves."""
+    """Return a module's recurrence; None if it only convolves."""
     names = functions_of(module)
     of: Any = module
     if _DELTA in names:
@@ -179,7 +173,7 @@ def _scan(module: nn.Module, where: str) -> Scan | None:
 
 
 def _delta(heads: int, key: int, value: int) -> Scan:
-    """In a chunk of c tokens, per head: keys by keys and queries by keys (4 c K), the triangular system (c (K + V)),
+    """Count per head, in a chunk of c tokens: keys and queries by keys (4 c K), the triangular system (c (K + V)),
     scores by values (2 c V); keys and queries by the state, and its update (6 K V).
     """
     c = _DELTA_CHUNK
@@ -189,16 +183,14 @@ def _delta(heads: int, key: int, value: int) -> Scan:
 
 
 def _state_space(heads: int, size: int, states: int, groups: int, chunk: int) -> Scan:
-    """In a chunk of c tokens: C by B of each group (2 c N), scores by inputs (2 c V) and, per head, the state made and
-    read (4 V N).
-    """
+    """Count in a chunk of c tokens: C by B per group (2 c N), scores by inputs (2 c V); per head the state (4 V N)."""
     flops = 2 * chunk * states * groups + heads * (2 * chunk * size + 4 * size * states)
     state = heads * size * states
     return Scan(state=state, map_=heads, flops=flops, out=heads * size, chunk_states=state / chunk)
 
 
 def _lightning(heads: int, size: int, block: int) -> Scan:
-    """In a block of c tokens, per head: queries by keys, scores by values (4 c K), the state read and made (4 K K)."""
+    """Count per head, in a block of c tokens: queries by keys, scores by values (4 c K), the state (4 K K)."""
     state = heads * size * size
     flops = heads * (4 * block * size + 4 * size * size)
     return Scan(state=state, map_=heads, flops=flops, out=heads * size, chunk_states=state / block)

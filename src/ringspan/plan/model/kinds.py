@@ -1,4 +1,4 @@
-"""What a decoder layer is made of, as the planner counts it: attention, a state, a convolution, a feed-forward."""
+"""Parts of a decoder layer as the planner counts them: attention, a state, a convolution, a feed-forward."""
 
 from dataclasses import dataclass
 
@@ -64,9 +64,9 @@ class Growth:
 
     @classmethod
     def through(cls, two: int, three: int, four: int | None = None) -> "Growth":
-        """The growth of which these are values; along a line without the last.
+        """Return the growth with these values; along a line without the last.
 
-        Not the first: what is repeated for each of several units is not copied for a single one.
+        The first is left out: what is repeated per unit is not copied for a single one.
         """
         pairs = 0 if four is None else (four - 2 * three + two) // 2
         units = three - two - 5 * pairs
@@ -78,7 +78,7 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True)
 class Tower:
-    """What a tower and its projector make of the images, frames or windows of one sequence.
+    """Output and cost of a tower and its projector for the images, frames or windows of one sequence.
 
     ``units``: images, frames (pairs of frames where a tower joins two) or windows, each of which it treats by itself.
     ``tokens``: of the text, that stand for what it makes. ``row``: numbers in what is placed on one of them, in deeper

@@ -1,4 +1,4 @@
-"""What a tower costs, from running its own code on the meta device: FLOPs, embeddings, and bytes kept for backward.
+"""Cost of a tower, from running its own code on the meta device: FLOPs, embeddings, bytes kept for backward.
 
 Floating-point tensors have shapes alone there. Integers, of which grids and masks are computed, stay on the CPU with
 their values, since towers loop over them.
@@ -24,11 +24,11 @@ _FUSED_BACKWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_
 
 
 class Measured(NamedTuple):
-    """Of some units."""
+    """Cost of some units."""
 
     rows: int
     row: int
-    """Numbers in each, those of deeper layers included."""
+    """Numbers in each embedding, those of deeper layers included."""
     saved_bytes: int
     flops: int | None
 
@@ -72,7 +72,6 @@ def measure(
 
 
 def id_of(x: Tensor) -> int:
-    """Of a tensor's storage."""
     return x.untyped_storage()._cdata
 
 
@@ -96,7 +95,7 @@ def _backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) ->
 
 
 class _WithIntegers(TorchDispatchMode):
-    """Make integers on the CPU where they are asked for on the meta device, and let both meet."""
+    """Create integers on the CPU where the meta device is asked for, and let both meet."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -112,14 +111,13 @@ class _WithIntegers(TorchDispatchMode):
 
 
 def _places(index: Tensor | None) -> list[Tensor | None]:
-    """What a mask with values names, whose number its shape does not say."""
+    """Return the entries that a mask with values selects, whose number its shape does not say."""
     if index is None or index.is_meta or index.dtype != torch.bool:
         return [index]
     return [*index.nonzero(as_tuple=True)]
 
 
 def _without_values(x: Any) -> Any:
-    """A tensor of the CPU as its shape alone."""
     return x.to("meta") if isinstance(x, Tensor) and not x.is_meta and x.ndim else x
 
 

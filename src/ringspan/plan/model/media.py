@@ -1,4 +1,4 @@
-"""What a sequence holds beside text, as ``ringspan plan`` is told: images, frames of video, windows of sound."""
+"""Contents of a sequence beside text, as ``ringspan plan`` is told: images, frames of video, windows of sound."""
 
 import re
 from collections.abc import Mapping
@@ -9,17 +9,17 @@ from typing import Final
 from ringspan.core.errors import ConfigError
 
 OPTIONS: Final = {"image": "--images", "video": "--frames", "audio": "--sound"}
-"""By the name of the modality."""
+"""Options by modality."""
 _FORM: Final = re.compile(r"(\d+)(?:x(\d+)x(\d+))?")
 _MOST: Final = 1 << 30  # a slip of the keyboard, as in ``search.MOST``
 
 
 @dataclass(frozen=True)
 class Units:
-    """So many images or frames of one size, or windows of sound."""
+    """Number of images or frames of one size, or of windows of sound."""
 
     option: str
-    """That they were given by."""
+    """Option that set them."""
     count: int
     size: tuple[int, int] | None = None
     """Height and width in pixels; None for the size that the model takes."""
@@ -30,7 +30,7 @@ NO_MEDIA: Final[Media] = MappingProxyType({})
 
 
 def read_media(images: str | None, frames: str | None, sound: int | None) -> Media:
-    """What each kind of tower is shown of one sequence, by the name of its modality.
+    """Parse what each kind of tower is shown of one sequence, by the name of its modality.
 
     Args:
         images: ``COUNT`` or ``COUNTxHEIGHTxWIDTH``.

@@ -1,4 +1,4 @@
-"""What a decoder is made of: its sizes, parameters and windows.
+"""Sizes, parameters and windows of a decoder.
 
 L layers, C hidden size, H query heads, G key/value heads, D head size, I intermediate size, V vocabulary.
 """
@@ -42,14 +42,13 @@ class ModelShape(LayerSizes):
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer that attends, None where it sees everything before it."""
+        """Sliding window of each layer that attends; None if it sees everything before it."""
         if self.kinds:
             return tuple(kind.window for kind in self.kinds if kind.attends)
         return self.windows or (None,) * self.layers
 
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is made of."""
         return self.kinds or tuple(
             LayerKind(
                 parameters=self.layer_parameters,
@@ -63,22 +62,21 @@ class ModelShape(LayerSizes):
 
     @property
     def has_states(self) -> bool:
-        """Whether layers have states or convolutions."""
         return any(kind.scan or kind.halo for kind in self.kinds)
 
     @property
     def sees(self) -> bool:
-        """Whether it has towers."""
+        """True if it has towers."""
         return bool(self.tower_layers)
 
     @property
     def is_plain(self) -> bool:
-        """Whether its layers are alike, and it has no tower."""
+        """True if its layers are alike, and it has no tower."""
         return not self.kinds and not self.sees
 
     @property
     def placed_tokens(self) -> int:
-        """Tokens of a sequence that stand for what towers make."""
+        """Tokens of a sequence that stand for towers' embeddings."""
         return sum(tower.tokens for tower in self.towers)
 
     @property
@@ -90,17 +88,15 @@ class ModelShape(LayerSizes):
 
     @property
     def feedforward_parameters(self) -> int:
-        """Weights of one feed-forward."""
         if self.kinds:
             return max(kind.feedforward for kind in self.kinds)
         return (3 if self.family == "llama" else 2) * self.hidden * self.intermediate
 
     def split(self, tp: int) -> "ModelShape":
-        """What each rank of tensor parallelism has: its share of heads, feed-forward and, where it comes out even,
-        vocabulary.
+        """Return each tensor-parallel rank's share of heads, feed-forward and, where it divides evenly, vocabulary.
 
         Raises:
-            UnsupportedError: a family without a plan, or sizes that do not come out even.
+            UnsupportedError: a family without a plan, or sizes that do not divide evenly.
         """
         if tp == 1:
             return self
@@ -139,7 +135,7 @@ class ModelShape(LayerSizes):
         return self.parameters_of_layers(self.layers) + sum(self.tower_layers) + self.root_parameters
 
     def parameters_of_layers(self, count: int) -> int:
-        """Of the last ``count`` layers."""
+        """Count the parameters of the last ``count`` layers."""
         if self.kinds:
             return sum(kind.parameters for kind in self.kinds[self.layers - count :])
         return count * self.layer_parameters

@@ -1,4 +1,4 @@
-"""The towers of a model that sees or hears, as the planner counts them: transformers' own modules on the meta device.
+"""Towers of a model that sees or hears, as the planner counts them: transformers' own modules on the meta device.
 
 C channels, T tokens of the text.
 """
@@ -46,7 +46,7 @@ def seeing_shape(
     dtype: str,
     text_shape: Callable[[Mapping[str, Any], str], ModelShape | None],
 ) -> ModelShape | None:
-    """The shape that the values of a config with towers describe; None of one that has none.
+    """Return the shape of a config with towers; None if it has none.
 
     Args:
         values: of a ``config.json``.
@@ -93,13 +93,13 @@ def seeing_shape(
 
 
 def _later_pairs(tower: Tower) -> int:
-    """Of the tokens of each image, which all see each other."""
+    """Count pairs with later tokens of the same image, which all see each other."""
     each = tower.tokens // tower.units
     return tower.units * each * (each - 1) // 2
 
 
 def _refuse(model: Any, name: str) -> None:
-    """Raise an UnsupportedError for text whose attention is none that the planner counts."""
+    """Raise an UnsupportedError for text whose attention the planner cannot count."""
     kind: Kind = KINDS[model.config.model_type]
     if kind.is_prefix:
         raise UnsupportedError(
@@ -113,7 +113,6 @@ def _refuse(model: Any, name: str) -> None:
 
 
 def _shown(model: Any, media: Media, name: str) -> list[Modality]:
-    """The modalities that sequences hold some of."""
     modalities = {modality.name: modality for modality in KINDS[model.config.model_type].modalities}
     for modality, units in media.items():
         if modality not in modalities:
@@ -123,7 +122,7 @@ def _shown(model: Any, media: Media, name: str) -> list[Modality]:
 
 
 def _tower(model: Any, modality: Modality, given: Units, name: str) -> Tower:
-    """What some units cost, measured on few of them."""
+    """Measure the cost of units on few of them."""
     parts = towers_of(model)
     for part in parts:
         part.set_attn_implementation(ATTENTION)
@@ -175,7 +174,7 @@ def _cast(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _features(model: Any, modality: Modality) -> Callable[..., Any]:
-    """What gives the embeddings of a modality."""
+    """Return the function that makes the embeddings of a modality."""
     inner, kind = inner_of(model), KINDS[model.config.model_type]
     if isinstance(modality.cut, ImagesOfExamples):
         return partial(_idefics_images, inner)
@@ -183,7 +182,7 @@ def _features(model: Any, modality: Modality) -> Callable[..., Any]:
 
 
 def _idefics_images(inner: Any, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
-    """As Idefics' own method, which first looks at pixels for images that are padding."""
+    """Compute embeddings without Idefics' own method, which first looks at pixels for images that are padding."""
     side = inner.config.vision_config.patch_size
     height, width = pixel_values.shape[-2:]
     mask = torch.ones(len(pixel_values), height // side, width // side, dtype=torch.bool, device="cpu")
@@ -192,11 +191,7 @@ def _idefics_images(inner: Any, pixel_values: Tensor, **_: Any) -> BaseModelOutp
 
 
 def _inputs(model: Any, cut: Cut, given: Units) -> tuple[int, Callable[[int], dict[str, Tensor]]]:
-    """The units of one sequence, and what a tower is called with for some of them.
-
-    Raises:
-        ConfigError: a size that the tower does not take.
-    """
+    """Return one sequence's units, and a tower's inputs for some; ConfigError for a size that the tower rejects."""
     config = model.config
     if isinstance(cut, WindowsOfSound):
         return given.count, partial(_windows, cut, config.audio_config)

@@ -1,1 +1,1 @@
-"""Generation on the mesh that trained the model: transformers' own ``generate`` over a cache split over the ring."""
+"""Generation on the training mesh: transformers' ``generate`` over a cache split over the ring."""

@@ -1,4 +1,4 @@
-"""What each rank would decide for itself while all generate one text: random numbers, clocks, stopping criteria."""
+"""Decisions that ranks must share while generating a text: random numbers, clocks, stopping criteria."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +19,7 @@ _drawing: ContextVar[frozenset[dist.ProcessGroup]] = ContextVar("drawing", defau
 
 @contextmanager
 def first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
-    """Let all ranks draw the random numbers that the first rank of the groups would; the others' own go on afterwards
-    where they were. Within a text of the same groups all is done: an assistant's draws count for the text too.
-    """
+    """Make all ranks draw the first rank's random numbers, then resume their own; nested uses (an assistant's) join."""
     if _drawing.get().issuperset(groups):
         yield
         return
@@ -39,7 +37,7 @@ def first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.devic
 
 
 def take_first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Let all ranks draw from now on what the first rank of the groups will."""
+    """Make all ranks draw the first rank's random numbers from now on."""
     for get, put in _states(device):
         first = get().clone().to(device)
         for group in groups:
@@ -48,7 +46,7 @@ def take_first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.
 
 
 def _states(device: torch.device) -> list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
-    """What gets and sets the state of each generator of random numbers."""
+    """Return getter and setter of each random generator's state."""
     states: list[Any] = [(torch.get_rng_state, torch.set_rng_state)]
     if device.type == "cuda":
         states.append((lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)))
@@ -56,7 +54,7 @@ def _states(device: torch.device) -> list[tuple[Callable[[], Tensor], Callable[[
 
 
 class Clock(StoppingCriteria):
-    """Stops after some seconds."""
+    """Criterion that stops after some seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -67,7 +65,7 @@ class Clock(StoppingCriteria):
 
 
 class AgreedCriteria(StoppingCriteria):
-    """A criterion of the user's, decided by the first rank for all: clocks and files may tell each something else."""
+    """User's criterion decided by the first rank for all: clocks and files may differ."""
 
     def __init__(self, criterion: Any, mesh: DeviceMesh) -> None:
         self._criterion, self._mesh = criterion, mesh
@@ -76,7 +74,7 @@ class AgreedCriteria(StoppingCriteria):
 
     @staticmethod
     def of(criteria: Sequence[Any], mesh: DeviceMesh) -> StoppingCriteriaList:
-        """Each of some criteria, agreed."""
+        """Wrap each criterion."""
         return StoppingCriteriaList(AgreedCriteria(each, mesh) for each in criteria)
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Whom new tokens see, for each kind of layer and each sequence of a batch, where padding may lie anywhere.
-
-Positions count padding, as transformers' caches do: causality, windows and chunks go by them.
-"""
+"""Masks of new tokens, by kind of layer and sequence, with padding anywhere; positions count it, as in transformers."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,7 +13,7 @@ from ringspan.torch.multimodal.token_types import Blocks
 
 
 def real_runs(attention_mask: Tensor) -> tuple[Runs, ...]:
-    """Of each sequence of a mask (B, S) of ones and zeros the runs (start, count) of ones."""
+    """Return the runs (start, count) of ones of each sequence of a mask (B, S)."""
     edges = torch.nn.functional.pad(attention_mask.bool().int(), (1, 1)).diff(dim=1)
     found: list[Runs] = []
     for row in edges:
@@ -28,7 +25,7 @@ def real_runs(attention_mask: Tensor) -> tuple[Runs, ...]:
 def layer_masks(
     kind: LayerKind, start: int, length: int, real: Sequence[Runs] | None, blocks: Sequence[Blocks] | None
 ) -> tuple[Mask, ...]:
-    """``layer_mask`` of each sequence; a single one where nothing differs. Tokens of a block see its later ones too."""
+    """Return ``layer_mask`` of each sequence, or one if all agree. Tokens of a block see its later ones too."""
     rows = len(real or blocks or (None,))
     masks: list[Mask] = []
     for runs, of_row in zip(real or [None] * rows, blocks or [()] * rows, strict=True):
@@ -38,7 +35,7 @@ def layer_masks(
 
 
 def layer_mask(kind: LayerKind, start: int, length: int, real: Runs | None) -> Mask:
-    """What queries at [start, length) see of keys at [0, length): those of ``real`` runs, all when None."""
+    """Return the mask of queries at [start, length) over keys at [0, length): those of ``real`` runs, all when None."""
     if real is None and kind.chunk is None:
         return causal() if kind.window is None else sliding_window(kind.window)
     hi = UNBOUNDED if kind.window is None else kind.window - 1
@@ -51,7 +48,7 @@ def layer_mask(kind: LayerKind, start: int, length: int, real: Runs | None) -> M
 
 
 def _chunks(size: int | None, start: int, length: int, real: Runs | None) -> list[tuple[int, int, int, int]]:
-    """Queries and the keys of their chunk; chunks count from the first token that is no padding on the left."""
+    """Return queries and keys by chunk, counted from the first token after left padding."""
     if size is None:
         return [(0, UNBOUNDED, 0, UNBOUNDED)]
     origin = real[0][0] if real else 0

@@ -1,7 +1,7 @@
-"""transformers' own ``generate`` for a model on a ring: every rank gives the whole prompt and gets the whole text.
+"""transformers' ``generate`` on a ring: every rank gives the whole prompt and gets the whole text.
 
-The cache is split over the ring, the model's forward pass splits the tokens that it is given, and every rank gets the
-logits of the last ones, the first rank's, so that all of them draw the same token. B batch, n new tokens, V vocabulary.
+The cache is split over the ring, forward splits the given tokens, and every rank gets the first rank's last logits, so
+that all draw the same token. B batch, n new tokens, V vocabulary.
 """
 
 import inspect
@@ -38,7 +38,7 @@ from ringspan.torch.runtime.mesh import text_groups
 
 
 class RingGenerator(RingCausalLM):
-    """What ``parallelize`` adds to a model's class so that it generates."""
+    """Mixin that ``parallelize`` adds to a model's class for generation."""
 
     ring_is_generating = False
     ring_prefill_tokens = PREFILL_TOKENS
@@ -46,7 +46,7 @@ class RingGenerator(RingCausalLM):
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """A pass of training or evaluation, or one over a cache: inside of ``generate``, and given a ``RingCache``."""
+        """Run a training or evaluation pass, or inside ``generate`` or given a ``RingCache`` one over a cache."""
         if not (self.ring_is_generating or isinstance(given_cache(kwargs), RingCache)):
             return super().__call__(*args, **kwargs)
         if torch.is_inference_mode_enabled():  # in which FSDP would gather weights that no later pass can differentiate
@@ -80,9 +80,9 @@ class RingGenerator(RingCausalLM):
         ring_over_cache: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """``RingCausalLM.forward``; over a cache, the logits (B, n, V) of the last new tokens, on every rank.
+        """Run ``RingCausalLM.forward``; over a cache, return the last new tokens' logits (B, n, V) on every rank.
 
-        Those who look find what transformers' forward passes take: ``generate`` and Trainer do.
+        Its signature shows transformers' arguments, which ``generate`` and Trainer look for.
         """
         if ring_over_cache is not None:
             return over_cache(self, **ring_over_cache)
@@ -90,15 +90,15 @@ class RingGenerator(RingCausalLM):
         return super().forward(**given, attention_mask=attention_mask, **kwargs)
 
     def new_cache(self: Any, dtype: CacheDtypeName | None = None) -> RingCache:
-        """An empty cache for this model, to be handed to ``generate`` as ``past_key_values`` over several turns.
+        """Return an empty cache for ``generate``'s ``past_key_values`` over several turns.
 
         Args:
-            dtype: what keys and values are held in: the model's own when None, ``float32``, ``bfloat16``, or ``fp8``,
-                ``int8`` or ``int4`` with a scale per head and 64 tokens.
+            dtype: of keys and values: the model's own when None, ``float32``, ``bfloat16``, or ``fp8``, ``int8`` or
+                ``int4`` with a scale per head and 64 tokens.
 
         Raises:
-            ConfigError: for any other dtype.
-            UnsupportedError: the model keeps states that a cache on a ring does not (MiniMax, Zamba).
+            ConfigError: any other dtype.
+            UnsupportedError: the model keeps states that a ring's cache does not (MiniMax, Zamba).
         """
         refuse_states(self)
         ring = self.ring_mesh["ring"]
@@ -107,7 +107,7 @@ class RingGenerator(RingCausalLM):
         return RingCache(cached_kinds(config), ring.size(), ring.get_local_rank(), dtype, states)
 
     def save_cache(self: Any, cache: RingCache, folder: str | Path) -> None:
-        """Write a cache into a new folder, so that what it has read need not be read again; on every rank.
+        """Write a cache into a new folder, so that its text need not be read again; on every rank.
 
         Raises:
             UnsupportedError: the cache is empty, or not of this model.
@@ -118,7 +118,8 @@ class RingGenerator(RingCausalLM):
             save(self, cache, folder)
 
     def load_cache(self: Any, folder: str | Path, dtype: CacheDtypeName | None = None) -> RingCache:
-        """A cache that ``save_cache`` wrote, on however many ranks; on every rank. ``cache.ids`` are its tokens, and
+        """Load a cache from ``save_cache``, from any number of ranks, on every rank; ``cache.ids`` are its tokens.
+
         ``dtype`` is as in ``new_cache``.
 
         Raises:
@@ -128,31 +129,28 @@ class RingGenerator(RingCausalLM):
             return load(self, folder, self.new_cache(dtype))
 
     def cache_cost(self: Any, ids: Tensor, dtype: CacheDtypeName, scored: int = 256) -> CacheCost:
-        """What a cache in another dtype costs: the loss of the last ``scored`` tokens of a text (B, L) over the others
-        in a cache of the model's own dtype and of the other; on every rank, with the whole text.
-        """
+        """Measure a cache dtype's cost by the loss of a text's (B, L) last ``scored`` tokens; on every rank."""
         return cache_cost(self, ids, dtype, scored)
 
     @torch.no_grad()
     def generate(self: Any, *args: Any, weights: str = "auto", **kwargs: Any) -> Any:
-        """``transformers.GenerationMixin.generate``, on every rank with the whole prompt; each returns the whole text.
+        """Run ``transformers.GenerationMixin.generate`` on every rank: whole prompt in, whole text out.
 
         In float32 the tokens are those of one process. Greedy, sampling, beams, assisted decoding, processors,
-        streamers and ``past_key_values`` from ``new_cache()`` are transformers' own. Ranks draw by the first rank's
-        random numbers and stop by its clock. Replicas may have prompts of their own.
+        streamers and ``past_key_values`` from ``new_cache()`` are transformers' own. Ranks use the first rank's random
+        numbers and clock. Replicas may have their own prompts.
 
         Args:
-            args: what transformers' ``generate`` takes.
-            weights: ``whole`` keeps all weights gathered on each rank meanwhile, ``sharded`` gathers them for every
-                token, ``auto`` does the first where they fit beside the cache.
-            kwargs: what transformers' ``generate`` takes.
+            args: as in transformers' ``generate``.
+            weights: ``whole`` keeps all weights gathered on each rank, ``sharded`` gathers them for every token,
+                ``auto`` is ``whole`` if they fit beside the cache.
+            kwargs: as in transformers' ``generate``.
 
         Raises:
-            UnsupportedError: what a ring cannot honour: a foreign cache, hidden states, embeddings for a prompt;
-                padding, or an assistant, for a model whose layers have a state; a model that keeps states in a cache
-                of its own.
-            PeerMismatch: the ranks of a ring were given different things, or code of yours (a criterion, a processor,
-                a streamer) raised on another rank; on every rank.
+            UnsupportedError: a foreign cache, hidden states, embeddings for a prompt; padding or an assistant for
+                layers with states; a model with its own cache for states.
+            PeerMismatch: ranks were given different things, or user code (criterion, processor, streamer) raised on
+                another rank; on every rank.
         """
         refuse_states(self)
         plain = super().generate  # pyright: ignore[reportAttributeAccessIssue]
@@ -179,9 +177,7 @@ class RingGenerator(RingCausalLM):
 
 
 def refuse_states(model: Any) -> None:
-    """Raise an UnsupportedError for a model whose states are in no cache of transformers' own, or whose new tokens need
-    to know how far away those in a cache are.
-    """
+    """Raise UnsupportedError for a model without a cache, with ALiBi, or with states that no cache can hold."""
     decoder = model.get_submodule(model.ring_decoder)
     if cache_name(decoder) is None:
         raise UnsupportedError(
@@ -201,10 +197,7 @@ def refuse_states(model: Any) -> None:
 
 
 def _for_readers() -> inspect.Signature:
-    """What ``RingGenerator.forward`` takes by name: its own parameters, then those that it hands on.
-
-    Transformers' Trainer keeps the columns of a data set that it finds here.
-    """
+    """Return ``forward``'s named parameters and those it hands on: Trainer keeps the data columns found here."""
     *own, rest = inspect.signature(RingGenerator.forward).parameters.values()
     known = {parameter.name for parameter in (*own, rest)}
     handed_on = (each for each in inspect.signature(RingCausalLM.forward).parameters.values() if each.name not in known)

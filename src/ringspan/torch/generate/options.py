@@ -1,4 +1,4 @@
-"""What ``generate`` is asked for: the same on every rank of a ring, and what a ring can honour."""
+"""Arguments of ``generate``: agreed on by the ring's ranks, and checked for what a ring can honour."""
 
 import copy
 import inspect
@@ -34,11 +34,11 @@ from ringspan.torch.transport.digest import described
 def agreed_options(
     model: Any, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: str
 ) -> dict[str, Any]:
-    """What to call transformers' ``generate`` with, after all ranks have found that they were given the same.
+    """Return the arguments for transformers' ``generate``, once all ranks agree on them.
 
     Raises:
-        PeerMismatch: they were not; on every rank.
-        RingspanError: what is wrong on some rank; on every rank alike.
+        PeerMismatch: they do not; on every rank.
+        RingspanError: an error of some rank; on every rank alike.
     """
     arguments: dict[str, Any] = {}
     try:
@@ -92,12 +92,7 @@ def agreed_options(
 
 
 def _complete(model: Any, arguments: dict[str, Any]) -> None:
-    """Fill in what transformers would: of a generation config what it leaves out, from the model's; and a cache that
-    was given is used, whatever a config has for training.
-
-    Raises:
-        UnsupportedError: the call itself has a cache, and says to use none.
-    """
+    """Fill in defaults as transformers does; use a given cache whatever a config says, unless the call refuses one."""
     given, has_cache = arguments.get("generation_config"), arguments.get(OURS) is not None
     if has_cache and arguments.get("use_cache", getattr(given, "use_cache", None)) is False:
         raise UnsupportedError("use_cache=False with past_key_values, which generate would add to; leave one out")
@@ -114,7 +109,7 @@ def _asked(config: GenerationConfig, arguments: dict[str, Any], name: str) -> An
 
 
 def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, Any]) -> None:
-    """Raise an UnsupportedError for what generation on a ring does not honour."""
+    """Raise UnsupportedError for options that a ring does not honour."""
     cache = arguments.get("past_key_values")
     if cache is not None and not isinstance(cache, RingCache):
         raise UnsupportedError(
@@ -163,12 +158,7 @@ def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, A
 
 
 def _keep_images(model: Any, arguments: dict[str, Any], inputs: Tensor) -> None:
-    """Put the images of the tokens which a cache does not hold yet in the place of their pixels: transformers would
-    repeat pixels row by row for beams.
-
-    Raises:
-        UnsupportedError: they do not fit the tokens.
-    """
+    """Replace pixels by the images of uncached tokens, since transformers would repeat pixels row by row for beams."""
     if model.ring_media is None or model.ring_is_generating:
         return
     if any(isinstance(arguments.get(name), Media) for name in MEDIA):  # by an earlier call, of this one's
@@ -188,15 +178,16 @@ def _keep_images(model: Any, arguments: dict[str, Any], inputs: Tensor) -> None:
 
 
 def _num_new_tokens(config: GenerationConfig, arguments: dict[str, Any], prompt: int) -> int:
-    """Tokens to write at most; at least one."""
+    """Return the most tokens to write, at least one."""
     if (new := _asked(config, arguments, "max_new_tokens")) is None:
         new = (_asked(config, arguments, "max_length") or 0) - prompt
     return max(int(new), 1)
 
 
 def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None:
-    """Raise an UnsupportedError for a text that does not go on where the cache ends: of a whole text transformers reads
-    what is longer than the cache, whatever it begins with. One that is longer in its mask is what comes after.
+    """Raise UnsupportedError for a text that does not continue the cache, whose beginning transformers would ignore.
+
+    A mask longer than the text covers the cached tokens: the text is then the continuation.
     """
     length = cache.shares.length
     if not length:
@@ -225,9 +216,7 @@ def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None
 
 
 def _check_padding(config: GenerationConfig, arguments: dict[str, Any], ids: Tensor) -> None:
-    """Raise an UnsupportedError for a text without a mask, in which transformers would take some tokens for padding:
-    positions behind a cache with images are counted without them.
-    """
+    """Raise UnsupportedError for an unmasked text that transformers would take as padded: image positions ignore it."""
     padding, ends = (_asked(config, arguments, f"{name}_token_id") for name in ("pad", "eos"))
     ends = ends if isinstance(ends, list) else [ends]
     if isinstance(padding, int) and padding not in ends and bool((ids == padding).any()):
@@ -237,7 +226,7 @@ def _check_padding(config: GenerationConfig, arguments: dict[str, Any], ids: Ten
 
 
 def cache_bytes(model: Any, arguments: dict[str, Any]) -> int:
-    """About what this rank's share of the cache will take."""
+    """Estimate the bytes of this rank's share of the cache."""
     config = model.get_submodule(model.ring_decoder).config
     inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
     settings = arguments.get("generation_config") or model.generation_config
@@ -248,5 +237,5 @@ def cache_bytes(model: Any, arguments: dict[str, Any]) -> int:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the text of a value is the same on every rank that was given the same."""
+    """Return True if a value's text is the same on all ranks given the same value."""
     return isinstance(value, (bool, int, float, str, list, tuple, dict)) and " at 0x" not in str(value)

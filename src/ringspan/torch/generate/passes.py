@@ -1,4 +1,4 @@
-"""A forward pass over a cache that is split over the ring: new tokens in, logits of the last ones out, on every rank.
+"""Forward pass over a ring's cache: new tokens in, logits of the last ones out, on every rank.
 
 B batch, n new tokens, V vocabulary.
 """
@@ -49,11 +49,11 @@ _OURS: Final = OURS, "attention_mask", "position_ids", "input_ids", "use_cache",
 def agreed_pass(
     model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a pass over a cache was asked for, which the ranks of a ring were asked alike.
+    """Return the arguments of a pass over a cache, once the ring's ranks agree on them.
 
     Raises:
-        PeerMismatch: they were not; on every rank.
-        RingspanError: what is wrong on some rank; on every rank alike.
+        PeerMismatch: they do not; on every rank.
+        RingspanError: an error of some rank; on every rank alike.
     """
     asked: dict[str, Any] = {}
     try:
@@ -92,7 +92,7 @@ def agreed_pass(
 
 
 def _media(model: Any, asked: dict[str, Any], given: dict[str, Any]) -> Media | None:
-    """The images of new tokens, taken from what is given; None without any, whatever the types of the tokens are."""
+    """Take the images of new tokens from the given arguments; None without any, whatever the token types."""
     if model.ring_media is None:
         return None
     inputs = {name: value for name in MEDIA if (value := given.pop(name, None)) is not None}
@@ -112,11 +112,7 @@ def _media(model: Any, asked: dict[str, Any], given: dict[str, Any]) -> Media | 
 
 
 def _of_prompt(media: Media, ids: Any) -> Media:
-    """The images of a prompt of which ``generate`` reads each row once for every beam.
-
-    Raises:
-        UnsupportedError: these are not its tokens.
-    """
+    """Return a prompt's images from rows repeated per beam; raise UnsupportedError for other tokens."""
     rows, count = media.tokens.shape
     if isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) % rows == 0:
         expected = media.tokens.repeat_interleave(len(ids) // rows, 0)
@@ -126,7 +122,7 @@ def _of_prompt(media: Media, ids: Any) -> Media:
 
 
 def _check_pass(model: Any, asked: dict[str, Any]) -> None:
-    """Raise an UnsupportedError for tensors that do not fit, and for what a pass over a cache does not do."""
+    """Raise UnsupportedError for unfit tensors and unsupported arguments."""
     ids, mask, positions = (asked.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     cache, keep = asked.get("past_key_values"), asked.get("logits_to_keep")
     if torch.is_grad_enabled() and not model.ring_is_generating:
@@ -174,9 +170,7 @@ def over_cache(
     logits_to_keep: int | None = 0,
     media: Media | None = None,
 ) -> CausalLMOutputWithPast:
-    """New tokens (B, n) and their images, the same on every rank, over a cache: logits of the last ``logits_to_keep``
-    of them, all when 0, and the cache with these tokens in it.
-    """
+    """Run new tokens (B, n) over a cache and extend it: logits of the last ``logits_to_keep``, all when 0."""
     cache = past_key_values
     if cache is None:  # a processor asks, while the model generates
         cache = model.new_cache()
@@ -216,7 +210,7 @@ def over_cache(
 
 
 def _parts(count: int, chunk: int, blocks: Sequence[Blocks] | None) -> Iterator[slice]:
-    """So many new tokens in pieces of at least a chunk, of which none ends inside of a block."""
+    """Yield pieces of at least a chunk of new tokens, without cutting a block."""
     first = 0
     while first < count:
         stop = min(first + chunk, count)
@@ -236,9 +230,7 @@ def _turn(
     wanted: int,
     images: PromptImages | None,
 ) -> Tensor:
-    """One pass of the decoder over a part of new tokens (B, n): hidden states of the last ``wanted`` of it, on every
-    rank.
-    """
+    """Run the decoder on a part of new tokens (B, n): hidden states of its last ``wanted``, on every rank."""
     ring, decoder = model.ring_mesh["ring"], model.get_submodule(model.ring_decoder)
     start, count, columns = cache.shares.length, part.stop - part.start, torch.arange(part.start, part.stop)
     splits = is_split(count, cache.shares.ranks)
@@ -274,7 +266,7 @@ def _turn(
 
 
 def _blocks_in(part: slice, start: int, images: PromptImages | None) -> list[Blocks] | None:
-    """Of each sequence the runs of tokens in a part, whose first token is at ``start``, that see each other."""
+    """Return each sequence's blocks in a part whose first token is at ``start``."""
     if images is None or images.blocks is None:
         return None
     shift = start - part.start
@@ -285,14 +277,14 @@ def _blocks_in(part: slice, start: int, images: PromptImages | None) -> list[Blo
 
 
 def _sequences(turn: Turn) -> SequencePass:
-    """What layers with a state are told of new tokens, counted from the first one."""
+    """Return the pass that layers with a state see, counted from the first new token."""
     runs = [[(span.start - turn.start, span.count) for span in held] for held in turn.queries.parts]
     return SequencePass((CustomLayout.of(runs),), turn.group if turn.is_split else None, before=Before())
 
 
 @contextmanager
 def unchecked(model: nn.Module) -> Iterator[None]:
-    """Without activation checkpointing, in which transformers' layers forget their cache: nothing is differentiated."""
+    """Disable activation checkpointing, in which transformers' layers forget their cache."""
     modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for module in modules:
         module.gradient_checkpointing = False  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,7 @@
-"""Positions of new tokens behind those that a cache holds, and how far the text has come with each.
+"""Positions of new tokens after cached ones, and their shifts.
 
-An image of many tokens takes few positions (M-RoPE): behind one, a position is not the number of tokens before it.
-The cache keeps the difference for each token, its shift, so that any later pass goes on from there, whoever calls it.
+An image's many tokens take few positions (M-RoPE), so later positions are not token counts. The cache keeps each
+token's difference, its shift, so that any later pass can continue.
 
 B batch, n new tokens, L tokens in all.
 """
@@ -20,14 +20,14 @@ from ringspan.torch.multimodal.kinds import has_grid_positions
 def new_positions(
     model: Any, cache: RingCache, rows: int, count: int, mask: Tensor | None, media: Media | None
 ) -> Tensor:
-    """Where so many new tokens are: (B, n), or (4, B, n) with images, whose tokens have a time, a row and a column too.
+    """Compute positions of new tokens: (B, n), or (4, B, n) with images, which have a time, row and column too.
 
     Args:
         model: on a ring.
         cache: of the tokens before.
-        rows: sequences; the cache may hold each of them several times.
+        rows: sequences; a multiple of the cache's.
         count: new tokens n.
-        mask: which of all tokens are no padding (B, L).
+        mask: real tokens among all (B, L).
         media: of the new tokens.
     """
     before = cache.shares.length
@@ -45,9 +45,9 @@ def new_positions(
 
 
 def new_shifts(cache: RingCache, positions: Tensor, mask: Tensor | None) -> Tensor:
-    """How much further than its number of tokens the text has come with each new one (B, n), given their positions.
+    """Compute the shifts of new tokens (B, n) from their positions.
 
-    What follows an image or a video begins behind its last row and column, however long a video is.
+    Text after an image or video begins behind its last row and column, however long a video is.
     """
     rows, count = positions.shape[-2:]
     reached = (positions if positions.ndim == 2 else positions[-2:].amax(0)).cpu() + 1
@@ -61,8 +61,6 @@ def new_shifts(cache: RingCache, positions: Tensor, mask: Tensor | None) -> Tens
 
 
 def whole_positions(model: Any, cache: RingCache, ids: Tensor, mask: Tensor | None, media: Media | None) -> Tensor:
-    """What ``generate`` is given for a text that goes on behind a cache: positions of all L tokens, of which it takes
-    those of the new ones.
-    """
+    """Compute ``generate``'s positions of all L tokens after a cache, of which it takes the new ones'."""
     count = (ids if mask is None else mask).shape[1] - cache.shares.length
     return pad(new_positions(model, cache, len(ids), count, mask, media), (cache.shares.length, 0)).to(ids.device)

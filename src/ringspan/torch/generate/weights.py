@@ -1,4 +1,4 @@
-"""Whether weights stay whole on every rank while it generates, or are gathered for every token."""
+"""Choice between whole weights during generation and gathering for every token."""
 
 import logging
 import os
@@ -23,20 +23,16 @@ _log: Final = logging.getLogger(__name__)
 
 
 def check_weights(weights: Any) -> None:
-    """Refuse a name that is none.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Raise ConfigError for an unknown name."""
     if weights not in WEIGHTS_NAMES:
         raise ConfigError(f"weights must be one of {', '.join(WEIGHTS_NAMES)}, got {weights!r}")
 
 
 @contextmanager
 def weights_for_tokens(model: Any, weights: str, cache_bytes: int) -> Iterator[None]:
-    """While ``model`` generates: all weights whole on each rank, or gathered for each pass and let go again.
+    """Keep all weights whole on each rank during generation, or gather them for each pass.
 
-    ``auto`` keeps them whole where they fit beside a cache of ``cache_bytes``, on all ranks alike, and logs why.
+    ``auto`` keeps them whole if they fit beside ``cache_bytes`` on all ranks, and logs the reason.
     """
     ring = model.ring_mesh["ring"]
     if ring.size() == 1 or weights == "sharded" or not isinstance(model, FSDPModule):
@@ -59,9 +55,7 @@ def weights_for_tokens(model: Any, weights: str, cache_bytes: int) -> Iterator[N
 
 
 def gathered_bytes(model: Any) -> int:
-    """Bytes of the weights of the whole ring, which are copies: the rank's own shards stay beside them. The same number
-    on every rank, whatever does not divide evenly.
-    """
+    """Return the bytes of a ring's gathered weights, copies beside the shards; the same number on every rank."""
     precision = model._get_fsdp_state()._mp_policy.param_dtype
     return sum(
         _numbers_on_ring(parameter) * (precision or parameter.dtype).itemsize
@@ -71,7 +65,7 @@ def gathered_bytes(model: Any) -> int:
 
 
 def _numbers_on_ring(parameter: DTensor) -> int:
-    """Of a weight whose heads are split too, the part that a ring has."""
+    """Return a ring's part of a weight that may be split by heads too."""
     count, mesh = parameter.numel(), parameter.device_mesh
     for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
         if axis == "tp" and not placement.is_replicate():
@@ -80,7 +74,7 @@ def _numbers_on_ring(parameter: DTensor) -> int:
 
 
 def _free_bytes(ring: DeviceMesh) -> int:
-    """Memory that is free for each rank: the least over the ring."""
+    """Return the least free memory of the ring's ranks."""
     device = torch.device(ring.device_type)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info()[0]

@@ -1,4 +1,4 @@
-"""What callers, modules and releases of transformers call a cache."""
+"""Names of a cache in callers, modules and releases of transformers."""
 
 import inspect
 from dataclasses import fields
@@ -14,22 +14,22 @@ _OTHERS: Final = ("cache", "cache_params")  # of transformers from 5.24 on; of M
 NAMES: Final = (OURS, *_OTHERS)
 
 OF_GENERATE: Final = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else OURS
-"""What ``generate`` of the installed transformers hands on to each pass, and reads from what it gives."""
+"""Name under which ``generate`` of the installed transformers passes and reads the cache."""
 
 
 def given_cache(arguments: dict[str, Any]) -> Any:
-    """The cache that was given, by whatever name."""
+    """Return the given cache, under any of its names."""
     return next((cache for name in NAMES if (cache := arguments.get(name)) is not None), None)
 
 
 def name_ours(arguments: dict[str, Any]) -> None:
-    """Give the cache among arguments our own name."""
+    """Rename the cache among the arguments to our own name."""
     for name in _OTHERS:
         if (cache := arguments.pop(name, None)) is not None:
             arguments.setdefault(OURS, cache)
 
 
 def cache_name(module: nn.Module) -> str | None:
-    """What a module calls its cache; None if it takes none."""
+    """Return the name of a module's cache argument; None if it takes none."""
     taken = inspect.signature(forward_of(module)).parameters
     return next((name for name in (*_OTHERS, OURS) if name in taken), None)

@@ -1,7 +1,7 @@
-"""Decoder layers as programs that torch.compile makes, checkpointing and the ring's operator inside.
+"""Decoder layers as torch.compile programs, with checkpointing and the ring's operator inside.
 
-The ranks talk in the operator, which a program calls like any other; FSDP's hooks run outside. Layers of one kind share
-a program, whatever the length of the sequence and of its documents.
+Ranks communicate in the operator; FSDP's hooks run outside. Layers of one kind share a program, whatever the lengths of
+sequence and documents.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from ringspan.torch.layers.decoder import LayerKind
 
 
 def check_compile(decoder: nn.Module, config: StepConfig, *, is_stateful: bool) -> None:
-    """Raise what is wrong with the option ``compile``.
+    """Validate the option ``compile``.
 
     Raises:
-        ConfigError: no backend of torch.compile, or an option whose work a program would hide.
-        UnsupportedError: layers that compute with what is around them, of which a program knows nothing.
+        ConfigError: unknown torch.compile backend, or an option whose work a program would hide.
+        UnsupportedError: layers that depend on state outside the program.
     """
     backend = config.compile
     if backend is False:
@@ -47,10 +47,7 @@ def check_compile(decoder: nn.Module, config: StepConfig, *, is_stateful: bool) 
 def compile_layers(
     decoder: nn.Module, layers: Sequence[nn.Module], kinds: Sequence[LayerKind], backend: bool | str
 ) -> None:
-    """Let each layer's forward pass be a program, made when it first runs; passes over a cache run as they are.
-
-    FSDP has them already, so that the program begins behind its hooks.
-    """
+    """Compile each layer's forward at its first run, except over a cache. FSDP comes first: its hooks stay outside."""
     for module in decoder.modules():
         number = getattr(module, "layer_idx", None)
         if isinstance(number, int) and number < len(kinds):
@@ -63,9 +60,7 @@ def compile_layers(
 
 
 def _checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """A layer's forward pass, checkpointed while it trains; with the layer as an argument, of which a program looks at
-    what it is, and not at which.
-    """
+    """Run a layer, checkpointed in training. As an argument, the layer is compiled by its type, not its identity."""
     plain = type(layer).forward
     if layer.ring_is_checkpointed and layer.training:
         return layer._gradient_checkpointing_func(partial(plain, layer, **kwargs), *args)

@@ -1,4 +1,4 @@
-"""What a decoder's config says of it, layer by layer, and where it is in a model."""
+"""Per-layer facts of a decoder's config, and the decoder's place in a model."""
 
 import math
 from typing import Any, Final, NamedTuple
@@ -12,15 +12,12 @@ from ringspan.core.errors import UnsupportedError
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """What a config says of the language model: all of it, or its part of a model that takes images or sound too."""
+    """Return the config of the language model, also within a multimodal config."""
     return config.get_text_config(decoder=True)
 
 
 def of_layers(config: PreTrainedConfig, field: str) -> list[Any]:
-    """What a decoder's config says in a field, for each layer; None where it says nothing.
-
-    Layers that differ have configs of their own in transformers, in which the common one may not be asked (Gemma 4).
-    """
+    """Return a config field for each layer; None if absent. Gemma 4's common config cannot be asked."""
     if getattr(config, "is_heterogeneous", False):
         return [getattr(layer, field, None) for layer in config.per_layer_config]
     return [getattr(config, field, None)] * config.num_hidden_layers
@@ -32,19 +29,19 @@ _WITHOUT_ATTENTION: Final = STATEFUL_LAYERS - {"hybrid", "hybrid_sliding"} | {"m
 
 
 def has_attention(config: PreTrainedConfig) -> bool:
-    """Whether a decoder has layers of attention, as its config says."""
+    """Return True if a decoder's config has attention layers."""
     types = getattr(config, "layer_types", None)
     return not types or any(kind not in _WITHOUT_ATTENTION for kind in types)
 
 
 def without_attention(config: PreTrainedConfig) -> set[int]:
-    """The layers that have no attention, as the config says."""
+    """Return the layers without attention."""
     types = getattr(config, "layer_types", None) or ()
     return {number for number, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}
 
 
 def head_counts(config: PreTrainedConfig) -> list[tuple[int, int]]:
-    """Query heads and key/value heads of each layer; none where no layer has attention.
+    """Return each layer's numbers of query and key/value heads; empty if no layer has attention.
 
     Raises:
         UnsupportedError: the model has no attention heads.
@@ -60,14 +57,14 @@ def head_counts(config: PreTrainedConfig) -> list[tuple[int, int]]:
 
 
 def _shared_by(config: PreTrainedConfig, heads: int) -> int:
-    """Key/value heads of a config that does not say them as others do (Falcon)."""
+    """Return the key/value heads of a config with unusual field names (Falcon)."""
     if getattr(config, "new_decoder_architecture", False):
         return getattr(config, "num_kv_heads", heads)
     return 1 if getattr(config, "multi_query", False) else heads
 
 
 def head_sizes(config: PreTrainedConfig) -> list[int]:
-    """Numbers in a query head of each layer; none where no layer has attention."""
+    """Return each layer's query head size; empty if no layer has attention."""
     if not has_attention(config):
         return []
     sizes = zip(of_layers(config, "head_dim"), head_counts(config), strict=True)
@@ -75,14 +72,14 @@ def head_sizes(config: PreTrainedConfig) -> list[int]:
 
 
 class LayerKind(NamedTuple):
-    """Whom a layer's queries see: everything before them, the last ``window`` keys, or their own chunk."""
+    """Visible keys of a layer's queries: all earlier ones, the last ``window``, or their own chunk."""
 
     window: int | None = None
     chunk: int | None = None
 
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
-    """What the config says of each layer's attention."""
+    """Return each layer's kind of attention from the config."""
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     slides = getattr(config, "use_sliding_window", True)
     if getattr(config, "model_type", "") == "gpt_neo":
@@ -101,9 +98,7 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
 
 
 def cached_kinds(config: PreTrainedConfig) -> tuple[LayerKind | None, ...]:
-    """What the config says of each layer's attention; None of one without keys of its own: it has no attention, or
-    takes those of an earlier layer (Gemma 3n, Gemma 4), or an image's (Mllama).
-    """
+    """Return each layer's kind; None without own keys (no attention, Gemma 3n, Gemma 4, Mllama's images)."""
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     others = {*range(own, config.num_hidden_layers), *(getattr(config, "cross_attention_layers", None) or ())}
     others |= without_attention(config)
@@ -111,16 +106,14 @@ def cached_kinds(config: PreTrainedConfig) -> tuple[LayerKind | None, ...]:
 
 
 def cached_states(config: PreTrainedConfig) -> tuple[int, ...]:
-    """How many convolutions and states of its own each layer has, which a cache holds; 0 of one without any."""
+    """Return each layer's number of cached convolutions and states, 0 if none."""
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     counts = of_layers(config, "number_of_conv_states")
     return tuple((count or 1) if kind in STATEFUL_LAYERS else 0 for kind, count in zip(types, counts, strict=True))
 
 
 def logit_scale(config: PreTrainedConfig) -> float:
-    """The factor that a model's config puts on what its head computes (Cohere, Granite, Inkling, Muse); 1
-    for none.
-    """
+    """Return the config's factor on the head's output (Cohere, Granite, Inkling, Muse); 1 if none."""
     config = text_config(config)
     divisors = (getattr(config, name, None) or 1.0 for name in ("logits_scaling", "logits_mup_width_multiplier"))
     factors = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "output_multiplier"))
@@ -128,21 +121,18 @@ def logit_scale(config: PreTrainedConfig) -> float:
 
 
 def logit_softcap(config: PreTrainedConfig) -> float | None:
-    """The largest logit that a model's config allows (Gemma 2); None for any."""
+    """Return the config's limit on logits (Gemma 2); None if unlimited."""
     return getattr(text_config(config), "final_logit_softcapping", None)
 
 
 def finished_logits(products: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """A model's logits from what its head computes: ``softcap tanh(scale x / softcap)``, or ``scale x``."""
+    """Compute logits from the head's output: ``softcap tanh(scale x / softcap)``, or ``scale x``."""
     logits = products if scale == 1 else products * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The decoder layers of a model, by path: each is checkpointed, and its weights are gathered, by itself.
-
-    A layer inside of another one (Zamba's Mamba layer below its attention) is a part of that.
-    """
+    """Return the decoder layers, units of checkpointing and gathering, by path; without nested ones (Zamba)."""
     found: dict[str, nn.Module] = {}
     inside = "."
     for path, module in model.named_modules():  # a module comes before what it holds
@@ -152,9 +142,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _listed_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of a model that cannot be checkpointed (the first GPT): the list of as many modules as its config has
-    layers.
-    """
+    """Return the layers of a model without checkpointing (GPT-1): the module list as long as its config's layers."""
     config: Any = getattr(model, "config", None)
     count = getattr(config, "num_hidden_layers", None)
     for path, module in model.named_modules():
@@ -164,9 +152,7 @@ def _listed_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The model of its own beside the head that maps tokens to hidden states, that of its text where it takes images
-    or sound too; a model that has none beside a head is itself one.
-    """
+    """Return the submodel from tokens to hidden states, the text's in a multimodal model; the model itself if none."""
     inner_models = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     inner = inner_models[0] if inner_models else model
     nested: Any = inner if inner is model else inner.get_decoder()

@@ -1,9 +1,9 @@
-"""The gradient of an embedding: exact sums over equal tokens, in memory that does not grow with the sequence.
+"""Gradient of an embedding: exact sums over equal tokens, in memory independent of the sequence's length.
+
+A long sequence repeats tokens thousands of times. PyTorch sums their gradients in the weights' dtype on a CPU, where a
+bfloat16 sum stops growing after 256 equal terms, and in T x C float32 numbers on CUDA.
 
 V vocabulary, C hidden size, T local tokens.
-
-A long sequence has the same token many thousand times. PyTorch adds up their gradients in the dtype of the weights on a
-CPU, where a sum in bfloat16 stops growing after 256 equal terms, and in T x C numbers of float32 on CUDA.
 """
 
 from typing import Any, Final
@@ -23,9 +23,7 @@ _NUMBERS: Final = 1 << 23
 
 
 def sum_embedding_gradients(model: PreTrainedModel) -> None:
-    """Let every embedding of the model add up its gradient as ``embedding_gradient`` does, in place; what wraps the
-    input's (an adapter) too.
-    """
+    """Make every embedding sum its gradient by ``embedding_gradient``, in place, also inside an adapter."""
     # An adapter looks up in its own forward, so the mode has to be around that.
     outermost: nn.Module | None = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
     for module in model.modules():
@@ -34,22 +32,22 @@ def sum_embedding_gradients(model: PreTrainedModel) -> None:
 
 
 def own_gradient(embedding: nn.Embedding) -> str:
-    """The option that gives an embedding a gradient, or weights, of its own; empty for none."""
+    """Return the option that gives an embedding its own gradient or weights; empty if none."""
     if embedding.max_norm is not None:
         return f"max_norm={embedding.max_norm}"
     return "sparse=True" if embedding.sparse else "scale_grad_by_freq=True" if embedding.scale_grad_by_freq else ""
 
 
 def embedding_gradient(gradient: Tensor, tokens: Tensor, num_embeddings: int, padding_idx: int | None = None) -> Tensor:
-    """``zeros(V, C).index_add_(0, tokens, gradient)``, added up in float64 on a CPU and in float32 on CUDA.
+    """Compute ``zeros(V, C).index_add_(0, tokens, gradient)`` in float64 on a CPU, float32 on CUDA.
 
-    Some columns at a time, so that beside the result it takes 8 M numbers, however many tokens there are.
+    Works on some columns at a time: at most 8 M numbers beside the result.
 
     Args:
         gradient: of the looked-up rows (T, C).
-        tokens: which rows these were (T,).
+        tokens: their row numbers (T,).
         num_embeddings: V.
-        padding_idx: a row that gets no gradient.
+        padding_idx: row without a gradient.
 
     Returns:
         (V, C), in the dtype of ``gradient``, rounded once.
@@ -68,7 +66,7 @@ def embedding_gradient(gradient: Tensor, tokens: Tensor, num_embeddings: int, pa
 
 
 class _Summed(nn.Module):
-    """What ``sum_embedding_gradients`` adds to an embedding's class, which may do more than look up (Gemma scales)."""
+    """Mixin that ``sum_embedding_gradients`` adds to an embedding's class, which may also scale (Gemma)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         with _Lookups():
@@ -76,7 +74,7 @@ class _Summed(nn.Module):
 
 
 class _Lookups(TorchFunctionMode):
-    """Inside of it a look-up has our gradient."""
+    """Mode in which look-ups have our gradient."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (_look_up if func is functional.embedding else func)(*args, **(kwargs or {}))

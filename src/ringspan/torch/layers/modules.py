@@ -1,4 +1,4 @@
-"""What is done to a module of somebody else's model."""
+"""Operations on the modules of a user's model."""
 
 import copy
 import inspect
@@ -15,42 +15,38 @@ _HOOKS: Final = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 
 
 def hidden_of(result: Any) -> Any:
-    """The hidden states that a module returned: by themselves, or first of several."""
+    """Return the hidden states of a module's output, the first of several."""
     return result[0] if isinstance(result, tuple) else result
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, in whose place a gradient goes back to all of it."""
+    """Return this rank's part of a tensor; a gradient in its place goes back to the whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def example_of(module: nn.Module) -> nn.Parameter:
-    """The first of a module's parameters that is of real numbers, as what it computes with is: parts of packed weights
-    are not.
-    """
+    """Return a module's first parameter of real numbers, the type it computes in; packed parts are not."""
     return next(parameter for parameter in module.parameters() if parameter.is_floating_point())
 
 
 def autocast_now(kind: str) -> Callable[[], torch.autocast]:
-    """What makes contexts with the autocast that is on now for a kind of device, for what is computed again later."""
+    """Return a factory of contexts with a device's current autocast, for recomputation."""
     dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
     caches = torch.is_autocast_cache_enabled()
     return lambda: torch.autocast(kind, dtype, enabled, caches)
 
 
 def class_name(model: nn.Module) -> str:
-    """The class of somebody's model as they know it: FSDP2 puts its name before."""
+    """Return the user's name of a model's class, without FSDP2's prefix."""
     return type(model).__name__.removeprefix("FSDP")
 
 
 class Mixin:
-    """What is put before a module's class, and computes what that class does."""
+    """Base of classes put before a module's class to replace what it computes."""
 
 
 def own_config(model: PreTrainedModel) -> None:
-    """Give a model and its modules a copy of its config, in place: what is set in it then is not set for other models
-    that are made from the one that the user has.
-    """
+    """Give a model and its modules a copy of its config, so that changes do not reach other models made from it."""
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
@@ -60,11 +56,11 @@ def own_config(model: PreTrainedModel) -> None:
 
 
 def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
-    """Give a module a subclass of its own class, with a mixin before it, and attributes, in place.
+    """Put a mixin before a module's class, and set attributes, in place.
 
-    As FSDP2 does; the class keeps its name, which saved configs contain. A forward that was set on the module itself
-    would hide the mixin's, so it moves to the class behind it. Functions become methods; other values are the module's
-    own: FSDP remembers every class that it was given, and what that holds would stay when the module is gone.
+    The class keeps its name, which saved configs contain. A forward set on the module itself would hide the mixin's, so
+    it moves to the class behind it. Functions become methods; other values belong to the module, since FSDP keeps every
+    class alive, and with it all that the class holds.
     """
     plain = type(module)
     behind: tuple[type, ...] = (mixin, plain)
@@ -77,14 +73,11 @@ def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that takes no module, as a method."""
     return lambda _, *args, **kwargs: function(*args, **kwargs)
 
 
 def seen_as(plain: Callable[..., Any], forward: Callable[..., Any], without: str = "") -> Callable[..., Any]:
-    """A forward in whose signature those who look (Trainer for columns, ``generate`` for images) find that of another
-    one, without one of its parameters.
-    """
+    """Give a forward the signature of another, less one parameter: Trainer and ``generate`` inspect it."""
 
     @wraps(plain)
     def seen(*args: Any, **kwargs: Any) -> Any:
@@ -99,12 +92,12 @@ def seen_as(plain: Callable[..., Any], forward: Callable[..., Any], without: str
 
 
 def hooks_of(module: nn.Module) -> tuple[int, ...]:
-    """The hooks on a module itself: empty for none, and different after one came or went."""
+    """Return a key of a module's own hooks: empty if none, changed by any that comes or goes."""
     return tuple(id(hook) for name in _HOOKS for hook in getattr(module, name).values())
 
 
 def forward_of(module: nn.Module) -> Any:
-    """The forward that a module has behind our mixins: one of a class, or of its own."""
+    """Return the forward behind our mixins: the class's, or the module's own."""
     if "forward" in vars(module):
         return vars(module)["forward"]
     kinds = (kind for kind in type(module).__mro__ if "forward" in vars(kind) and not issubclass(kind, Mixin))
@@ -112,9 +105,7 @@ def forward_of(module: nn.Module) -> Any:
 
 
 def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether what a module of some kind computes is that kind's own forward, with parameters that are its own: no
-    hooks, no other forward and no parametrization.
-    """
+    """Return True if a module computes its kind's own forward: no hooks, other forward or parametrization."""
     return (
         isinstance(module, kind)
         and forward_of(module) is kind.forward

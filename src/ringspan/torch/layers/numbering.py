@@ -1,7 +1,4 @@
-"""Positions of decoders that number their tokens themselves, from 0 on each rank.
-
-B batch, T local tokens, C hidden size.
-"""
+"""Positions for decoders that would number their tokens from 0 on each rank. B batch, T local tokens, C hidden size."""
 
 import inspect
 from collections.abc import Iterator
@@ -18,14 +15,12 @@ _POSITIONS = "position_ids"
 
 
 def takes_positions(decoder: nn.Module) -> bool:
-    """Whether a decoder's forward has an argument for the positions of its tokens."""
+    """Return True if a decoder's forward takes positions."""
     return _POSITIONS in inspect.signature(forward_of(decoder)).parameters
 
 
 def numbers_itself(decoder: PreTrainedModel) -> nn.Module | None:
-    """The embedding of positions of a decoder that takes none (BART and its relatives); None where there is not
-    exactly one that can be told them.
-    """
+    """Return the position embedding of a decoder that takes no positions (BART); None unless exactly one."""
     found = [
         module
         for module in decoder.modules()
@@ -35,9 +30,7 @@ def numbers_itself(decoder: PreTrainedModel) -> nn.Module | None:
 
 
 def number_tokens(decoder: PreTrainedModel) -> None:
-    """Let a decoder use positions of the whole sequence, in place: those that it would count itself, and of a table
-    whose first rows are not for tokens (RoBERTa) the rows behind them.
-    """
+    """Make a decoder use global positions, in place, offset by the rows its table has before tokens (RoBERTa)."""
     table: Any
     if not takes_positions(decoder) and (table := numbers_itself(decoder)) is not None:
         mix_in(table, _Told)
@@ -52,26 +45,24 @@ def number_tokens(decoder: PreTrainedModel) -> None:
 
 
 def counts_real_tokens(decoder: nn.Module) -> bool:
-    """Whether a decoder's own forward counts positions from the first token that is no padding (OPT by its mask,
-    RoBERTa by its pad token), where others count padding on the left too.
-    """
+    """Return True if a decoder counts positions from the first real token (OPT by mask, RoBERTa by pad token)."""
     code = inspect.unwrap(forward_of(decoder)).__code__
     return "cumsum" in code.co_names or skipped_token(decoder) is not None
 
 
 def first_position(decoder: nn.Module) -> int:
-    """The row of its table that a decoder's own forward has for the first token."""
+    """Return the table row of the first token in a decoder's own forward."""
     return next((module.offset for module in decoder.modules() if isinstance(module, _Behind)), 0)
 
 
 def skipped_token(decoder: nn.Module) -> int | None:
-    """The pad token that a decoder's own forward skips when it counts positions; None when it counts every token."""
+    """Return the pad token that a decoder skips when counting positions; None if it counts all."""
     return next((module.offset - 1 for module in decoder.modules() if isinstance(module, _Behind)), None)
 
 
 @contextmanager
 def told(decoder: nn.Module, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arguments of a decoder: with positions (B, T) among them, or without while its embedding has them."""
+    """Yield a decoder's arguments: with positions (B, T), or without while its embedding holds them."""
     table: Any = next((module for module in decoder.modules() if isinstance(module, _Told)), None)
     if takes_positions(decoder):
         yield given
@@ -89,7 +80,7 @@ def told(decoder: nn.Module, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class _Told(Mixin):
-    """What ``number_tokens`` adds to an embedding whose decoder takes no positions."""
+    """Mixin that ``number_tokens`` adds to an embedding whose decoder takes no positions."""
 
     ring_positions: Tensor | None = None
 
@@ -102,12 +93,12 @@ class _Told(Mixin):
 
 
 class _Behind(Mixin):
-    """What ``number_tokens`` adds to a learned table whose first ``offset`` rows are for padding and before."""
+    """Mixin that ``number_tokens`` adds to a learned table whose first ``offset`` rows are no token's."""
 
     offset: int
 
     def rows(self, positions: Tensor) -> Tensor:
-        """The rows of tokens; transformers' ``generate`` says them itself, whatever the model's forward begins with."""
+        """Return the rows of tokens; transformers' ``generate`` passes them itself, whatever forward begins with."""
         return positions if current_turn() is not None else positions + self.offset
 
     def forward(self, positions: Tensor) -> Tensor:
@@ -115,7 +106,7 @@ class _Behind(Mixin):
 
 
 class _Counting(_Behind):
-    """The same for a table that is told positions by name."""
+    """Variant for a table that takes positions by name."""
 
     def forward(self, *args: Any, position_ids: Tensor, **kwargs: Any) -> Tensor:
         return super(_Behind, self).forward(*args, position_ids=self.rows(position_ids), **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

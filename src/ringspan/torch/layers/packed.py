@@ -1,8 +1,7 @@
-"""Frozen weights that torchao has packed (int8, int4), as FSDP2 can shard them: by the plain tensors they are made of.
+"""Frozen weights packed by torchao (int8, int4), made shardable by FSDP2 through their plain tensors.
 
-FSDP2 cuts, pads and gathers plain tensors; packed ones are subclasses that do not know how. So each becomes its parts
-(whole numbers, scales, zero points), which are parameters, split over ranks and gathered layer by layer as all others
-are, in as many bytes as they have; and while a layer computes, its module finds the packed tensor made of them again.
+FSDP2 cannot shard packed tensor subclasses. So each is replaced by its parts (integers, scales, zero points) as
+parameters, sharded and gathered layer by layer at their packed size; its module rebuilds the packed tensor on access.
 """
 
 from collections.abc import Iterator
@@ -13,12 +12,12 @@ from torch.nn.utils import parametrize
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether a weight is one of torchao's tensors."""
+    """Return True if a weight is a torchao tensor."""
     return type(tensor).__module__.startswith("torchao.")
 
 
 def plain_parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors that a weight is made of, by name: itself, unless it is packed. They share its memory."""
+    """Yield the names and plain tensors of a weight, itself unless packed. They share its memory."""
     if is_packed(tensor):
         for part in tensor.__tensor_flatten__()[0]:
             yield f"{name}.{part}", getattr(tensor, part)
@@ -27,7 +26,7 @@ def plain_parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def packed_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """Path, module and name of each packed weight, and itself; one in two modules twice."""
+    """Yield path, module, name and tensor of each packed weight; a shared one repeatedly."""
     for path, module in model.named_modules():
         for name, weight in module._parameters.items():
             if weight is not None and is_packed(weight):
@@ -35,23 +34,20 @@ def packed_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]
 
 
 def split_into_parts(model: nn.Module) -> None:
-    """Put the parts of each packed weight in its place, as parameters.
-
-    ``module.weight`` is the packed tensor still, made anew whenever it is asked for.
-    """
+    """Replace each packed weight by its parts as parameters; ``module.weight`` rebuilds the packed tensor on access."""
     for _, module, name, weight in [*packed_weights(model)]:
         # unsafe: not compared with what it was, since packed tensors do not compare.
         parametrize.register_parametrization(module, name, _Packed(weight), unsafe=True)
 
 
 def has_packed(model: nn.Module) -> bool:
-    """Whether a model has packed weights, or their parts."""
+    """Return True if a model has packed weights or their parts."""
     is_split = any(isinstance(module, _Packed) for module in model.modules())
     return is_split or next(packed_weights(model), None) is not None
 
 
 class _Packed(nn.Module):
-    """The parts of a packed tensor, and a packed tensor of such parts."""
+    """Parametrization between a packed tensor and its parts."""
 
     def __init__(self, tensor: Any) -> None:
         super().__init__()
@@ -59,9 +55,7 @@ class _Packed(nn.Module):
         self._names, self._facts = tensor.__tensor_flatten__()
 
     def right_inverse(self, tensor: Any) -> list[Tensor]:
-        """The parts, in order."""
         return [getattr(tensor, name) for name in self._names]
 
     def forward(self, *parts: Tensor) -> Any:
-        """The tensor of them."""
         return self._kind.__tensor_unflatten__(dict(zip(self._names, parts, strict=True)), self._facts, None, None)

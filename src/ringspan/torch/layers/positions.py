@@ -1,4 +1,4 @@
-"""How long a sequence a model has positions for: learned tables end, rotary ones were trained up to some length."""
+"""Limits on a sequence's length: learned tables end, rotary models were trained up to some length."""
 
 import logging
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def num_learned_positions(decoder: nn.Module) -> int | None:
-    """Positions of the decoder's learned table, its shortest; None where positions are rotary, or nowhere."""
+    """Return the size of a decoder's shortest learned table; None if positions are rotary or absent."""
     tables = [
         module.num_embeddings - getattr(module, "offset", 0)  # OPT leaves the first rows unused
         for name, module in decoder.named_modules()
@@ -26,7 +26,7 @@ def num_learned_positions(decoder: nn.Module) -> int | None:
 
 
 def beyond_table(model: PreTrainedModel, decoder: nn.Module, length: int) -> UnsupportedError | None:
-    """The error where a sequence of ``length`` tokens has more positions than the model's learned table."""
+    """Return the error if ``length`` tokens exceed the model's learned table; None if they fit."""
     limit = num_learned_positions(decoder)
     if limit is None or length <= limit:
         return None
@@ -38,7 +38,7 @@ def beyond_table(model: PreTrainedModel, decoder: nn.Module, length: int) -> Uns
 
 
 def num_trained_positions(config: PreTrainedConfig) -> int | None:
-    """Positions that the config of a text model says it was made for; None where it says nothing."""
+    """Return the number of positions a text config was made for; None if unstated."""
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int):
         return None
@@ -48,8 +48,7 @@ def num_trained_positions(config: PreTrainedConfig) -> int | None:
 
 
 def check_text(model: Any, prompt: int, new: int, *, says: bool) -> None:
-    """Whether the model has positions for a text of ``prompt`` tokens and ``new`` ones after them; one rank ``says``
-    once where a rotary model was made for fewer.
+    """Check that the model has positions for ``prompt`` and ``new`` tokens; log once, if ``says``, beyond training.
 
     Raises:
         UnsupportedError: a learned table ends before the text does.
@@ -77,9 +76,7 @@ def check_text(model: Any, prompt: int, new: int, *, says: bool) -> None:
 
 
 def note_length(model: Any, length: int, *, says: bool) -> None:
-    """Remember that a rotary model is trained on sequences of ``length`` tokens, for ``as_trained``; one rank ``says``
-    once that the model was not made for them.
-    """
+    """Store the length a rotary model is trained on, for ``as_trained``; log once, if ``says``, that it is longer."""
     config = text_config(model.config)
     made_for = num_trained_positions(config)
     if made_for is None or length <= made_for:
@@ -105,9 +102,7 @@ def note_length(model: Any, length: int, *, says: bool) -> None:
 
 @contextmanager
 def as_trained(model: Any) -> Iterator[None]:
-    """Let the model's config have the length that it was trained on, while it is saved: what a model computes does not
-    depend on the moment.
-    """
+    """Set the trained length in the config while saving only, so that computation never depends on it."""
     config, length = text_config(model.config), getattr(model, "ring_trained_length", None)
     before = getattr(config, "max_position_embeddings", None)
     if length is not None:
@@ -120,18 +115,16 @@ def as_trained(model: Any) -> Iterator[None]:
 
 
 def rotates_by_length(config: PreTrainedConfig) -> bool:
-    """Whether frequencies depend on how long the whole text is: keys of a longer text are not those of a shorter one,
-    and ``max_position_embeddings`` is part of the formula.
-    """
+    """Return True if frequencies depend on the text's length: keys of a shorter text are then void."""
     return any(each.get("rope_type") in ("dynamic", "longrope") for each in _rope_tables(config))
 
 
 def rotates(config: PreTrainedConfig) -> bool:
-    """Whether the positions of a text model are rotary, of which only distances matter."""
+    """Return True if a text model's positions are rotary, so that only distances matter."""
     return bool(_rope_tables(config)[0]) or hasattr(config, "rotary_dim")
 
 
 def _rope_tables(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """What the config says of rotary positions, of all layers alike or of each type of them."""
+    """Return the config's rotary parameters, common or per layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope, *(each for each in rope.values() if isinstance(each, dict))]

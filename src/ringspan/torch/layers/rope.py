@@ -1,10 +1,9 @@
-"""Rotary positions on a ring: tables made a block of tokens at a time, by the frequencies of the whole sequence.
+"""Rotary positions on a ring: tables made block by block, with the frequencies of the whole sequence.
 
 B batch, T local tokens, D rotary dimensions of a head.
 
-transformers computes one table of cosines and sines for all layers, through several tables of that size in float32, and
-two kinds of scaling (dynamic, longrope) choose frequencies by the largest position that they are shown. A rank holds
-only some of the positions, so it is shown the last one of the whole sequence too.
+transformers makes one table for all layers through several float32 temporaries of its size, and dynamic and longrope
+scaling choose frequencies by the largest position seen. So a rank is also shown the whole sequence's last position.
 """
 
 from typing import Any, Final
@@ -20,9 +19,9 @@ _CHUNK_TOKENS: Final = 4096
 
 
 def chunk_rotary_tables(model: PreTrainedModel) -> None:
-    """Let every rotary embedding of the model work in blocks and know the sequence's length, in place.
+    """Make the model's rotary embeddings blockwise and aware of the sequence's length, in place.
 
-    A module that does not map ``(x, position_ids)`` to cosines and sines (B, T, D) is left as it is.
+    Only modules that map ``(x, position_ids)`` to cosines and sines (B, T, D) are changed.
     """
     for module in model.modules():
         if is_rotary(module):
@@ -30,14 +29,14 @@ def chunk_rotary_tables(model: PreTrainedModel) -> None:
 
 
 def set_global_length(model: PreTrainedModel, length_tokens: int) -> None:
-    """Tell the model's rotary embeddings how long the whole sequence is, of which a rank sees a part."""
+    """Tell the rotary embeddings the whole sequence's length."""
     for module in model.modules():
         if isinstance(module, _ChunkedTables):
             module.rotary_length = length_tokens
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """Whether a module makes rotary tables as transformers' models do; tried out on three positions."""
+    """Return True if a module makes transformers' rotary tables; tried out on three positions."""
     names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
     if not names or isinstance(module, _ChunkedTables):
         return False
@@ -59,12 +58,12 @@ def is_rotary(module: nn.Module) -> bool:
 
 
 class _ChunkedTables(nn.Module):
-    """What ``chunk_rotary_tables`` adds to a module's class."""
+    """Mixin that ``chunk_rotary_tables`` adds to a module's class."""
 
     rotary_length: int | None = None
 
     def forward(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B, T, D) of the positions, in x's dtype; rows that are alike share their memory.
+        """Return cosines and sines (B, T, D) in x's dtype; equal rows share memory.
 
         Positions are (B, T), or (3, B, T) in models that also place images (Qwen 3.5).
         """

@@ -1,13 +1,12 @@
-"""The auxiliary loss of mixtures of experts (Fedus et al. 2021, "Switch Transformers", equations 4 to 6), over all
-tokens of all ranks.
+"""Auxiliary loss of mixtures of experts over all tokens of all ranks.
 
 T local tokens, E experts, R tokens times layers of the whole batch.
 
     loss = E * sum_e (n_e / R) (p_e / R)
 
-where n_e counts how often a token is sent to expert e and p_e adds up the router's probabilities for it, both over all
-layers and all tokens that are no padding. It is no mean of what each rank would compute of its own tokens, so n and p
-are summed over the ranks first. This is transformers' ``load_balancing_loss_func``.
+n_e counts the tokens sent to expert e and p_e sums the router's probabilities for it, over all layers and real tokens.
+It is not a mean of per-rank losses, so n and p are summed over ranks first. Same as ``load_balancing_loss_func``.
+Source: Fedus et al. 2021, "Switch Transformers", equations 4 to 6.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ _COEFFICIENTS: Final = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 class RouterLoss(NamedTuple):
-    """The auxiliary loss of a model: of how many experts, how many of them for a token, and where its factor is."""
+    """Auxiliary loss of a model: its experts, experts per token, and the place of its factor."""
 
     num_experts: int
     num_chosen: int
@@ -41,11 +40,12 @@ class RouterLoss(NamedTuple):
     recorder: RouterRecorder
 
     def __call__(self, scores: Sequence[Tensor], real: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-        """Scores (T, E) of each layer, which local tokens are no padding (T,), groups of ranks with other tokens ->
-        the loss of all of them, on every rank; its gradient is that of the local tokens.
+        """Compute the loss of all ranks' tokens; its gradient is that of the local tokens.
+
+        Takes each layer's scores (T, E), the mask of real tokens (T,) and the groups of ranks with other tokens.
 
         Raises:
-            UnsupportedError: no router was there to be recorded.
+            UnsupportedError: no router was recorded.
         """
         if not scores:
             raise UnsupportedError("output_router_logits=True: no layer of this model has a router; leave it out")
@@ -66,9 +66,9 @@ class RouterLoss(NamedTuple):
 
 
 def find_router_loss(model: PreTrainedModel) -> RouterLoss | None:
-    """The auxiliary loss that the model's own forward pass computes; None where it has none, or another one.
+    """Return the auxiliary loss of the model's own forward pass; None if absent or different.
 
-    It is tried out, before the model goes onto the ring: the model's own forward on made-up scores, and this one.
+    Both are compared on made-up scores before the model goes onto the ring.
     """
     coefficient = next((name for name in _COEFFICIENTS if hasattr(model, name)), None)
     experts, chosen = (getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok"))
@@ -80,14 +80,14 @@ def find_router_loss(model: PreTrainedModel) -> RouterLoss | None:
 
 
 def no_router_loss(name: str) -> UnsupportedError:
-    """The error of asking a model for an auxiliary loss that it has not."""
+    """Return the error for a model without an auxiliary loss."""
     return UnsupportedError(
         f"output_router_logits=True: {name} adds no load-balancing loss of its routers to its loss; leave it out"
     )
 
 
 def wanted_router(model: Any, asked: bool | None) -> RouterLoss | None:
-    """The auxiliary loss of a model on a ring, where the caller or, with None, the config asks for it.
+    """Return the auxiliary loss if asked for by the caller or, with None, by the config.
 
     Raises:
         UnsupportedError: the model has none.
@@ -104,7 +104,7 @@ def wanted_router(model: Any, asked: bool | None) -> RouterLoss | None:
 
 
 def record_routers(model: PreTrainedModel, loss: RouterLoss) -> None:
-    """Let the recorder of a loss see the routers of a model: the modules that transformers records scores of."""
+    """Attach a loss's recorder to the routers whose scores transformers records."""
     decoder = decoder_of(model)
     wanted: Any = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits", [])
     for spec in wanted if isinstance(wanted, list) else [wanted]:
@@ -117,9 +117,7 @@ def record_routers(model: PreTrainedModel, loss: RouterLoss) -> None:
 
 @torch.compiler.disable()
 def real_tokens_of(model: Any, positions: Tensor, sequence_length: int, document_lengths: Tensor | None) -> Tensor:
-    """Which local tokens (B, T) of a model on a ring are no padding of its layout: those before the end of their
-    sequence, which the documents in it add up to.
-    """
+    """Return the mask (B, T) of local tokens that are no padding of the layout: those within their documents."""
     ring = model.ring_mesh["ring"]
     split = BatchLayout.of(model.ring_layout, ring.size() * positions.shape[1], ring.size(), document_lengths)
     everywhere = split.positions(ring.get_local_rank()).to(positions.device)
@@ -129,7 +127,7 @@ def real_tokens_of(model: Any, positions: Tensor, sequence_length: int, document
 
 @torch.no_grad()
 def _agrees(model: PreTrainedModel, loss: RouterLoss) -> bool:
-    """Whether the model's own forward adds this loss, times its factor, to that of the tokens."""
+    """Return True if the model's own forward adds this loss, times its factor."""
     decoder: Any = decoder_of(model)
     head: Any = model.get_output_embeddings()
     size, vocabulary = input_size(head), output_size(head)
@@ -152,7 +150,6 @@ def _agrees(model: PreTrainedModel, loss: RouterLoss) -> bool:
 
 @contextmanager
 def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """While active, a module's forward is another one."""
     own = vars(module).get("forward")  # a hook of somebody's, say
     module.forward = forward
     try:

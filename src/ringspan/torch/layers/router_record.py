@@ -1,7 +1,4 @@
-"""Routers' scores of one forward pass of a mixture of experts, also of routers that see a block of tokens at a time.
-
-T local tokens, E experts.
-"""
+"""Router scores of a mixture of experts in one forward pass, also block by block. T local tokens, E experts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +8,10 @@ from torch import Tensor, nn
 
 
 class RouterRecorder:
-    """Collects scores (T, E) through hooks on routers, while ``recording``.
+    """Collector of router scores (T, E) through forward hooks, active inside ``recording``.
 
-    Transformers' own capture sees a router that runs in blocks of tokens once for each block and without gradients;
-    here whoever computes in blocks takes their scores out (``block``), and adds those of all tokens.
+    Transformers' own capture sees a blockwise router once per block and without gradients. Here blockwise code takes
+    each block's scores (``block``) and adds those of all tokens.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -24,12 +21,12 @@ class RouterRecorder:
         self._block: list[Tensor] | None = None
 
     def num_wanted(self, module: nn.Module) -> int:
-        """Of how many routers in a module the scores are wanted now."""
+        """Return the number of routers in a module whose scores are wanted now."""
         return 0 if self._scores is None else sum(part in self._routers for part in module.modules())
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """A forward pass whose scores (T, E) of each layer are put into the list."""
+        """Yield a list that receives each layer's scores (T, E) during a forward pass."""
         scores = self._scores = []
         try:
             yield scores
@@ -38,7 +35,7 @@ class RouterRecorder:
 
     @contextmanager
     def block(self) -> Iterator[list[Tensor]]:
-        """Tokens of which a module computes a block at a time: its scores are put into this list instead."""
+        """Yield a list that receives the scores of one block of tokens instead."""
         before, self._block = self._block, []
         try:
             yield self._block
@@ -46,13 +43,12 @@ class RouterRecorder:
             self._block = before
 
     def add(self, scores: Tensor) -> None:
-        """Scores of all tokens, or of a block of them."""
         target = self._scores if self._block is None else self._block
         if target is not None:
             target.append(scores)
 
     def attach(self, router: nn.Module, index: int) -> None:
-        """Record what a module returns, or its result number ``index``."""
+        """Record the output of a module, or its output number ``index``."""
 
         def record(_: nn.Module, args: Any, output: Any) -> None:
             scores = output[index] if isinstance(output, tuple) else output

@@ -1,1 +1,1 @@
-"""Models of transformers on the ring: which ones, what they are asked, and what they answer."""
+"""Models of transformers on the ring: support, arguments and outputs."""

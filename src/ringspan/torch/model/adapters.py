@@ -1,7 +1,4 @@
-"""Models that PEFT wraps: the model inside goes on the ring, the wrapper stays around it and writes the adapter.
-
-PEFT is not imported: whoever has such a model has imported it.
-"""
+"""PEFT models: the inner model goes on the ring, the wrapper writes the adapter. PEFT is not imported here."""
 
 import inspect
 import os
@@ -24,25 +21,24 @@ from ringspan.torch.transport.collectives import gather_over
 
 @contextmanager
 def asking_as_before() -> Iterator[None]:
-    """Where PEFT asks a model by a name that transformers has deprecated, which nobody who trains could change."""
+    """Silence PEFT's use of a deprecated transformers name, which users cannot change."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         yield
 
 
 def is_peft(model: Any) -> bool:
-    """Whether ``get_peft_model`` made it."""
     return any(
         kind.__module__.partition(".")[0] == "peft" and kind.__name__ == "PeftModel" for kind in type(model).__mro__
     )
 
 
 def base_of(model: Any) -> Any:
-    """The model of transformers inside of a PEFT model.
+    """Return the transformers model inside a PEFT model.
 
     Raises:
-        UnsupportedError: an adapter is no set of weights beside those of the model (prompts, prefixes), or changes more
-            than modules that treat each token by itself.
+        UnsupportedError: an adapter is no set of weights beside the model's (prompts, prefixes), or changes more than
+            token-wise modules.
     """
     for name, config in model.peft_config.items():
         kind = getattr(config.peft_type, "value", config.peft_type)
@@ -66,7 +62,7 @@ def base_of(model: Any) -> Any:
 
 
 def adapter_facts(model: Any) -> dict[str, str]:
-    """The numbers and switches of a model's adapters, which all ranks must have alike; weights do not show them."""
+    """Return the adapters' numbers and switches, which all ranks must share and weights do not show."""
     configs = model.peft_config if is_peft(model) else {}
     return {
         f"{option} of the adapter {name!r}": str(deciding_fields(value) if isinstance(value, dict) else value)
@@ -77,7 +73,7 @@ def adapter_facts(model: Any) -> dict[str, str]:
 
 
 def put_on_ring(model: Any) -> None:
-    """Let a PEFT model whose model is on a ring save itself, and refuse what would change its weights."""
+    """Let a PEFT model on a ring save itself, and refuse changes to its weights."""
     mix_in(model.base_model, _Frozen)
     mix_in(model, _RingPeft)
 
@@ -91,7 +87,7 @@ def _refuse(name: str, advice: str) -> Any:
 
 
 class _Frozen:
-    """What a PEFT model on a ring refuses."""
+    """Refused methods of a PEFT model on a ring."""
 
     merge_and_unload = _refuse("merge_and_unload", "save_pretrained, and merge in one process: docs/adapters.md")
     merge_adapter = _refuse("merge_adapter", "save_pretrained, and merge in one process: docs/adapters.md")
@@ -104,22 +100,21 @@ class _Frozen:
 
 
 class _RingPeft(_Frozen):
-    """What ``parallelize`` adds to a PEFT model's class."""
+    """Mixin that ``parallelize`` adds to a PEFT model's class."""
 
     def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards, which an optimizer is to be given."""
+        """Yield the shards, for an optimizer."""
         settle(self.get_base_model())
         return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """``PeftModel.save_pretrained``: an ordinary adapter folder.
+        """Write an adapter folder as ``PeftModel.save_pretrained`` does.
 
-        Every rank calls it; rank 0 is sent what PEFT saves, a weight at a time, and writes. It holds no more of the
-        model than that.
+        Every rank calls it; rank 0 receives one saved weight at a time and writes.
 
         Raises:
             UnsupportedError: a conversion of initialised adapters, which would load another one.
-            RuntimeError: on the other ranks, when rank 0 could not write.
+            RuntimeError: on other ranks, if rank 0 could not write.
         """
         save: Any = super().save_pretrained  # pyright: ignore[reportAttributeAccessIssue]
         given = inspect.signature(save).bind(save_directory, *args, **kwargs).arguments
@@ -146,14 +141,15 @@ class _RingPeft(_Frozen):
 
 
 def adapter_weights(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``PeftModel.save_pretrained`` with these arguments writes, by its name in the model: whole, on rank 0, and
-    nothing on others. All ranks call it.
+    """Return the weights that ``PeftModel.save_pretrained`` writes, by model name: whole on rank 0, none on others.
+
+    All ranks call it.
     """
     return whole_weights(model, lambda sharded: _names_that_peft_saves(model, sharded, given))
 
 
 def _names_that_peft_saves(model: Any, state: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Of the names of a state dict those whose weights ``save_pretrained`` with these arguments writes."""
+    """Return the state-dict names whose weights ``save_pretrained`` with these arguments writes."""
     select = sys.modules["peft.utils.save_and_load"].get_peft_model_state_dict
     embeddings = given.get("save_embedding_layers", given.get("kwargs", {}).get("save_embedding_layers", "auto"))
     kept: set[int] = set()

@@ -1,4 +1,4 @@
-"""A model's config is read once, when the model goes onto the ring: what is changed in it afterwards raises."""
+"""Detection of config changes after the model went onto the ring, when the config is read once."""
 
 import json
 from collections.abc import Iterable
@@ -53,7 +53,7 @@ _ABSENT: Final = {"attention_dropout": 0.0, "is_causal": True, "sliding_window":
 
 
 def deciding_fields(config: Any) -> dict[str, Any]:
-    """Return what a config, or one as a dict, says that decides numbers, and those inside of it, as JSON values."""
+    """Return the fields that decide numbers, of a config (or dict) and those inside, as JSON values."""
 
     def kept(value: Any) -> Any:
         if isinstance(value, dict):
@@ -66,24 +66,24 @@ def deciding_fields(config: Any) -> dict[str, Any]:
 
 
 class ConfigCopy(NamedTuple):
-    """A config, and what it said when the model went onto the ring."""
+    """Config and its fields when the model went onto the ring."""
 
     config: PreTrainedConfig
     fields: dict[str, Any]
 
 
 def copy_configs(configs: Iterable[PreTrainedConfig]) -> tuple[ConfigCopy, ...]:
-    """What each config says now; those inside of others are a part of these."""
+    """Copy what each config says now; nested ones are included."""
     distinct = {id(config): config for config in configs}.values()
     return tuple(ConfigCopy(config, _fields(config)) for config in distinct)
 
 
 @torch.compiler.disable()
 def check_configs(copies: Iterable[ConfigCopy]) -> None:
-    """Raise what was changed in a config since, and would have no effect, or another one than on one process.
+    """Raise if a config changed since, with no effect or another one than on one process.
 
     Raises:
-        UnsupportedError: the first such field, with both of its values.
+        UnsupportedError: the first such field, with both values.
     """
     for config, before in copies:
         now = _fields(config)
@@ -92,9 +92,7 @@ def check_configs(copies: Iterable[ConfigCopy]) -> None:
 
 
 def _fields(value: Any) -> Any:
-    """All that a config says, as dicts and lists of their own. Its ``==`` asks for what layers that differ have not in
-    common (Gemma 4).
-    """
+    """Copy all config fields into dicts and lists, since ``==`` of configs fails if layers differ (Gemma 4)."""
     if isinstance(value, PreTrainedConfig):
         value = vars(value)
     if isinstance(value, dict):

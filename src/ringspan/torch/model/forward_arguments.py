@@ -1,7 +1,7 @@
-"""What a forward pass of transformers can be asked for, and how a model on a ring treats each of it.
+"""Arguments of transformers' forward passes, and their treatment on a ring.
 
-Every argument of every language model of transformers is in one of the tables below; a test compares them with
-the signatures. What is in none of them is unknown, a misspelling say, and raises too: nothing is dropped silently.
+The tables hold every argument of every language model (a test compares them with the signatures). Any other, such as a
+misspelling, raises: nothing is dropped silently.
 """
 
 import difflib
@@ -97,10 +97,10 @@ REFUSED: Final[Mapping[str, str]] = {
 
 @torch.compiler.disable()
 def check_arguments(model_name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise what a caller gave that a model on a ring does not do; None is the default of all.
+    """Raise if a caller gave what a model on a ring does not do; None is every default.
 
     Raises:
-        UnsupportedError: the first such argument, with what to do instead; or one that no model takes.
+        UnsupportedError: the first such argument, with what to do instead; or an unknown one.
     """
     for name, value in arguments.items():
         if name in REFUSED:
@@ -122,7 +122,7 @@ def _similar(name: str, known: Iterable[str]) -> str:
 
 
 class Unsaid(Enum):
-    """What an argument is that a caller may leave out, where None says something."""
+    """Value of an omitted argument for which None has a meaning."""
 
     UNSAID = "unsaid"
 
@@ -134,7 +134,7 @@ COMPUTED: Final = frozenset({"alibi_slopes", "ring_packed", "s_aux", "scaling", 
 
 
 class _Fixed(NamedTuple):
-    """Values that an argument of attention may have; any other changes what attention computes."""
+    """Allowed values of an attention argument; any other changes what attention computes."""
 
     values: tuple[Any, ...]
 
@@ -178,7 +178,7 @@ ATTENTION: Final[Mapping[str, _Fixed]] = {
 
 
 def check_attention(module: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Raise what a layer asks of attention that the ring does not compute.
+    """Raise if a layer asks for attention that the ring does not compute.
 
     Raises:
         UnsupportedError: the first such argument, by name.

@@ -1,7 +1,4 @@
-"""A decoder's pass over this rank's tokens: the hidden states that a head, or a classifier, begins with.
-
-B batch, T local tokens, C hidden size.
-"""
+"""A decoder's pass over local tokens to hidden states. B batch, T local tokens, C hidden size."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,15 +28,15 @@ def local_hidden_states(
     document_lengths: Tensor | None,
     media: Media | None,
 ) -> Tensor:
-    """Local tokens (B, T) -> their hidden states (B, T, C), by the decoder of a model on a ring.
+    """Compute hidden states (B, T, C) of local tokens (B, T) by the decoder of a model on a ring.
 
     Args:
         model: a ``RingCausalLM``.
-        input_ids, position_ids, document_lengths, media: as its ``forward`` takes them.
+        input_ids, position_ids, document_lengths, media: as in its ``forward``.
         longest: tokens of the longest document, without padding.
 
     Raises:
-        UnsupportedError: the model's layers are not told of packed documents.
+        UnsupportedError: the model's layers cannot be told of packed documents.
     """
     decoder = model.get_submodule(model.ring_decoder)
     if document_lengths is not None and counts_real_tokens(decoder):
@@ -77,9 +74,7 @@ def local_hidden_states(
 
 
 class Packed:
-    """The documents of each sequence of a batch, the local tokens' positions in them, and the runs of tokens that see
-    each other both ways, on their way to the layers.
-    """
+    """Documents of each sequence, local positions in them, and blocks seen both ways, on their way to the layers."""
 
     def __init__(
         self, model: Any, lengths: Tensor | None, positions: Tensor, blocks: Sequence[Blocks] | None = None
@@ -101,7 +96,7 @@ class Packed:
 
 @torch.compiler.disable()
 def _sequences(model: Any, tokens: int, packed: Packed | None) -> SequencePass:
-    """What layers with a state are told of a batch with so many local tokens."""
+    """Return the pass that layers with a state see, for so many local tokens."""
     ring = model.ring_mesh["ring"]
     split = None if packed is None else packed.split
     split = split or BatchLayout.of(model.ring_layout, tokens * ring.size(), ring.size(), None)

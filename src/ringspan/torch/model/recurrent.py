@@ -1,9 +1,7 @@
-"""Layers with a state, and convolutions, of transformers' models: where they call their kernels, spans of a ring are
-computed in their place.
+"""Layers with states or convolutions: transformers' kernel calls, computed over spans of a ring.
 
-Transformers' modules call functions of their own Python module for what treats tokens together, under the same names in
-all of them. Each of these is wrapped once; outside of a model on a ring it is what it was. Inlined recurrences
-(MiniMax) get a forward of ours.
+Transformers' modules call equally named functions of their Python modules to mix tokens. Each is wrapped once and
+unchanged outside a ring. Inlined recurrences (MiniMax) get a forward of ours.
 """
 
 import functools
@@ -46,12 +44,12 @@ _PACKED: Final = ("cu_seqlens", "seq_idx")
 
 
 def stateful_modules(decoder: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a decoder whose recurrence or convolution can be computed over spans, by path."""
+    """Return the modules whose recurrence or convolution can be computed over spans, by path."""
     return {path: module for path, module in decoder.named_modules() if _hooks_of(module) or _is_lightning(module)}
 
 
 def refuse_stateful(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
-    """Raise an UnsupportedError that names a layer which treats tokens together in a way that gives no hold."""
+    """Raise UnsupportedError for a layer that mixes tokens in an unsupported way."""
     name = type(model).__name__
     held = stateful_modules(decoder)
     for path, module in decoder.named_modules():
@@ -71,7 +69,7 @@ def refuse_stateful(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
 
 
 def why_no_cache(decoder: nn.Module) -> str | None:
-    """Why a cache of transformers' own cannot hold the states of a decoder; None if it can."""
+    """Return the reason why transformers' cache cannot hold a decoder's states; None if it can."""
     for path, module in stateful_modules(decoder).items():
         if _is_lightning(module):
             return f"{path} keeps its state in a cache of its own, which a ring does not split"
@@ -81,9 +79,7 @@ def why_no_cache(decoder: nn.Module) -> str | None:
 
 
 def refuse_spans(decoder: PreTrainedModel, layout: BatchLayoutName, ranks: int, tp: int) -> None:
-    """Raise a LayoutError where a model with states is to be split into tokens that are not consecutive, and an
-    UnsupportedError where its layers are to be split over ranks.
-    """
+    """Raise LayoutError for states with non-consecutive tokens, UnsupportedError for states with ``tp`` > 1."""
     if not (held := stateful_modules(decoder)):
         return
     places_of(batch_layout(layout, 4 * ranks, ranks))
@@ -92,7 +88,7 @@ def refuse_spans(decoder: PreTrainedModel, layout: BatchLayoutName, ranks: int, 
 
 
 def hook_stateful(decoder: nn.Module) -> bool:
-    """Let the modules of a decoder compute spans of a ring while one of its passes is on; whether there are any."""
+    """Make a decoder's modules compute spans during a ring pass; return True if there are any."""
     held = stateful_modules(decoder)
     for module in held.values():
         if _is_lightning(module):
@@ -111,7 +107,7 @@ def _code_of(module: nn.Module) -> Any:
 
 
 def functions_of(module: nn.Module) -> tuple[str, ...]:
-    """The functions by which a module's forward treats tokens together; ours where they are in its own code."""
+    """Return the functions by which a module's forward mixes tokens; ours if they are inlined."""
     return (lightning_attention.__name__,) if _is_lightning(module) else _hooks_of(module)
 
 
@@ -125,7 +121,7 @@ def _is_lightning(module: nn.Module) -> bool:
 
 
 def _wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a module of transformers, over spans while a pass of a ring is on."""
+    """Wrap a function of transformers to work over spans during a ring pass."""
     signature = inspect.signature(plain)
     compute = _fused if name in _FUSED else _convolved if name == _CONVOLUTION else functools.partial(_scanned, name)
 
@@ -173,7 +169,7 @@ def _scanned(name: str, plain: Any, arguments: dict[str, Any], further: dict[str
 
 
 class _RingLightning(Mixin):
-    """The forward of MiniMax's lightning attention, whose own has its recurrence inlined."""
+    """Forward of MiniMax's lightning attention, whose recurrence is inlined in transformers."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         sequences = current_pass()
@@ -193,7 +189,7 @@ class _RingLightning(Mixin):
 
 
 def starts_of(rows: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Where documents of these lengths begin, for each sequence."""
+    """Yield the start of each document, for each sequence."""
     for lengths in rows:
         ends = [0]
         for length in lengths[:-1]:

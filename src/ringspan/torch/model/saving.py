@@ -1,4 +1,4 @@
-"""How a model on a ring is written: piece by piece, or whole from the memory of rank 0, for other writers."""
+"""Saving of a model on a ring: piece by piece, or whole from rank 0's memory for other writers."""
 
 import errno
 import logging
@@ -28,20 +28,20 @@ from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room, put_in_
 
 
 class Saved:
-    """What any model on a ring does to become a folder."""
+    """Mixin that saves any model on a ring to a folder."""
 
     ring_mesh: DeviceMesh
 
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """``PreTrainedModel.save_pretrained``: an ordinary Hugging Face folder, of files of ``max_shard_size`` (5GB).
+        """Write a Hugging Face folder as ``PreTrainedModel.save_pretrained``, in files of ``max_shard_size`` (5GB).
 
-        Every rank calls it. Rank 0 writes, and is sent a piece of a tensor at a time; the weights that were there
-        before give way when the new ones are complete. ``state_dict``, and models with adapters of their own, go
-        through transformers' writer, with all weights in the memory of rank 0.
+        Every rank calls it. Rank 0 writes, receiving a piece of a tensor at a time; earlier weights are replaced when
+        the new ones are complete. ``state_dict``, and models with their own adapters, use transformers' writer with all
+        weights in rank 0's memory.
 
         Raises:
             UnsupportedError: ``push_to_hub`` or ``distributed_checkpoint``.
-            OSError: the disk is full, say; on other ranks a PeerMismatch says so.
+            OSError: writing failed (disk full); PeerMismatch on other ranks.
         """
         save: Any = super().save_pretrained  # pyright: ignore[reportAttributeAccessIssue]
         is_writer = dist.get_rank() == int(self.ring_mesh.mesh.min())
@@ -57,7 +57,7 @@ class Saved:
 
 
 def refuse_saving(model: Any, options: dict[str, Any]) -> None:
-    """Begin saving on all ranks, or raise what is not done on any."""
+    """Begin saving on all ranks, or raise on all."""
     remedies = {
         "push_to_hub": "save to a folder, then huggingface_hub.upload_folder",
         "distributed_checkpoint": "leave it out: what is written is a folder of transformers",
@@ -76,7 +76,7 @@ def refuse_saving(model: Any, options: dict[str, Any]) -> None:
 
 
 def stream(model: Any, folder: Path, save: Any, options: dict[str, Any], *, is_writer: bool) -> None:
-    """Write the weights as they come, and the rest by transformers."""
+    """Write the weights as they arrive, and the rest by transformers."""
     # After a forward pass without a backward pass the outermost weights are copies, which the first call that asks for
     # parameters would free while they are read.
     settle(model)
@@ -107,7 +107,7 @@ def stream(model: Any, folder: Path, save: Any, options: dict[str, Any], *, is_w
 
 
 def voted(model: Any, what: str, work: Callable[[], Any]) -> None:
-    """Do something on this rank, and raise on all what went wrong on any: a full disk, say."""
+    """Run work on this rank, and raise on all ranks if it fails on any."""
     error = None
     try:
         work()
@@ -119,9 +119,7 @@ def voted(model: Any, what: str, work: Callable[[], Any]) -> None:
 def whole_weights(
     model: PreTrainedModel, choose: Callable[[dict[str, Any]], list[str]] | None = None
 ) -> dict[str, Any]:
-    """The weights of a model that is split over ranks, in the memory of the host: on rank 0, and none on others; all,
-    or those whose names rank 0 chooses of the sharded ones.
-    """
+    """Return all weights, or those rank 0 chooses of the sharded ones, in host memory on rank 0; none on others."""
     ours: Any = model
     check_call(ours.ring_mesh, Call("saving the model", optimizer_facts(model)))
     with _unadvised():
@@ -141,7 +139,7 @@ def whole_weights(
 
 @contextmanager
 def _unadvised() -> Iterator[None]:
-    """Without DTensor's advice on how tensors that are split twice are gathered faster: it is done once."""
+    """Silence DTensor's advice on gathering twice-split tensors faster: it is done once."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
     logger.setLevel(logging.ERROR)

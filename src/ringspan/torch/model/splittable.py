@@ -1,4 +1,4 @@
-"""What a model's weights must be to be split over ranks, or why not."""
+"""Checks that a model's weights can be split over ranks."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -30,9 +30,7 @@ DEQUANTISE: Final = (
 
 
 def refuse_weights(model: PreTrainedModel) -> None:
-    """Raise an UnsupportedError that names weights which FSDP2 cannot shard, or which a step changes by what one rank
-    sees.
-    """
+    """Raise UnsupportedError for weights that FSDP2 cannot shard, or that a step changes by one rank's data."""
     name = type(model).__name__
     method = getattr(model, "quantization_method", None)
     method = getattr(method, "value", method)
@@ -61,7 +59,7 @@ def refuse_weights(model: PreTrainedModel) -> None:
 
 
 def shards_of(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
-    """The parameters that are gathered together: those of each decoder layer, and the rest."""
+    """Yield the parameters gathered together: each decoder layer's, and the rest."""
     rest = dict(model.named_parameters())
     for path, layer in layers_of(model).items():
         found = (f"{path}.{name}" for name, _ in layer.named_parameters())
@@ -90,7 +88,7 @@ def _refuse_module(name: str, path: str, module: nn.Module) -> None:
 
 
 def _refuse_packed(name: str, path: str, weight: Any) -> None:
-    """Refuse packed weights that would train, or that are no plain tensors below either."""
+    """Refuse packed weights that would train, or have non-plain parts."""
     kind = type(weight).__name__
     if weight.requires_grad:
         raise UnsupportedError(
@@ -107,7 +105,7 @@ def _refuse_packed(name: str, path: str, weight: Any) -> None:
 
 
 def refuse_cast(model: PreTrainedModel, compute_dtype: torch.dtype | None) -> None:
-    """Raise an UnsupportedError that names packed weights whose parts would be cast as if they were weights."""
+    """Raise UnsupportedError for packed weights whose parts would be cast like weights."""
     path, _, _, weight = next(packed_weights(model), ("", None, "", None))
     if compute_dtype is not None and weight is not None:
         raise UnsupportedError(
@@ -117,7 +115,7 @@ def refuse_cast(model: PreTrainedModel, compute_dtype: torch.dtype | None) -> No
 
 
 def _refuse_mixing(name: str, model: nn.Module) -> None:
-    """Refuse projections whose activations are quantised by what all tokens are, of which each rank has some."""
+    """Refuse projections whose activation quantisation depends on all tokens."""
     tried: set[Any] = set()
     for path, module, _, weight in packed_weights(model):
         kind = type(module), repr(weight.__tensor_flatten__()), tuple(weight.shape)
@@ -151,7 +149,7 @@ def _refuse_shared_memory(name: str, model: nn.Module) -> None:
 
 
 def _refuse_mixed_types(name: str, parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse trainable parameters of two types that FSDP2 would reduce together."""
+    """Refuse trainable parameters of two dtypes that FSDP2 would reduce together."""
     types = {parameter.dtype: path for path, parameter in parameters.items() if parameter.requires_grad}
     if len(types) > 1:
         raise UnsupportedError(

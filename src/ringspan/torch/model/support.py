@@ -1,4 +1,4 @@
-"""Which Hugging Face models the ring can run exactly: what their configs say, and what is refused by name."""
+"""Hugging Face models that the ring runs exactly, judged by their configs; others are refused by name."""
 
 import inspect
 import logging
@@ -53,21 +53,19 @@ _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 
 class FoundHead(NamedTuple):
-    """What makes a model's logits of its decoder's last hidden states."""
+    """Path from a decoder's last hidden states to logits."""
 
     parts: tuple[str, ...] = ()
-    """The modules, one after the other; none where the output embedding does it alone."""
+    """Modules in order; empty if the output embedding does it alone."""
     shifts: bool = True
-    """Whether the model's own loss shifts the labels."""
+    """True if the model's own loss shifts the labels."""
     scale: float = 1.0
     softcap: float | None = None
-    """What its logits are beside that (``finished_logits``)."""
+    """Limit on the logits (``finished_logits``)."""
 
 
 def refuse_unsupported(model: PreTrainedModel) -> FoundHead:
-    """Raise an UnsupportedError that names what this model asks for and the ring does not compute exactly; else return
-    what makes its logits.
-    """
+    """Return the model's head; raise UnsupportedError for anything the ring does not compute exactly."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
@@ -83,7 +81,7 @@ def refuse_unsupported(model: PreTrainedModel) -> FoundHead:
 
 
 def refuse_unsupported_decoder(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
-    """Raise an UnsupportedError that names what this model asks for before its head."""
+    """Raise UnsupportedError for anything before the head that the ring does not compute exactly."""
     name = type(model).__name__
     refuse_config(model.config)
     if "forward" in vars(model):
@@ -103,7 +101,7 @@ def refuse_unsupported_decoder(model: PreTrainedModel, decoder: PreTrainedModel)
 
 @torch.no_grad()
 def _refuse_own_tower(name: str, decoder: PreTrainedModel) -> None:
-    """Raise an UnsupportedError where a decoder that sees or hears by itself (Idefics) does not run on text."""
+    """Raise UnsupportedError if a decoder with its own tower (Idefics) does not run on text."""
     if not decoder.config.sub_configs:
         return
     with filled(decoder, zeros=True):
@@ -117,9 +115,7 @@ def _refuse_own_tower(name: str, decoder: PreTrainedModel) -> None:
 
 
 def refuse_quantised(config: PreTrainedConfig) -> None:
-    """Raise an UnsupportedError that names how the files of a config are quantised. A model that is made of the config
-    alone has plain weights.
-    """
+    """Raise UnsupportedError for quantised files; a model made of the config alone has plain weights."""
     if (packed := getattr(config, "quantization_config", None)) is not None:
         values = packed if isinstance(packed, dict) else packed.to_dict()
         if values.get("quant_method") == "torchao":
@@ -134,7 +130,7 @@ def refuse_quantised(config: PreTrainedConfig) -> None:
 
 
 def refuse_config(config: PreTrainedConfig) -> None:
-    """Raise an UnsupportedError that names the config field which asks for more than causal attention."""
+    """Raise UnsupportedError for a config field that asks for more than causal attention."""
     kind = config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedError(f"{kind} is an encoder-decoder model; only decoder-only causal models are supported")
@@ -161,9 +157,7 @@ def refuse_config(config: PreTrainedConfig) -> None:
 
 
 def refuse_route(config: PreTrainedConfig, ranks: int, route: str, comm_dtype: str, tp: int = 1) -> None:
-    """Raise an UnsupportedError when a route or communication dtype does not exist, or does not fit the ring and the
-    heads that each of ``tp`` ranks has.
-    """
+    """Raise UnsupportedError if a route or dtype is unknown, or misfits the ring and each ``tp`` rank's heads."""
     check_comm_dtype(comm_dtype, "exact")
     if route == "auto":
         return
@@ -174,9 +168,7 @@ def refuse_route(config: PreTrainedConfig, ranks: int, route: str, comm_dtype: s
 
 
 def refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.dtype | None, ring: DeviceMesh) -> None:
-    """Refuse a kernel that is none or cannot serve this model's attention on the ring's devices, wherever the model
-    still is.
-    """
+    """Raise if a kernel is unknown or cannot serve the model on the ring's devices, wherever the model is now."""
     kernel_name(kernel)
     config, dtype = decoder.config, compute_dtype or next(decoder.parameters()).dtype
     if not head_sizes(config):  # there is no attention
@@ -188,7 +180,7 @@ def refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.dt
 
 
 def say_shifted(model: PreTrainedModel) -> None:
-    """Warn that a model's own loss takes labels in another way than a ring."""
+    """Warn that a model's own loss takes labels differently from a ring."""
     _log.warning(
         "the loss of %s compares labels with the logits of the same token; on a ring labels are shifted, as those of "
         "other models are: give rs.shard_batch the tokens as labels, or what it compares as shift_labels",
@@ -203,13 +195,7 @@ def _rope_types(config: PreTrainedConfig) -> list[str]:
 
 
 def _find_head(model: PreTrainedModel) -> FoundHead:
-    """What makes a model's logits.
-
-    Runs the model's own forward with made-up hidden states for what its decoder returns, and compares.
-
-    Raises:
-        UnsupportedError: its logits are made in another way, or its loss is.
-    """
+    """Return a model's head, found by running forward on made-up hidden states; raise for other logits or losses."""
     plain: Any = model.get_output_embeddings()
     names = _behind_decoder(model, plain)
     wrong = ""
@@ -235,7 +221,7 @@ def _find_head(model: PreTrainedModel) -> FoundHead:
 
 
 def _behind_decoder(model: PreTrainedModel, head: nn.Module) -> tuple[str, ...]:
-    """The modules beside the decoder, where the last of them is or has the head and is more than that."""
+    """Return the modules beside the decoder if the last one is or has the head and is more than it."""
     decoder = decoder_of(model)
     beside = [(name, part) for name, part in model.named_children() if decoder not in part.modules()]
     if not beside or head not in beside[-1][1].modules() or (beside[-1][1] is head and len(beside) == 1):
@@ -244,11 +230,7 @@ def _behind_decoder(model: PreTrainedModel, head: nn.Module) -> tuple[str, ...]:
 
 
 def _try_head(model: PreTrainedModel, head: Any) -> FoundHead | str:
-    """How a model makes its logits of what a head computes; why they are others than those of it, where they are.
-
-    Raises:
-        UnsupportedError: they are the head's, and the loss is another one.
-    """
+    """Return how a model makes logits of its head's output, or why they differ; raise if only the loss differs."""
     like = next(head.parameters())
     hidden = torch.randn(1, 3, input_size(head), generator=torch.Generator().manual_seed(0)).to(like)
     kind, decoder = type(model).__name__, decoder_of(model)
@@ -283,9 +265,7 @@ def _try_head(model: PreTrainedModel, head: Any) -> FoundHead | str:
 
 
 def _ways(head: Any, hidden: Tensor, config: PreTrainedConfig) -> list[tuple[FoundHead, Tensor]]:
-    """The logits of hidden states by what the config says; by the head alone, where a model leaves that out of the
-    config of its text (Aya Vision, Granite Speech).
-    """
+    """Return logits by the config, or by the head alone: Aya Vision and Granite Speech ignore their text config."""
     said, plain = FoundHead(scale=logit_scale(config), softcap=logit_softcap(config)), FoundHead()
     made = head(hidden)
     before = head(hidden * said.scale)  # the factor comes before the head (Inkling)
@@ -293,7 +273,7 @@ def _ways(head: Any, hidden: Tensor, config: PreTrainedConfig) -> list[tuple[Fou
 
 
 def _is_same(logits: Tensor, expected: Tensor) -> bool:
-    """Whether logits are these, once more or less rounded: a factor may come before the head, or as a division."""
+    """Return True if logits are equal up to rounding: a factor may come before the head, or as a division."""
     rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
     return logits.shape == expected.shape and bool(((logits - expected).abs() <= rounding).all())
 
@@ -304,7 +284,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def giving(decoder: Any, hidden: Tensor) -> Iterator[None]:
-    """While a decoder gives these hidden states, whatever it is called with."""
+    """Make a decoder return these hidden states, whatever its arguments."""
     own = vars(decoder).get("forward")  # a hook of somebody's, say
     decoder.forward = lambda *args, **kwargs: _Outputs(last_hidden_state=hidden)
     try:
@@ -316,7 +296,7 @@ def giving(decoder: Any, hidden: Tensor) -> Iterator[None]:
 
 
 class _Outputs(MoeModelOutputWithPast):
-    """What a decoder returns: hidden states, and nothing under any other name."""
+    """Decoder output with hidden states and None under any other name."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

@@ -1,1 +1,1 @@
-"""Vision-language models on a ring: images shared out over the ranks, their embeddings brought to the text's ranks."""
+"""Vision-language models on a ring: images shared out over ranks, embeddings sent to the text's ranks."""

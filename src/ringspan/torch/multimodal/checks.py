@@ -1,4 +1,4 @@
-"""What is wrong with the images of a batch, found before any rank computes."""
+"""Checks of a batch's images before any rank computes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,17 +16,16 @@ from ringspan.torch.runtime.mesh import tensor_axis
 
 
 def check_media(model: Any, media: Media | None, tokens: Tensor, lengths: Tensor | None) -> None:
-    """Raise what a model on a ring cannot do with the images of a batch, or with tokens that stand for some.
+    """Raise if a model on a ring cannot process a batch's images or placeholder tokens.
 
     Args:
         model: the one that is called.
         media: of the whole batch.
         tokens: the local ones (B, T).
-        lengths: of the documents of each sequence.
+        lengths: of each sequence's documents.
 
     Raises:
-        UnsupportedError: images that the model does not take, without tokens that stand for them or with other ones
-            than these; by name, with the example.
+        UnsupportedError: images that the model does not take, or that do not match their tokens; by name and example.
     """
     kind: Kind | None = model.ring_media
     if kind is None:
@@ -68,11 +67,7 @@ def check_media(model: Any, media: Media | None, tokens: Tensor, lengths: Tensor
 
 
 def _find_positions(model: Any, kind: Kind, media: Media, lengths: Tensor | None) -> None:
-    """Keep the positions of tokens in space and time.
-
-    Raises:
-        UnsupportedError: the model finds none for these tokens and grids.
-    """
+    """Store the tokens' positions in space and time; raise UnsupportedError if the model finds none."""
     try:
         media.found["positions"] = grid_positions(model, kind, media, lengths)
     except (RuntimeError, ValueError, IndexError, StopIteration) as error:
@@ -83,7 +78,7 @@ def _find_positions(model: Any, kind: Kind, media: Media, lengths: Tensor | None
 
 
 def _check_prefix(model: Any, kind: Kind, media: Media, lengths: Tensor | None) -> None:
-    """Raise an UnsupportedError for blocks that are no regions of the mask as the model understands it."""
+    """Raise UnsupportedError for blocks that are no regions of the model's mask."""
     window = getattr(text_config(model.config), "sliding_window", None)
     for example, blocks in enumerate(blocks_of(kind, media, lengths) or ()):
         documents = 1 if lengths is None else int((lengths[example] > 0).sum())
@@ -101,7 +96,7 @@ def _check_prefix(model: Any, kind: Kind, media: Media, lengths: Tensor | None) 
 
 
 def _lonely_tokens(model: Any, modality: Modality, counts: Tensor) -> UnsupportedError:
-    """The error of tokens that stand for embeddings which nothing makes; ``counts`` of each example."""
+    """Return the error for placeholder tokens without embeddings; ``counts`` of each example."""
     return UnsupportedError(
         f"example {int(counts.nonzero()[0, 0])} of the batch has tokens for {modality.name}s (id "
         f"{placeholder(model, modality)}), and no {modality.cut.pixels} came with it; give rs.shard_batch what the "
@@ -136,12 +131,12 @@ def _check_modality(model: Any, modality: Modality, media: Media) -> None:
 
 
 def check_counts(modality: Modality, made: Sequence[int], wanted: Sequence[int]) -> None:
-    """Raise an UnsupportedError where the embeddings of some units are others than the tokens of the examples.
+    """Raise UnsupportedError if the units' embeddings do not match the examples' tokens.
 
     Args:
-        modality: whose they are.
-        made: the embeddings of each unit, in order.
-        wanted: the tokens of each example.
+        modality: of the embeddings.
+        made: embeddings of each unit, in order.
+        wanted: tokens of each example.
     """
     if sum(made) == sum(wanted):
         return

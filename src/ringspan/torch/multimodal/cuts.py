@@ -1,7 +1,6 @@
-"""How the inputs of a tower are cut into units, each of which it treats by itself: a frame, an image, the images of one
-example, or a window of sound.
+"""Cuts of tower inputs into independent units (a frame, an image, an example's images, a sound window), in token order.
 
-The units of a batch are in the order of their tokens in the text. I images, V videos, F frames, P patches, C channels.
+I images, V videos, F frames, P patches, C channels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,20 +25,20 @@ _OF_ONE_SIZE: Final = ("clip_vision_model", "internvl_vision", "llama4_vision_mo
 
 @dataclass(frozen=True)
 class Cut:
-    """Inputs of a tower, of which each row is an image: all of ``names`` that are given, the first of them pixels."""
+    """Tower inputs with an image per row: the given ones of ``names``, pixels first."""
 
     names: tuple[str, ...]
     needs_all: bool = False
-    """Whether the tower takes no pixels without the others."""
+    """True if the tower takes no pixels without the others."""
     form: ClassVar[str] = "(images, channels, height, width)"
-    """What the dimensions of pixels are."""
+    """Dimensions of pixels."""
 
     @property
     def pixels(self) -> str:
         return self.names[0]
 
     def check(self, inputs: Inputs) -> None:
-        """Raise an UnsupportedError for inputs that do not fit together."""
+        """Raise UnsupportedError for inputs that do not fit together."""
         if inputs[self.pixels].ndim != len(self.form.split(",")):
             raise UnsupportedError(f"{self.pixels} must be {self.form}, got {tuple(inputs[self.pixels].shape)}")
         if self.needs_all and (lacking := [name for name in self.names if name not in inputs]):
@@ -53,15 +52,13 @@ class Cut:
             )
 
     def costs(self, inputs: Inputs) -> list[int]:
-        """What each unit costs beside the others."""
+        """Return each unit's relative cost."""
         if "image_sizes" in inputs:  # pixels (I, C, H, W) are padded to the largest
             return inputs["image_sizes"].prod(-1).tolist()
         return [1] * len(inputs[self.pixels])
 
     def check_model(self, inputs: Inputs, config: Any, counts: Sequence[int]) -> None:
-        """Raise an UnsupportedError for inputs that the towers of a model, by its config, do not take; ``counts`` are
-        the tokens of each example that stand for embeddings.
-        """
+        """Raise UnsupportedError for inputs that the towers do not take; ``counts`` are each example's placeholders."""
         tower, (channels, *size) = config.vision_config, inputs[self.pixels].shape[-3:]
         if channels != (wanted := getattr(tower, "num_channels", 3)):
             raise UnsupportedError(f"{self.pixels} has {channels} channels, the model's images have {wanted}{_OTHER}")
@@ -82,34 +79,34 @@ class Cut:
                 before += (own[0] // side) * (own[1] // side)
 
     def tokens(self, inputs: Inputs, config: Any) -> list[int] | None:
-        """The tokens of each unit in the text; None where only the tower knows."""
+        """Return each unit's number of text tokens; None if only the tower knows."""
         return None
 
     def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
-        """The tower's inputs for some consecutive units, at least one."""
+        """Return the tower's inputs for one or more consecutive units."""
         return {name: inputs[name][units.start : units.stop] for name in self.names if name in inputs}
 
     def rows(self, made: Any, inputs: Inputs, units: range) -> list[Tensor]:
-        """The embeddings (tokens, hidden size) that the tower made of these units, in pieces."""
+        """Return the units' embeddings (tokens, hidden size), in pieces."""
         return pieces_of(made)
 
 
 def _whose(before: int, counts: Sequence[int]) -> str:
-    """The example that an image is of, behind ``before`` tokens of other images; nothing where there are no more."""
+    """Name the example of an image after ``before`` tokens of other images; empty if there are no more."""
     example = sum(end <= before for end in accumulate(counts))
     return f" (example {example} of the batch)" if example < len(counts) else ""
 
 
 def pieces_of(made: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """What a tower gives, (images, tokens, hidden size) or a tensor for each image, as tensors of rows."""
+    """Split a tower's output, (images, tokens, hidden size) or a tensor per image, into tensors of rows."""
     return [piece.flatten(0, -2) for piece in ([made] if isinstance(made, Tensor) else made)]
 
 
 @dataclass(frozen=True)
 class FramesOfGrid(Cut):
-    """Qwen's: patches of all images (P, values), and grids (I, 3) of frames x rows x columns.
+    """Qwen's patches of all images (P, values) and grids (I, 3) of frames x rows x columns.
 
-    Attention looks at one frame (of ``temporal_patch_size`` images) at a time, so a video is cut between frames.
+    Attention spans one frame (``temporal_patch_size`` images), so videos are cut between frames.
     """
 
     form: ClassVar[str] = "(patches, values)"
@@ -163,9 +160,7 @@ class FramesOfGrid(Cut):
 
 @dataclass(frozen=True)
 class ImagesOfExamples(Cut):
-    """Idefics': pixels (B, I, C, H, W), of which images of zeros pad the examples with fewer, and their mask
-    (B, I, H, W).
-    """
+    """Idefics' pixels (B, I, C, H, W), zero images as padding, and their mask (B, I, H, W)."""
 
     def check(self, inputs: Inputs) -> None:
         shapes = {name: tuple(inputs[name].shape[:2]) for name in self.names if name in inputs}
@@ -185,9 +180,7 @@ class ImagesOfExamples(Cut):
 
 @dataclass(frozen=True)
 class ImagesOfTiles(Cut):
-    """LLaVA-OneVision's: tiles (I, most tiles, C, H, W), sizes (I, 2), and of each example its number of images, which
-    says if they are tiled: an only one is.
-    """
+    """LLaVA-OneVision's tiles (I, most tiles, C, H, W), sizes (I, 2), counts: only a single one is tiled."""
 
     def check(self, inputs: Inputs) -> None:
         pixels = inputs[self.pixels]
@@ -204,7 +197,7 @@ class ImagesOfTiles(Cut):
             )
 
     def _groups(self, inputs: Inputs) -> list[int]:
-        """The images of each unit."""
+        """Return each unit's images."""
         if "batch_num_images" not in inputs:
             return [1] * len(inputs[self.pixels])
         return [count for count in inputs["batch_num_images"].tolist() if count]
@@ -261,7 +254,7 @@ class FramesOfVideos(Cut):
 
 @dataclass(frozen=True)
 class WindowsOfSound(Cut):
-    """Whisper's: spectra of windows of one length (W, bins, steps), of which each is encoded by itself."""
+    """Whisper's spectra of equally long windows (W, bins, steps), encoded separately."""
 
     form: ClassVar[str] = "(windows, bins, steps)"
 
@@ -273,7 +266,7 @@ class WindowsOfSound(Cut):
 
 @dataclass(frozen=True)
 class PartsOfSound(WindowsOfSound):
-    """The same with a mask (W, steps) of the steps that are no padding; embeddings are of those alone."""
+    """Sound windows with a mask (W, steps) of real steps, which alone have embeddings."""
 
     def check(self, inputs: Inputs) -> None:
         pixels, name = inputs[self.pixels], self.names[1]

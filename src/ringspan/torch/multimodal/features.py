@@ -1,4 +1,4 @@
-"""Embeddings of models that make them inside of their forward pass, and have no method that gives them."""
+"""Embeddings of models that make them inside their forward pass, without a method."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 
 def llama4_images(model: Any, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
-    """The embeddings (I, tokens, C) of images (I, channels, H, W)."""
+    """Compute embeddings (I, tokens, C) of images (I, channels, H, W)."""
     seen = model.get_image_features(pixel_values=pixel_values, return_dict=True).last_hidden_state
     return BaseModelOutputWithPooling(pooler_output=model.multi_modal_projector(seen))
 
@@ -17,7 +17,7 @@ def llama4_images(model: Any, pixel_values: Tensor, **_: Any) -> BaseModelOutput
 def qwen2_audio_sound(
     model: Any, input_features: Tensor, feature_attention_mask: Tensor, **_: Any
 ) -> BaseModelOutputWithPooling:
-    """The embeddings (tokens, C) of windows of sound (W, bins, steps), without those of padding."""
+    """Compute embeddings (tokens, C) of sound windows (W, bins, steps), without padding."""
     tower = model.audio_tower
     halved, lengths = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
     steps = torch.arange((input_features.shape[-1] - 2) // 2 + 1, device=halved.device)

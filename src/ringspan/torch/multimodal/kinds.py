@@ -1,4 +1,4 @@
-"""Which models see images on a ring, how each of them takes them, and whose tokens see each other."""
+"""Models that take images on a ring, their inputs, and their blocks of tokens."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
@@ -20,39 +20,36 @@ from ringspan.torch.multimodal.features import llama4_images, qwen2_audio_sound
 
 
 class Modality(NamedTuple):
-    """One kind of inputs that a tower makes embeddings of."""
+    """Kind of input that a tower embeds."""
 
     name: str
-    """What errors call one of them; ``get_NAME_features`` is the tower."""
+    """Name in errors; ``get_NAME_features`` is the tower."""
     cut: Cut
 
     @property
     def token_field(self) -> str:
-        """Where the config says which token stands for an embedding."""
+        """Return the config field of the placeholder token."""
         return f"{self.name}_token_id"
 
 
 class Kind(NamedTuple):
-    """How models of one type take images."""
+    """Image inputs of one model type."""
 
     modalities: tuple[Modality, ...]
     blocks: str | None = None
-    """The input whose tokens of type ``block_type`` see each other both ways."""
+    """Input whose tokens of type ``block_type`` see each other both ways."""
     block_type: int = 1
     is_prefix: bool = False
-    """Whether all such tokens of a document are one block, its beginning, whatever window a layer has."""
+    """True if a document's block is its prefix, whatever window a layer has."""
     has_grid_positions: bool = False
-    """Whether tokens have a time, a row and a column, which the model's ``get_rope_index`` gives (M-RoPE)."""
+    """True if tokens have a time, row and column from ``get_rope_index`` (M-RoPE)."""
     others: tuple[str, ...] = ()
     """Further inputs."""
     features: Callable[..., Any] | None = None
-    """Makes the embeddings of models that have no method for it, called with the model and the tower's inputs; the ring
-    then places them itself.
-    """
+    """Function of model and tower inputs, for models without a method; the ring then places embeddings."""
 
     @property
     def names(self) -> set[str]:
-        """All inputs that it takes."""
         named = {name for modality in self.modalities for name in modality.cut.names}
         return named | {*self.others} | ({self.blocks} if self.blocks else set())
 
@@ -102,7 +99,7 @@ KINDS: Final[Mapping[str, Kind]] = {
 
 
 def kind_of(model: PreTrainedModel) -> Kind | None:
-    """How a model takes images on a ring; None for one that takes none there."""
+    """Return the model's image inputs on a ring; None if it takes none."""
     kind = KINDS.get(model.config.model_type)
     if kind is None or not towers_of(model):
         return None
@@ -114,24 +111,24 @@ def kind_of(model: PreTrainedModel) -> Kind | None:
 
 
 def has_grid_positions(model: Any) -> bool:
-    """Whether tokens of the images of a model on a ring have a time, a row and a column."""
+    """Return True if image tokens of a model on a ring have a time, row and column."""
     return model.ring_media is not None and model.ring_media.has_grid_positions
 
 
 def inner_of(model: PreTrainedModel) -> Any:
-    """The model below the head, which has the towers and the decoder; the model itself where they are its own parts."""
+    """Return the model below the head, with towers and decoder; the model itself if it has them directly."""
     below = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     return below[0] if len(below) == 1 else model
 
 
 def towers_of(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The models beside the decoder."""
+    """Return the models beside the decoder."""
     decoder: nn.Module = decoder_of(model)
     below = [child for child in inner_of(model).children() if isinstance(child, PreTrainedModel)]
     return [child for child in below if all(module is not decoder for module in child.modules())]
 
 
 def placeholder(model: Any, modality: Modality) -> int:
-    """The token that stands for an embedding; -1 where the config names none (Voxtral's usual one)."""
+    """Return the placeholder token; -1 if the config names none (usual for Voxtral)."""
     token = getattr(model.config, modality.token_field)
     return -1 if token is None else token

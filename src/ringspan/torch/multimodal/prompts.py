@@ -1,6 +1,6 @@
-"""Images of a prompt: towers shared out over the ring, and all embeddings on every rank until the prompt is read.
+"""Images of a prompt: towers shared out over the ring, all embeddings on every rank until the prompt is read.
 
-B batch, n new tokens, R embeddings, in the order of their tokens.
+B batch, n new tokens, R embeddings, in token order.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,16 @@ from ringspan.torch.multimodal.towers import Made, SharedTowers
 
 
 class PromptImages(SharedTowers):
-    """The images of a prompt that is read over a cache, the same on every rank.
+    """Images of a prompt read over a cache, the same on every rank.
 
     Args:
         model: on a ring.
         media: of the prompt (B, at most n).
-        rows: sequences of the pass, each row of the prompt as often as there are beams, one after the other.
-        count: new tokens n, those that are guessed behind the prompt included.
+        rows: sequences of the pass: each prompt row once per beam, consecutively.
+        count: new tokens n, including those guessed after the prompt.
 
     Raises:
-        UnsupportedError: the embeddings are others than the tokens that stand for some; on every rank alike.
+        UnsupportedError: embeddings do not match their tokens; on every rank alike.
     """
 
     def __init__(self, model: Any, media: Media, rows: int, count: int) -> None:
@@ -46,7 +46,7 @@ class PromptImages(SharedTowers):
                     self.asked(inner, modality.name)
 
     def features(self, name: str, compute: Callable[..., Any]) -> Any:
-        """First all embeddings, which every rank keeps; then those of the tokens that are read."""
+        """Return all embeddings at first, kept by every rank; then those of the tokens being read."""
         work = self.works[name]
         places = is_of(self.model, work.modality, self.media.tokens)
         if name not in self._made:
@@ -66,6 +66,6 @@ class PromptImages(SharedTowers):
         return made.placed(made.rows[wanted.to(made.rows.device)])
 
     def read(self, columns: Tensor, given: dict[str, Any]) -> Any:
-        """What the model below the head gives for these of the new tokens, with images in their places."""
+        """Run the model below the head on these new tokens, with images in place."""
         self._columns = columns
         return self.decoded(given)

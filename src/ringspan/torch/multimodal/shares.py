@@ -1,6 +1,6 @@
-"""Which rank makes which embeddings, and their way to the ranks that hold their tokens.
+"""Distribution of embeddings: the rank that makes each, and its way to its token.
 
-B batch, S global tokens, T local tokens, N ranks, R embeddings of a batch, in the order of their tokens.
+B batch, S global tokens, T local tokens, N ranks, R embeddings of a batch, in token order.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Integers = NDArray[np.int64]
 
 
 def share_out(costs: Sequence[int], ranks: int) -> list[range]:
-    """Consecutive units for each rank, of about equal cost: a unit goes where its middle lies. A rank may have none."""
+    """Assign consecutive units to ranks by each unit's middle, at about equal cost. A rank may get none."""
     ends = np.cumsum(np.array(costs, dtype=np.float64))
     total = float(ends[-1]) if len(costs) else 0.0
     owners = ((ends - np.array(costs) / 2) * ranks / (total or 1.0)).astype(np.int64).clip(max=ranks - 1)
@@ -28,24 +28,24 @@ def share_out(costs: Sequence[int], ranks: int) -> list[range]:
 
 
 class Plan(NamedTuple):
-    """What one rank sends of the embeddings that it made, and where those that it gets belong."""
+    """Embeddings that one rank sends, and places of those it receives."""
 
     sent: Tensor
-    """Which of its own embeddings, rank by rank."""
+    """Indices of its own embeddings, rank by rank."""
     send_counts: list[int]
     receive_counts: list[int]
     order: Tensor
-    """Of those that come, in the order of the local tokens (B, T)."""
+    """Indices of received embeddings, in the order of local tokens (B, T)."""
 
 
 def make_plan(places: Integers, split: BatchLayout, rank: int, made: Sequence[int]) -> Plan:
-    """The exchange of one rank.
+    """Plan one rank's exchange.
 
     Args:
-        places: the sequence and the position of each embedding's token, (R, 2), sorted.
-        split: where positions live.
+        places: sequence and position of each embedding's token, (R, 2), sorted.
+        split: the layout of positions.
         rank: whose plan it is.
-        made: how many embeddings each rank has made, of those in order.
+        made: number of embeddings made by each rank, in order.
     """
     ranks, tokens = split.shared.ranks, split.shared.tokens_per_rank
     tables = np.stack([layout.inverse for layout in split.rows])
@@ -65,10 +65,7 @@ def make_plan(places: Integers, split: BatchLayout, rank: int, made: Sequence[in
 
 
 def exchange(rows: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor:
-    """The embeddings of the local tokens, in their order, from those that each rank has made; differentiable.
-
-    Gradients go back to the rank that made an embedding.
-    """
+    """Return the local tokens' embeddings in order, from those made by each rank; gradients go back to the maker."""
     sent = rows.index_select(0, plan.sent.to(rows.device))
     if dist.get_world_size(group) > 1:
         sent = _Exchanged.apply(sent, plan.send_counts, plan.receive_counts, group)

@@ -1,7 +1,4 @@
-"""What the types of tokens say: which of them see each other both ways, and where images are in space and time.
-
-B batch, S global tokens.
-"""
+"""Meaning of token types: blocks that see each other both ways, and places of images. B batch, S global tokens."""
 
 import inspect
 from typing import Any
@@ -16,12 +13,12 @@ Blocks = tuple[tuple[int, int], ...]
 
 
 def blocks_of(kind: Kind, media: Media, lengths: Tensor | None) -> list[Blocks] | None:
-    """The runs [start, stop) of tokens of each sequence that see each other both ways; None where there are none.
+    """Return the blocks [start, stop) of each sequence whose tokens see each other both ways; None if there are none.
 
     Args:
         kind: of the model.
         media: of the whole batch.
-        lengths: of the documents of each sequence (B, most documents); a run ends with its document.
+        lengths: of each sequence's documents (B, most documents); a block ends with its document.
     """
     if kind.blocks is None or kind.blocks not in media.inputs:
         return None
@@ -43,7 +40,7 @@ def blocks_of(kind: Kind, media: Media, lengths: Tensor | None) -> list[Blocks] 
 
 
 def grid_positions(model: Any, kind: Kind, media: Media, lengths: Tensor | None) -> Tensor:
-    """The time, row and column of each token (3, B, S), by the model's own ``get_rope_index`` of each document."""
+    """Compute each token's time, row and column (3, B, S) by the model's ``get_rope_index`` of each document."""
     inner, tokens = inner_of(model), media.tokens
     batch, length = tokens.shape
     rows = lengths.tolist() if lengths is not None else [[length]] * batch
@@ -74,7 +71,7 @@ def grid_positions(model: Any, kind: Kind, media: Media, lengths: Tensor | None)
 
 
 def _types(model: Any, kind: Kind, tokens: Tensor) -> Tensor:
-    """0 for text, then the number of the modality whose token it is."""
+    """Return 0 for text, else the number of the token's modality."""
     types = torch.zeros_like(tokens)
     for number, modality in enumerate(kind.modalities, 1):
         types[is_of(model, modality, tokens)] = number
@@ -82,5 +79,5 @@ def _types(model: Any, kind: Kind, tokens: Tensor) -> Tensor:
 
 
 def is_of(model: Any, modality: Modality, tokens: Tensor) -> Tensor:
-    """Which tokens stand for an embedding of a modality."""
+    """Return the mask of a modality's placeholder tokens."""
     return tokens == placeholder(model, modality)

@@ -1,8 +1,7 @@
-"""A forward pass with images: each rank runs the towers on its share, and the model places what comes back in its text.
+"""Forward passes with images: each rank runs towers on its share, and the model places the embeddings in its text.
 
-transformers' models call ``get_image_features`` and scatter what it returns over the tokens that stand for images. On a
-ring that method computes this rank's share, trades embeddings, and returns those of the local tokens; all else (what is
-scattered where, and what is added in deeper layers) is the model's own.
+transformers' models scatter the output of ``get_image_features`` over placeholder tokens. On a ring that method runs
+this rank's share, exchanges embeddings and returns the local tokens'; all else is the model's own.
 
 B batch, S global tokens, T local tokens, N ranks.
 """
@@ -32,9 +31,7 @@ from ringspan.torch.transport.collectives import gather, gather_over
 
 
 def put_towers_on_ring(model: Any, kind: Kind, *, checkpointed: bool) -> list[nn.Module]:
-    """Let a model's towers compute their rank's share, in place; the layers of towers, whose weights are gathered one
-    by one. ``checkpointed`` layers keep their input alone.
-    """
+    """Make towers compute their rank's share, in place; return their layers, gathered (and ``checkpointed``) singly."""
     inner = inner_of(model)
     for modality in kind.modalities if kind.features is None else ():
         mix_in(inner, _MIXINS[modality.name])
@@ -47,30 +44,28 @@ def put_towers_on_ring(model: Any, kind: Kind, *, checkpointed: bool) -> list[nn
 
 
 class Work(NamedTuple):
-    """What one rank does for one modality of a batch."""
+    """One rank's work for one modality of a batch."""
 
     modality: Modality
     inputs: Inputs
-    """Of the whole batch."""
+    """Inputs of the whole batch."""
     units: range
     is_counted: bool
-    """Whether these are of this rank's share; one that has none runs some all the same, since the weights of towers are
-    gathered by all ranks together, and throws what it makes away.
-    """
+    """False if the output is discarded: a rank without a share runs too, since all ranks gather weights together."""
 
 
 class Made(NamedTuple):
-    """What a tower has made of some units."""
+    """Output of a tower for some units."""
 
     output: Any
     rows: Tensor
-    """Embeddings, and beside each what is added to it in deeper layers (R, C + ...)."""
+    """Embeddings, each beside its additions in deeper layers (R, C + ...)."""
     widths: list[int]
     counts: list[int]
-    """Of each unit, or each piece of what the tower returned."""
+    """Count per unit, or per piece of the tower's output."""
 
     def placed(self, rows: Tensor) -> Any:
-        """The tower's output, with other rows in place of these."""
+        """Return the tower's output with these rows instead."""
         first, *deeper = rows.split(self.widths, -1)
         self.output.pooler_output = _as(self.output.pooler_output, first)
         if deeper:
@@ -80,21 +75,20 @@ class Made(NamedTuple):
 
 
 def _as(before: Any, rows: Tensor) -> Any:
-    """Rows in the form in which a tower gave others."""
+    """Return rows in the form of a tower's output."""
     if not isinstance(before, Tensor):
         return [rows]
     return rows[None] if before.ndim == 3 else rows
 
 
 def cheapest_of(modality: Modality, inputs: Inputs) -> range:
-    """The unit that costs least."""
     costs = modality.cut.costs(inputs)
     unit = min(range(len(costs)), key=costs.__getitem__)
     return range(unit, unit + 1)
 
 
 class SharedTowers:
-    """What the towers of a model make of a batch, shared out over the ranks of its ring."""
+    """Tower outputs of a batch, shared out over the ring's ranks."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.kind = model, model.ring_media
@@ -103,13 +97,13 @@ class SharedTowers:
         self.works: dict[str, Work] = {}
 
     def add(self, modality: Modality, inputs: Inputs, *, is_counted: bool) -> None:
-        """Share out inputs of the whole batch, or run the cheapest of them for nothing."""
+        """Share out inputs of the whole batch, or run the cheapest and discard it."""
         inputs = {name: inputs[name] for name in modality.cut.names if name in inputs}
         share = share_out(modality.cut.costs(inputs), self.ranks)[self.rank] if is_counted else range(0)
         self.works[modality.name] = Work(modality, inputs, share or cheapest_of(modality, inputs), bool(share))
 
     def make(self, work: Work, compute: Callable[..., Any]) -> Made:
-        """This rank's embeddings."""
+        """Compute this rank's embeddings."""
         device = next(iter(self.model.get_input_embeddings().parameters())).device
         taken = {name: part.to(device) for name, part in work.modality.cut.take(work.inputs, work.units).items()}
         output = compute(**taken, return_dict=True)
@@ -122,10 +116,10 @@ class SharedTowers:
         return Made(output, rows, [part.shape[-1] for part in parts], [len(piece) for piece in pieces])
 
     def counted(self, work: Work, made: Made, wanted: list[int]) -> list[int]:
-        """How many embeddings each rank has made.
+        """Return the number of embeddings made by each rank.
 
         Raises:
-            UnsupportedError: they are others than the tokens of each example that stand for some; on every rank.
+            UnsupportedError: they do not match each example's placeholder tokens; on every rank.
         """
         by_rank = torch.zeros(self.ranks, dtype=torch.int64, device=made.rows.device)
         by_rank[self.rank] = len(made.rows)
@@ -136,12 +130,12 @@ class SharedTowers:
         return by_rank.tolist()
 
     def features(self, name: str, compute: Callable[..., Any]) -> Any:
-        """What the model is given in place of a tower's output."""
+        """Return the replacement of a tower's output."""
         raise NotImplementedError
 
     @contextmanager
     def active(self) -> Iterator[Any]:
-        """While the model below the head asks this for embeddings."""
+        """Make the model below the head ask this for embeddings."""
         inner = inner_of(self.model)
         vars(inner)["ring_pass"] = self
         try:
@@ -150,13 +144,13 @@ class SharedTowers:
             vars(inner).pop("ring_pass", None)
 
     def asked(self, inner: Any, name: str) -> Any:
-        """The embeddings of a modality, as the model below the head asks for them."""
+        """Return a modality's embeddings, as the model below the head asks for them."""
         if self.kind.features is None:
             return getattr(inner, f"get_{name}_features")()
         return self.features(name, partial(self.kind.features, inner))
 
     def decoded(self, given: dict[str, Any]) -> Any:
-        """What the model below the head gives for tokens, with embeddings in their places."""
+        """Run the model below the head with embeddings in place."""
         ids = given["input_ids"]
         with self.active() as inner:
             if self.kind.features is None:  # it asks for them where it is given pixels, whatever these hold
@@ -170,14 +164,14 @@ class SharedTowers:
 
 
 class MediaPass(SharedTowers):
-    """The images of one batch on their way through a model.
+    """Images of one batch on their way through a model.
 
     Args:
         model: on a ring.
-        media: of the whole batch; None where replicas alone have any.
-        inputs: what towers are called with, by modality: the batch's own, or another replica's.
+        media: of the whole batch; None if only replicas have any.
+        inputs: tower arguments by modality: the batch's own, or another replica's.
         split: of the batch.
-        lengths: of the documents of each sequence.
+        lengths: of each sequence's documents.
     """
 
     def __init__(
@@ -196,7 +190,7 @@ class MediaPass(SharedTowers):
                 self.add(modality, inputs[modality.name], is_counted=is_own)
 
     def decode(self, given: dict[str, Any]) -> Any:
-        """What the model below the head gives for local tokens and positions (B, T), with images in their places."""
+        """Run the model below the head on local tokens and positions (B, T), with images in place."""
         device = given["input_ids"].device
         positions = given["position_ids"]
         if self.kind.has_grid_positions and self.media is not None:
@@ -208,10 +202,10 @@ class MediaPass(SharedTowers):
         return self.decoded(given | {"position_ids": positions})
 
     def features(self, name: str, compute: Callable[..., Any]) -> Any:
-        """What a tower returns, with the embeddings of the local tokens in place of those of its share.
+        """Return a tower's output with the local tokens' embeddings in place of its share's.
 
         Raises:
-            UnsupportedError: they are others than the tokens of the batch; on every rank alike.
+            UnsupportedError: embeddings do not match the batch's tokens; on every rank alike.
         """
         work = self.works[name]
         places, wanted = torch.empty(0, 2, dtype=torch.int64), [0]
@@ -224,10 +218,9 @@ class MediaPass(SharedTowers):
 
 
 def find_pass(model: Any, media: Media | None, tokens: int, lengths: Tensor | None) -> MediaPass | None:
-    """What a forward pass over so many local tokens does with the images of its batch; None where no replica has any.
+    """Return the image pass of a batch with so many local tokens; None if no replica has images.
 
-    All replicas run the towers alike, since their gradients are added up: one without images runs the smallest of
-    another one's.
+    Replicas run towers alike, since gradients are summed: one without images runs the smallest of another's.
     """
     kind: Kind | None = model.ring_media
     if kind is None:
@@ -248,7 +241,7 @@ def _of(modality: Modality, inputs: Inputs) -> Inputs:
 
 
 def _with_replicas(mesh: DeviceMesh, kind: Kind, inputs: dict[str, Inputs]) -> dict[str, Inputs]:
-    """The inputs of each modality that some replica has: its own, or the cheapest unit of another one's."""
+    """Return each modality's inputs on any replica: its own, or the cheapest unit of another's."""
     total = torch.tensor([each.name in inputs for each in kind.modalities], dtype=torch.int64, device=mesh.device_type)
     dist.all_reduce(total, group=mesh["replicate"].get_group())
     for modality, replicas in zip(kind.modalities, total.tolist(), strict=True):
@@ -264,12 +257,12 @@ def _with_replicas(mesh: DeviceMesh, kind: Kind, inputs: dict[str, Inputs]) -> d
 
 
 class RingTowers(nn.Module):
-    """What ``put_towers_on_ring`` adds to the class of a model below its head."""
+    """Mixin that ``put_towers_on_ring`` adds to the class of a model below its head."""
 
     ring_pass: SharedTowers | None = None
 
     def inputs_merger(self: Any, input_ids: Tensor, inputs_embeds: Tensor, image_hidden_states: Tensor) -> Tensor:
-        """Idefics' own one before transformers 5.2x, which counts whole images in each sequence."""
+        """Replace Idefics' method before transformers 5.2x, which counts whole images per sequence."""
         places = (input_ids == self.config.image_token_id)[..., None]
         return inputs_embeds.masked_scatter(places, image_hidden_states.to(inputs_embeds))
 

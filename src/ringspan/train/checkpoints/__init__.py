@@ -1,1 +1,1 @@
-"""What a run is continued from."""
+"""Checkpoints of a run."""

@@ -1,8 +1,7 @@
 """The only writer of checkpoints: each rank's shards as safetensors, a manifest with their digests, and one commit.
 
 A save writes into ``step_N.tmp-*``, syncs every file, gathers a vote of all ranks, renames the folder to ``step_N`` and
-moves ``latest`` last. Whenever it is cut short, what was there before is still there, whole. A load reads slices, so it
-does not matter how many ranks wrote them, or on which mesh.
+moves ``latest`` last; an interrupted save leaves the old state intact. A load reads slices, on any number of ranks.
 """
 
 import hashlib
@@ -42,7 +41,7 @@ _HEADROOM_BYTES: Final = 1 << 20  # headers, the manifest, and folders
 
 @dataclass(kw_only=True)
 class Found:
-    """The newest valid checkpoint, and what was passed over on the way to it, with the reasons."""
+    """The newest valid checkpoint, and the ones passed over with the reasons."""
 
     folder: Path | None = None
     manifest: Manifest | None = None
@@ -68,8 +67,7 @@ class _Snapshot:
 class Checkpoints:
     """The checkpoints of one run, in ``folder``; every rank makes one and calls its methods together.
 
-    A save runs in a thread, with a process group of its own, on a copy of the values: one copy of this rank's shards in
-    CPU memory for as long as it takes. At most one is under way.
+    One save at a time runs in a thread with its own process group, on a CPU copy of this rank's shards.
     """
 
     def __init__(self, folder: Path, *, run_id: str, keep: int = 2, asynchronous: bool = True) -> None:
@@ -96,17 +94,15 @@ class Checkpoints:
         mesh: Mapping[str, int],
         layout: str,
     ) -> CheckpointError | None:
-        """Save the values that the tensors have now; returns what went wrong with the save before this one, if any did.
-
-        A step that is saved already stays as it is.
+        """Start to save the current values, unless the step is saved; return the error of the previous save, if any.
 
         Args:
-            step: its number; an existing checkpoint of that step gives way only when this one is complete.
+            step: its number; an existing checkpoint of that step is replaced only when this one is complete.
             shared: tensors of the whole job by name: split ones, or plain tensors that are the same on every rank.
             own: plain tensors that belong to this rank alone.
             state: JSON values, the same on every rank.
-            mesh: sizes of the mesh, for the reader.
-            layout: layout of the sequences, for the reader.
+            mesh: sizes of the mesh, for information.
+            layout: layout of the sequences, for information.
         """
         # One save at a time: two would need twice the memory, and could commit in the other order.
         earlier = self.wait()
@@ -118,7 +114,7 @@ class Checkpoints:
         return earlier if self._asynchronous else self.wait() or earlier
 
     def wait(self) -> CheckpointError | None:
-        """Wait for the save under way; what went wrong with it, if anything. Each failure is returned once."""
+        """Wait for the current save; return its error, if any. Each failure is returned once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -126,11 +122,11 @@ class Checkpoints:
         return error
 
     def poll(self) -> CheckpointError | None:
-        """Like ``wait``, but None while the save is still under way."""
+        """Return the result of ``wait``, or None while the save is running."""
         return None if self._thread is not None and self._thread.is_alive() else self.wait()
 
     def find(self) -> Found:
-        """The newest checkpoint whose manifest and shards are all what was written. The ranks share the reading."""
+        """Find the newest checkpoint whose manifest and shards verify. The ranks share the reading."""
         candidates = self._together(f"{self.folder}: cannot be read", self._candidates)[0]
         found = Found()
         for name in candidates:
@@ -144,10 +140,10 @@ class Checkpoints:
         return found
 
     def check(self, folder: Path) -> Manifest:
-        """The manifest of one checkpoint, after all of it was verified.
+        """Verify one checkpoint and return its manifest.
 
         Raises:
-            CheckpointError: on every rank alike, naming the file and what is wrong with it.
+            CheckpointError: on all ranks; names the file and the defect.
         """
 
         def work() -> str:
@@ -170,18 +166,16 @@ class Checkpoints:
     def load(
         self, folder: Path, manifest: Manifest, shared: Mapping[str, Tensor | Part], own: Mapping[str, Tensor] | None
     ) -> None:
-        """Fill tensors in place from a checkpoint that was checked, whatever mesh it was saved on.
-
-        ``own`` may be given when as many ranks load as saved.
+        """Fill tensors in place from a checked checkpoint, saved on any mesh; ``own`` needs the same number of ranks.
 
         Raises:
-            CheckpointError: on every rank alike: a tensor is missing, or has another shape or dtype.
+            CheckpointError: on all ranks, if a tensor is missing or has another shape or dtype.
         """
         mine = {_own_name(self._rank, name): tensor for name, tensor in (own or {}).items()}
         self._together("", lambda: read_tensors(folder, manifest, {**shared, **mine}))
 
     def close(self) -> CheckpointError | None:
-        """Wait for the save under way and give the process group back."""
+        """Wait for the current save and destroy the process group."""
         error = self.wait()
         dist.destroy_process_group(self._group)
         return error
@@ -276,7 +270,7 @@ class Checkpoints:
         shutil.rmtree(self.folder / f"{complete.name}.tmp-replaced", ignore_errors=True)
 
     def _clean(self) -> None:
-        """Remove what saves that were cut short left behind."""
+        """Remove the remains of interrupted saves."""
         if self._rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.glob("*.tmp-*"):
@@ -286,17 +280,14 @@ class Checkpoints:
                     path.unlink()
 
     def _steps(self) -> list[Path]:
-        """Folders of finished saves, the oldest first."""
+        """List the folders of finished saves, oldest first."""
         return sorted(path for path in self.folder.glob("step_*") if path.name.removeprefix("step_").isdecimal())
 
     def _candidates(self) -> list[str]:
         return [path.name for path in reversed(self._steps())] if self._rank == 0 else []
 
     def _together(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Run ``work`` on every rank and give each what all returned; if it failed on any rank, fail on all.
-
-        This is the vote: no rank decides alone, so none is left waiting for one that has given up.
-        """
+        """Run ``work`` on every rank and return all results; a failure on one fails on all, so none waits forever."""
         problem, result = None, None
         try:
             result = work()
@@ -314,7 +305,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """What one rank wrote."""
+    """The record of one rank's written shard."""
 
     file: str
     entry: FileEntry | None
@@ -350,7 +341,7 @@ def _own_name(rank: int, name: str) -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint; cut short, what is left is no checkpoint."""
+    """Remove a checkpoint so that an interrupted removal leaves no valid checkpoint."""
     # By another name first, since removing a folder takes a while and may be cut short.
     doomed = folder.with_name(f"{folder.name}.tmp-old")
     shutil.rmtree(doomed, ignore_errors=True)

@@ -1,7 +1,6 @@
-"""What a checkpoint's folder says about itself, and whether its files are what was written.
+"""The manifest of a checkpoint, and the verification of its files.
 
-``manifest.json`` is signed, so that a change to it is found like one to a shard. Nothing here is executed: JSON and
-safetensors only.
+``manifest.json`` is signed, so that a change to it is detected. Only JSON and safetensors: nothing is executed.
 """
 
 import math
@@ -23,7 +22,7 @@ class _Record(BaseModel):
 
 
 class FileEntry(_Record):
-    """A shard file as it was written."""
+    """A shard file as written."""
 
     bytes: NonNegativeInt
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
@@ -38,7 +37,7 @@ class Piece(_Record):
 
 
 class TensorEntry(_Record):
-    """A whole tensor and the pieces that make it up."""
+    """A whole tensor and its pieces."""
 
     dtype: str
     shape: tuple[NonNegativeInt, ...] = Field(strict=False)
@@ -60,7 +59,7 @@ class TensorEntry(_Record):
 
 
 class Manifest(_Record):
-    """One checkpoint: which run and step, how it was laid out, each file's digest, and where each tensor lies."""
+    """One checkpoint: run, step, layout, the digest of each file and the place of each tensor."""
 
     format: Literal["ringspan checkpoint 1"] = "ringspan checkpoint 1"
     run_id: str
@@ -69,7 +68,7 @@ class Manifest(_Record):
     mesh: dict[str, int]
     layout: str
     state: dict[str, Any]
-    """What else the run needs to go on: data position, guard, configuration. JSON values."""
+    """JSON values for resuming: data position, guard, configuration."""
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
 
@@ -85,15 +84,15 @@ class Manifest(_Record):
         return self
 
     def dump(self) -> str:
-        """The text of ``manifest.json``."""
+        """Return the text of ``manifest.json``."""
         return signed(self.model_dump(mode="json"))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The checked manifest of a checkpoint.
+    """Read and check the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: it is missing, cut, changed, or says what cannot be; one line that names the file.
+        CheckpointError: it is missing, truncated, changed or inconsistent; one line that names the file.
     """
     path = folder / MANIFEST
     try:
@@ -105,10 +104,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, manifest: Manifest, name: str) -> None:
-    """Make sure that one shard is the file that was written.
+    """Verify that a shard is the file that was written.
 
     Raises:
-        CheckpointError: it is missing, of another length, from another save, or has any other content.
+        CheckpointError: it is missing, or its length, save or content differs.
     """
     path, entry = folder / name, manifest.files[name]
     if problem := why_not_written(path, entry.bytes, entry.sha256):
@@ -116,12 +115,12 @@ def verify(folder: Path, manifest: Manifest, name: str) -> None:
 
 
 def origin_of(run_id: str, step: int) -> dict[str, str]:
-    """What a shard says in its own header about the save that it belongs to."""
+    """Return what a shard's header says about its save."""
     return {"run_id": run_id, "step": str(step)}
 
 
 def _origin(path: Path, manifest: Manifest) -> str:
-    """Where a wrong shard comes from, as far as its header still tells."""
+    """Describe the origin of a wrong shard, if its header is readable."""
     try:
         with safe_open(path, "numpy") as shard:
             origin = shard.metadata() or {}

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as files: what a rank holds of each, written as a shard, read back by slices on any mesh."""
+"""Checkpoint tensors as files: a rank's chunks written as a shard and read back by slices on any mesh."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -23,20 +23,20 @@ _Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Chunk:
-    """What this rank holds of a tensor."""
+    """This rank's chunk of a tensor."""
 
     offset: tuple[int, ...]
     data: Tensor
 
     def on_cpu(self) -> "Chunk":
-        """A copy in CPU memory, also of what is there already."""
+        """Copy to CPU memory, even if it is there already."""
         copy = torch.empty(self.data.shape, dtype=self.data.dtype, device="cpu")
         return Chunk(self.offset, copy.copy_(self.data))
 
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a tensor that is split as another one, wherever it lies itself: moments in host memory."""
+    """This rank's part of a tensor that is split like another one but may lie elsewhere: moments in host memory."""
 
     local: Tensor
     like: DTensor
@@ -47,12 +47,12 @@ class Part:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return self.like.shape
 
 
 def held_here(tensor: Tensor | Part) -> Iterator[Chunk]:
-    """What this rank holds of a tensor, at its place in the whole; nothing where it holds an empty part."""
+    """Return this rank's chunks of a tensor with their place in the whole; none for an empty part."""
     if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
         yield Chunk((0,) * tensor.ndim, tensor.detach())
         return
@@ -66,7 +66,7 @@ def held_here(tensor: Tensor | Part) -> Iterator[Chunk]:
 
 
 def written_by_me(tensor: Tensor | Part) -> Iterator[Chunk]:
-    """What this rank writes of a tensor: of replicas, only the first does."""
+    """Return the chunks of a tensor that this rank writes: of replicas, only the first writes."""
     split = tensor.like if isinstance(tensor, Part) else tensor
     if isinstance(split, DTensor):
         coordinate = split.device_mesh.get_coordinate()
@@ -79,7 +79,7 @@ def written_by_me(tensor: Tensor | Part) -> Iterator[Chunk]:
 
 
 def write_shard(path: Path, chunks: Mapping[str, Chunk], origin: dict[str, str]) -> FileEntry:
-    """Write what a rank holds of each tensor into a safetensors file; it is on the disk when this returns.
+    """Write this rank's part of each tensor into a safetensors file and sync it to disk.
 
     Raises:
         OSError, SafetensorError: it cannot be written.
@@ -92,7 +92,7 @@ def write_shard(path: Path, chunks: Mapping[str, Chunk], origin: dict[str, str])
 
 
 def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor | Part]) -> None:
-    """Fill this rank's part of each tensor with the slices of the checkpoint's pieces that it meets.
+    """Fill this rank's part of each tensor from the matching slices of the checkpoint's pieces.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape or dtype.
@@ -124,12 +124,12 @@ def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor 
 
 
 def _plain(data: Tensor) -> Tensor:
-    """The tensor itself or, of one that is held in another form (8 bits), what its numbers are read into."""
+    """Return the tensor, or a plain buffer to read into for one that is stored in another form (8 bits)."""
     return data if type(data) is Tensor else torch.empty(data.shape, dtype=data.dtype, device=data.device)
 
 
 def _meeting(chunk: Chunk, piece: Piece) -> tuple[_Slices, _Slices] | None:
-    """Where a chunk and a piece of one tensor overlap, in the indices of each; None where they do not."""
+    """Compute the overlap of a chunk and a piece in the indices of each; None if there is none."""
     here, there = [], []
     for first, size, start, length in zip(chunk.offset, chunk.data.shape, piece.offset, piece.shape, strict=True):
         low, high = max(first, start), min(first + size, start + length)
@@ -161,5 +161,5 @@ def _read_slice(shard: Any, path: Path, name: str, piece: Piece, part: _Slices, 
 
 
 def dtype_name(tensor: Tensor | Part) -> str:
-    """As torch calls it: float32."""
+    """Return torch's name of a dtype: float32."""
     return str(tensor.dtype).removeprefix("torch.")

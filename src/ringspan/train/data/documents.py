@@ -1,4 +1,4 @@
-"""Files, folders and Hub data sets -> documents: a row of text each, memory-mapped; unusable ones are counted."""
+"""Files, folders and Hub data sets -> documents: one memory-mapped row of text each; unusable ones are counted."""
 
 import errno
 import json
@@ -29,32 +29,32 @@ _BATCH_BYTES = 8 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentScan:
-    """The documents that were found, and how many were not usable."""
+    """The documents found, and the number of unusable ones."""
 
     documents: Dataset
-    """One column, "text"; one row a document."""
+    """One column, "text"; one row per document."""
     num_undecodable: int
-    """Files and .jsonl lines that are not UTF-8, and rows whose text is null."""
+    """Files and .jsonl lines that are not UTF-8, and rows with null text."""
     num_empty: int
-    """Files and rows with nothing but white space."""
+    """Files and rows with only white space."""
     files: dict[str, tuple[int, int]]
-    """Local files, and the size and time of change of each."""
+    """Local files -> (size, modification time)."""
 
 
 def load_documents(config: DataConfig) -> Dataset:
-    """The usable documents of `config.paths`: memory-mapped rows with the one column "text". See `scan_documents`."""
+    """Return the usable documents of `config.paths`. See `scan_documents`."""
     return scan_documents(config).documents
 
 
 def scan_documents(config: DataConfig) -> DocumentScan:
     """Find and read the documents: local ones in the order of `config.paths` and of their names, then those of the Hub.
 
-    A .json or .jsonl object and a .parquet row are a document each, any other file is one document. A file that is
-    reached twice is read once. Files that are not UTF-8, null texts and empty texts are skipped and counted.
+    A .json or .jsonl object and a .parquet row are one document each, any other file is one document. A file reached
+    twice is read once. Files that are not UTF-8, null texts and empty texts are skipped and counted.
 
     Raises:
-        ConfigError: a path does not exist, no file or no text is found, the text field is missing or no string, a file
-            is malformed, or a Hub dataset cannot be loaded. One line each.
+        ConfigError: a missing path, no file or text, a text field that is missing or no string, a malformed file, or a
+            Hub dataset that cannot be loaded. One line each.
     """
     cache = Path(caches.HF_DATASETS_CACHE)
     if reason := why_no_folder(cache):
@@ -150,7 +150,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str | None]:
 
 
 def _read_json(path: Path, text_field: str) -> Iterator[str | None]:
-    """A list of objects, or one object; unlike .jsonl, read as a whole."""
+    """Read a list of objects or one object; unlike .jsonl, the file is read as a whole."""
     text = _decoded(path.read_bytes())
     if text is None or not text.strip():
         yield text
@@ -246,11 +246,11 @@ def _has_text(texts: Sequence[str | None]) -> list[bool]:
 
 
 def rows_per_batch(documents: Dataset) -> int:
-    """Rows of about 8 MiB of text: thousands of short ones at a time, books one by one."""
+    """Compute the rows that hold about 8 MiB of text: thousands of short ones, or one book."""
     return max(1, min(1000, _BATCH_BYTES * len(documents.data) // max(1, documents.data.nbytes)))
 
 
 def column_of(dataset: Dataset, name: str) -> pa.ChunkedArray:
-    """A column as it lies in the memory-mapped file."""
+    """Return a column as stored in the memory-mapped file."""
     table: Any = dataset.with_format("arrow")[:]
     return table.column(name)

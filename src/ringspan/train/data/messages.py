@@ -24,15 +24,15 @@ _ENDINGS: Final = (".jsonl", ".json")
 
 @dataclass(frozen=True)
 class Example:
-    """One conversation, and where it is written."""
+    """One conversation and its source location."""
 
     messages: list[dict[str, Any]]
-    """Contents are lists of parts; paths are absolute, those of a video's frames a list."""
+    """Contents are lists of parts; paths are absolute, a list of them for the frames of a video."""
     place: str
 
     @property
     def media(self) -> list[Path]:
-        """The files of its images, videos and sound."""
+        """Return the files of its images, videos and sound."""
         parts = (part for message in self.messages for part in message["content"] if part["type"] in MEDIA)
         return [Path(name) for part in parts for name in _names(part[part["type"]])]
 
@@ -43,10 +43,10 @@ class Conversations:
 
     examples: list[Example]
     files: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-    """Files of conversations, and the size and time of change of each."""
+    """Conversation files -> (size, modification time)."""
 
     def digest(self) -> str:
-        """SHA-256 of all messages, and of the sizes and times of change of the files that they name."""
+        """Compute the SHA-256 of all messages and of the sizes and modification times of their media files."""
         digest = hashlib.sha256()
         for example in self.examples:
             stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in example.media]
@@ -55,11 +55,10 @@ class Conversations:
 
 
 def read_conversations(config: DataConfig) -> Conversations:
-    """The conversations in the field ``config.messages`` of local files.
+    """Read the conversations in the field ``config.messages`` of local files.
 
     Raises:
-        ConfigError: no conversation, a row without messages that can be used, a part of another type, a path that is no
-            file or an address of the network; naming the row.
+        ConfigError: no conversation, unusable messages, an unknown part type, a missing file or a URL; names the row.
     """
     field_ = config.messages
     assert field_ is not None, "asked by the caller"
@@ -79,7 +78,7 @@ def read_conversations(config: DataConfig) -> Conversations:
 
 
 def _rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Each row and where it is; of a .json file, the objects of its list."""
+    """Yield each row with its location; for a .json file, the objects of its list."""
     place = str(file)
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -112,7 +111,7 @@ def _example(row: Any, name: str, place: str, folder: Path) -> Example:
 
 
 def _part(part: Any, place: str, folder: Path) -> dict[str, Any]:
-    """A part of a message as processors take it: its path under its own type, absolute."""
+    """Convert a part of a message to the processors' form: its absolute path under its own type."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return part
@@ -148,7 +147,7 @@ def _resolved(given: Any, kind: str, place: str, folder: Path) -> Any:
 
 
 def _names(given: Any) -> list[str]:
-    """The path, or all of a list; none where one of them is no text."""
+    """Return the path, or the list of paths; nothing if one is not text."""
     names = [given] if isinstance(given, str) else given
     return list(names) if _is_list(names) and all(isinstance(name, str) for name in names) else []
 

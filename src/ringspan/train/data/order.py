@@ -11,13 +11,12 @@ from ringspan.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """Which sequences each step, micro-step and replica takes: a function of the seed and the step alone.
+    """The sequences of each step, micro-step and replica: a function of the seed and the step alone.
 
-    The sequences, permuted anew in each epoch, form one endless row; step t (from 0) takes the next G of it, where
-    G = batch_size x accumulation_steps x replicate. How G is made up changes nothing in the row, so a run resumes
-    exactly, on another number of replicas too. A batch that is larger than the data repeats sequences.
-
-    A run that changed its G, or skipped data, has a `shift`: its step t takes what starts at shift + t x G.
+    The sequences, permuted anew in each epoch, form one endless row; step t (from 0) takes the next G of it, where G =
+    batch_size x accumulation_steps x replicate. Only G matters, not its factors, so a run resumes exactly on another
+    number of replicas. A batch larger than the data repeats sequences. A run that changed its G, or skipped data, has a
+    `shift`: step t starts at shift + t x G.
 
     Raises:
         ConfigError: a number below one.
@@ -37,15 +36,15 @@ class BatchOrder:
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences of a step, on all replicas and micro-steps."""
+        """Return the sequences per step over all replicas and micro-steps."""
         return self.batch_size * self.accumulation_steps * self.replicate
 
     def place(self, step: int) -> int:
-        """Sequences of the row that come before a step (from 0): the position in the data."""
+        """Return the number of sequences before a step (from 0): the position in the data."""
         return self.shift + step * self.global_batch_size
 
     def step_indices(self, step: int) -> NDArray[np.int64]:
-        """The sequences of a step. int64, (accumulation_steps, replicate, batch_size).
+        """Return the sequences of a step. int64, (accumulation_steps, replicate, batch_size).
 
         Raises:
             IndexError: a step below 0.
@@ -62,11 +61,10 @@ class BatchOrder:
 
 
 def even_out(work: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Which of a step's sequences, counted as they come, goes where, so that replicas have like work in each
-    micro-step, which they end together.
+    """Deal a step's sequences so that replicas have similar work in each micro-step, which they end together.
 
-    Those with like work come into one micro-step; there each goes, the heaviest first, to the replica with the least
-    work so far that has room. Both have shape (accumulation_steps, replicate, batch_size).
+    Sequences of similar work share a micro-step; there each goes, heaviest first, to the least loaded replica with
+    room. Input and result have shape (accumulation_steps, replicate, batch_size).
     """
     micro_steps, replicas, most = work.shape
     heaviest_first = np.argsort(-work, axis=None, kind="stable")
@@ -82,7 +80,7 @@ def even_out(work: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def busiest_over_mean(work: NDArray[np.int64]) -> float:
-    """The work of the busiest replica of each micro-step, summed, over what it would be if all had the same.
+    """Divide the work of the busiest replica, summed over micro-steps, by the same for evenly shared work.
 
     Work of each sequence, shape (..., accumulation_steps, replicate, batch_size).
     """
@@ -91,9 +89,9 @@ def busiest_over_mean(work: NDArray[np.int64]) -> float:
 
 
 def worth_of_sharing(came: NDArray[np.int64], places: NDArray[np.int64]) -> tuple[float, float, float]:
-    """The share of sequences that ``even_out`` moved within some steps, and ``busiest_over_mean`` with and without.
+    """Return the share of sequences that ``even_out`` moved, and ``busiest_over_mean`` with and without it.
 
-    The work as it came, and where ``even_out`` put it; both (steps, accumulation_steps, replicate, batch_size).
+    Work before and after ``even_out``; both (steps, accumulation_steps, replicate, batch_size).
     """
     shared = np.stack([np.take(work, place) for work, place in zip(came, places, strict=True)])
     moved = float(np.mean(places.reshape(len(places), -1) != np.arange(came[0].size)))

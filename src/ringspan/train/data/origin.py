@@ -1,4 +1,4 @@
-"""What a run is made of beside its settings, kept in its folder: its tokenizer, and what its text was."""
+"""The origin of a run besides its settings, kept in its folder: tokenizer and text."""
 
 import json
 import shutil
@@ -19,13 +19,13 @@ _MAX_FILES: Final = 10_000  # of which the record names each
 
 
 def tokenizer_of(run: Path) -> Path | None:
-    """The folder of the tokenizer that a run began with; None where it has kept none."""
+    """Return the folder of the tokenizer that the run began with; None if it kept none."""
     folder = run / TOKENIZER
     return folder if folder.is_dir() else None
 
 
 def keep(run: Path, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, data: Data) -> None:
-    """Write down what a new run is made of."""
+    """Record the tokenizer and text of a new run."""
     scratch = run / f"{TOKENIZER}.tmp-new"
     for folder in (scratch, run / TOKENIZER):  # of a run that ended before it had begun
         shutil.rmtree(folder, ignore_errors=True)
@@ -35,7 +35,7 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, data: D
 
 
 def describe(data: Data) -> dict[str, Any]:
-    """The digest of a run's tokens, and what helps to say how they have changed."""
+    """Return the digest of a run's tokens, and facts that help to describe a change."""
     files = {name: list(stamp) for name, stamp in data.files.items()} if len(data.files) <= _MAX_FILES else {}
     return {
         "sha256": data.stream.digest(),
@@ -46,7 +46,7 @@ def describe(data: Data) -> dict[str, Any]:
 
 
 def compare(run: Path, settings: DataConfig, data: Data) -> str | None:
-    """What has changed in the text of a run since it was last started; None for nothing. The new text is remembered.
+    """Describe the change of a run's text since its last start, and record the new text; None if unchanged.
 
     Raises:
         ConfigError: the record cannot be read; or the text has changed, and data.on_change is "refuse".

@@ -1,7 +1,7 @@
-"""Conversations with images, videos and sound -> training sequences, by the processor of transformers, on access.
+"""Conversations with images, videos and sound -> training sequences, by transformers' processor, on access.
 
-S tokens of a sequence. Each conversation is a sequence of its own, padded on the right. Pixels are made when a step
-needs them, and by every rank of a ring alike; each then moves its share to its device.
+S tokens of a sequence. Each conversation is one sequence, padded on the right. Every rank of a ring makes the pixels
+of a step, then moves its share to its device.
 """
 
 import copy
@@ -34,9 +34,9 @@ _ANSWER: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class SeenSequences:
     """The training sequences of some conversations.
 
-    ``sequences[i]`` has ``input_ids``, ``attention_mask`` and ``shift_labels``, each (S,), and what the processor makes
-    of the images, videos and sound. The targets are the assistant's tokens where the chat template marks them
-    (``{% generation %}``), else all that stand for no image.
+    ``sequences[i]`` has ``input_ids``, ``attention_mask`` and ``shift_labels``, each (S,), and the processor's tensors
+    for images, videos and sound. The targets are the assistant's tokens if the chat template marks them (``{%
+    generation %}``), else all tokens that do not stand for an image.
     """
 
     def __init__(self, examples: Sequence[Example], processor: Any, *, sequence_length_tokens: int) -> None:
@@ -61,11 +61,11 @@ class SeenSequences:
 
     @property
     def seen_tokens(self) -> float:
-        """The length of one causal document in which a token sees as many keys; padding counts, which is not known."""
+        """Return the length of one causal document with as many keys per token; the padding, not known, counts."""
         return float(self.sequence_length_tokens)
 
     def pairs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The (query, key) pairs of causal attention in some sequences, padding included."""
+        """Count the (query, key) pairs of causal attention in some sequences, padding included."""
         length = self.sequence_length_tokens
         return np.full(indices.shape, length * (length + 1) // 2)
 
@@ -100,10 +100,10 @@ class SeenSequences:
         return sequence
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Some sequences as one whole batch: (B, S), and the images of all, one after the other.
+        """Return some sequences as one whole batch: (B, S), and the images of all, concatenated.
 
         Raises:
-            ConfigError: an example that its processor refuses, or that is too long; naming it.
+            ConfigError: an example that is too long or that its processor refuses; names it.
         """
         rows = [self[index] for index in indices]
         found: dict[str, Tensor] = {}
@@ -124,7 +124,7 @@ class SeenSequences:
         return found
 
     def _processed(self, example: Example) -> dict[str, Any]:
-        """What the processor makes of a conversation: tensors with a first dimension of one, or of images."""
+        """Process a conversation into tensors with a first dimension of one, or of images."""
         messages = copy.deepcopy(example.messages)  # which some versions of transformers change
         for part in (part for message in messages for part in message["content"]):
             if part["type"] == "video" and isinstance(part["video"], list):
@@ -159,7 +159,7 @@ class SeenSequences:
 
 
 def _frames(names: list[str], place: str) -> NDArray[np.uint8]:
-    """The frames of a video that is given as images, (F, H, W, 3)."""
+    """Read the frames of a video given as images, (F, H, W, 3)."""
     from PIL import Image
 
     try:

@@ -1,8 +1,8 @@
-"""Token stream -> training sequences of one length, and which of them are held out for evaluation.
+"""Token stream -> training sequences of one length, and the held-out ones for evaluation.
 
-S tokens of a sequence. A window is S + 1 neighbouring tokens: S inputs, and the S targets one position further on.
-The next window starts at the last token of this one, so each token but the first is a target exactly once. Of tokens
-0..6 with S = 3: inputs 0 1 2 with targets 1 2 3, then inputs 3 4 5 with targets 4 5 6.
+S tokens of a sequence. A window is S + 1 consecutive tokens: S inputs, and the S targets one position later. The next
+window starts at the last token of this one, so each token but the first is a target exactly once. Of tokens 0..6 with
+S = 3: inputs 0 1 2 with targets 1 2 3, then inputs 3 4 5 with targets 4 5 6.
 """
 
 import logging
@@ -37,12 +37,11 @@ class TokenSequences:
     """The training sequences in a part of a stream, computed on access.
 
     ``sequences[i]`` is ``{"input_ids": (S,), "shift_labels": (S,)}``, int64: shift_labels[j] is the token after
-    input_ids[j], or -100 where there is none (transformers' name for labels that are already shifted).
+    input_ids[j], or -100 if there is none (transformers' name for labels that are already shifted).
 
-    "pack": windows over the whole part; what does not fill a window is dropped. "separate": the same windows, with
-    ``"position_ids": (S,)`` that begin at 0 with the window and with each document in it, whose last token has no
-    target. "cut": windows over each document; its last window is shorter and padded on the right; a document of one
-    token has no target and is dropped.
+    "pack": windows over the whole part; an incomplete window is dropped. "separate": the same windows, with
+    ``"position_ids": (S,)`` that restart at 0 with the window and with each document, whose last token has no target.
+    "cut": windows over each document, the last one padded on the right; a one-token document is dropped.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class TokenSequences:
         documents: DocumentsName,
         pad_token_id: int,
     ) -> None:
-        """Sequences over positions [start, stop) of the stream; a document that crosses the bounds is cut there."""
+        """Make sequences over positions [start, stop) of the stream; documents that cross the bounds are cut."""
         self.sequence_length_tokens = sequence_length_tokens
         self.num_tokens = stop - start
         """Tokens in the part."""
@@ -76,9 +75,9 @@ class TokenSequences:
 
     @property
     def seen_tokens(self) -> float:
-        """The length of one causal document in which a token sees as many keys, half of it, as it does here.
+        """Return the length of one causal document in which a token sees as many keys on average, half of it.
 
-        ``sum(d^2) / sum(d)`` over the documents d of all sequences, where these are separate; else a sequence's length.
+        ``sum(d^2) / sum(d)`` over the documents d of all sequences if these are separate, else the sequence length.
         """
         length, count = self.sequence_length_tokens, len(self)
         if not self._are_separate or not count:
@@ -90,8 +89,9 @@ class TokenSequences:
         return float((documents**2).sum() / documents.sum())
 
     def pairs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The (query, key) pairs of causal attention in some sequences: ``sum(d (d + 1) / 2)`` over the documents d of
-        each where these are separate, else that of a whole sequence. int64, shape of ``indices``.
+        """Count the (query, key) pairs of causal attention in some sequences, per document if these are separate.
+
+        ``sum(d (d + 1) / 2)`` over the documents d, or the whole sequence. int64, shape of ``indices``.
         """
         length = self.sequence_length_tokens
         if not self._are_separate:
@@ -104,7 +104,7 @@ class TokenSequences:
         return found
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Some sequences as one whole batch (B, S)."""
+        """Return some sequences as one whole batch (B, S)."""
         rows = [self[index] for index in indices]
         return {name: torch.stack([torch.from_numpy(row[name]) for row in rows]) for name in rows[0]}
 
@@ -139,26 +139,26 @@ Sequences = TokenSequences | SeenSequences
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What a run trains and is evaluated on; the two share no token."""
+    """The training and evaluation data of a run; the two share no token."""
 
     train: Sequences
     eval: Sequences | None
-    """None where data.eval_fraction is 0, or is not set and there is too little text."""
+    """None if data.eval_fraction is 0, or is not set and there is too little text."""
     stream: TokenStream | Conversations
-    """All tokens of both, or all conversations."""
+    """All tokens, or all conversations, of both."""
     files: dict[str, tuple[int, int]]
-    """Local files that were read, and the size and time of change of each."""
+    """Local files read -> (size, modification time)."""
     num_documents: int
     num_tokens: int
-    """Tokens of all documents, end-of-text tokens included; of conversations, with their padding."""
+    """Tokens of all documents with end-of-text tokens; for conversations, with padding."""
     num_skipped_files: int
     """Files and rows that are not UTF-8, null or empty."""
     num_dropped_tokens: int
-    """Tokens that are in no sequence of train or eval."""
+    """Tokens in no sequence of train or eval."""
 
 
 def build_seen(config: TrainConfig, processor: Any) -> Data:
-    """The sequences of a run on conversations (data.messages): the last ones are held out.
+    """Build the sequences of a run on conversations (data.messages), the last ones held out.
 
     Raises:
         ConfigError: as ``read_conversations``, or there are too few.
@@ -202,14 +202,12 @@ def build_data(
     *,
     vocabulary: int = 1 << 31,
 ) -> Data:
-    """Documents, tokens and sequences of a run, from a scan of its documents where there is one already, for a model of
-    a vocabulary.
+    """Build documents, tokens and sequences of a run for a model with this vocabulary; reuse a scan if given.
 
-    The first call fills the cache of `datasets`; later ones, in this or another process, only map its files. Of the
-    processes of a node, let one call first.
+    The first call fills the cache of `datasets`; later ones only map its files. Let one process per node call first.
 
     Raises:
-        ConfigError: as `scan_documents`, or fewer tokens than one sequence takes, or one that the model lacks.
+        ConfigError: as `scan_documents`, or too few tokens for a sequence, or a token that the model lacks.
     """
     settings = config.data
     scan = scan or scan_documents(settings)
@@ -266,11 +264,10 @@ def build_data(
 
 
 def _eval_start(stream: TokenStream, config: DataConfig) -> int:
-    """Position at which the held-out part starts; it reaches to the end of the stream.
+    """Return the position at which the held-out tail of the stream starts.
 
-    It is the last ceil(fraction x documents) documents, more where these are too short for one sequence. Where there
-    are few documents it is the tail of the stream: ceil(fraction x sequences) sequences, or of "cut" that share of the
-    tokens.
+    It holds the last ceil(fraction x documents) documents, or more if these are too short for one sequence. With few
+    documents it is ceil(fraction x sequences) sequences, or for "cut" that share of the tokens.
     """
     num_tokens, fraction = len(stream), config.eval_fraction
     if not fraction:
@@ -290,5 +287,4 @@ def _eval_start(stream: TokenStream, config: DataConfig) -> int:
 
 
 def _min_tokens(config: DataConfig) -> int:
-    """Fewest tokens that give a sequence."""
     return 2 if config.documents == "cut" else config.sequence_length_tokens + 1

@@ -1,7 +1,6 @@
-"""Text -> tokens: a tokenizer of our own, the tokens of each document, and all of them as one stream.
+"""Text -> tokens: our own tokenizer, the tokens of each document, and all of them as one stream.
 
-Tokens live in Arrow files that are memory-mapped (Hugging Face `datasets`, its cache folder); in memory are only the
-bounds of the documents.
+Tokens live in memory-mapped Arrow files (Hugging Face `datasets` cache); only document bounds are in memory.
 """
 
 import hashlib
@@ -25,9 +24,9 @@ _CACHE_VERSION = 1
 
 
 def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens; any text round-trips; training is deterministic.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens; any text round-trips; training is deterministic.
 
-    `<|endoftext|>` (id 0) closes a document and pads. A short text yields fewer tokens than asked for.
+    `<|endoftext|>` (id 0) closes a document and pads. A short text yields fewer tokens than requested.
 
     Raises:
         ConfigError: vocab_size is below 257, the bytes and `<|endoftext|>`.
@@ -56,12 +55,12 @@ def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerF
 
 
 def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """The tokens of each document: memory-mapped rows with the one column "input_ids" (int32).
+    """Tokenize each document: memory-mapped rows with the one column "input_ids" (int32).
 
-    The tokenizer adds its own special tokens, as it does for inference (Llama: a begin-of-text token), and each
-    document ends with the end-of-text token where the tokenizer has one. Special tokens that are spelt out in the
-    text become these tokens. A document is tokenized as a whole, whatever the tokenizer's model_max_length; that
-    takes about 150 bytes of memory per byte of text, for the longest document or for 8 MiB of shorter ones.
+    The tokenizer adds its own special tokens, as for inference (Llama: begin-of-text), and its end-of-text token, if
+    any, ends each document. Special tokens spelt out in the text become these tokens. A document is tokenized whole,
+    whatever model_max_length says: about 150 bytes of memory per byte of the longest document, or of 8 MiB of shorter
+    ones.
     """
     rows = rows_per_batch(documents)
     return documents.map(
@@ -78,8 +77,8 @@ def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
 class _Encoder:
     """Texts -> token ids, for `Dataset.map`, which names its cache file after the pickle of this object.
 
-    Its pickle is only a digest of what the tokenizer does: a tokenizer's own pickle changes when it is first used, so
-    that a second process, or a second run, would miss the cache.
+    It pickles as a digest of the tokenizer's behaviour: a tokenizer's own pickle changes on first use and would miss
+    the cache.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -116,7 +115,7 @@ def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def refuse_unknown_tokens(stream: "TokenStream", tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
-    """Raise a ConfigError that names a token of the text which was added to the tokenizer and which the model lacks."""
+    """Raise a ConfigError that names a token of the text which was added to the tokenizer and the model lacks."""
     if max(tokenizer.added_tokens_decoder, default=-1) < vocabulary:
         return
     largest = stream.largest()
@@ -128,10 +127,9 @@ def refuse_unknown_tokens(stream: "TokenStream", tokenizer: PreTrainedTokenizerB
 
 
 class TokenStream:
-    """All documents' tokens one after the other: `read(start, stop)` at any position, without loading the rest."""
+    """The concatenated tokens of all documents: `read(start, stop)` at any position without loading the rest."""
 
     def __init__(self, tokens: Dataset) -> None:
-        """Wrap the result of `tokenize`."""
         chunks = [chunk for chunk in column_of(tokens, "input_ids").chunks if len(chunk)]
         # Views of the memory-mapped file, not copies. An Arrow chunk is many documents back to back.
         self._values = [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
@@ -148,26 +146,26 @@ class TokenStream:
         return len(self.document_starts) - 1
 
     def largest(self) -> int:
-        """The largest token; -1 where there is none."""
+        """Return the largest token; -1 for an empty stream."""
         return max((int(values.max()) for values in self._values), default=-1)
 
     def digest(self) -> str:
-        """SHA-256 of all tokens and of where documents begin, as hexadecimal digits: a pass over the mapped file."""
+        """Compute the SHA-256 of all tokens and document starts as hexadecimal digits: a pass over the mapped file."""
         digest = hashlib.sha256(self.document_starts.tobytes())
         for values in self._values:
             digest.update(memoryview(values).cast("B"))
         return digest.hexdigest()
 
     def begins(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Where documents begin in [start, stop), the one that ``start`` cuts with it."""
+        """Return the document starts in [start, stop), including the document that ``start`` cuts."""
         first, last = np.searchsorted(self.document_starts, [start + 1, stop])
         return np.concatenate([[start], self.document_starts[first:last]])
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The tokens at positions [start, stop). int64, (stop - start,).
+        """Read the tokens at positions [start, stop). int64, (stop - start,).
 
         Raises:
-            IndexError: positions outside of the stream.
+            IndexError: positions outside the stream.
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"[{start}, {stop}) is not within a stream of {len(self)} tokens")
@@ -184,5 +182,5 @@ class TokenStream:
 
 
 def starts(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where runs of these lengths begin, back to back, and where the last one ends: [2, 3] -> [0, 2, 5]."""
+    """Return the starts of consecutive runs of these lengths, and the end: [2, 3] -> [0, 2, 5]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

@@ -1,1 +1,1 @@
-"""The folder of a run: whose it is, resuming from it, and what is left in it at the end."""
+"""The folder of a run: its identity, resuming, and the result."""

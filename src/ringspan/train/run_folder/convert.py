@@ -1,4 +1,4 @@
-"""A training checkpoint as a Hugging Face folder, made on one process with the memory of a piece of a tensor."""
+"""Conversion of a checkpoint to a Hugging Face folder, in one process with the memory of a piece of a tensor."""
 
 import json
 import shutil
@@ -35,11 +35,10 @@ def export_checkpoint(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     doing: Callable[[str], None] = lambda what: None,
 ) -> tuple[int, int]:
-    """Write the weights of a run's checkpoint, of its newest one when ``step`` is None, as what ``<run>/model`` would
-    be; its step, and the bytes of the weights.
+    """Export a checkpoint (the newest if ``step`` is None) like ``<run>/model``; return its step and weight bytes.
 
     Raises:
-        ConfigError: the folder is there already, or is none of a run; there is no checkpoint of that step.
+        ConfigError: the folder exists, the run folder is none, or there is no checkpoint of that step.
         CheckpointError: a file is missing, damaged or of another save; or the disk is too small.
     """
     if folder.exists():
@@ -119,7 +118,7 @@ class _Saved:
         self._folder, self._pieces = folder, entry.pieces
 
     def read(self, region: Region) -> Tensor:
-        """A part, from the pieces that it meets."""
+        """Read a part from the pieces that overlap it."""
         result = torch.empty(shape_of(region), dtype=self.dtype)
         for piece in self._pieces:
             here: list[slice] = []

@@ -1,4 +1,4 @@
-"""The result of a run: an ordinary Hugging Face folder, complete or not there at all."""
+"""The result of a run: an ordinary Hugging Face folder, complete or absent."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,12 +29,10 @@ if TYPE_CHECKING:  # it reads text, which folders are written without
 def save_model(
     model: Any, tokenizer: "Tokenizer", folder: Path, dtype: torch.dtype, *, merge: bool = False
 ) -> str | None:
-    """Write the sharded weights into ``folder`` (safetensors, config, tokenizer), which ``from_pretrained`` opens; what
-    went wrong, on every rank, if anything did. Of a model with an adapter, the adapter alone, or the weights with it
-    added to them.
+    """Write weights, config and tokenizer into ``folder`` for ``from_pretrained``; return any error on every rank.
 
-    Every rank calls it; rank 0 writes what they send, a piece of a tensor at a time, into a temporary folder beside it
-    that is then renamed. A folder of that name is replaced. An adapter is added to one tensor after the other.
+    Of a model with an adapter, write the adapter alone, or the weights merged tensor by tensor. Every rank calls it;
+    rank 0 writes the pieces they send into a temporary folder, which is then renamed and replaces one of that name.
     """
     try:
         if is_peft(model) and not merge:
@@ -92,15 +90,13 @@ def _save_adapter(model: Any, tokenizer: "Tokenizer", folder: Path, dtype: torch
 
 
 def _config_of(base: Any) -> PreTrainedConfig:
-    """A copy of a model's config, with the length that it was trained on."""
+    """Copy a model's config, with the length that it was trained on."""
     with as_trained(base):
         return type(base.config).from_dict(base.config.to_dict())
 
 
 def write_configs(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> None:
-    """Write what a model has beside its weights, into a folder without any: transformers removes files of weights that
-    are not its own.
-    """
+    """Write everything but the weights, before them: transformers removes weight files that are not its own."""
     config.dtype = dtype
     with torch.device("meta"):
         plain = auto_class(config, sees=True).from_config(config)
@@ -108,14 +104,14 @@ def write_configs(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) ->
 
 
 def put_beside(scratch: Path, folder: Path) -> None:
-    """Let a complete folder take the place of another one."""
+    """Replace another folder by a complete one."""
     if folder.exists():
         folder.rename(scratch.with_name("replaced"))
     scratch.rename(folder)
 
 
 def model_bytes(model: Any, dtype: torch.dtype, *, is_adapter: bool = False) -> int:
-    """What the whole weights take in a file, tied ones once; of an adapter, its own, which stay in their dtype."""
+    """Compute the file size of the whole weights, tied ones once; of an adapter, its own, which keep their dtype."""
     if is_adapter:
         return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
@@ -123,14 +119,14 @@ def model_bytes(model: Any, dtype: torch.dtype, *, is_adapter: bool = False) -> 
 
 @contextmanager
 def scratch_beside(folder: Path) -> Iterator[Path]:
-    """A folder to fill, in one that is removed afterwards with whatever is left in it."""
+    """Yield a folder to fill inside a temporary one that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.tmp-", dir=folder.parent) as around:
         (inner := Path(around, folder.name)).mkdir()
         yield inner
 
 
 def _together(model: Any, work: Callable[[], None] | Exception | None) -> None:
-    """``voted``, where a disk that is full or memory that is short is a CheckpointError."""
+    """Call ``voted``, with a full disk or short memory as a CheckpointError."""
 
     def attempt() -> None:
         try:

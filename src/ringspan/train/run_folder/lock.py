@@ -6,7 +6,7 @@ from ringspan.core.files.lock import FileLock
 
 
 class RunLock(FileLock):
-    """Held by rank 0 from when it has found, or made, the folder of its run until the run ends."""
+    """The lock that rank 0 holds from when it has found or made the run's folder until the run ends."""
 
     def __init__(self, run: Path) -> None:
         remedy = "wait for it, or choose another with run=..."

@@ -1,4 +1,4 @@
-"""Whose folder a run's is, as the folder says: a new run, one to go on with, or another. Asked without a framework."""
+"""The identity of a run, read from its folder without a framework: a new run, one to resume, or another."""
 
 import json
 import uuid
@@ -26,23 +26,21 @@ _TEXT: Final = ("data.paths", "data.text_field", "data.hub_split", "data.extensi
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Who a run is, as its folder says."""
+    """The identity of a run, as recorded in its folder."""
 
     run_id: str
     is_new: bool
     config: TrainConfig
-    """What was asked for, with the warm-up that the run began with where none is set: its default follows ``steps``,
-    which may grow when a run is resumed."""
+    """The requested settings. An unset warm-up is that of the start: its default follows ``steps``, which may grow."""
     changes: list[str] = field(default_factory=list)
-    """Settings that differ from those it began with, as lines to show."""
+    """Settings that differ from those at the start, as lines to show."""
 
 
 def read_record(config: TrainConfig) -> RunRecord:
-    """Whether ``config.run`` is a new run or one to go on with, as its folder says.
+    """Read the record of ``config.run`` and return it for a new run or one to resume.
 
     Raises:
-        ConfigError: the folder cannot be one of a run, holds something else, or the same run with another seed, model
-            or data.
+        ConfigError: the folder cannot be one of a run, holds something else, or has another seed, model or data.
     """
     run = Path(config.run)
     if reason := why_no_folder(run):
@@ -86,17 +84,13 @@ def read_record(config: TrainConfig) -> RunRecord:
 
 
 def recorded(values: Any) -> tuple[TrainConfig, list[str]]:
-    """The configuration that a run began with, and the keys of it that only another version knows.
-
-    Raises:
-        ConfigError: it is not one.
-    """
+    """Return the configuration that a run began with and its unknown keys; raise ConfigError if it is invalid."""
     unknown: list[str] = []
     return parse_config(_known(values, TrainConfig, "", unknown)), unknown
 
 
 def _known(values: Any, table: type[BaseModel], prefix: str, unknown: list[str]) -> Any:
-    """The values of keys that a table has; the others' names are added to ``unknown``."""
+    """Return the values of known keys; add the names of the others to ``unknown``."""
     if not isinstance(values, dict):
         return values
     kept = {}
@@ -111,11 +105,7 @@ def _known(values: Any, table: type[BaseModel], prefix: str, unknown: list[str])
 
 
 def refuse_finished(config: TrainConfig) -> None:
-    """Raise, before anything is loaded, where the run has come as far as it is asked to.
-
-    Raises:
-        ConfigError: it has, as its folder says; its checkpoints are not opened here.
-    """
+    """Raise ConfigError for a finished run, by its folder and before loading; its checkpoints are not opened."""
     run = Path(config.run)
     try:
         step = int(read_small(run / EXPORTED))
@@ -127,7 +117,7 @@ def refuse_finished(config: TrainConfig) -> None:
 
 
 def finished(config: TrainConfig, step: int) -> ConfigError:
-    """What is said of a run that has come to this step, and has written its model."""
+    """Format the message for a run that has come to this step and written its model."""
     return ConfigError(
         f"{config.run} is finished at step {step}; set steps above {step} to go on (it is {config.steps}), or choose "
         "another folder with run=..."
@@ -140,7 +130,7 @@ def unusable(run: Path, why: str | OSError) -> ConfigError:
 
 
 def differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Each value of nested tables that differs: its dotted name, and both."""
+    """List the differing values of nested tables: dotted name, and both values."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*before, *(key for key in now if key not in before)]:
             yield from differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)

@@ -1,4 +1,4 @@
-"""What a run gives back, by itself: the launcher loads this module after the last step, and nothing slow with it."""
+"""The result of a run, in its own module: the launcher imports it after the last step, and nothing slow with it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass
 class TrainResult:
-    """What a finished run leaves: its folder, the last losses and what it was made of."""
+    """The result of a finished run: its folder, last losses and origin."""
 
     run: str
     model: str
@@ -15,4 +15,4 @@ class TrainResult:
     eval_loss: float | None
     facts: dict[str, Any] = field(default_factory=dict)
     stopped_by: str | None = None
-    """The signal that ended the run early; it goes on when it is started again."""
+    """The signal that ended the run early; starting it again resumes it."""

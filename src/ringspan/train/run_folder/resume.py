@@ -1,4 +1,4 @@
-"""Going on: the folder of a run, from when it is opened, and what a run's state consists of."""
+"""Resuming: opening the folder of a run, and the state of a run."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -28,11 +28,10 @@ from ringspan.train.run_folder.record import RECORD, RunRecord, differences, rea
 
 
 def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
-    """Find out whether ``config.run`` is a new run or one to go on with, and keep others out of that; nothing else is
-    written. All ranks call it.
+    """Find out if ``config.run`` is new or to be resumed, and lock it; write nothing else. All ranks call it.
 
     Raises:
-        ConfigError: as ``read_record``, or some of the text is not there, or the run is being trained; on every rank.
+        ConfigError: as ``read_record``, or text is missing, or the run is being trained; on all ranks.
     """
 
     def find() -> RunRecord:
@@ -46,12 +45,10 @@ def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
 def begin_run(
     config: TrainConfig, record: RunRecord, lock: RunLock, model: Any, tokenizer: Tokenizer, data: Data
 ) -> None:
-    """Make the folder of a new run, or see whether the text and the model's config are still those of one to go on
-    with, on rank 0.
+    """Make the folder of a new run, or check the text and the model's config of a resumed one, on rank 0.
 
     Raises:
-        ConfigError: it cannot be made, another run has begun there, or the text or the config has changed; on every
-            rank.
+        ConfigError: it cannot be made, another run has begun there, or text or config has changed; on all ranks.
     """
     run, facts = Path(config.run), model_facts(model)
 
@@ -91,16 +88,14 @@ def _write_record(run: Path, run_id: str, config: TrainConfig, facts: dict[str, 
 
 
 def model_facts(model: Any) -> dict[str, Any]:
-    """What the files beside a model's weights say that a run depends on, to be recorded as JSON."""
+    """Collect the facts in the model's other files that a run depends on, as JSON."""
     files = {"config.json": model.config, "generation_config.json": getattr(model, "generation_config", None)}
     facts = {name: deciding_fields(config) for name, config in files.items() if config is not None}
     return {"transformers": transformers.__version__, **facts}
 
 
 def first_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first field that a run began with otherwise, with both values; None where there is none. One that only one
-    release of transformers knows is none.
-    """
+    """Describe the first changed field with both values, or None; skip fields of only one transformers release."""
     same_release = before["transformers"] == now["transformers"]
     for name in before.keys() & now.keys() - {"transformers"}:
         for field, old, new in differences(before[name], now[name]):
@@ -110,7 +105,7 @@ def first_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | Non
 
 
 def _on_first_rank(work: Callable[[], Any]) -> Any:
-    """What rank 0 finds, or a ConfigError in its words, on every rank."""
+    """Return rank 0's result, or raise its ConfigError, on every rank."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -125,11 +120,10 @@ def _on_first_rank(work: Callable[[], Any]) -> Any:
 
 
 def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | Part]:
-    """Every tensor that a run goes on with, by name: trained parameters, buffers, and the optimizer's state of each
-    parameter. Parameters that are not trained are those of the model's folder.
+    """Collect the tensors to resume from: trained parameters, buffers, optimizer state. Frozen ones are in the folder.
 
-    A fresh optimizer gets the state that its first step would give it, so that there is something to load into; what a
-    rank holds in host memory is a part of what is split as its weight.
+    A fresh optimizer gets the state of its first step, so that there is something to load into; tensors in host memory
+    are parts of one that is split like its weight.
     """
     _make_state(optimizer)
     parameters: dict[str, Tensor] = {}
@@ -151,9 +145,7 @@ def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make the state that it lacks, by a step of no gradient at a rate of 0, which changes no weight:
-    it alone knows where its moments are, and in how many bits.
-    """
+    """Make the optimizer create its state by a step at rate 0: it alone knows the place and bits of its moments."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -178,7 +170,6 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """This rank's random number generators."""
     state = {"random/cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["random/cuda"] = torch.cuda.get_rng_state(device)
@@ -186,15 +177,13 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def begin_random_numbers(*numbers: int) -> None:
-    """Let random numbers begin anew, a function of these numbers and of the rank: what one rank drops from its tokens
-    says nothing of what another one does.
-    """
+    """Seed the generators from these numbers and the rank, so that ranks drop tokens independently."""
     [seed] = np.random.SeedSequence([*numbers, dist.get_rank()]).generate_state(1)
     torch.manual_seed(int(seed))
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Go on with the random numbers after those of ``random_state``."""
+    """Restore the generators from ``random_state``."""
     torch.set_rng_state(state["random/cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["random/cuda"], device)
@@ -208,12 +197,12 @@ def restore(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> None:
-    """Put model, optimizer and random numbers into the state of a checkpoint that was checked.
+    """Restore model, optimizer and random numbers from a checked checkpoint.
 
-    With another number of ranks, their random numbers begin anew, from the checkpoint's step.
+    On another number of ranks, random numbers are seeded anew from the checkpoint's step.
 
     Raises:
-        CheckpointError: on every rank, when the checkpoint is of another model.
+        CheckpointError: on all ranks, if the checkpoint is of another model.
     """
     tensors = run_state(model, optimizer)
     # What a checkpoint has and the model lacks would be lost without a word. (Each rank's own tensors are named so.)

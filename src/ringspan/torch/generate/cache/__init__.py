@@ -1,1 +1,1 @@
-"""Keys and values of a text, split over a ring: held, quantised, saved."""
+"""Keys and values split over a ring: held, quantised, saved."""

@@ -1,9 +1,6 @@
-"""A cache of keys and values for transformers' ``generate`` that is split over a ring: each rank holds its share.
+"""Cache of keys and values for transformers' ``generate``, split over a ring; states are whole on each rank.
 
-States of layers that have one are whole on each rank.
-
-To transformers it is as long as all ranks' shares together; ``update`` returns this rank's share alone, which attention
-on the ring knows what to do with.
+To transformers it is as long as all shares together; ``update`` returns this rank's share, as ring attention expects.
 """
 
 from collections.abc import Sequence
@@ -25,10 +22,9 @@ from ringspan.torch.layers.decoder import LayerKind
 
 
 class RingCache(Cache):
-    """The keys and values of a sequence, split over the ranks of a ring; make one with ``model.new_cache()``.
+    """Keys and values of a sequence, split over the ranks of a ring; made by ``model.new_cache()``.
 
-    Hand it to ``generate`` as ``past_key_values`` to go on where the last call ended. Every rank has one and treats it
-    alike.
+    Pass it to ``generate`` as ``past_key_values`` to continue the last call. Every rank has one and treats it alike.
     """
 
     layers: list[Any]
@@ -55,43 +51,43 @@ class RingCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank's share takes."""
+        """Return the bytes of this rank's share."""
         keys = sum(rows.nbytes for layer in self.keepers for rows in layer.rows)
         return keys + sum(layer.nbytes for layer in self.stateful)
 
     @property
     def ids(self) -> Tensor:
-        """The tokens that it holds, (B, L), in CPU memory: every rank knows all."""
+        """Return all cached tokens (B, L) in CPU memory, on every rank."""
         return self._ids.tensor[:, 0, :, 0]
 
     @property
     def shifts(self) -> Tensor:
-        """How much further than its number of tokens a text has come with each token, (B, L), in CPU memory.
+        """Return each token's excess of position over its number of tokens (B, L), in CPU memory.
 
-        An image of many tokens takes few positions (M-RoPE); 0 everywhere in other texts.
+        It is 0 without images, whose many tokens take few positions (M-RoPE).
         """
         return self._ids.tensor[:, 0, :, 1]
 
     def last_shifts(self, rows: int) -> Tensor:
-        """That of the last token of each of so many sequences (B, 1), which the cache may hold several times each."""
+        """Return the last token's shift for so many sequences (B, 1), a multiple of the cache's."""
         if not self._ids.count:
             return torch.zeros(rows, 1, dtype=torch.int64)
         return self.shifts[:, -1].reshape(rows, -1)[:, :1]
 
     def keep_ids(self, ids: Tensor, shifts: Tensor | None = None) -> None:
-        """Note new tokens (B, n), which the layers were given, and their shifts where there are any."""
+        """Store new tokens (B, n) given to the layers, and their shifts if any."""
         ids = ids.cpu()
         shifts = torch.zeros_like(ids) if shifts is None else shifts.to(ids)
         self._ids.append(torch.stack((ids, shifts), -1)[:, None])
 
     @property
     def num_sequences(self) -> int | None:
-        """Sequences that it holds; None while it is empty."""
+        """Return the number of sequences; None while empty."""
         return len(self.ids) if self._ids.count else None
 
     @property
     def firsts(self) -> dict[LayerKind, int]:
-        """Of each kind of layer the first position that is still held."""
+        """Return the first position still held, by kind of layer."""
         firsts: dict[LayerKind, int] = {}
         for layer in self.keepers:
             assert layer.kind is not None
@@ -100,7 +96,7 @@ class RingCache(Cache):
 
     @property
     def behind(self) -> list[int]:
-        """Layers that lack keys and values of the last tokens: all have them, unless a pass ended in the middle."""
+        """Return the layers that lack the last tokens: none, unless a pass ended in the middle."""
         return [
             number
             for number, layer in enumerate(self.layers)
@@ -108,10 +104,10 @@ class RingCache(Cache):
         ]
 
     def read_by(self, reader: Reader) -> None:
-        """Say who reads on.
+        """Register the reader of the next tokens.
 
         Raises:
-            UnsupportedError: not whoever read what it holds, or with other weights or adapters.
+            UnsupportedError: it is not the model that read the content, or has other weights or adapters.
         """
         before = self.reader
         if self.shares.length and reader != before:
@@ -127,7 +123,7 @@ class RingCache(Cache):
         self.reader = reader
 
     def check_complete(self) -> None:
-        """Raise an UnsupportedError for a cache that a pass has left in the middle."""
+        """Raise UnsupportedError for a cache left incomplete by a pass."""
         if self._ids.count != self.shares.length:  # noted last of all, when every layer has read them
             behind = ", ".join(map(str, self.behind)) or ("with a state" if self.stateful else "")
             raise UnsupportedError(
@@ -137,7 +133,7 @@ class RingCache(Cache):
             )
 
     def check_updated(self, model_name: str) -> None:
-        """Raise an UnsupportedError for a model that has not added its new keys and values, layer by layer."""
+        """Raise UnsupportedError if the model has not added new keys and values in each layer."""
         if behind := self.behind:
             raise UnsupportedError(
                 f"{model_name} does not generate on a ring: layers {', '.join(map(str, behind))} keep no keys "
@@ -145,22 +141,20 @@ class RingCache(Cache):
             )
 
     def add(self, count: int, *, is_split: bool) -> CustomLayout:
-        """Say that ``count`` new tokens come, and who keeps which."""
+        """Announce ``count`` new tokens and return their layout."""
         return self.shares.split(count) if is_split else self.shares.deal(count)
 
     @property
     def is_linear(self) -> list[bool]:
-        """Of each layer, whether it has a state and no keys, as transformers' masks ask.
+        """Return for each layer, as transformers' masks ask, True if it has a state and no keys.
 
-        False everywhere in a model of such layers alone: ``generate`` would read again what the cache holds.
+        All are False in a model of such layers alone: ``generate`` would reread the cached text.
         """
         linear = [isinstance(layer, StateLayer) and not isinstance(layer, RingLayer) for layer in self.layers]
         return [False] * len(linear) if all(linear) else linear
 
     def reserve(self, length: int) -> None:
-        """Expect ``length`` tokens in all: layers that keep all of them take the place for this rank's share at once,
-        for while keys are moved to a larger place there are two of them.
-        """
+        """Allocate this rank's share of ``length`` tokens at once, since moving keys to a larger place doubles them."""
         share = -(-length // self.shares.ranks) + BLOCK_TOKENS
         for layer in self.keepers:
             if layer.keeps_all:
@@ -168,17 +162,15 @@ class RingCache(Cache):
                     rows.reserve(share)
 
     def activate_past_recording(self) -> None:
-        """Drop nothing until ``crop``, so that the last tokens can be taken back."""
+        """Keep everything until ``crop``, so that the last tokens can be taken back."""
         self.records_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last ``-tokens_to_remove`` tokens. transformers before 5.20 gives the length to keep instead,
-        which is positive.
+        """Remove the last ``-tokens_to_remove`` tokens; positive before transformers 5.20: the length to keep.
 
         Raises:
-            UnsupportedError: more tokens than there are, or a layer has dropped keys of its window that would be seen
-                again, or has a state, out of which no token is taken; or a pass has failed, after which layers lack
-                tokens.
+            UnsupportedError: more tokens than there are, a layer with a state or whose window would need dropped keys,
+                or a cache left incomplete by a failed pass.
         """
         self.check_complete()
         if self.stateful:
@@ -206,14 +198,13 @@ class RingCache(Cache):
             layer.forget()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that layers have seen so far; those of a pass count from the layer that has read them on."""
+        """Return the tokens seen so far; in a pass they count from the layer that has read them."""
         layer = self.layers[layer_idx]
         if layer not in self.keepers:
             layer = next(iter(self.keepers), None)
         return self.shares.length if layer is None else layer.length
 
     def reset(self) -> None:
-        """Forget everything."""
         self.shares, self._ids = Shares(self.shares.ranks), Rows()
         for layer in self.layers:
             layer.reset()
@@ -238,7 +229,7 @@ def _layer(cache: RingCache, kind: LayerKind | None, states: int) -> Any:
 
 
 class RingLayer(CacheLayerMixin):
-    """This rank's share of the keys and values of one layer; without a kind, one that keeps none."""
+    """One rank's keys and values of one layer; without a kind, it keeps none."""
 
     is_croppable = True
     is_compileable = False
@@ -266,10 +257,10 @@ class RingLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keep what this rank is to keep of the new tokens; this rank's share, new tokens included.
+        """Keep this rank's part of the new tokens; return its whole share.
 
         Raises:
-            UnsupportedError: outside of a forward pass of the model that the cache is for.
+            UnsupportedError: called outside a forward pass of the cache's model.
         """
         turn = current_turn()
         if turn is None:
@@ -290,7 +281,7 @@ class RingLayer(CacheLayerMixin):
         return share  # pyright: ignore[reportReturnType]
 
     def fill(self, keys: Tensor, values: Tensor, length: int, first: int) -> None:
-        """Hold this rank's share (B, G, M, D) of a sequence of ``length`` tokens, from position ``first`` on."""
+        """Hold this rank's share (B, G, M, D) of ``length`` tokens, from position ``first`` on."""
         self.lazy_initialization(keys, values)
         for rows, new in zip(self.rows, (keys, values), strict=True):
             rows.append(new)
@@ -298,7 +289,7 @@ class RingLayer(CacheLayerMixin):
         self._cut(0, 0)
 
     def first_seen_after(self, length: int) -> int:
-        """The first position that a token at ``length`` or later can see."""
+        """Return the first position visible to a token at ``length`` or later."""
         if self.kind is None:
             return 0
         if self.kind.window is not None:
@@ -316,12 +307,12 @@ class RingLayer(CacheLayerMixin):
             self.first = first
 
     def take_back(self, count: int) -> None:
-        """Drop the last ``count`` rows of this rank, as far as they are here."""
+        """Drop this rank's last ``count`` rows, as far as present."""
         if self.is_initialized:
             self._cut(0, min(count, self.rows[0].count))
 
     def _held(self, first: int) -> int:
-        """How many of the rows that this layer has are at positions from ``first`` on."""
+        """Return the number of rows at positions from ``first`` on."""
         return self._cache.shares.counts(first)[self._cache.rank]
 
     def _cut(self, first: int, last: int) -> None:
@@ -351,11 +342,11 @@ class RingLayer(CacheLayerMixin):
         self._change(lambda x: x[indices.to(x.device)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise ``UnsupportedError``: the cache crops its layers together."""
+        """Raise UnsupportedError: the cache crops its layers together."""
         raise UnsupportedError("layers of a RingCache are cropped together; call crop of the cache")
 
     def offload(self) -> None:
-        """Raise ``UnsupportedError``: a larger ring holds more."""
+        """Raise UnsupportedError: a larger ring holds more."""
         raise UnsupportedError("a RingCache is not offloaded; use a larger ring, or model.new_cache('int8')")
 
     def _change(self, function: Any) -> None:
@@ -365,7 +356,7 @@ class RingLayer(CacheLayerMixin):
 
 
 class RingStateLayer(StateLayer, RingLayer):
-    """Of a layer that has a state beside its attention (Falcon-H1)."""
+    """Layer with a state beside its attention (Falcon-H1)."""
 
     def __init__(self, cache: RingCache, kind: LayerKind, states: int) -> None:
         self.number_of_states = states  # which its reset asks for

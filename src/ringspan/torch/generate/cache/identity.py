@@ -1,6 +1,4 @@
-"""Which model a cache is of: in memory the model itself and the state of its weights; in a folder what its config says,
-and a fingerprint of its weights that no mesh changes.
-"""
+"""Identity of a cache's model: in memory the object and its weights' state, in a folder config and fingerprint."""
 
 import hashlib
 import json
@@ -26,7 +24,7 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 class Reader(NamedTuple):
-    """The model that has read what a cache holds, and what its keys and values depend on beside the tokens."""
+    """Model that read a cache's content, with all that keys and values depend on beside the tokens."""
 
     model: "weakref.ref[Any]"
     adapters: tuple[str, ...]
@@ -38,9 +36,7 @@ class Reader(NamedTuple):
 @torch.inference_mode(False)
 @torch.no_grad()
 def reader_of(model: Any) -> Reader:
-    """The reader that a model is now, found between two passes. While it generates, its weights may be whole, and it is
-    the one that began to.
-    """
+    """Return the model's reader between passes; while generating, when weights may be whole, the initial one."""
     if (reader := vars(model).get("ring_reader")) is not None:
         return reader
     settle(model)
@@ -54,7 +50,7 @@ def reader_of(model: Any) -> Reader:
 
 
 def _kept_buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The buffers that are saved with the weights of some modules."""
+    """Return the modules' buffers that are saved with weights."""
     with_buffers = ((module._buffers, module._non_persistent_buffers_set) for module in modules if module._buffers)
     return [
         x for buffers, passing in with_buffers for name, x in buffers.items() if name not in passing and x is not None
@@ -62,7 +58,7 @@ def _kept_buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _adapters(modules: Iterable[nn.Module]) -> tuple[str, ...]:
-    """Of each layer of PEFT's which adapters it uses, and how strongly."""
+    """Return the active adapters of each PEFT layer and their strengths."""
     return tuple(_adapter(values) for values in map(vars, modules) if "_disable_adapters" in values)
 
 
@@ -76,7 +72,7 @@ def _adapter(values: Mapping[str, Any]) -> str:
 
 
 def _sample(tensors: Iterable[Tensor]) -> bytes:
-    """The bits of a few numbers of each tensor."""
+    """Return the bits of a few numbers of each tensor."""
     kinds: dict[Any, list[Tensor]] = {}
     for x in tensors:
         if x.numel():
@@ -86,7 +82,7 @@ def _sample(tensors: Iterable[Tensor]) -> bytes:
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """What the config of a model's decoder says, as JSON values, and the adapters that it uses where it has some."""
+    """Return the decoder's config as JSON values, with the adapters in use."""
     values = deciding_fields(model.get_submodule(model.ring_decoder).config)
     if adapters := _adapters(model.modules()):
         values["adapters"] = f"{', '.join(sorted(set(adapters)))} (digest {_digest(adapters)[:8]})"
@@ -94,15 +90,13 @@ def config_of(model: Any) -> dict[str, Any]:
 
 
 def weights_digest(model: Any) -> str:
-    """SHA-256 of sums over the bits of each weight and of each buffer that is saved with them, the same however they
-    are split. Call it on every rank.
-    """
+    """Compute SHA-256 of sums over bits of weights and saved buffers, the same for every split; on every rank."""
     return digest_of([*known_parameters(model), *_kept_buffers(model.modules())], model.ring_mesh)
 
 
 @torch.no_grad()
 def digest_of(parameters: Sequence[Tensor], mesh: Any) -> str:
-    """``weights_digest`` of some weights of a model on a mesh."""
+    """Compute ``weights_digest`` of some weights on a mesh."""
     sums = torch.tensor(
         [_sums(parameter, mesh) for parameter in parameters], dtype=torch.int64, device=mesh.device_type
     )
@@ -122,7 +116,7 @@ def _digest(facts: Any) -> str:
 
 
 def _sums(parameter: Tensor, mesh: Any) -> tuple[int, int]:
-    """Two sums over the bits of what this rank alone has of a parameter: zeros where another rank has the same."""
+    """Compute two sums over the bits that only this rank has of a parameter; zeros for copies."""
     if isinstance(parameter, DTensor):
         coordinate = parameter.device_mesh.get_coordinate() or ()
         copies = [place for place, kind in zip(coordinate, parameter.placements, strict=True) if kind.is_replicate()]

@@ -1,4 +1,4 @@
-"""What a cache in fewer bits costs: the change of the loss on a text."""
+"""Loss change on a text caused by a cache in fewer bits."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,18 +11,18 @@ from ringspan.core.errors import UnsupportedError
 
 
 class CacheCost(NamedTuple):
-    """The same text, scored over a cache in the model's own precision and over one in fewer bits."""
+    """Scores of one text over a cache in the model's precision and one in fewer bits."""
 
     loss: float
     """Mean negative log-probability of the scored tokens."""
     loss_then: float
-    """The same over the other cache."""
+    """Same loss over the other cache."""
     logits_error: float
     """Norm of the change of the last token's logits, by the norm of the logits."""
     cache_bytes: int
-    """That this rank's share takes."""
+    """Bytes of this rank's share."""
     cache_bytes_then: int
-    """The same of the other cache."""
+    """Bytes of this rank's share of the other cache."""
 
     @property
     def perplexity(self) -> float:
@@ -35,10 +35,10 @@ class CacheCost(NamedTuple):
 
 @torch.no_grad()
 def cache_cost(model: Any, ids: Tensor, dtype: str, scored: int) -> CacheCost:
-    """Read all but the last ``scored`` + 1 tokens of ids (B, L) into a cache of each kind, and score the last over it.
+    """Read all but the last ``scored`` + 1 tokens of ids (B, L) into both caches, and score the last over each.
 
     Raises:
-        UnsupportedError: the text has no token to read before those that are scored; on every rank alike.
+        UnsupportedError: no token precedes the scored ones; on every rank alike.
     """
     if ids.ndim != 2 or not 1 <= scored <= ids.shape[1] - 2:
         raise UnsupportedError(f"scored={scored} of {tuple(ids.shape)} tokens: at least one must be read, one scored")

@@ -1,8 +1,7 @@
-"""Keys or values in 8 or 4 bits, one scale per head and block of tokens. B batch, G heads, M tokens, D size, K blocks.
+"""Keys or values in 8 or 4 bits, one scale per head and block. B batch, G heads, M tokens, D size, K blocks.
 
-``x ~ scale * code`` with ``scale = max |x| / largest code`` over the 64 tokens of a block and the numbers of a head.
-The last 64 tokens at least keep the model's precision, until 64 more have come: so a few can be taken back, and nothing
-is rounded twice.
+``x ~ scale * code`` with ``scale = max |x| / largest code`` over a block's 64 tokens and a head's numbers. At least the
+last 64 tokens keep full precision: a few can be taken back, and nothing is rounded twice.
 """
 
 from collections.abc import Callable
@@ -20,18 +19,18 @@ _LARGEST: Final = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 
 
 def new_rows(dtype: str | None) -> "Rows | QuantisedRows":
-    """Empty rows that are held in a dtype of ``CACHE_DTYPE_NAMES``; in that of what is added when None."""
+    """Return empty rows held in a dtype of ``CACHE_DTYPE_NAMES``; in that of the added rows when None."""
     return QuantisedRows(dtype) if dtype in _LARGEST else Rows(None if dtype is None else getattr(torch, dtype))
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raise a ConfigError for a dtype that no cache has."""
+    """Raise ConfigError for an unknown cache dtype."""
     if dtype is not None and dtype not in CACHE_DTYPE_NAMES:
         raise ConfigError(f"the dtype of a cache must be one of {', '.join(CACHE_DTYPE_NAMES)} or None, got {dtype!r}")
 
 
 class QuantisedRows:
-    """What ``Rows`` is, in fewer bits."""
+    """Quantised version of ``Rows``."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
@@ -40,7 +39,6 @@ class QuantisedRows:
         self._skipped = 0  # tokens of the first block that were dropped
 
     def reserve(self, count: int) -> None:
-        """Take place for ``count`` rows when the next ones do not fit, so that so many need not be moved again."""
         self._codes.reserve(count // BLOCK * self._rows_per_block)
         self._scales.reserve(count // BLOCK)
 
@@ -50,12 +48,12 @@ class QuantisedRows:
 
     @property
     def stored(self) -> Tensor:
-        """What the rows are kept as: the codes of the blocks, or all rows while none is complete."""
+        """Return the codes of blocks, or all rows while no block is complete."""
         return (self._codes if self._codes.count else self._tail).stored
 
     @property
     def tensor(self) -> Tensor:
-        """All rows so far, computed anew each time."""
+        """Return all rows, recomputed at each call."""
         tail = self._tail.tensor
         if not self._scales.count:
             return tail
@@ -63,11 +61,9 @@ class QuantisedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are taken, room included."""
         return self._codes.nbytes + self._scales.nbytes + self._tail.nbytes
 
     def append(self, new: Tensor) -> None:
-        """Add rows (B, G, n, D) behind the others."""
         self._tail.append(new)
         full = (self._tail.count - BLOCK) // BLOCK
         if full > 0:
@@ -77,7 +73,6 @@ class QuantisedRows:
             self._tail.cut(full * BLOCK, 0)
 
     def cut(self, first: int, last: int) -> None:
-        """Drop the ``first`` rows at the beginning and the ``last`` ones at the end."""
         if last > self._tail.count:
             self._reopen(-(-(last - self._tail.count) // BLOCK))
         self._tail.cut(0, last)
@@ -91,12 +86,11 @@ class QuantisedRows:
             self._skipped = 0
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace what is held by a function of it that leaves dimension 2 as it is."""
         for rows in (self._codes, self._scales, self._tail):
             rows.change(function)
 
     def _reopen(self, blocks: int) -> None:
-        """Put the last blocks back into the tail; they are rounded again when it has grown past them."""
+        """Put the last blocks back into the tail, to be rounded again when it has outgrown them."""
         first = self._scales.count - blocks
         assert first >= 0, "no more is cut than there is"
         rows, old = self._decoded(first), self._tail.tensor
@@ -106,13 +100,13 @@ class QuantisedRows:
         self._tail.append(torch.cat((rows, old), 2))
 
     def _decoded(self, first: int) -> Tensor:
-        """The rows of the blocks from ``first`` on."""
+        """Return the rows of blocks from ``first`` on."""
         codes = self._codes.tensor[:, :, first * self._rows_per_block :]
         return decoded(codes, self._scales.tensor[:, :, first:], self._dtype).to(self._tail.tensor.dtype)
 
 
 def encoded(rows: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
-    """Codes (B, G, K * 64, D), in 4 bits (B, G, K * 32, D), and scales (B, G, K, 1) of rows (B, G, K * 64, D)."""
+    """Encode rows (B, G, K * 64, D) as codes of that shape, in 4 bits (B, G, K * 32, D), and scales (B, G, K, 1)."""
     blocks = rows.float().unflatten(2, (-1, BLOCK))
     scales = blocks.abs().amax((3, 4), keepdim=True) / _LARGEST[dtype]
     codes = blocks / scales.masked_fill(scales == 0, 1)
@@ -127,7 +121,7 @@ def encoded(rows: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
 
 
 def decoded(codes: Tensor, scales: Tensor, dtype: str) -> Tensor:
-    """The rows (B, G, K * 64, D) of codes and scales, in float32."""
+    """Decode to float32 rows (B, G, K * 64, D)."""
     blocks = codes.unflatten(2, (scales.shape[2], -1))
     if dtype == "fp8":
         numbers = blocks.view(torch.float8_e4m3fn).float()

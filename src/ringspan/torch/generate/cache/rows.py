@@ -1,4 +1,4 @@
-"""Keys or values of one layer on one rank, which grow by a few tokens at a time. B batch, G heads, M tokens, D size."""
+"""Growing keys or values of one layer on one rank. B batch, G heads, M tokens, D size."""
 
 from collections.abc import Callable
 from typing import Final
@@ -10,7 +10,7 @@ _ROOM_TOKENS: Final = 64  # kept free when rows are copied to a larger place, so
 
 
 class Rows:
-    """A tensor (B, G, M, D) that grows at its end and is cut at both."""
+    """Tensor (B, G, M, D) that grows at its end and is cut at both."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._held_as = dtype  # that of what is added when None
@@ -20,7 +20,7 @@ class Rows:
         self._reserved = 0
 
     def reserve(self, count: int) -> None:
-        """Take place for ``count`` rows when the next ones do not fit, so that so many need not be moved again."""
+        """Allocate ``count`` rows when the next ones do not fit, to avoid repeated moves."""
         self._reserved = max(self._reserved, count)
 
     @property
@@ -29,22 +29,22 @@ class Rows:
 
     @property
     def tensor(self) -> Tensor:
-        """All rows so far, in the dtype in which they were added."""
+        """Return all rows in the dtype they were added in."""
         return self.stored.to(self._dtype)
 
     @property
     def stored(self) -> Tensor:
-        """What the rows are kept as."""
+        """Return the rows as stored."""
         assert self._place is not None, "nothing was added yet"
         return self._place[:, :, self._first : self._end]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are taken, room included."""
+        """Return the allocated bytes, room included."""
         return 0 if self._place is None else self._place.nbytes
 
     def append(self, new: Tensor) -> None:
-        """Add rows (B, G, n, D) behind the others."""
+        """Append rows (B, G, n, D)."""
         self._dtype = new.dtype
         new = new if self._held_as is None else new.to(self._held_as)
         if self._place is None or self._end + new.shape[2] > self._place.shape[2]:
@@ -54,7 +54,7 @@ class Rows:
         self._end += new.shape[2]
 
     def cut(self, first: int, last: int) -> None:
-        """Drop the ``first`` rows at the beginning and the ``last`` ones at the end."""
+        """Drop ``first`` rows at the beginning and ``last`` at the end."""
         self._first += first
         self._end -= last
         if self._place is not None and self._first > max(self.count, _ROOM_TOKENS):  # the larger part is waste
@@ -62,7 +62,7 @@ class Rows:
             self._place, self._first, self._end = _with_room(kept, kept.shape[2]), 0, kept.shape[2]
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace what is held by a function of it that leaves dimension 2 as it is."""
+        """Apply a function that keeps dimension 2."""
         if self._place is not None:
             self._place = function(self._place)
 
@@ -73,7 +73,6 @@ class Rows:
 
 
 def _with_room(rows: Tensor, count: int) -> Tensor:
-    """A place for ``count`` rows, with those that there are in it."""
     tokens = -(-count // _ROOM_TOKENS) * _ROOM_TOKENS
     place = torch.empty((*rows.shape[:2], tokens, rows.shape[3]), dtype=rows.dtype, device=rows.device)
     place[:, :, : rows.shape[2]] = rows

@@ -1,7 +1,7 @@
-"""A cache in a folder: each rank's share as safetensors and a signed manifest, read back onto any number of ranks.
+"""Saved caches: each rank's share as safetensors and a signed manifest, loadable onto any number of ranks.
 
-A save writes into ``NAME.tmp-new`` and renames that when all ranks have written. B batch, G key/value heads of a rank,
-M tokens of a rank, D head size, L tokens of the whole sequence.
+A save writes ``NAME.tmp-new`` and renames it when all ranks have written. B batch, G key/value heads of a rank, M
+tokens of a rank, D head size, L tokens of the whole sequence.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class _Record(BaseModel):
 
 
 class SavedLayer(_Record):
-    """What is held of a layer: its tokens from position ``first`` on."""
+    """Saved content of a layer: its tokens from position ``first`` on."""
 
     first: NonNegativeInt
     heads: PositiveInt
@@ -54,7 +54,7 @@ class SavedLayer(_Record):
 
 
 class SavedShare(_Record):
-    """The file of one rank: of each layer the keys and values at ``runs`` from the layer's first position on."""
+    """File of one rank: each layer's keys and values at ``runs`` from the layer's first position on."""
 
     file: str = Field(pattern=r"^rank_\d+\.safetensors$")
     bytes: NonNegativeInt
@@ -64,7 +64,7 @@ class SavedShare(_Record):
 
 
 class SavedCache(_Record):
-    """What ``manifest.json`` of a cache says."""
+    """Content of a cache's ``manifest.json``."""
 
     format: Literal["ringspan cache 1"] = "ringspan cache 1"
     model: str
@@ -82,7 +82,7 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
     """Write a cache into a new folder; every rank calls it.
 
     Raises:
-        UnsupportedError: the cache is not of this model, empty, or left in the middle by a pass that failed.
+        UnsupportedError: the cache is not of this model, empty, or left incomplete by a failed pass.
         CheckpointError: the folder exists, or cannot be written; on every rank.
         PeerMismatch: replicas have caches of different tokens.
     """
@@ -120,7 +120,7 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
 
 
 def load(model: Any, folder: str | Path, cache: RingCache) -> RingCache:
-    """Fill an empty cache of a model with a saved one, of which each rank reads what it is to hold.
+    """Fill an empty cache from a saved one; each rank reads its own part.
 
     Raises:
         CheckpointError: a file is missing, damaged or cut, or the cache is another model's; on every rank.
@@ -137,7 +137,7 @@ def load(model: Any, folder: str | Path, cache: RingCache) -> RingCache:
 
 
 def _vote(model: Any, name: str, folder: Path, work: Callable[[], dict[str, Any] | None]) -> None:
-    """Do something on each rank; raise on all of them what went wrong on any, or what they should have alike."""
+    """Run work on each rank; raise on all if it fails on any or their results differ."""
     try:
         call = Call(name, work() or {})
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
@@ -148,7 +148,7 @@ def _vote(model: Any, name: str, folder: Path, work: Callable[[], dict[str, Any]
 
 
 def _axis(mesh: Any, name: str) -> tuple[int, int]:
-    """This rank on an axis that a mesh may lack, and the ranks there."""
+    """Return this rank's index on an axis and its size, also if the mesh lacks it."""
     return (mesh[name].get_local_rank(), mesh[name].size()) if name in mesh.mesh_dim_names else (0, 1)
 
 
@@ -178,7 +178,6 @@ def _make(scratch: Path) -> None:
 
 
 def _write(folder: Path, cache: RingCache, number: int, tp: int) -> SavedShare:
-    """Write the share of this rank."""
     path = folder / f"rank_{number:05d}.safetensors"
     tensors = {
         f"{index}.{half}": rows.tensor.cpu().contiguous()
@@ -214,7 +213,7 @@ def _finish(scratch: Path, target: Path, saved: SavedCache) -> None:
 
 
 def _check(model: Any, folder: Path, manifests: list[SavedCache]) -> dict[str, Any]:
-    """Read the manifest, and verify this rank's part of the files: the ranks share the reading."""
+    """Read the manifest and verify this rank's part of the files."""
     path = folder / MANIFEST
     values = read_signed(path, "not a cache that was saved to its end")
     try:
@@ -276,11 +275,7 @@ def _fill(model: Any, folder: Path, saved: SavedCache, cache: RingCache) -> None
 
 
 def _fill_ids(model: Any, folder: Path, file: Any, cache: RingCache) -> None:
-    """Note the tokens of a saved cache, and how far the text has come with each.
-
-    Raises:
-        CheckpointError: it has images whose positions the rest of the text needs, and was saved when none were kept.
-    """
+    """Store a saved cache's tokens and shifts; raise CheckpointError if old files lack the shifts of their images."""
     ids = file.get_tensor("ids")
     shifts = file.get_tensor("shifts") if "shifts" in file.keys() else None  # noqa: SIM118 (a file, not a dict)
     kinds = model.ring_media.modalities if has_grid_positions(model) else ()
@@ -295,7 +290,7 @@ def _fill_ids(model: Any, folder: Path, file: Any, cache: RingCache) -> None:
 def _gathered(
     opened: Callable[[str], Any], saved: SavedCache, name: str, entry: SavedLayer, held: Runs, heads: slice
 ) -> Tensor:
-    """Keys or values (B, G, M, D) of a layer at some runs and heads, out of all shares that have any of them."""
+    """Collect keys or values (B, G, M, D) of some runs and heads from all shares."""
     size = entry.sizes[_HALVES.index(name.partition(".")[2])]
     num_tokens = sum(count for _, count in held)
     result = torch.empty(saved.sequences, heads.stop - heads.start, num_tokens, size, dtype=getattr(torch, entry.dtype))
@@ -316,7 +311,7 @@ def _gathered(
 
 
 def _meetings(one: Runs, other: Runs) -> Iterator[tuple[int, int, int]]:
-    """Of two lists of runs what they have in common: (row in the one, row in the other, count)."""
+    """Yield the overlaps of two lists of runs: (row in the one, row in the other, count)."""
     here = 0
     for start, count in one:
         there = 0

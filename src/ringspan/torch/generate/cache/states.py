@@ -1,4 +1,4 @@
-"""States and convolutions of layers in a cache: whole on every rank, since they do not grow.
+"""Cached states and convolutions, whole on every rank since they do not grow.
 
 B batch, C channels, T local tokens, K taps of a convolution.
 """
@@ -17,10 +17,10 @@ from ringspan.torch.recurrence.current import current_pass
 
 
 class StateLayer(LinearAttentionLayer):
-    """The last inputs of a layer's convolutions and its states, the same on every rank of a ring.
+    """Convolutions' last inputs and states of a layer, the same on every rank of a ring.
 
-    A new token's are transformers' own affair, on every rank alike. Of several, each rank computes its own, and what
-    comes before and after them is exchanged.
+    A single new token is left to transformers on every rank. Of several, each rank computes its own and exchanges the
+    edges.
     """
 
     is_croppable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
@@ -28,7 +28,6 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the states take."""
         return sum(x.nbytes for x in self._held)
 
     @property
@@ -38,10 +37,10 @@ class StateLayer(LinearAttentionLayer):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> Tensor:
-        """Keep the last inputs of all new tokens, of which this rank has (B, C, T); these, for the convolution.
+        """Keep the last inputs of all new tokens, of which this rank has (B, C, T); return them for the convolution.
 
         Raises:
-            UnsupportedError: outside of a forward pass of the model that the cache is for.
+            UnsupportedError: called outside a forward pass of the cache's model.
         """
         turn, sequences = current_turn(), current_pass()
         if turn is None or sequences is None or sequences.before is None:
@@ -60,7 +59,6 @@ class StateLayer(LinearAttentionLayer):
         return conv_states
 
     def reset(self) -> None:
-        """Forget everything."""
         LinearAttentionLayer.__init__(self, self.number_of_states)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -78,7 +76,7 @@ class StateLayer(LinearAttentionLayer):
 
 
 def _last_inputs(x: Tensor, count: int, turn: Turn) -> Tensor:
-    """The last ``count`` inputs of all new tokens, fewer where there are fewer, on every rank."""
+    """Return the last ``count`` or fewer inputs of all new tokens, on every rank."""
     if not turn.is_split:
         return x[..., -count:]
     tokens = turn.new.length - turn.start

@@ -1,9 +1,6 @@
-"""Modules that treat each token by itself, in blocks of tokens: what they compute in between never exists whole.
+"""Token-wise modules run in blocks of tokens, so that their intermediates never exist whole.
 
-B batch, T local tokens, C hidden size.
-
-Such a module can run on a block of tokens at a time and again, a block at a time, in backward: it keeps its input
-(T x C) instead of everything in between.
+Blocks are computed again in backward: only the input (T x C) is kept. B batch, T local tokens, C hidden size.
 """
 
 import copy
@@ -31,10 +28,10 @@ def run_in_blocks(
     from_tokens: int = 0,
     recorder: RouterRecorder | None = None,
 ) -> None:
-    """Run modules that treat each token by itself on ``chunk_tokens`` tokens at a time, forward and backward, in place.
+    """Run token-wise modules on ``chunk_tokens`` tokens at a time, forward and backward, in place.
 
-    What they did before this, they do in each block, and to fewer than ``from_tokens`` tokens all at once. ``option``
-    is what the user calls ``chunk_tokens``. ``recorder`` gets the scores of routers in them, of all tokens.
+    Fewer than ``from_tokens`` tokens run at once. ``option`` is the user's name of ``chunk_tokens``. ``recorder`` gets
+    the routers' scores of all tokens.
 
     Raises:
         ConfigError: ``chunk_tokens`` below one.
@@ -52,7 +49,7 @@ def run_in_blocks(
 
 
 def kind_of(module: nn.Module) -> Any:
-    """Equal for modules that share their code, shapes, dropout and hooks: trying one of them is enough."""
+    """Return a key equal for modules with the same code, shapes, dropout and hooks: trying one of them is enough."""
     shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
     rates = tuple(dropout.p for dropout in module.modules() if isinstance(dropout, nn.Dropout))
     code = tuple((type(part), id(vars(part).get("forward")), hooks_of(part)) for part in module.modules())
@@ -61,11 +58,10 @@ def kind_of(module: nn.Module) -> Any:
 
 @torch.no_grad()
 def mixes_tokens(module: nn.Module, size: int, *, gives: int | None = None, trains: bool = True) -> str:
-    """Try the module on tokens together, again, apart, in another order and all alike: why it cannot run in blocks, or
-    nothing.
+    """Return the reason why a module cannot run in blocks, found by trying tokens in several arrangements; or nothing.
 
-    It takes hidden states of ``size`` and gives the same, or ``gives`` numbers per token, of any type then. It is tried
-    as it trains, or as it evaluates.
+    It maps hidden states of ``size`` to ``size``, or ``gives``, numbers per token; tried in training or evaluation
+    mode.
     """
     with filled(module):
         return _why_mixed(module, size, gives, trains=trains)
@@ -111,9 +107,7 @@ def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool)
 
 @contextmanager
 def _mode(module: nn.Module, trains: bool) -> Iterator[None]:
-    """While this context is active the module trains, or not; its modes, its buffers (a spectral norm's vectors change
-    in training) and the random numbers to come are as they were.
-    """
+    """Set the training mode temporarily; restore modes, buffers (spectral norm changes its own) and random state."""
     modes = [(part, part.training) for part in module.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     device = next(module.parameters()).device
@@ -129,7 +123,7 @@ def _mode(module: nn.Module, trains: bool) -> Iterator[None]:
 
 
 class Blockwise:
-    """What ``run_in_blocks`` adds to a module's class."""
+    """Mixin that ``run_in_blocks`` adds to a module's class."""
 
     chunk_tokens: int
     chunk_option: str
@@ -137,10 +131,10 @@ class Blockwise:
     chunk_recorder: RouterRecorder | None
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """(B, T, C) -> (B, T, C), a block of the B x T tokens at a time.
+        """Map (B, T, C) to (B, T, C), a block of the B x T tokens at a time.
 
         Raises:
-            UnsupportedError: more arguments than the hidden states, which no block could be given its part of.
+            UnsupportedError: arguments other than the hidden states, which cannot be split into blocks.
         """
         whole: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         chunk, recorder = self.chunk_tokens, self.chunk_recorder
@@ -172,18 +166,17 @@ class Blockwise:
 
 
 class _Recomputed(torch.autograd.Function):
-    """Passes hidden states through, and in backward computes the blocks again for their gradients.
+    """Identity on hidden states that recomputes the blocks in backward.
 
-    The computation is an operation of its own (``_Computed``) behind this one, so that what is kept is kept before it:
-    the recomputation of a checkpointed layer ends with the last tensor that it keeps, which in most models is what goes
-    into the feed-forward, and that then runs twice in all, not three times.
+    The computation is a separate operation (``_Computed``) behind this one. A checkpointed layer's recomputation ends
+    at its last kept tensor, usually the feed-forward's input, so the feed-forward runs twice, not three times.
     """
 
     @staticmethod
     def forward(
         ctx: Any, run: Any, chunk_tokens: int, module: Any, scores: tuple[int, int], hidden: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        """Also one place for each router's scores (T, E), through which their gradient comes back; without memory."""
+        """Return also a memoryless placeholder for each router's scores (T, E), which carries their gradient back."""
         ctx.save_for_backward(hidden)
         ctx.run, ctx.chunk_tokens, ctx.module = run, chunk_tokens, module
         ctx.autocast = autocast_now(hidden.device.type)
@@ -222,7 +215,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _Computed(torch.autograd.Function):
-    """Computes the blocks and keeps nothing: its gradients go to ``_Recomputed`` as they are."""
+    """Computation of the blocks that keeps nothing and passes its gradients on to ``_Recomputed``."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, chunk_tokens: int, hidden: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
@@ -242,10 +235,9 @@ class _Computed(torch.autograd.Function):
 
 
 def accumulate(sums: list[Tensor | None], parts: list[Tensor | None], *others: Tensor) -> None:
-    """Add each part to its sum, which is at least float32; an expert that no token of a block chose has no part.
+    """Add each part to its sum, at least float32; a part is None for an expert that no token chose.
 
-    A first part becomes the sum, and is copied where it shares memory with another part (the gradients of ``a + b``
-    are one tensor) or with ``others``.
+    A first part becomes the sum, copied if it shares memory with another part (gradients of ``a + b``) or ``others``.
     """
     memories = [_memory(tensor) for tensor in (*parts, *others) if tensor is not None]
     for index, part in enumerate(parts):

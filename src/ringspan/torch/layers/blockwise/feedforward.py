@@ -1,9 +1,9 @@
-"""The feed-forward in blocks of tokens, found in any Hugging Face model: its intermediates never exist whole.
+"""Feed-forwards in blocks of tokens, for any Hugging Face model, so that their intermediates never exist whole.
 
 B batch, T local tokens, C hidden size, F intermediate size.
 
-Attention mixes tokens and everything else in a layer does not, so a feed-forward can run on a block of tokens at a time
-and again, a block at a time, in backward: it keeps its input (T x C) instead of everything in between (several T x F).
+A feed-forward treats tokens separately, so it can run block by block, and again in backward: it keeps its input (T x C)
+instead of several intermediates (T x F).
 Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context Models", section 3.
 """
 
@@ -26,11 +26,10 @@ _log: Final = logging.getLogger(__name__)
 
 
 def free_feedforwards(model: PreTrainedModel, *, checkpointed: bool, logs: bool = True) -> list[nn.Module]:
-    """The feed-forwards, where running them in blocks of ``FREE_CHUNK_TOKENS`` costs next to nothing; else none.
+    """Return the feed-forwards if running them in blocks of ``FREE_CHUNK_TOKENS`` is nearly free; else none.
 
-    A checkpointed layer computes its feed-forward again in any case, once, unless it keeps something that comes behind
-    it, such as the input of a norm: then blocks would be computed a third time. Why a checkpointed model goes without
-    is said in the log where ``logs``.
+    A checkpointed layer recomputes its feed-forward once anyway, unless it keeps a tensor after it (a norm's input):
+    then blocks would be computed a third time. The reason for declining is logged if ``logs``.
     """
     if not checkpointed:
         return []
@@ -48,12 +47,11 @@ def free_feedforwards(model: PreTrainedModel, *, checkpointed: bool, logs: bool 
 
 
 def chunk_feedforwards(model: PreTrainedModel, chunk_tokens: int) -> None:
-    """Run the feed-forward of every decoder layer on ``chunk_tokens`` tokens at a time, forward and backward, in place.
+    """Run every decoder layer's feed-forward on ``chunk_tokens`` tokens at a time, both passes, in place.
 
-    A feed-forward is what a layer calls with its hidden states (B, T, C) alone, gets the same shape from, and what
-    treats each token by itself. The last is tried out, on made-up tokens: alone, in another order, and all at once must
-    give the same. MLPs, gated MLPs and mixtures of experts that drop no token pass; what a mixture returns beside its
-    hidden states (a router's scores) becomes None. For its auxiliary loss scores are recorded in the blocks.
+    A feed-forward takes hidden states (B, T, C) alone, keeps their shape and treats tokens separately; the last is
+    tried out on made-up tokens. MLPs, gated MLPs and mixtures of experts that drop no token pass. A mixture's second
+    output (router scores) becomes None; scores for its auxiliary loss are recorded in the blocks.
 
     Raises:
         ConfigError: ``chunk_tokens`` below one.
@@ -63,10 +61,10 @@ def chunk_feedforwards(model: PreTrainedModel, chunk_tokens: int) -> None:
 
 
 def find_feedforwards(model: PreTrainedModel) -> list[nn.Module]:
-    """The feed-forward of each decoder layer, in order; see ``chunk_feedforwards``.
+    """Return each decoder layer's feed-forward, in order; see ``chunk_feedforwards``.
 
     Raises:
-        UnsupportedError: a layer has none; the message says what each of its submodules lacks.
+        UnsupportedError: a layer has none; the message says why each submodule is excluded.
     """
     decoder = decoder_of(model)
     verdicts: dict[Any, str] = {}  # layers of one kind share their code: one of each is tried
@@ -94,7 +92,7 @@ def find_feedforwards(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _why_not(module: nn.Module, size: int) -> str:
-    """What keeps a submodule from being a feed-forward that can run in chunks; empty when nothing does."""
+    """Return the reason why a submodule cannot run in blocks as a feed-forward; empty if it can."""
     if not any(p.ndim > 1 for p in module.parameters()):
         return "has no matrices"
     if isinstance(module, nn.Linear):
@@ -114,14 +112,13 @@ def _why_not(module: nn.Module, size: int) -> str:
 
 
 class _Tried(Exception):
-    """Ends a trial behind the first layer."""
+    """Signal that ends a trial after the first layer."""
 
 
 def _why_not_free(model: PreTrainedModel, feedforwards: list[nn.Module]) -> str:
-    """Run the first layer, as its model does, on two tokens: what makes blocks dear or impossible; empty for nothing.
+    """Return the reason why blocks are expensive or impossible, found by running the first layer; empty if none.
 
-    A layer is computed again up to the last tensor that it keeps: as long as none comes behind its feed-forward, that
-    one's result is not needed again.
+    A layer is recomputed up to the last tensor it keeps; if none follows its feed-forward, blocks cost nothing extra.
     """
     decoder = decoder_of(model)
     layers = [*layers_of(decoder).values()]

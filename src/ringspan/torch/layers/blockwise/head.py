@@ -1,8 +1,7 @@
-"""Heads: one that is its weight goes through the blockwise loss; any other is called, a block of tokens at a time.
+"""Heads: a plain weight uses the blockwise loss; any other head is called on blocks of tokens.
 
-An adapter, a hook, a parametrization or a forward of its own makes a head more than its weight. Such a head is called
-for the logits of a block, and again in backward, so that all of them never exist whole and every parameter that it uses
-gets its gradient, wherever it lives.
+An adapter, hook, parametrization or custom forward makes a head more than its weight. Such a head is called for each
+block, and again in backward: full logits never exist, and every parameter it uses gets its gradient.
 
 T local tokens, C hidden size, V vocabulary, n tokens of a block.
 """
@@ -27,28 +26,26 @@ from ringspan.torch.layers.packed import is_packed
 
 
 def head_of(model: Any) -> nn.Module:
-    """What makes logits of hidden states in a model on a ring: its output embedding, or the modules behind its decoder
-    that end in it (BERT).
-    """
+    """Return the head of a model on a ring: its output embedding, or the modules after the decoder ending in it."""
     parts = [model.get_submodule(name) for name in model.ring_head_parts]
     return joined(parts) if parts else model.get_output_embeddings()
 
 
 def joined(parts: Sequence[nn.Module]) -> nn.Module:
-    """Modules one after the other, as one."""
+    """Return the modules as one sequential module."""
     return parts[0] if len(parts) == 1 else nn.Sequential(*parts)
 
 
 def is_its_weight(head: nn.Module) -> bool:
-    """Whether a head computes ``hidden @ weight.T + bias`` and nothing else."""
+    """Return True if a head computes exactly ``hidden @ weight.T + bias``."""
     return computes_as(head, nn.Linear) and not is_packed(head.weight)  # pyright: ignore[reportArgumentType]
 
 
 def input_size(head: nn.Module) -> int:
-    """C of a head: its own, or that of the linear layer inside of it.
+    """Return C of a head: its own, or that of its inner linear layer.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: the head has neither.
     """
     linear = next((part for part in head.modules() if isinstance(part, nn.Linear)), None)
     if linear is None:
@@ -58,7 +55,7 @@ def input_size(head: nn.Module) -> int:
 
 @torch.no_grad()
 def output_size(head: nn.Module) -> int:
-    """V of a head."""
+    """Return V of a head."""
     if is_its_weight(head):
         return head.weight.shape[0]  # pyright: ignore[reportIndexIssue, reportReturnType]
     like = example_of(head)
@@ -79,7 +76,7 @@ def refuse_mixing(head: nn.Module) -> None:
 
 
 def refuse_blocks_of_vocabulary(head: nn.Module, chunk_vocabulary: int | None) -> None:
-    """Raise an UnsupportedError when a head that gives all of its logits should give some."""
+    """Raise UnsupportedError if a called head, which gives all of its logits, is asked for blocks of the vocabulary."""
     if chunk_vocabulary is not None and not is_its_weight(head):
         raise UnsupportedError(
             f"loss_chunk_vocabulary={chunk_vocabulary} needs a head that is its weight alone; this one "
@@ -88,26 +85,25 @@ def refuse_blocks_of_vocabulary(head: nn.Module, chunk_vocabulary: int | None) -
 
 
 def kind_of_head(head: nn.Module) -> Any:
-    """Another one after a hook came or a forward was set, wherever in the head."""
+    """Return a key of a head that changes when any hook or forward in it changes."""
     return tuple((forward_of(part), hooks_of(part)) for part in head.modules())
 
 
 def called_cross_entropy(
     hidden: Tensor, head: nn.Module, targets: Tensor, options: LossOptions, reduction: ReductionName = "sum"
 ) -> Tensor:
-    """``blockwise_cross_entropy`` of ``head(hidden)``, by calling the head on ``chunk_tokens`` tokens at a time.
+    """Compute ``blockwise_cross_entropy`` of ``head(hidden)`` by calling the head on ``chunk_tokens`` tokens at a time.
 
-    Hooks on the head see blocks (1, n, C), each twice where there is a backward pass: dropout draws the same both
-    times. Gradients go to ``hidden`` and to every parameter that a block's logits come from.
+    Hooks on the head see blocks (1, n, C), each twice if there is a backward pass, with the same dropout. Gradients go
+    to ``hidden`` and every parameter behind a block's logits.
 
     Args:
         hidden: (T, C); targets (T,) int64, -100 for none.
         head: (1, n, C) -> (1, n, V), each token by itself.
-        reduction: ``sum``, or ``none`` for the loss of each token (T,).
+        reduction: ``sum``, or ``none`` for per-token losses (T,).
 
     Raises:
-        UnsupportedError: ``chunk_vocabulary``, since a head gives all of its logits; or a head that uses what was
-            computed elsewhere and needs a gradient.
+        UnsupportedError: ``chunk_vocabulary``, or a head that uses an earlier result which needs a gradient.
     """
     refuse_blocks_of_vocabulary(head, options.chunk_vocabulary)
     blocks = _Blocks(head, targets, options, hidden.device)
@@ -120,7 +116,7 @@ def called_cross_entropy(
 
 
 class _Blocks:
-    """The losses of a sequence block by block, with the autocast and the random numbers of their making."""
+    """Blockwise losses of a sequence, with the autocast and random state they were computed under."""
 
     def __init__(self, head: nn.Module, targets: Tensor, options: LossOptions, device: torch.device) -> None:
         self._head, self._targets, self._options, self._device = head, targets, options, device
@@ -128,13 +124,11 @@ class _Blocks:
         self._random = torch.get_rng_state(), *get_device_states(torch.empty(0, device=device))
 
     def losses(self, hidden: Tensor) -> Tensor:
-        """Of each token (T,)."""
+        """Return each token's loss (T,)."""
         return _cat([self._losses(hidden[rows], rows) for rows in self._slices(hidden)], hidden.device)
 
     def losses_and_leaves(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The losses, and every parameter that needs a gradient from them: the head's own on every rank, whatever
-        blocks a rank has, and those that hooks bring along.
-        """
+        """Return the losses and all parameters behind them: the head's own, on every rank, and those of hooks."""
         leaves = {id(p): p for p in self._head.parameters() if p.requires_grad}
         parts: list[Tensor] = []
         for rows in self._slices(hidden):
@@ -149,7 +143,7 @@ class _Blocks:
     def gradients(
         self, hidden: Tensor, leaves: Sequence[Tensor], d_losses: Tensor, *, of_hidden: bool
     ) -> list[Tensor | None]:
-        """Of hidden, where it is wanted, and of the leaves; from that of each token's loss (T,)."""
+        """Return the gradients of hidden, where wanted, and of the leaves, given each token's gradient (T,)."""
         sums: list[Tensor | None] = [None] * len(leaves)
         d_hidden = torch.empty_like(hidden) if of_hidden else None
         state, devices, states = self._random
@@ -187,7 +181,7 @@ class _Blocks:
 
 
 def token_cross_entropy(products: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-    """What ``blockwise_cross_entropy`` says it adds up, of what a head computed, (n, V) -> (n,)."""
+    """Compute the per-token loss of ``blockwise_cross_entropy`` from a head's output, (n, V) -> (n,)."""
     logits = products if products.dtype == torch.float64 else products.float()
     logits = logits * options.logit_scale if options.logit_scale != 1 else logits
     if options.softcap is not None:
@@ -203,7 +197,7 @@ def token_cross_entropy(products: Tensor, targets: Tensor, options: LossOptions)
 
 
 class _Called(torch.autograd.Function):
-    """Losses that are known already, whose gradients are computed when they are asked for."""
+    """Known losses whose gradients are computed on demand."""
 
     @staticmethod
     def forward(ctx: Any, losses: Tensor, hidden: Tensor, blocks: _Blocks, *leaves: Tensor) -> Tensor:
@@ -224,11 +218,7 @@ def _cat(losses: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _leaves(losses: Tensor, since: Any) -> list[Tensor]:
-    """The parameters that a value was computed from, after the operation ``since``.
-
-    Raises:
-        UnsupportedError: it comes from something that was computed before.
-    """
+    """Return the parameters that a value depends on since the operation ``since``; raise for earlier results."""
     found: list[Tensor] = []
     waiting = [losses.grad_fn] if losses.grad_fn is not None else []
     seen: set[Any] = set(waiting)
@@ -249,7 +239,7 @@ def _leaves(losses: Tensor, since: Any) -> list[Tensor]:
 
 
 def vocabularies(model: PreTrainedModel) -> tuple[int, int]:
-    """Entries of the vocabulary that the input has embeddings of, and that the head knows: 0 where there is none."""
+    """Return the vocabulary sizes of the input embedding and of the head; 0 if absent."""
     given: Any = model.get_input_embeddings()
     # An adapter wraps the embedding; the table inside of it says how many entries there are.
     table = next((part for part in given.modules() if isinstance(part, nn.Embedding)), given)

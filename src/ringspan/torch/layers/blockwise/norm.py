@@ -1,8 +1,7 @@
-"""Norms in blocks of tokens, found in any Hugging Face model: what they compute in float32 never exists whole.
+"""Norms in blocks of tokens, for any Hugging Face model, so that their float32 intermediates never exist whole.
 
-Transformers writes RMS norms out in operators that compute in float32. Those keep a float32 copy of their input and
-what is normed, and make four such copies in backward, each as long as the sequence; a layer's input is one 16-bit
-tensor of that size.
+Transformers' RMS norms keep float32 copies of input and output and make four such copies in backward, each as long as
+the sequence; a layer's input is one 16-bit tensor of that size.
 """
 
 import inspect
@@ -18,8 +17,7 @@ from ringspan.torch.weights.loading import filled
 
 
 def chunk_norms(model: PreTrainedModel, chunk_tokens: int) -> None:
-    """Run every norm that keeps more than its input on ``chunk_tokens`` tokens at a time, forward and backward, in
-    place.
+    """Run every norm that saves more than its input on ``chunk_tokens`` tokens at a time, both passes, in place.
 
     Raises:
         ConfigError: ``chunk_tokens`` below one.
@@ -28,11 +26,10 @@ def chunk_norms(model: PreTrainedModel, chunk_tokens: int) -> None:
 
 
 def find_norms(model: PreTrainedModel) -> list[nn.Module]:
-    """The norms that are worth running in blocks.
+    """Return the norms worth running in blocks.
 
-    A norm is what has nothing but vectors of one size for parameters, takes a tensor of that size alone, gives the same
-    shape and treats each token by itself, which is tried out. PyTorch's own norms are one operator that keeps no more
-    than its input, and are left alone.
+    A norm has only vectors of one size as parameters and maps a tensor of that size to the same shape, token by token
+    (this is tried out). PyTorch's own norms save no more than their input and are left alone.
     """
     verdicts: dict[Any, bool] = {}
     found: list[nn.Module] = []
@@ -50,7 +47,7 @@ def find_norms(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _keeps_more(module: nn.Module, size: int) -> bool:
-    """Whether autograd saves another tensor as large as the input beside it."""
+    """Return True if autograd saves a tensor as large as the input beside it."""
     kept: list[Tensor] = []
     with filled(module), torch.enable_grad(), saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         like = next(module.parameters())

@@ -1,1 +1,1 @@
-"""How a model's own attention becomes the ring's."""
+"""Replacement of a model's attention by the ring's."""

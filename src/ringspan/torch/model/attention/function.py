@@ -1,7 +1,4 @@
-"""The ring as an attention function of transformers: who sees whom in each layer, and what a layer may ask for.
-
-B batch, H heads, T local tokens, D head size.
-"""
+"""Ring attention as an attention function of transformers. B batch, H heads, T local tokens, D head size."""
 
 import hashlib
 from collections.abc import Container, Sequence
@@ -34,9 +31,9 @@ _OVER_CACHE: Final = ("use_cache", *NAMES, "logits_to_keep")
 
 
 def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[LayerKind, ...], config: StepConfig) -> str:
-    """Make this ring an attention implementation of transformers for a kind of decoder and return its name.
+    """Register this ring as an attention implementation for a kind of decoder and return its name.
 
-    ``kinds`` is what the config says of each layer; a layer that asks for something else is refused.
+    ``kinds`` is the config's kind of each layer; a layer that asks for another is refused.
     """
     masked: set[int | None] = set()  # windows of the masks that the decoder has made, None for one without
 
@@ -75,7 +72,7 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
         return out, None
 
     def no_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-        """No S x S mask is ever built: the schedule knows who sees whom."""
+        """Return no mask: the schedule knows the visible keys, so no S x S mask is built."""
         if attention_mask is not None and not bool(attention_mask.all()):  # some decoders make one of ones
             raise UnsupportedError(
                 "attention_mask of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
@@ -91,7 +88,7 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
 
 
 class _Asked(NamedTuple):
-    """What a layer asks of attention beside its queries, keys and values."""
+    """Options that a layer passes to attention."""
 
     scale: float | None
     softcap: float | None
@@ -100,7 +97,7 @@ class _Asked(NamedTuple):
 
 
 def _over_cache(module: Any, qkv: Qkv, turn: Turn, kind: LayerKind, asked: _Asked, config: StepConfig) -> Tensor:
-    """Attention of new tokens to a cache that is split over the ring: (B, T, H, D)."""
+    """Attend from new tokens to a cache split over the ring: (B, T, H, D)."""
     query, key, value = qkv
     if _has_temperature(module):
         query = _warmed(module, query, turn.positions[None])
@@ -114,7 +111,7 @@ def _over_cache(module: Any, qkv: Qkv, turn: Turn, kind: LayerKind, asked: _Aske
 def _as_program(
     qkv: Qkv, packed: Packed | None, ring: dist.ProcessGroup, kind: LayerKind, asked: _Asked, config: StepConfig
 ) -> Tensor:
-    """The operator as ``torch.compile`` sees it, for any documents and lengths: (B, T, H, D)."""
+    """Call the operator as ``torch.compile`` sees it, for any documents and lengths: (B, T, H, D)."""
     out = layer_attention(
         *(*qkv, packed.lengths if packed else None),
         window=kind.window,
@@ -140,7 +137,7 @@ def _over_ring(
     asked: _Asked,
     config: StepConfig,
 ) -> Tensor:
-    """Attention over the ring, each row of a batch under the mask of its documents: (B, T, H, D)."""
+    """Attend over the ring, each row under its documents' mask: (B, T, H, D)."""
     length = qkv[0].shape[2] * dist.get_world_size(ring)
     if _has_temperature(module):
         if packed:
@@ -178,13 +175,10 @@ def _over_ring(
 def _kind_of_layer(
     module: Any, kinds: Sequence[LayerKind], asked: int | Unsaid | None, masked: Container[int | None]
 ) -> LayerKind:
-    """Whom the queries of an attention module see: what its config says, where the module and its masks agree.
+    """Return an attention module's kind by its config, if module and masks agree; else raise UnsupportedError.
 
-    On one process a window is one of the mask. Not every model gives it to attention too, and not every model that has
-    one in its config makes such a mask (Moshi).
-
-    Raises:
-        UnsupportedError: they do not agree.
+    On one process a window comes from the mask: some models do not pass it to attention, some make no such mask
+    (Moshi).
     """
     if hasattr(module, "ring_kind"):  # a compiled layer's, whose program is that of all layers of the kind
         kind = module.ring_kind
@@ -211,13 +205,14 @@ def _reach(window: Any) -> str:
 
 
 def _has_temperature(module: Any) -> bool:
-    """Whether queries of a layer are scaled by their positions (Llama 4), which ``parallelize`` noted."""
+    """Return True if a layer scales queries by position (Llama 4), as noted by ``parallelize``."""
     return getattr(module, "ring_temperature", False)
 
 
 def _warmed(module: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Queries (B, H, T, D) times Llama 4's factor of a layer without RoPE:
-    ``1 + attn_scale log(1 + floor((p + 1) / floor_scale))`` at position p. positions (B, T).
+    """Scale queries (B, H, T, D) by ``1 + attn_scale log(1 + floor((p + 1) / floor_scale))``, p the positions (B, T).
+
+    This is Llama 4's factor in layers without RoPE.
     """
     steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
     factors = (torch.log1p(steps) * module.attn_scale + 1.0)[:, None, :, None]

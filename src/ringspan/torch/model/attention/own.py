@@ -1,8 +1,7 @@
-"""Attention that transformers' models compute in their own code: where its queries, keys and values can be had, it is
-the ring's like any other.
+"""Attention in models' own code, moved to the ring where its queries, keys and values are accessible.
 
-Older models have their matrix products and softmax inline. Each group of them whose modules are alike has a mixin here,
-which takes the module's own projections and positions and hands the rest to transformers' attention interface.
+Older models inline matrix products and softmax. Each group of similar modules has a mixin here that takes the module's
+projections and positions and calls transformers' attention interface.
 
 B batch, T local tokens, H query heads, D head size.
 """
@@ -23,19 +22,19 @@ from ringspan.torch.layers.modules import Mixin, forward_of, mix_in
 
 
 class OwnAttention(Mixin):
-    """What ``take_over_attention`` adds to a module."""
+    """Mixin that ``take_over_attention`` adds to a module."""
 
     ring_implementation: str
 
     def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float, dropout: float, **options: Any) -> Tensor:
-        """(B, H, T, D) each -> (B, T, H, D)."""
+        """Map (B, H, T, D) each to (B, T, H, D)."""
         function = AttentionInterface()[self.ring_implementation]
         k, v = k.to(q.dtype), v.to(q.dtype)
         return function(self, q, k, v, None, scaling=scaling, dropout=dropout if self.training else 0.0, **options)[0]
 
 
 class _Method(OwnAttention):
-    """GPT-J, CodeGen, GPT-Neo, GPT-NeoX Japanese: a method of its own has the products and the softmax."""
+    """GPT-J, CodeGen, GPT-Neo, GPT-NeoX Japanese: a separate method has products and softmax."""
 
     def _attn(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
         divisor = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", 1.0)
@@ -48,7 +47,7 @@ class _Method(OwnAttention):
 
 
 class _TransposedKeys(OwnAttention):
-    """The first GPT: its keys come as (B, H, D, T)."""
+    """GPT-1: keys come as (B, H, D, T)."""
 
     def _attn(self: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
         scaling = v.shape[-1] ** -0.5 if self.scale else 1.0
@@ -56,7 +55,7 @@ class _TransposedKeys(OwnAttention):
 
 
 class _Inline(OwnAttention):
-    """The forward as a whole is ours."""
+    """Modules whose whole forward is replaced."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(inspect.signature(forward_of(self)).bind(self, *args, **kwargs).arguments)
@@ -67,14 +66,14 @@ class _Inline(OwnAttention):
         return self.computed(given)
 
     def projected(self: Any, given: dict[str, Any], layers: Sequence[nn.Module], head_dim: int) -> list[Tensor]:
-        """Queries, keys and values (B, H, T, D) of three layers, with those of a cache."""
+        """Return queries, keys and values (B, H, T, D) of three layers, with cached ones."""
         hidden = given["hidden_states"]
         shape = *hidden.shape[:-1], -1, head_dim
         q, k, v = (layer(hidden).view(shape).transpose(1, 2) for layer in layers)
         return [q, *self.updated(given, k, v)]
 
     def updated(self: Any, given: dict[str, Any], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, with those of a cache."""
+        """Return keys and values with cached ones."""
         cache = given.get("layer_past") if (named := given_cache(given)) is None else named
         return (k, v) if cache is None else cache.update(k, v, self.layer_idx)
 
@@ -96,7 +95,7 @@ class _Bart(_Inline):
 
 
 class _Bloom(_Inline):
-    """BLOOM: ALiBi, and the residual inside."""
+    """BLOOM: ALiBi, with the residual inside."""
 
     def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
         hidden = given["hidden_states"]
@@ -108,7 +107,7 @@ class _Bloom(_Inline):
 
 
 class _Falcon(_Inline):
-    """Falcon: heads that share keys and values, with rotary positions or ALiBi."""
+    """Falcon: shared key/value heads, with rotary positions or ALiBi."""
 
     def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
         hidden = given["hidden_states"]
@@ -130,7 +129,7 @@ class _Falcon(_Inline):
 
 
 class _Mpt(_Inline):
-    """MPT: ALiBi, whose slopes it interleaves where the heads are no power of two."""
+    """MPT: ALiBi, with interleaved slopes unless heads are a power of two."""
 
     def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
         hidden = given["hidden_states"]
@@ -146,9 +145,7 @@ class _Mpt(_Inline):
 
 
 def _doubling_slopes(module: Any, hidden: Tensor) -> Tensor:
-    """BLOOM's slopes of ALiBi (H,): powers of ``2^(-8 / P)``, P the largest power of two in H; then every other power
-    of ``2^(-4 / P)``.
-    """
+    """Return BLOOM's ALiBi slopes (H,): powers of ``2^(-8/P)``, P = 2^floor(log2 H), then odd ones of ``2^(-4/P)``."""
     whole = 2 ** math.floor(math.log2(module.num_heads))
     powers = [2 ** (-8 / whole * (i + 1)) for i in range(whole)]
     powers += [2 ** (-4 / whole * (2 * i + 1)) for i in range(module.num_heads - whole)]
@@ -179,7 +176,7 @@ _ALIBI: Final = _Bloom, _Mpt
 
 
 def own_attention(decoder: nn.Module) -> dict[nn.Module, type[OwnAttention]]:
-    """The modules of a decoder that compute attention in their own code, and what takes that over."""
+    """Return the modules of a decoder with own attention code, and their mixins."""
     found: dict[nn.Module, type[OwnAttention]] = {}
     for module in decoder.modules():
         is_one, mixin = _KNOWN.get(type(module).__name__, (None, None))
@@ -189,7 +186,7 @@ def own_attention(decoder: nn.Module) -> dict[nn.Module, type[OwnAttention]]:
 
 
 def refuse_compiled(decoder: nn.Module, backend: bool | str) -> None:
-    """Raise an UnsupportedError where attention of a decoder's own code is to become a part of programs."""
+    """Raise UnsupportedError if own attention code would be compiled."""
     if backend is not False and own_attention(decoder):
         raise UnsupportedError(
             f"compile={backend!r}: {type(decoder).__name__} computes attention in its own code; use compile=False"
@@ -197,15 +194,13 @@ def refuse_compiled(decoder: nn.Module, backend: bool | str) -> None:
 
 
 def uses_alibi(decoder: Any) -> bool:
-    """Whether a decoder's attention, of its own code, has its positions in its scores."""
+    """Return True if a decoder's own attention code uses ALiBi."""
     kinds = set(own_attention(decoder).values())
     return bool(kinds & {*_ALIBI}) or (_Falcon in kinds and bool(getattr(decoder, "use_alibi", False)))
 
 
 def take_over_attention(decoder: PreTrainedModel, implementation: str) -> None:
-    """Let the modules that compute attention in their own code call an implementation of transformers' interface, in
-    place.
-    """
+    """Make modules with own attention code call an implementation of transformers' interface, in place."""
     module: Any
     for module, mixin in own_attention(decoder).items():
         if not hasattr(module, "layer_idx"):

@@ -1,4 +1,4 @@
-"""Whether a decoder's attention can be the ring's: it must go through transformers' interface, and take positions."""
+"""Checks that a decoder's attention goes through transformers' interface and takes positions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,12 +18,10 @@ _TRIAL: Final = "ringspan_trial"
 
 
 def refuse_attention(name: str, decoder: PreTrainedModel, stateful: set[nn.Module]) -> None:
-    """Raise an UnsupportedError where a ring cannot take over the attention of a decoder, or number its tokens.
+    """Raise UnsupportedError if the ring cannot take over a decoder's attention or number its tokens.
 
-    Layers that have one of the ``stateful`` modules, or no attention as the config says, need not ask for any.
-
-    Models that transformers marks are known to go through its AttentionInterface. Others are tried out, on two
-    tokens, since many of them lack only the mark.
+    Layers with a ``stateful`` module, or without attention by the config, need not call any. Models not marked by
+    transformers as using its AttentionInterface are tried out on two tokens: many lack only the mark.
     """
     own = own_attention(decoder)
     for path, module in decoder.named_modules():
@@ -55,7 +53,7 @@ def refuse_attention(name: str, decoder: PreTrainedModel, stateful: set[nn.Modul
 
 @torch.no_grad()
 def _why_not_consulted(decoder: PreTrainedModel, stateful: set[nn.Module]) -> str:
-    """Why some layer of a decoder would not call the ring's attention; empty when all do."""
+    """Return the reason why some layer would not call the ring's attention; empty if all do."""
     layers = layers_of(decoder).values()
     with filled(decoder, zeros=True):
         ids = torch.zeros(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)
@@ -75,7 +73,7 @@ def _why_not_consulted(decoder: PreTrainedModel, stateful: set[nn.Module]) -> st
 
 @contextmanager
 def _recorded(decoder: PreTrainedModel) -> Iterator[set[nn.Module]]:
-    """While active, modules that call transformers' attention interface are put into the set."""
+    """Yield a set that collects the modules calling transformers' attention interface."""
     asking: set[nn.Module] = set()
 
     def attend(module: nn.Module, query: Tensor, _: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:

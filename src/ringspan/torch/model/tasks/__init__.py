@@ -1,1 +1,1 @@
-"""Models by what they are for: language models, classifiers, hidden states, log-probabilities."""
+"""Models by task: language models, classifiers, hidden states, log-probabilities."""

@@ -1,5 +1,4 @@
-"""What a causal language model does once it is on a ring: local tokens to the loss of the whole batch, and its weights
-to files.
+"""Causal language models on a ring: the loss of the whole batch from local tokens, and weights to files.
 
 B batch, S global tokens, T local tokens, V vocabulary.
 """
@@ -51,7 +50,7 @@ from ringspan.torch.transport.sums import Sum, SumOfGradients
 
 
 class Asked(Enum):
-    """What a forward pass is called for, as errors name the call."""
+    """Purpose of a forward pass, as errors name the call."""
 
     LOSS = "a forward pass"
     LOGPROBS = "token_logprobs"
@@ -59,12 +58,12 @@ class Asked(Enum):
 
 @dataclass(frozen=True)
 class PerToken:
-    """Asks a forward pass for numbers of each local token, computed from its hidden states and its target.
+    """Request for per-token numbers from hidden states and targets.
 
     Args:
-        value: how errors name the call.
-        compute: (model, hidden (B, T, C), targets (B, T)) -> (B, T, ...), while the head's weights are whole; the
-            output has it as ``logits``.
+        value: name of the call in errors.
+        compute: (model, hidden (B, T, C), targets (B, T)) -> (B, T, ...), run while the head's weights are whole;
+            returned as ``logits``.
     """
 
     value: str
@@ -75,35 +74,34 @@ class PerToken:
 
 
 class RingCausalLM(Saved, Fixed):
-    """What ``parallelize`` adds to a model's class: one loss for the whole batch, without whole logits."""
+    """Mixin that ``parallelize`` adds to a model's class: one loss for the whole batch, without whole logits."""
 
     ring_mesh: DeviceMesh
     ring_layout: BatchLayoutName
     ring_loss: LossOptions
     ring_decoder: str
     ring_vocabularies: tuple[int, int]
-    """Entries of the vocabulary that the input has embeddings of, and that the head knows."""
+    """Vocabulary sizes of the input embedding and the head."""
     ring_skipped: int | None
-    """The token that the model's own forward skips when it counts positions."""
+    """Token that the model's own forward skips when counting positions."""
     ring_head_parts: tuple[str, ...] = ()
-    """The modules that make logits, where those are more than the output embedding."""
+    """Modules that make logits, if more than the output embedding."""
     ring_head: Any
-    """The kind of head that was tried out last."""
+    """Kind of head tried out last."""
     ring_configs: tuple[ConfigCopy, ...]
     ring_is_generating = False
-    """Weights may be whole between passes."""
+    """True while weights may be whole between passes."""
     ring_stateful: bool
-    """Whether there are layers with a state, or convolutions."""
+    """True if layers have states or convolutions."""
     ring_compiled: bool
-    """Whether its layers are programs."""
+    """True if layers are compiled."""
     ring_media: Kind | None = None
-    """How it takes images; None for a model that takes none."""
+    """How the model takes images; None if it takes none."""
     ring_router: RouterLoss | None
-    """The auxiliary loss of a mixture of experts; None for a model without one."""
+    """Auxiliary loss of a mixture of experts; None if absent."""
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """``forward`` with its hooks."""
         call: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
         asked = _asked(kwargs)
         with in_pass(self, asked.value):
@@ -113,11 +111,11 @@ class RingCausalLM(Saved, Fixed):
                 return with_shards(self, call(**kwargs))
 
     def ring_bind(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-        """The arguments of a call by their names; it raises where they do not fit."""
+        """Bind a call's arguments to names, or raise."""
         return _bind(self, args, kwargs)
 
     def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards, which an optimizer is to be given."""
+        """Yield the shards, for an optimizer."""
         if not self.ring_is_generating and isinstance(self, FSDPModule):
             settle(self)
         return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -140,22 +138,19 @@ class RingCausalLM(Saved, Fixed):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | Tensor:
-        """Local tokens (B, T) and their positions -> the global loss, or local logits when there are no labels.
+        """Map local tokens (B, T) and positions to the global loss, or to local logits without labels.
 
-        ``document_lengths`` (B, documents), 0 behind the last one: tokens see their own document only, and positions
-        count within it. ``sequence_length`` is that of the longest document without padding, with it when None.
-        ``output_router_logits``, of the config when None: the auxiliary loss of a mixture of experts is computed over
-        the tokens of all ranks that are no padding, and is a part of the loss. ``real_tokens`` (B, T) says which those
-        are; all but the padding of the layout when None. ``media`` are the images of the whole batch: this rank
-        makes the embeddings of its share.
-        ``kwargs`` has at most ``ring_asked``, by which ``token_logprobs`` asks for log-probabilities (B, S) in place of
-        the loss, or somebody else for a ``PerToken``.
-        ``labels`` and ``attention_mask`` raise in ``__call__``. They are named for those who look (transformers'
-        Trainer keeps the columns of a data set that are arguments here); ``shard_batch`` takes both.
+        ``document_lengths`` (B, documents), padded with 0: tokens see only their own document, positions count within
+        it. ``sequence_length`` is that of the longest document without padding; with it when None.
+        ``output_router_logits``, from the config when None: the loss includes the auxiliary loss over all ranks'
+        ``real_tokens`` (B, T), all but the layout's padding when None. ``media`` are the whole batch's images, of which
+        this rank embeds its share. ``kwargs`` has at most ``ring_asked``: log-probabilities (B, S) for
+        ``token_logprobs``, or a ``PerToken``. ``labels`` and ``attention_mask`` raise in ``__call__``; they are named
+        because Trainer keeps the data columns named here, and ``shard_batch`` takes both.
 
         Raises:
-            UnsupportedError: an argument of transformers' forward passes that a ring does not honour, one that none of
-                them has, or a config that was changed after ``parallelize``.
+            UnsupportedError: an argument that a ring does not honour or no model has, or a config changed since
+                ``parallelize``.
         """
         assert input_ids is not None and position_ids is not None, "checked by __call__"
         assert num_items_in_batch is not None and sequence_length is not None, "filled in by __call__"
@@ -193,7 +188,7 @@ _SIGNATURE: Final = inspect.signature(RingCausalLM.forward)
 
 @torch.compiler.disable()
 def _loss(model: Any, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
-    """The sum over the targets of the whole batch, over their count."""
+    """Compute the loss sum over the whole batch's targets, divided by their count."""
     # Evaluation is plain cross-entropy, whatever training adds to it.
     total = _cross_entropy(model, hidden, targets, model.ring_loss if model.training else _plain(model), "sum")
     return Sum.apply(total / max(count, 1), _groups(model))
@@ -201,7 +196,7 @@ def _loss(model: Any, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
 
 @torch.compiler.disable()
 def _logprobs(model: Any, hidden: Tensor, targets: Tensor, length: int, document_lengths: Tensor | None) -> Tensor:
-    """Of each target of the whole sequences (B, S), on every rank of the ring; 0 where there is none."""
+    """Compute the log-probability of each target (B, S) on every rank of the ring; 0 without a target."""
     losses = _cross_entropy(model, hidden, targets, _plain(model), "none").view(targets.shape)
     ring = model.ring_mesh["ring"]
     split = BatchLayout.of(model.ring_layout, length, ring.size(), document_lengths)
@@ -215,7 +210,7 @@ def _plain(model: Any) -> LossOptions:
 def _cross_entropy(
     model: Any, hidden: Tensor, targets: Tensor, options: LossOptions, reduction: ReductionName
 ) -> Tensor:
-    """Of the local tokens: their sum, or that of each (B T)."""
+    """Compute the local tokens' summed loss, or each one's (B T)."""
     tp = tensor_axis(model.ring_mesh)
     head: Any = head_of(model)
     share = tp.get_group() if tp is not None and splits_vocabulary(head) else None
@@ -234,7 +229,7 @@ def _cross_entropy(
 
 
 def _refuse_head(model: Any, head: nn.Module, *, is_split: bool) -> None:
-    """Refuse a head that is more than its weight, may be only since the last step, where its blocks would be wrong."""
+    """Refuse a head that is now more than its weight, if its blocks would be wrong."""
     if is_split:
         raise UnsupportedError(
             f"the head ({type(head).__name__}) has hooks or adapters, and tp splits its vocabulary; use tp=1"
@@ -246,7 +241,7 @@ def _refuse_head(model: Any, head: nn.Module, *, is_split: bool) -> None:
 
 
 def _groups(model: Any) -> list[dist.ProcessGroup]:
-    """Of the ranks that have other tokens."""
+    """Return the groups of ranks with other tokens."""
     return [model.ring_mesh[axis].get_group() for axis in ("replicate", "ring")]
 
 
@@ -257,18 +252,13 @@ def _output(auxiliary: Tensor | None, **values: Any) -> CausalLMOutputWithPast |
 
 
 def _asked(arguments: dict[str, Any]) -> Asked | PerToken:
-    """Only ``token_logprobs`` and ``ringspan.hf`` have another one to give."""
+    """Return the call's purpose; only ``token_logprobs`` and ``ringspan.hf`` give one."""
     asked = arguments.get("ring_asked")
     return asked if isinstance(asked, Asked | PerToken) else Asked.LOSS
 
 
 def _bind(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    """The arguments of a call by the names that ``forward`` has for them.
-
-    Raises:
-        TypeError: they do not fit.
-        UnsupportedError: no targets where log-probabilities are asked for, or what has no meaning there.
-    """
+    """Bind a call's arguments to ``forward``'s names; raise for log-probabilities without targets."""
     bound = _SIGNATURE.bind(model, *args, **kwargs)
     asked = _asked(kwargs)
     if asked is not Asked.LOSS:
@@ -281,7 +271,7 @@ def _bind(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.Bo
 
 
 def _check_asked(model: Any, arguments: dict[str, Any]) -> None:
-    """Raise what a caller, or the config meanwhile, asks for and a model on a ring does not do."""
+    """Raise UnsupportedError for unsupported arguments and config changes."""
     others = {name: value for name, value in arguments.items() if not isinstance(value, Asked | PerToken)}
     check_arguments(class_name(model), others)
     check_configs(model.ring_configs)

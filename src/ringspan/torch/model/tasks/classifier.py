@@ -1,4 +1,4 @@
-"""Classifiers on a ring: a sequence's logits are those of its last token, on whichever rank that is; or each token's.
+"""Classifiers on a ring, with the logits of a sequence's last token, on whichever rank, or of each token.
 
 B batch, S global tokens, T local tokens, C hidden size, L labels.
 """
@@ -30,7 +30,7 @@ _HEAD: Final = "score"
 
 
 def is_classifier(model: Any) -> bool:
-    """Whether a model of transformers maps sequences, or tokens, to labels by one linear layer behind its decoder."""
+    """Return True if a model maps sequences or tokens to labels by one linear layer after its decoder."""
     return (
         isinstance(model, PreTrainedModel)
         and class_name(model).endswith((_SEQUENCES, _TOKENS))
@@ -39,12 +39,12 @@ def is_classifier(model: Any) -> bool:
 
 
 def pools(model: nn.Module) -> bool:
-    """Whether a classifier's labels are of sequences, not of tokens."""
+    """Return True if a classifier labels sequences, not tokens."""
     return class_name(model).endswith(_SEQUENCES)
 
 
 def refuse_classifier(model: PreTrainedModel) -> None:
-    """Raise an UnsupportedError that names why the ring cannot run a classifier exactly."""
+    """Raise UnsupportedError if the ring cannot run a classifier exactly."""
     name, decoder = type(model).__name__, decoder_of(model)
     if decoder not in model.children():
         raise UnsupportedError(f"{name} has more than a decoder and its {_HEAD}, which a ring does not support yet")
@@ -63,7 +63,7 @@ def refuse_classifier(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _try_head(model: Any, decoder: Any) -> None:
-    """Refuse a classifier that does more with hidden states than apply its head and pool, by what it makes of some."""
+    """Refuse a classifier that does more than apply its head and pool, tried out on hidden states."""
     name, head = type(model).__name__, getattr(model, _HEAD)
     like = next(head.parameters())
     padding = model.config.get_text_config().pad_token_id
@@ -91,14 +91,13 @@ def _try_head(model: Any, decoder: Any) -> None:
 
 
 class RingClassifier(RingCausalLM):
-    """What ``parallelize`` adds to a classifier's class."""
+    """Mixin that ``parallelize`` adds to a classifier's class."""
 
     def ring_bind(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-        """The arguments of a call by their names.
+        """Bind a call's arguments to names.
 
         Raises:
-            UnsupportedError: labels; log-probabilities, which a classifier has none of; or several sequences, of which
-                no padding tells where each ends.
+            UnsupportedError: labels, log-probabilities, or several sequences without padding that tells their ends.
         """
         name = class_name(self)
         if kwargs.get("ring_asked") is not None:
@@ -127,13 +126,12 @@ class RingClassifier(RingCausalLM):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast | TokenClassifierOutput:
-        """Local tokens (B, T) -> the logits (B, L) of whole sequences, on every rank of the ring; or, of a classifier
-        of tokens, the logits (B, T, L) of local ones.
+        """Map local tokens (B, T) to sequence logits (B, L) on every rank, or local token logits (B, T, L).
 
-        A sequence's are those of its last token that is no ``pad_token_id``, as in transformers. They are
-        differentiable: each rank of a ring goes on with the same numbers to the same loss, whose gradients are counted
-        once, and summed over replicas. ``attention_mask`` and ``labels`` raise in ``__call__``; they are named for
-        those who look.
+        A sequence's logits are those of its last token other than ``pad_token_id``, as in transformers. They are
+        differentiable: all ranks of a ring compute the same loss, whose gradients count once and are summed over
+        replicas. ``attention_mask`` and ``labels`` raise in ``__call__``; they are named for those who inspect the
+        signature.
         """
         assert input_ids is not None and position_ids is not None and sequence_length is not None, "by __call__"
         renew_types(self)
@@ -159,7 +157,7 @@ class RingClassifier(RingCausalLM):
 
 
 def _refuse_padding(model: Any, is_here: Tensor, real: Tensor | None) -> None:
-    """Refuse logits of padding, which are not those of one process, on all ranks of all replicas."""
+    """Refuse logits of padding, which differ from one process's, on all ranks of all replicas."""
     of_padding = torch.zeros_like(is_here) if real is None else is_here & ~real
     found = torch.where(of_padding.any(1), torch.arange(1, len(is_here) + 1, device=is_here.device), 0).amax()
     for axis in ("ring", "replicate"):
@@ -172,7 +170,7 @@ def _refuse_padding(model: Any, is_here: Tensor, real: Tensor | None) -> None:
 
 
 def _last_places(model: Any, ids: Tensor, places: Tensor, length: int) -> Tensor:
-    """The place in its whole sequence of each row's last token that is no padding. Shape (B,)."""
+    """Return the global place of each row's last token that is no padding, (B,)."""
     padding = model.config.get_text_config().pad_token_id
     if padding is None:
         return torch.full((len(ids),), length - 1, device=ids.device)

@@ -1,4 +1,4 @@
-"""Decoders that are not language models: embeddings of the user's in, hidden states out, a loss of the user's.
+"""Decoders without a language model head: the user's embeddings in, hidden states out, the user's loss.
 
 B batch, S global tokens, T local tokens, C hidden size.
 """
@@ -38,12 +38,12 @@ _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 
 def is_headless(model: PreTrainedModel) -> bool:
-    """Whether a model ends in hidden states: a decoder by itself, or one inside of a user's own model."""
+    """Return True if a model ends in hidden states: a bare decoder, or one inside a user's model."""
     return isinstance(model, PreTrainedModel) and model.get_output_embeddings() is None
 
 
 def refuse_headless(model: PreTrainedModel) -> None:
-    """Raise an UnsupportedError that names why the ring cannot run a model without a head exactly."""
+    """Raise UnsupportedError if the ring cannot run a headless model exactly."""
     name, decoder = type(model).__name__, decoder_of(model)
     if decoder is not model and type(model).__module__.startswith("transformers."):
         raise UnsupportedError(
@@ -78,7 +78,7 @@ def refuse_headless(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _refuse_not_causal(name: str, decoder: Any) -> None:
-    """Try out on four made-up tokens that the last one changes nothing of those before it."""
+    """Check on four made-up tokens that the last one does not change earlier ones."""
     like = next(decoder.parameters())
     if like.is_meta:
         return
@@ -105,7 +105,7 @@ def _hidden_size(config: PreTrainedConfig) -> int:
 
 
 class RingDecoder(Saved, Fixed):
-    """What ``parallelize`` adds to the class of a model without a head."""
+    """Mixin that ``parallelize`` adds to the class of a headless model."""
 
     ring_mesh: DeviceMesh
     ring_layout: LayoutName
@@ -115,7 +115,7 @@ class RingDecoder(Saved, Fixed):
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward pass over local tokens, the same on every rank."""
+        """Run the model's own forward pass over local tokens, the same on every rank."""
         with in_pass(self, "a forward pass"):
             try:
                 try:
@@ -135,14 +135,14 @@ class RingDecoder(Saved, Fixed):
             return output
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, once FSDP has what it needs."""
+        """Run the model's own forward once FSDP has what it needs."""
         renew_types(self)
         forward: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         return forward(*args, **kwargs | (_without_cache(forward) if self.ring_decoder == "" else {}))
 
 
 def check_inner_call(model: Any, decoder: nn.Module) -> None:
-    """Let a decoder inside of a user's model look at what it is called with, before any rank computes."""
+    """Check a call of a decoder inside a user's model before any rank computes."""
 
     without = _without_cache(forward_of(decoder))
 
@@ -159,12 +159,12 @@ def check_inner_call(model: Any, decoder: nn.Module) -> None:
 
 
 def _without_cache(forward: Callable[..., Any]) -> dict[str, bool]:
-    """What a decoder is told whose config may ask for a cache in every pass."""
+    """Return the arguments that turn off a cache, which the config may ask for in every pass."""
     return {"use_cache": False} if "use_cache" in inspect.signature(forward).parameters else {}
 
 
 def _check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise what a decoder on a ring cannot be called with."""
+    """Raise UnsupportedError for unsupported arguments of a decoder."""
     name, given = class_name(model), {key: value for key, value in kwargs.items() if value is not None}
     if args or "inputs_embeds" not in given or "position_ids" not in given:
         raise UnsupportedError(
@@ -193,7 +193,7 @@ def _check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _facts_of_ring(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What the ranks of one ring must have alike: the shapes of all that they were given."""
+    """Return the shapes of all inputs, which the ranks of a ring must share."""
     given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
     return {
         f"shape of {name}": tuple(value.shape) for name, value in sorted(given.items()) if isinstance(value, Tensor)
@@ -203,15 +203,15 @@ def _facts_of_ring(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, A
 def shard_features(
     features: Mapping[str, Tensor], mesh: DeviceMesh, *, layout: LayoutName = "zigzag"
 ) -> dict[str, Tensor]:
-    """This rank's part of sequences of anything, and its positions, for a decoder without a head.
+    """Return this rank's part of sequences of anything, and its positions, for a headless decoder.
 
-    Every rank of one ring passes the same whole features; replicas pass different ones.
+    Every rank of a ring passes the same whole features; replicas pass different ones.
 
     Args:
-        features: tensors (B, S, ...) of one B and S: observations, actions, targets. Give a mask of ones among them:
-            padding is 0 everywhere, and is to be left out of the loss.
+        features: tensors (B, S, ...) of one B and S: observations, actions, targets. Include a mask of ones: padding is
+            0 everywhere, and must be left out of the loss.
         mesh: from ``init_mesh``.
-        layout: the one that ``parallelize`` was given.
+        layout: as given to ``parallelize``.
 
     Returns:
         The same names with (B, T, ...), and ``position_ids`` (1, T).
@@ -234,13 +234,12 @@ def shard_features(
 
 
 def global_sum(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of a value over all ranks of a ring and all replicas, on each of them; differentiable.
+    """Return the differentiable sum of a value over all ranks of a ring and all replicas.
 
-    Each rank differentiates its own part, so that gradients of the weights, which are summed over all ranks, are those
-    of the whole sum on one process.
+    Each rank differentiates its own part, so that weight gradients, summed over ranks, equal those of one process.
 
     Args:
-        value: this rank's part of a loss, such as the sum of its tokens' errors over the count of all tokens.
+        value: this rank's part of a loss, such as its tokens' summed errors over the count of all tokens.
         mesh: from ``init_mesh``.
     """
     mesh = ring_mesh(mesh)

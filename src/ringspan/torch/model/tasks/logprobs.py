@@ -1,4 +1,4 @@
-"""Log-probabilities of the targets of a batch, for evaluation, preference losses and policy gradients."""
+"""Log-probabilities of a batch's targets, for evaluation, preference losses and policy gradients."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from ringspan.torch.model.tasks.causal_lm import Asked, RingCausalLM
 
 
 def token_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """The log-probability of each target of a batch, on every rank of its ring, in the order of the whole batch.
+    """Compute the log-probability of each target of a batch, on every rank of its ring, in the whole batch's order.
 
     Equals, for the whole batch on one process,
 
@@ -18,26 +18,25 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         targets = shift_labels or labels, shifted                       # (B, S), -100 for none
         where(targets == -100, 0, log_softmax(logits, -1).gather(-1, targets))
 
-    without whole logits: they are computed in the blocks of the loss, again in backward. Entry i belongs to the target
-    of token i, which is token i + 1. Tokens without a target (a masked one, padding, the last) have 0, so that a sum
-    over a row is the log-probability of what is not masked.
+    without whole logits: they are computed in the loss's blocks, again in backward. Entry i belongs to the target of
+    token i, which is token i + 1. Tokens without a target (masked, padding, the last) have 0, so a row's sum is the
+    log-probability of its unmasked tokens.
 
-    Differentiable. Each rank of a ring goes on with the same numbers to the same value, whose gradients are then
-    counted once, as with the loss. Each replica has its own rows; gradients are summed over replicas, so a mean over
-    all examples divides by the number on all replicas. What training adds to its loss (``z_loss``,
-    ``label_smoothing``, the auxiliary loss of routers) is left out.
+    Differentiable. All ranks of a ring compute the same value from it, whose gradients count once, as with the loss.
+    Each replica has its own rows; gradients are summed over replicas, so a mean divides by the examples of all
+    replicas. Training terms (``z_loss``, ``label_smoothing``, auxiliary router loss) are left out.
 
     Args:
-        model: what ``parallelize`` returned.
-        batch: what ``shard_batch`` returned for ``labels`` or ``shift_labels``.
+        model: from ``parallelize``.
+        batch: from ``shard_batch`` with ``labels`` or ``shift_labels``.
 
     Returns:
-        (B, S) in float32 (float64 for a model of float64), S the tokens of each sequence before ``shard_batch``.
+        (B, S) in float32 (float64 for a float64 model), S the tokens of each sequence before ``shard_batch``.
 
     Raises:
-        UnsupportedError: a model that is on no ring; a batch without targets, or with what ``shard_batch`` does not
-            return. The batch's errors are raised on every rank, as those of a forward pass.
-        PeerMismatch: the ranks were given different batches, or some of them do something else.
+        UnsupportedError: a model on no ring; a batch without targets, or with what ``shard_batch`` does not return; on
+            every rank for the batch's errors.
+        PeerMismatch: ranks were given different batches, or do something else.
     """
     if not isinstance(model, nn.Module) or not any(isinstance(part, RingCausalLM) for part in model.modules()):
         raise UnsupportedError(f"token_logprobs needs what rs.parallelize returned, got a {type(model).__name__}")
